@@ -1,0 +1,52 @@
+"""Where checkpoints lie, and when one is whole.
+
+    outputs/<experiment_name>/checkpoints/<run_id>/step-00000150/
+        __0_0.distcp ...    tensors, as torch.distributed.checkpoint writes them, one file a rank
+        .metadata           which tensor lies where
+        lr_scheduler.pt  state.json  history.tsv
+        manifest.json       size and SHA-256 of every file above; written last: the checkpoint exists when this does
+
+They are no DVC outs: DVC deletes outs before a stage runs, and a resume needs them.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from stages.artifacts.command import StageError
+from stages.artifacts.publish import read_json, sha256_file
+
+MANIFEST = "manifest.json"
+
+
+def root(experiment_name: str) -> Path:
+    """The directory of all checkpoints of an experiment.
+
+    It is resolved against `$DVC_ROOT`, which DVC sets, so that `dvc exp run --temp` and queued experiments, which run
+    in a copy of the project, find the checkpoints of the project itself. `$CHECKPOINT_ROOT` puts them elsewhere.
+    """
+    if elsewhere := os.environ.get("CHECKPOINT_ROOT"):
+        return Path(elsewhere) / experiment_name
+    return Path(os.environ.get("DVC_ROOT", ".")) / "outputs" / experiment_name / "checkpoints"
+
+
+def verify(checkpoint: Path) -> dict[str, Any]:
+    """Hold every file of a checkpoint against its manifest and return the manifest.
+
+    Raises:
+        StageError: naming the file that is missing, has another size, or another SHA-256.
+    """
+    try:
+        manifest: dict[str, Any] = read_json(checkpoint / MANIFEST)
+    except (OSError, ValueError):
+        raise StageError(f"{checkpoint} is no whole checkpoint: {MANIFEST} is missing or damaged") from None
+    for name, entry in manifest["files"].items():
+        path = checkpoint / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            raise StageError(f"{path} is missing")
+        if size != entry["size"]:
+            raise StageError(f"{path} has {size} bytes instead of {entry['size']}: it was truncated or changed")
+        if sha256_file(path) != entry["sha256"]:
+            raise StageError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
+    return manifest

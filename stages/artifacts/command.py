@@ -1,0 +1,32 @@
+"""How a stage runs from the command line, and how it says what went wrong."""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+
+class StageError(Exception):
+    """A mistake that the user can mend. Its message says what was given, what is allowed and what to do."""
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """An argument parser whose help is the docstring `doc` of the stage's module."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run `main`; a `StageError`, or an error of the operating system, is one message and exit status 2."""
+    try:
+        main()
+    except StageError as error:
+        sys.exit(_fail(str(error)))
+    except OSError as error:
+        sys.exit(_fail(f"{error.filename or 'input/output'}: {error.strerror or error}"))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(message: str) -> int:
+    for line in message.splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return 2

@@ -1,0 +1,112 @@
+"""Typed parameters from `params.yaml`.
+
+Each stage keeps its parameters as a frozen dataclass beside it; the fields are the leaves of `params.yaml` that the
+stage reads, and `dvc.yaml` declares the same leaves (a test compares the two). What never changes a result lives in
+the `runtime` section, is read by dataclasses of their own, and is listed under `meta.runtime` in `dvc.yaml`, which
+DVC does not watch.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from stages.artifacts.command import StageError
+
+T = TypeVar("T")
+
+PARAMS_FILE = Path("params.yaml")
+PIPELINE_FILE = Path("dvc.yaml")
+
+
+def load(cls: type[T], section: str | None = None, path: Path = PARAMS_FILE) -> T:
+    """Read the fields of the dataclass `cls` from `params.yaml`, or from one `section` of it.
+
+    Types are applied on load: DVC writes `-S lr=0.00002` as `2e-05`, which YAML 1.1 reads as a string.
+
+    Raises:
+        StageError: a parameter is missing, unknown, ill-typed or out of range; one line for each, with the key, the
+            value and what is allowed.
+    """
+    values = _read(path)
+    _check_names(values, path)
+    if section is not None:
+        values = values.get(section) or {}
+    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    adapter: TypeAdapter[T] = TypeAdapter(cls, config=None)
+    try:
+        return adapter.validate_python({name: value for name, value in values.items() if name in names})
+    except ValidationError as error:
+        prefix = (section,) if section else ()
+        lines = [_explain(path, prefix, details) for details in error.errors(include_url=False)]
+        raise StageError("\n".join(lines)) from None
+
+
+def leaves(cls: type[Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all leaves of a parameter dataclass, in order: `seed`, `fsdp.strategy`, ..."""
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            yield from leaves(kind, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+        else:
+            yield prefix + field.name
+
+
+def forbid_unknown(cls: type[T]) -> type[T]:
+    """Class decorator for a nested group of parameters: a name it does not have is an error, not ignored."""
+    cls.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    return cls
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StageError(f"{path} is missing: run from the root of the project") from None
+    except yaml.YAMLError as error:
+        raise StageError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise StageError(f"{path} must hold `name: value` pairs")
+    return values
+
+
+def _check_names(values: Mapping[str, Any], path: Path) -> None:
+    """Refuse names that no stage reads: `dvc.yaml` beside `params.yaml` is the register of all names."""
+    pipeline = path.with_name(PIPELINE_FILE.name)
+    if not pipeline.exists():
+        return
+    stages = yaml.safe_load(pipeline.read_text(encoding="utf-8"))["stages"].values()
+    known = {name for stage in stages for name in stage.get("params", [])}
+    known |= {f"runtime.{name}" for stage in stages for name in stage.get("meta", {}).get("runtime", [])}
+    unknown = [name for name in _flatten(values) if name not in known]
+    if unknown:
+        raise StageError("\n".join(f"{path}: unknown parameter {name!r}{_suggest(name, known)}" for name in unknown))
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _suggest(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else "; no stage reads it"
+
+
+def _explain(path: Path, prefix: tuple[str, ...], details: Any) -> str:
+    # A union such as `int | None` adds the names of its members to the location: keep what names the parameter.
+    name = ".".join([*prefix, *(str(part) for part in details["loc"])])
+    if details["type"] == "missing":
+        return f"{path}: parameter {name!r} is missing"
+    message = details["msg"].removeprefix("Value error, ")
+    if not details["loc"]:  # a check over several parameters, which names them itself
+        return f"{path}: {message}"
+    return f"{path}: {name} is {details['input']!r}: {message[0].lower()}{message[1:]}"
