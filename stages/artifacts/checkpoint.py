@@ -10,6 +10,8 @@ They are no DVC outs: DVC deletes outs before a stage runs, and a resume needs t
 """
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from stages.artifacts.command import StageError
 from stages.artifacts.publish import read_json, sha256_file
 
 MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-\d{8}")
 
 
 def root(experiment_name: str) -> Path:
@@ -50,3 +53,37 @@ def verify(checkpoint: Path) -> dict[str, Any]:
         if sha256_file(path) != entry["sha256"]:
             raise StageError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
     return manifest
+
+
+def step_name(step: int) -> str:
+    """`step-00000150`."""
+    return f"step-{step:08d}"
+
+
+def find(run_directory: Path) -> list[Path]:
+    """The published checkpoints of a run, newest first. Foreign directories and half-written ones do not count."""
+    if not run_directory.is_dir():
+        return []
+    found = [path for path in run_directory.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(found, reverse=True)
+
+
+def newest_whole(checkpoints: list[Path], report: Callable[[str], None]) -> Path | None:
+    """The first of `checkpoints` whose files are all as its manifest says; `report` hears of the damaged ones.
+
+    Raises:
+        StageError: there are checkpoints, and none of them is whole.
+    """
+    for path in checkpoints:
+        try:
+            verify(path)
+        except StageError as error:
+            report(f"skipping a damaged checkpoint: {error}")
+        else:
+            return path
+    if checkpoints:
+        raise StageError(
+            f"no checkpoint in {checkpoints[0].parent} is whole; to start over, set runtime.resume=never, "
+            "or move that directory away"
+        )
+    return None

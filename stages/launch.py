@@ -1,0 +1,90 @@
+"""Start the training with torchrun, and end it with whoever started it.
+
+Reads    what stages.train reads, and its checkpoints
+Writes   outputs/<experiment_name>/run.json (the pointer to the last checkpoint), history.tsv, train_metrics.json
+Command  python -m stages.launch
+
+A training that is stopped by a signal saves and exits with status 75; the next launch goes on where it stopped.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from stages.artifacts import checkpoint, command, params, publish
+from stages.artifacts.command import StageError
+from stages.training import run
+from stages.training.params import TrainParams, TrainRuntime
+from stages.training.process import INTERRUPTED, die_with_parent, forward_stop_signals, single_writer
+
+
+def main() -> None:
+    command.parser(__doc__).parse_args()
+    # SIGTERM, so that the ranks save: dvc does not end its children when it is ended.
+    die_with_parent(signal.SIGTERM)
+    this = run.describe(params.load(TrainParams))
+    runtime = params.load(TrainRuntime, section="runtime")
+    ranks = runtime.nproc_per_node or _num_gpus() or 2
+    this.params.grad_accum_steps(ranks)
+    last = this.directory / checkpoint.step_name(this.total_steps)
+    with single_writer(this.directory, print) as tell:
+        if runtime.resume != "never" and _is_finished(last):
+            print(f"run {this.run_id} was finished before, at step {this.total_steps}: nothing to train")
+        else:
+            status = _torchrun(ranks, tell)
+            if status == INTERRUPTED:
+                print("interrupted: the training was saved and goes on with the next launch", file=sys.stderr)
+            if status:
+                sys.exit(status)
+        run.write_outs(this, last)
+    metrics = publish.read_json(last / "state.json")["metrics"]
+    print(f"trained {metrics['steps']:,} steps, {metrics['tokens']:,} tokens: loss {metrics['loss']:.4f}, "
+          f"validation loss {metrics['validation_loss'] or float('nan'):.4f}; run {this.run_id}")  # fmt: skip
+
+
+def _is_finished(last: Path) -> bool:
+    if not last.is_dir():
+        return False
+    try:
+        checkpoint.verify(last)
+    except StageError:
+        return False  # the training falls back to the checkpoint before it
+    return True
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _torchrun(ranks: int, tell: Callable[[str], None]) -> int:
+    """Run `ranks` processes of stages.train under torchrun's agent, in this process; returns an exit status."""
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    # torchrun itself would give the ranks 30 seconds to save, and none at a second signal. So it handles none: the
+    # ranks get the signals, save together and end, and torchrun sees them end.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    forward_stop_signals(lambda: tell("stopping"))
+    cores = len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
+    os.environ.setdefault("LOGLEVEL", "CRITICAL")  # of torchrun: the ranks say themselves what went wrong
+    arguments = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0", "-m", "stages.train"]
+    try:
+        torchrun.run(torchrun.parse_args(arguments))
+    except ChildFailedError as error:
+        failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        if set(failures.values()) == {INTERRUPTED}:
+            return INTERRUPTED
+        rank, code = next((rank, code) for rank, code in failures.items() if code != INTERRUPTED)
+        cause = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+        print(f"error: rank {rank} {cause}; the next launch resumes from the newest checkpoint", file=sys.stderr)
+        return code if code > 0 else 1
+    return 0
+
+
+if __name__ == "__main__":
+    command.run(main)

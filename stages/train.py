@@ -1,0 +1,184 @@
+"""Train the model: one rank of it. `dvc repro train` runs `python -m stages.launch`, which starts the ranks.
+
+Reads    data/tokens/train, data/tokens/validation, data/model.json and the model's own files
+Writes   outputs/<experiment_name>/checkpoints/<run_id>/step-N
+Command  torchrun --nproc-per-node 2 -m stages.train
+"""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.lr_scheduler import LambdaLR
+
+from stages.artifacts import checkpoint as published
+from stages.artifacts import command, params, publish
+from stages.model import manifest as model_manifest
+from stages.training import checkpoint, distributed, model, run
+from stages.training.batch import num_labels
+from stages.training.data import TokenRows
+from stages.training.params import TrainParams, TrainRuntime
+from stages.training.process import INTERRUPTED, StopSignal, die_with_parent, share_writing
+from stages.training.schedule import lr_ratio
+from stages.training.step import Batches, make_optimizer, train_step, validation_loss
+from stages.training.telemetry import Console, History, Timers, memory_gib
+
+
+class Trainer:
+    """The state of a training, and its loop."""
+
+    def __init__(self, this: run.Run, runtime: TrainRuntime, mesh: DeviceMesh, stop: StopSignal) -> None:
+        self.run, self.params, self.runtime, self.stop = this, this.params, runtime, stop
+        self.params.grad_accum_steps(dist.get_world_size())
+        manifest = model_manifest.read()
+        torch.manual_seed(self.params.seed * dist.get_world_size() + dist.get_rank())
+
+        train_rows, validation_rows = TokenRows(run.TRAIN), TokenRows(run.VALIDATION)
+        self.batches = Batches(train_rows, self.params, manifest.eos_token_id)
+        self.validation_batches = Batches(validation_rows, self.params, manifest.eos_token_id)
+        self.tokens_per_step = self.params.total_batch_size * train_rows.seq_length
+        self.model = model.build(manifest, self.params, mesh)
+        self.optimizer = make_optimizer(self.model, self.params)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: lr_ratio(self.params, this.total_steps, step))
+
+        self.step = 0
+        self.adopted: dict[str, Any] | None = None
+        self.history = History()
+        self.metrics: dict[str, Any] = {}
+        self.saved_step: int | None = None
+        self.resume()
+        self.console = Console(dist.get_rank(), self.step, this.total_steps)
+        self.timers = Timers()
+        self.timed_steps = 0
+
+    def train(self) -> bool:
+        """Train to the last step; False where a signal asked to stop before. Either way the state is saved."""
+        self.model.train()
+        if self.step == 0:
+            self.record(loss=None, grad_norm=None)
+        while self.step < self.run.total_steps:
+            with self.timers.phase("data"):
+                batches = self.batches.of_step(self.step)
+                labels, stop = distributed.all_reduce_sum(sum(map(num_labels, batches)), self.stop.received)
+            if stop:
+                break
+            loss, grad_norm = train_step(self.model, self.optimizer, batches, int(labels), self.params, self.timers)
+            self.scheduler.step()
+            self.step += 1
+            self.record(loss, grad_norm)
+            if self.step % self.runtime.ckpt_freq == 0:
+                self.save()
+        self.save()
+        self.console.close()
+        return self.step == self.run.total_steps
+
+    def record(self, loss: float | None, grad_norm: float | None) -> None:
+        """Validate where it is time to; add to the history; tell the person who watches."""
+        last = self.step == self.run.total_steps
+        validation = None
+        if self.step % self.params.eval_freq == 0 or last:
+            validation = validation_loss(self.model, self.validation_batches)
+            self.metrics["validation_loss"] = validation
+            if validation is not None:
+                self.console.line(f"step {self.step}: validation loss {validation:.4f}")
+        lr = self.params.lr * lr_ratio(self.params, self.run.total_steps, max(0, self.step - 1))
+        tokens = self.step * self.tokens_per_step
+        if self.step % self.params.history_freq == 0 or validation is not None or last:
+            self.history.add(
+                step=self.step, epoch=self.step * self.params.total_batch_size / self.run.num_rows, tokens=tokens,
+                loss=loss, lr=lr if self.step else None, grad_norm=grad_norm, validation_loss=validation,
+            )  # fmt: skip
+        if loss is not None:
+            self.timed_steps += 1
+            self.console.step()
+            self.metrics |= {"loss": loss, "steps": self.step, "tokens": tokens}
+            if self.step % self.runtime.log_freq == 0 or last:
+                self.report(loss, lr, grad_norm)
+
+    def report(self, loss: float, lr: float, grad_norm: float | None) -> None:
+        """The line of every `log_freq` steps: all that is timed is since the line before."""
+        seconds = self.timers.take()
+        steps, self.timed_steps = self.timed_steps, 0
+        rate = steps * self.tokens_per_step / sum(seconds.values())
+        now, peak = memory_gib()
+        times = {name: 1000 * value / steps for name, value in seconds.items()}
+        self.metrics |= {
+            "tokens_per_second": round(rate, 1),
+            "memory_peak_gib": round(peak, 3),
+            "milliseconds": {name: round(value, 3) for name, value in times.items()},
+        }
+        self.console.line(
+            f"step {self.step}/{self.run.total_steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  "
+            f"{rate:,.0f} tokens/s  "
+            + "  ".join(f"{name} {value:.1f} ms" for name, value in times.items())
+            + f"  memory {now:.2f} GiB, peak {peak:.2f} GiB"
+        )
+
+    def resume(self) -> None:
+        """Go on from the best checkpoint, if there is one. Rank 0 decides where; all ranks follow it."""
+
+        def decide() -> Path | None:
+            if self.runtime.resume == "never":
+                for path in published.find(self.run.directory):
+                    path.rename(path.with_name(path.name + ".tmp"))
+            checkpoint.prune(self.run.directory, self.runtime.keep_checkpoints)
+            return published.newest_whole(run.starting_points(self.run, self.runtime, say), say)
+
+        def say(text: str) -> None:
+            print(text, flush=True)
+
+        path = distributed.from_main(decide)
+        if path is None:
+            return
+        state = checkpoint.load(path, self.model, self.optimizer, self.scheduler)
+        manifest = publish.read_json(path / published.MANIFEST)
+        self.step, self.metrics, self.adopted = state["step"], state["metrics"], manifest["adopted"]
+        self.history = History((path / "history.tsv").read_text(encoding="utf-8"))
+        if path.parent == self.run.directory:
+            self.saved_step = self.step
+        else:
+            self.adopted = run.adoption(self.run, manifest)
+            # Its learning rate is this run's from here on, also where `resume=extend` took another one until here.
+            for group, lr in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
+                group["lr"] = lr * lr_ratio(self.params, self.run.total_steps, self.step)
+        if distributed.is_main():
+            say(f"resuming from step {self.step} of {self.run.total_steps}: {path}")
+
+    def save(self) -> None:
+        """Publish a checkpoint of this step, unless there is one."""
+        if self.saved_step == self.step:
+            return
+        state = {"step": self.step, "epoch": self.step * self.params.total_batch_size / self.run.num_rows,
+                 "metrics": self.metrics}  # fmt: skip
+        manifest = {
+            "run_id": self.run.run_id,
+            "step": self.step,
+            "total_steps": self.run.total_steps,
+            "identity": self.run.identity,
+            "adopted": self.adopted,
+            "packages": run.packages(),
+        }
+        path = self.run.directory / published.step_name(self.step)
+        checkpoint.save(path, self.model, self.optimizer, self.scheduler, state, self.history.text(), manifest)
+        self.saved_step = self.step
+        distributed.from_main(lambda: checkpoint.prune(self.run.directory, self.runtime.keep_checkpoints))
+
+
+def main() -> None:
+    command.parser(__doc__).parse_args()
+    die_with_parent(signal.SIGKILL)  # a rank whose launcher is gone must not write
+    stop = StopSignal()
+    this = run.describe(params.load(TrainParams))
+    runtime = params.load(TrainRuntime, section="runtime")
+    with share_writing(this.directory), distributed.process_group() as mesh:
+        finished = Trainer(this, runtime, mesh, stop).train()
+    if not finished:
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    command.run(main)

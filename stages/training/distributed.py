@@ -1,0 +1,82 @@
+"""The group of processes that trains: one rank a device, NCCL on GPUs, gloo on CPUs."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from stages.artifacts.command import StageError
+
+T = TypeVar("T")
+
+
+@contextmanager
+def process_group() -> Iterator[DeviceMesh]:
+    """Join the group that torchrun describes in the environment; yields its mesh, one axis named `fsdp`."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        # gloo beside NCCL: checkpoints and decisions are exchanged on the CPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        yield init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    finally:
+        dist.destroy_process_group()
+
+
+def device_type() -> str:
+    """`cuda` where there is a GPU, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, which alone prints, decides and publishes."""
+    return dist.get_rank() == 0
+
+
+def all_reduce_sum(*values: float) -> list[float]:
+    """The sum of each number over all ranks, in double precision."""
+    total = torch.tensor(values, dtype=torch.float64, device="cpu")
+    dist.all_reduce(total)
+    return [float(value) for value in total]
+
+
+def from_main(decide: Callable[[], T]) -> T:
+    """Call `decide` on rank 0 and return its result, or raise its `StageError`, on all ranks."""
+    answer: list[Any] = [None, None]
+    if is_main():
+        try:
+            answer[0] = decide()
+        except (StageError, OSError) as error:
+            answer[1] = _as_stage_error(error)
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]  # type: ignore[no-any-return]
+
+
+def on_all(action: Callable[[], T]) -> list[T]:
+    """Call `action` on every rank and return all results in rank order; if it fails on one rank, all of them raise."""
+    outcome: Any
+    try:
+        outcome = (action(), None)
+    except (StageError, OSError) as error:
+        outcome = (None, _as_stage_error(error))
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
+    for rank, (_, error) in enumerate(outcomes):
+        if error is not None:
+            raise StageError(f"rank {rank}: {error}")
+    return [result for result, _ in outcomes]
+
+
+def _as_stage_error(error: StageError | OSError) -> StageError:
+    if isinstance(error, OSError):
+        return StageError(f"{error.filename or 'input/output'}: {error.strerror or error}")
+    return error

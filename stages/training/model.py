@@ -1,0 +1,154 @@
+"""The model, spread over the ranks with FSDP2.
+
+It is built on the meta device, sharded there, and only then given memory, so that no rank ever holds the whole model.
+Each rank reads its own bytes of the safetensors. Random weights and buffers are made one layer at a time on the CPU by
+the model's own rules, from a seed that depends on the layer and not on the rank: the weights are the same on any
+number of ranks.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
+
+from stages.model import manifest as model_manifest
+from stages.model import headers, meta
+from stages.model.headers import StoredTensor
+from stages.model.manifest import ModelManifest
+from stages.training.params import TrainParams
+
+
+def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> PreTrainedModel:
+    """Build, shard and fill the model that `manifest` describes.
+
+    Parameters are fp32 DTensors, sharded on their first dim over the mesh; layers compute in `params.precision`.
+    """
+    directory = model_manifest.directory(manifest)
+    model = meta.build(directory)
+    if params.activation_checkpointing == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    _shard(model, manifest.layer_classes, params, mesh)
+    model.to_empty(device=mesh.device_type)
+    reference = meta.build(directory)
+    if manifest.weights:
+        _rebuild_buffers(model, reference)
+        _read_weights(model, directory, meta.check_headers(reference, headers.read(directory, manifest.weights)))
+    else:
+        _initialize(model, reference, manifest.layer_classes, params.seed)
+    return model
+
+
+def _shard(model: nn.Module, layer_classes: list[str], params: TrainParams, mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy()
+    if params.precision == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    reshard = params.fsdp.sharding_strategy == "FULL_SHARD"
+    for layer in _layers(model, layer_classes):
+        if params.compile:
+            layer.compile()
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+
+
+def _layers(model: nn.Module, layer_classes: list[str]) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ in layer_classes]
+
+
+def _own_rows(param: DTensor) -> slice:
+    """Which rows of the whole tensor this rank holds. `fully_shard` cuts the first dim as `torch.chunk` does."""
+    (placement,) = param.placements
+    assert isinstance(placement, Shard) and placement.dim == 0
+    rows, size = param.shape[0], -(-param.shape[0] // param.device_mesh.size())
+    start = min(param.device_mesh.get_local_rank() * size, rows)
+    own = slice(start, min(start + size, rows))
+    assert own.stop - own.start == param.to_local().shape[0]
+    return own
+
+
+@torch.no_grad()
+def _fill(param: Tensor, whole: Tensor) -> None:
+    assert isinstance(param, DTensor)
+    param.to_local().copy_(whole[_own_rows(param)])
+
+
+@torch.no_grad()
+def _read_weights(model: nn.Module, directory: Path, stored: dict[str, StoredTensor]) -> None:
+    """Fill the parameters, and the buffers that are stored, from safetensors, reading no row of another rank."""
+    targets = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    by_file = defaultdict(list)
+    for name, tensor in stored.items():
+        by_file[tensor.file].append((targets[name], tensor.key))
+    for file, tensors in by_file.items():
+        with safe_open(directory / file, framework="pt") as reader:
+            for target, key in tensors:
+                if isinstance(target, DTensor):
+                    target.to_local().copy_(reader.get_slice(key)[_own_rows(target)])
+                else:
+                    target.copy_(reader.get_tensor(key))
+
+
+def _initialize(model: nn.Module, reference: PreTrainedModel, layer_classes: list[str], seed: int) -> None:
+    """Give random weights to all parameters, and values to all buffers, one layer at a time."""
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    done: set[str] = set()
+    for unit, modules in _units(reference, layer_classes):
+        for module in modules:
+            module.to_empty(device="cpu", recurse=False)
+        if not unit:
+            reference.tie_weights()
+        digest = hashlib.sha256(f"{seed}/{unit}".encode()).digest()
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(int.from_bytes(digest[:8], "big"))
+            for module in modules:
+                reference._init_weights(module)
+        names = {module: name for name, module in reference.named_modules()}
+        for module in modules:
+            prefix = f"{names[module]}." if names[module] else ""
+            for name, param in module.named_parameters(recurse=False):
+                if prefix + name in params:  # else it is tied to one that is
+                    _fill(params[prefix + name], param)
+                    done.add(prefix + name)
+            for name, buffer in module.named_buffers(recurse=False):
+                buffers[prefix + name].copy_(buffer)
+            module.to_empty(device="meta", recurse=False)
+    assert done == set(params), sorted(set(params) - done)
+
+
+def _units(model: PreTrainedModel, layer_classes: list[str]) -> Iterator[tuple[str, list[nn.Module]]]:
+    """Each layer, then all that is in none, with its name ('' for the rest) and its modules, children before parents.
+
+    transformers' rules visit a module after its children, because a parent may give a child other values.
+    """
+    rest = dict.fromkeys(reversed(list(model.modules())))
+    for name, module in model.named_modules():
+        if type(module).__name__ in layer_classes:
+            modules = list(reversed(list(module.modules())))
+            yield name, modules
+            for inner in modules:
+                rest.pop(inner, None)
+    yield "", list(rest)
+
+
+def _rebuild_buffers(model: nn.Module, reference: PreTrainedModel) -> None:
+    """Give values to the buffers that no file stores, such as the frequencies of rotary embeddings.
+
+    `to_empty` leaves garbage in them, and the logits still look plausible.
+    """
+    buffers = dict(model.named_buffers())
+    for name, module in reference.named_modules():
+        if not module._buffers:
+            continue
+        module.to_empty(device="cpu", recurse=False)
+        with torch.no_grad():
+            reference._init_weights(module)
+        for buffer_name, buffer in module.named_buffers(recurse=False):
+            buffers[f"{name}.{buffer_name}" if name else buffer_name].copy_(buffer)
+        module.to_empty(device="meta", recurse=False)

@@ -1,0 +1,111 @@
+"""One optimizer step, and one validation."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from stages.artifacts.command import StageError
+from stages.training.batch import loss_sum, make_batch, num_labels
+from stages.training.data import TokenRows
+from stages.training.distributed import all_reduce_sum, device_type
+from stages.training.order import step_rows
+from stages.training.params import TrainParams
+from stages.training.telemetry import Timers
+
+
+def make_optimizer(model: nn.Module, params: TrainParams) -> Optimizer:
+    """AdamW whose weight decay spares norms and biases, that is, all that is no matrix."""
+    weights = [param for param in model.parameters() if param.requires_grad]
+    groups = [
+        {"params": [param for param in weights if param.dim() >= 2], "weight_decay": params.weight_decay},
+        {"params": [param for param in weights if param.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas = (params.adam_beta1, params.adam_beta2)
+    return AdamW([group for group in groups if group["params"]], lr=params.lr, betas=betas, eps=params.adam_eps, fused=True)
+
+
+class Batches:
+    """The rows of each step, as the forward passes of one rank.
+
+    Which rows a step takes does not depend on the number of ranks; which of them a rank takes does.
+    """
+
+    def __init__(self, rows: TokenRows, params: TrainParams, eos_token_id: int) -> None:
+        self._rows = rows
+        self._params = params
+        self._eos_token_id = eos_token_id
+
+    def of_step(self, step: int) -> list[dict[str, Tensor]]:
+        """The batches of this rank for optimizer step `step`: `grad_accum_steps` of `batch_size` rows."""
+        params, rank = self._params, dist.get_rank()
+        indices = step_rows(step, params.total_batch_size, len(self._rows), params.seed)
+        mine = indices.reshape(-1, dist.get_world_size(), params.batch_size)[:, rank]
+        return [self._batch(part) for part in mine]
+
+    def of_validation(self) -> Iterator[dict[str, Tensor]]:
+        """This rank's share of all rows. Every rank gets as many batches, for each is a collective operation."""
+        size, world_size, rank = self._params.batch_size, dist.get_world_size(), dist.get_rank()
+        for start in range(0, len(self._rows), size * world_size):
+            own = np.arange(start + rank * size, start + (rank + 1) * size)
+            batch = self._batch(np.minimum(own, len(self._rows) - 1))
+            batch["labels"][torch.from_numpy(own >= len(self._rows)).to(batch["labels"].device)] = -100
+            yield batch
+
+    def _batch(self, indices: np.typing.NDArray[np.int64]) -> dict[str, Tensor]:
+        rows = torch.from_numpy(self._rows.rows(indices)).to(device_type(), non_blocking=True)
+        return make_batch(rows, self._eos_token_id, self._params.document_mask)
+
+
+def train_step(
+    model: nn.Module, optimizer: Optimizer, batches: list[dict[str, Tensor]], labels: int, params: TrainParams,
+    timers: Timers,
+) -> tuple[float, float]:  # fmt: skip
+    """Forward, backward and update.
+
+    Every token of the step weighs the same, whatever the number of ranks and forward passes: each loss is divided by
+    `labels`, the number of tokens predicted by all ranks in this step.
+
+    Returns:
+        Mean loss of the step in nats a token, and the L2 norm of its gradient before clipping.
+
+    Raises:
+        StageError: the gradient is not finite, on all ranks alike; the weights were not updated.
+    """
+    total = 0.0
+    for batch in batches:
+        with timers.phase("forward"):
+            loss = loss_sum(model, batch)
+        with timers.phase("backward"):
+            # FSDP2 averages gradients over the ranks; the sum is wanted.
+            (loss * (dist.get_world_size() / labels)).backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    with timers.phase("update"):
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), params.max_grad_norm)
+        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        if not np.isfinite(grad_norm):
+            raise StageError(
+                f"the gradient norm is {grad_norm}: lower lr, raise warmup_steps, or look at the data of this step; "
+                "the newest checkpoint is from before it"
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+    (total,) = all_reduce_sum(total)
+    return total / labels, grad_norm
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, batches: Batches) -> float | None:
+    """Mean loss over all validation rows, in nats a token; None where there are no rows."""
+    model.eval()
+    total, labels = 0.0, 0
+    for batch in batches.of_validation():
+        total += loss_sum(model, batch).item()
+        labels += num_labels(batch)
+    model.train()
+    total, count = all_reduce_sum(total, labels)
+    return total / count if count else None

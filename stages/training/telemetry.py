@@ -1,0 +1,101 @@
+"""What a person sees of a training: timers, lines, the history."""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+
+import torch
+from tqdm import tqdm
+
+COLUMNS = ("step", "epoch", "tokens", "loss", "lr", "grad_norm", "validation_loss")
+"""Of history.tsv. It holds no clock times: the file is as reproducible as the weights."""
+
+PHASES = ("data", "forward", "backward", "update")
+
+
+class Timers:
+    """Seconds spent in each phase of a step. On a GPU the times are those of its work, not of its queueing."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to phase `name`."""
+        if torch.cuda.is_available():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self._events.append((name, start, end))
+        else:
+            began = time.perf_counter()
+            yield
+            self.seconds[name] += time.perf_counter() - began
+
+    def take(self) -> dict[str, float]:
+        """The seconds since the last call, by phase."""
+        for name, start, end in self._events:
+            end.synchronize()
+            self.seconds[name] += start.elapsed_time(end) / 1000
+        self._events.clear()
+        taken, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
+        return taken
+
+
+class History:
+    """The rows of history.tsv."""
+
+    def __init__(self, text: str = "") -> None:
+        self._lines = text.splitlines() or ["\t".join(COLUMNS)]
+
+    def add(self, **values: float | None) -> None:
+        """Add a row; columns that are not given, or None, stay empty."""
+        self._lines.append("\t".join(_cell(values.get(name)) for name in COLUMNS))
+
+    def text(self) -> str:
+        """The whole file."""
+        return "\n".join(self._lines) + "\n"
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else repr(value)
+
+
+class Console:
+    """A line every `log_freq` steps, and a progress bar where there is a terminal. Silent on all ranks but one."""
+
+    def __init__(self, rank: int, step: int, total_steps: int) -> None:
+        self._rank = rank
+        self._bar = tqdm(
+            total=total_steps, initial=step, desc="train", unit="step", disable=True if rank else None, file=sys.stderr
+        )
+
+    def step(self) -> None:
+        """Move the bar on."""
+        self._bar.update()
+
+    def line(self, text: str) -> None:
+        """Print one line, with time and rank, above the bar."""
+        if self._rank == 0:
+            clock = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S")
+            self._bar.write(f"{clock} [rank {self._rank}] {text}")
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Leave the terminal tidy."""
+        self._bar.close()
+
+
+def memory_gib() -> tuple[float, float]:
+    """Memory of this rank now and at its highest, in GiB: of the GPU where there is one, else of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return pages * resource.getpagesize() / 2**30, peak_kib / 2**20
