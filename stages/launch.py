@@ -7,6 +7,7 @@ Command  python -m stages.launch
 A training that is stopped by a signal saves and exits with status 75; the next launch goes on where it stopped.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -26,14 +27,12 @@ def main() -> None:
     die_with_parent(signal.SIGTERM)
     this = run.describe(params.load(TrainParams))
     runtime = params.load(TrainRuntime, section="runtime")
-    ranks = runtime.nproc_per_node or _num_gpus() or 2
-    this.params.grad_accum_steps(ranks)
     last = this.directory / checkpoint.step_name(this.total_steps)
     with single_writer(this.directory, print) as tell:
         if runtime.resume != "never" and _is_finished(last):
             print(f"run {this.run_id} was finished before, at step {this.total_steps}: nothing to train")
         else:
-            status = _torchrun(ranks, tell)
+            status = _torchrun(this.params, runtime, tell)
             if status == INTERRUPTED:
                 print("interrupted: the training was saved and goes on with the next launch", file=sys.stderr)
             if status:
@@ -54,34 +53,32 @@ def _is_finished(last: Path) -> bool:
     return True
 
 
-def _num_gpus() -> int:
+def _torchrun(train_params: TrainParams, runtime: TrainRuntime, tell: Callable[[str], None]) -> int:
+    """Run the ranks, processes of stages.train, under torchrun's agent in this process; returns an exit status."""
+    # Before torch is imported: the threads that it starts must not take the signals.
+    forward_stop_signals(lambda: tell("stopping"))
     import torch
-
-    return torch.cuda.device_count()
-
-
-def _torchrun(ranks: int, tell: Callable[[str], None]) -> int:
-    """Run `ranks` processes of stages.train under torchrun's agent, in this process; returns an exit status."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # torchrun itself would give the ranks 30 seconds to save, and none at a second signal. So it handles none: the
     # ranks get the signals, save together and end, and torchrun sees them end.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    forward_stop_signals(lambda: tell("stopping"))
+    ranks = runtime.nproc_per_node or torch.cuda.device_count() or 2
+    train_params.grad_accum_steps(ranks)
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
-    os.environ.setdefault("LOGLEVEL", "CRITICAL")  # of torchrun: the ranks say themselves what went wrong
     arguments = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0", "-m", "stages.train"]
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # the ranks speak
     try:
         torchrun.run(torchrun.parse_args(arguments))
     except ChildFailedError as error:
         failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        if set(failures.values()) == {INTERRUPTED}:
+        if INTERRUPTED in failures.values():  # the others too, or torchrun ended them on their way out
             return INTERRUPTED
-        rank, code = next((rank, code) for rank, code in failures.items() if code != INTERRUPTED)
-        cause = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-        print(f"error: rank {rank} {cause}; the next launch resumes from the newest checkpoint", file=sys.stderr)
+        rank, code = next(iter(failures.items()))
+        if code < 0:
+            print(f"error: rank {rank} was killed by signal {-code}; the next launch resumes", file=sys.stderr)
         return code if code > 0 else 1
     return 0
 

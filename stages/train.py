@@ -35,6 +35,7 @@ class Trainer:
         self.run, self.params, self.runtime, self.stop = this, this.params, runtime, stop
         self.params.grad_accum_steps(dist.get_world_size())
         manifest = model_manifest.read()
+        assert manifest.eos_token_id is not None  # pack refuses a model without one
         torch.manual_seed(self.params.seed * dist.get_world_size() + dist.get_rank())
 
         train_rows, validation_rows = TokenRows(run.TRAIN), TokenRows(run.VALIDATION)
@@ -123,10 +124,14 @@ class Trainer:
 
         def decide() -> Path | None:
             if self.runtime.resume == "never":
-                for path in published.find(self.run.directory):
-                    path.rename(path.with_name(path.name + ".tmp"))
+                for old in published.find(self.run.directory):
+                    old.rename(old.with_name(old.name + ".tmp"))
+            path = published.newest_whole(run.starting_points(self.run, self.runtime, say), say)
+            for newer in published.find(self.run.directory):  # damaged: out of the way of those to come
+                if path is None or newer.name > path.name:
+                    newer.rename(newer.with_name(newer.name + ".damaged"))
             checkpoint.prune(self.run.directory, self.runtime.keep_checkpoints)
-            return published.newest_whole(run.starting_points(self.run, self.runtime, say), say)
+            return path
 
         def say(text: str) -> None:
             print(text, flush=True)
@@ -149,8 +154,11 @@ class Trainer:
             say(f"resuming from step {self.step} of {self.run.total_steps}: {path}")
 
     def save(self) -> None:
-        """Publish a checkpoint of this step, unless there is one."""
-        if self.saved_step == self.step:
+        """Publish a checkpoint of this step, unless there is one, or nothing was learnt yet.
+
+        At step 0 the optimizer has no state, and torch would save one that has seen a step.
+        """
+        if self.step in (0, self.saved_step):
             return
         state = {"step": self.step, "epoch": self.step * self.params.total_batch_size / self.run.num_rows,
                  "metrics": self.metrics}  # fmt: skip

@@ -123,7 +123,7 @@ def _entries(paths: list[Path]) -> dict[str, dict[str, Any]]:
 def _rng_state() -> dict[str, Any]:
     """The state of every random number generator of this rank, as JSON."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # noqa: NPY002 (the global one is what libraries use)
+    kind, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
         "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached],
@@ -138,7 +138,7 @@ def _set_rng_state(state: dict[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(_bytes(state["torch"]))
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(_bytes(state["cuda"]))

@@ -70,9 +70,9 @@ def on_all(action: Callable[[], T]) -> list[T]:
         outcome = (None, _as_stage_error(error))
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
-    for rank, (_, error) in enumerate(outcomes):
-        if error is not None:
-            raise StageError(f"rank {rank}: {error}")
+    for rank, (_, failure) in enumerate(outcomes):
+        if failure is not None:
+            raise StageError(f"rank {rank}: {failure}")
     return [result for result, _ in outcomes]
 
 

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from stages.model import manifest as model_manifest
 from stages.model import headers, meta
+from stages.model import manifest as model_manifest
 from stages.model.headers import StoredTensor
 from stages.model.manifest import ModelManifest
 from stages.training.params import TrainParams

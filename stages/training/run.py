@@ -41,6 +41,10 @@ class Run:
     """What `run_id` digests: `params`, `data`, `model`, `code`."""
     num_rows: int
     """Training rows."""
+    num_validation_rows: int
+    """Validation rows."""
+    seq_length: int
+    """Tokens a row."""
 
     @property
     def run_id(self) -> str:
@@ -62,14 +66,25 @@ def describe(params: TrainParams) -> Run:
     """The run that `params` and the files of this directory make. Imports no torch, reads no tokens."""
     deps = yaml.safe_load(PIPELINE_FILE.read_text(encoding="utf-8"))["stages"]["train"]["deps"]
     code = [path for dep in deps if dep.startswith("stages/") for path in _sources(Path(dep))]
+    datasets = {path: _dataset(path) for path in (TRAIN, VALIDATION)}
     identity = {
         "params": dataclasses.asdict(params),
-        "data": {path.name: _dataset(path)["_fingerprint"] for path in (TRAIN, VALIDATION)},
+        "data": {path.name: dataset["_fingerprint"] for path, dataset in datasets.items()},
         "model": publish.sha256_file(MODEL),
         "code": publish.sha256_json({str(path): publish.sha256_file(path) for path in sorted(code)}),
     }
-    info = publish.read_json(TRAIN / "dataset_info.json")
-    return Run(params, identity, num_rows=info["splits"]["train"]["num_examples"])
+    features = publish.read_json(TRAIN / "dataset_info.json")["features"]
+    return Run(
+        params,
+        identity,
+        num_rows=_num_rows(datasets[TRAIN]),
+        num_validation_rows=_num_rows(datasets[VALIDATION]),
+        seq_length=features["input_ids"]["length"],
+    )
+
+
+def _num_rows(dataset: dict[str, Any]) -> int:
+    return sum(shard["rows"] for shard in dataset["_data_files"])
 
 
 def _sources(path: Path) -> list[Path]:

@@ -26,7 +26,9 @@ def make_optimizer(model: nn.Module, params: TrainParams) -> Optimizer:
         {"params": [param for param in weights if param.dim() < 2], "weight_decay": 0.0},
     ]
     betas = (params.adam_beta1, params.adam_beta2)
-    return AdamW([group for group in groups if group["params"]], lr=params.lr, betas=betas, eps=params.adam_eps, fused=True)
+    return AdamW(
+        [group for group in groups if group["params"]], lr=params.lr, betas=betas, eps=params.adam_eps, fused=True
+    )
 
 
 class Batches:
@@ -82,7 +84,7 @@ def train_step(
             loss = loss_sum(model, batch)
         with timers.phase("backward"):
             # FSDP2 averages gradients over the ranks; the sum is wanted.
-            (loss * (dist.get_world_size() / labels)).backward()  # type: ignore[no-untyped-call]
+            (loss * (dist.get_world_size() / labels)).backward()
         total += loss.item()
     with timers.phase("update"):
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), params.max_grad_norm)

@@ -1,0 +1,130 @@
+"""Write a sample corpus into `data/raw`, unless something is there: Python's own documentation, found on this machine.
+
+    python -m scripts.sample_corpus
+
+    topics/*.txt           what `help("while")` and its like print, one file a topic
+    modules/*.json         the docstrings of the standard library, one file a module
+    distributions/*.yaml   the metadata and descriptions of the installed distributions, one file each
+
+Nothing is downloaded and nothing is imported: modules are parsed. The same environment gives the same bytes.
+"""
+
+import argparse
+import ast
+import importlib.metadata
+import json
+import pydoc_data.topics
+import re
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stages.artifacts import publish
+
+# What in the standard library is a program, a test, a table, a drawing board or on its way out.
+NOT_LIBRARY = {"antigravity", "ensurepip", "idlelib", "pydoc_data", "test", "tests", "this"}
+NOT_LIBRARY |= {"distutils", "encodings", "lib2to3", "tkinter", "turtle", "turtledemo"}
+
+# The beginning says what a distribution is; what follows, change logs above all, would outweigh the documentation.
+MAX_DESCRIPTION_CHARS = 1000
+METADATA_FIELDS = ["name", "version", "summary", "keywords", "requires_python", "requires_dist", "description"]
+
+
+def main() -> None:
+    """Write the corpus and say what was written."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--raw-dir", type=Path, default=Path("data/raw"), help="default: %(default)s")
+    raw_dir = parser.parse_args().raw_dir
+    if not is_empty(raw_dir):
+        print(f"sample corpus: {raw_dir} already holds files; left as it is")
+        return
+    sizes = write(raw_dir)
+    print(f"sample corpus: {len(sizes)} files, {sum(sizes):,} bytes in {raw_dir}")
+
+
+def is_empty(raw_dir: Path) -> bool:
+    """Whether nothing lies in `raw_dir` but directories and `.gitignore` files."""
+    return all((path.is_dir() and not path.is_symlink()) or path.name == ".gitignore" for path in raw_dir.rglob("*"))
+
+
+def write(raw_dir: Path) -> list[int]:
+    """Write the corpus, whole or not at all, and return the size of each file in bytes."""
+    raw_dir = raw_dir.resolve()  # which may be a link to a larger disk
+    sizes = []
+    with publish.directory(raw_dir) as root:
+        if (ignored := raw_dir / ".gitignore").exists():
+            shutil.copy2(ignored, root)
+        for path, content in files():
+            target = root / path
+            target.parent.mkdir(exist_ok=True)
+            sizes.append(target.write_bytes(content.encode()))
+    return sizes
+
+
+def files() -> Iterator[tuple[str, str]]:
+    """Path and content of each file of the corpus."""
+    for name, text in topics():
+        yield f"topics/{name}.txt", text
+    for name, documentation in modules():
+        yield f"modules/{name}.json", json.dumps(documentation, indent=2, ensure_ascii=False) + "\n"
+    for name, metadata in distributions():
+        yield f"distributions/{name}.yaml", yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)
+
+
+def topics() -> Iterator[tuple[str, str]]:
+    """Name and text of each topic of the language."""
+    yield from sorted(pydoc_data.topics.topics.items())
+
+
+def modules() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and docstrings of each public module of the standard library that has any."""
+    root = Path(sysconfig.get_path("stdlib"))
+    sources = {}
+    for name in sys.stdlib_module_names:
+        for path in [root / f"{name}.py", *(root / name).rglob("*.py")]:
+            parts = path.relative_to(root).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            if path.is_file() and not any(part.startswith("_") or part in NOT_LIBRARY for part in parts):
+                sources[".".join(parts)] = path
+    for name, path in sorted(sources.items()):
+        if documentation := docstrings(ast.parse(path.read_bytes())):
+            yield name, {"module": name, **documentation}
+
+
+def docstrings(node: ast.AST) -> dict[str, Any]:
+    """The docstring of a module, class or function, and those of what is public in it; no empty entries."""
+    classes, functions = {}, {}
+    for child in getattr(node, "body", []):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
+            if isinstance(child, ast.ClassDef):
+                classes[child.name] = docstrings(child)
+            else:
+                functions[child.name] = ast.get_docstring(child)
+    members = "methods" if isinstance(node, ast.ClassDef) else "functions"
+    entries = {"doc": ast.get_docstring(node), "classes": _full(classes), members: _full(functions)}  # type: ignore[arg-type]
+    return _full(entries)
+
+
+def distributions() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name, metadata and description of each installed distribution."""
+    found: dict[str, dict[str, Any]] = {}
+    for distribution in importlib.metadata.distributions():
+        metadata = distribution.metadata.json
+        # Of two by one name, the first on the path is what Python would import.
+        found.setdefault(re.sub(r"[-_.]+", "-", str(metadata["name"])).lower(), metadata)
+    for name, metadata in sorted(found.items()):
+        metadata["description"] = metadata.get("description", "")[:MAX_DESCRIPTION_CHARS]
+        yield name, _full({field: metadata.get(field) for field in METADATA_FIELDS})
+
+
+def _full(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entries.items() if value}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+"""Plain text, Markdown, CSV: the whole file is one string, exactly as it is."""
+
+from stages.corpus.formats.base import Sink
+from stages.corpus.source import Source
+
+
+def read(source: Source, sink: Sink) -> None:
+    """Put the content into `sink` as one document of one string."""
+    sink.add([source.text()])
+    sink.end()

@@ -1,0 +1,193 @@
+"""The content of one raw file, decompressed and as UTF-8, after its digest and its encoding were checked."""
+
+import codecs
+import gzip
+import hashlib
+import io
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import zstandard
+
+CHUNK = 1 << 20  # bytes read at once
+WHOLE = 64 << 20  # bytes: larger contents are streamed, never held as a whole
+LONGEST_STRING = 2**31 - 1  # bytes of UTF-8: the offsets of Arrow's `string` have 32 bits
+
+# UTF-32 first: its little-endian mark begins with that of UTF-16. Decoders of these names drop the mark.
+_BYTE_ORDER_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+
+
+class Rejected(Exception):
+    """Something that cannot be read: a file, or one document in it."""
+
+    def __init__(self, reason: str, detail: str, position: str | None = None) -> None:
+        super().__init__(reason, detail, position)
+        self.reason = reason
+        """One of a few, to be counted by."""
+        self.detail = detail
+        self.position = position
+        """Where in the file, such as `line 3`; None: nowhere in particular."""
+
+
+class Changed(Exception):
+    """The file is not the one that was organized."""
+
+
+class Source:
+    """One raw file. Nothing of it reaches a parser before all of it was found to be whole and decodable."""
+
+    def __init__(self, path: Path, compression: str, digest: str, fallback_encoding: str | None) -> None:
+        """Read the file once, and a large one a second time.
+
+        Args:
+            path: The raw file.
+            compression: `.gz`, `.zst` or nothing.
+            digest: SHA-256 of the file's bytes as they are stored.
+            fallback_encoding: For content that is neither UTF-8 nor begins with a byte order mark.
+
+        Raises:
+            Changed: the digest differs, or the file is gone.
+            Rejected: the compressed data is damaged, or the content is in none of these encodings.
+        """
+        self._path, self._compression = path, compression
+        self.size = 0
+        """Bytes after decompression, in the file's own encoding."""
+        content = self._check(digest)
+        self._encoding = self._find_encoding(content, fallback_encoding)
+        self.used_fallback = self._encoding == fallback_encoding != "utf-8"
+        if content is not None and self._encoding != "utf-8":
+            content = content.decode(self._encoding).encode()
+        self.data = content
+        """The content as UTF-8, without byte order mark; None: it is large, use `stream`."""
+
+    def stream(self) -> BinaryIO:
+        """The content as UTF-8, without byte order mark, to be read in pieces."""
+        return io.BytesIO(self.data) if self.data is not None else io.BufferedReader(_Pieces(self._utf8()), CHUNK)
+
+    def text(self) -> str:
+        """The whole content.
+
+        Raises:
+            Rejected: it is too long for one string.
+        """
+        if self.data is not None:
+            return self.data.decode()
+        if self.size > LONGEST_STRING:
+            raise Rejected("string too long", f"{self.size} bytes; a string holds at most {LONGEST_STRING}: split it")
+        return self.stream().read().decode()
+
+    def _check(self, digest: str) -> bytes | None:
+        kept: list[bytes] | None = []
+        damage = None
+        with self._path.open("rb", buffering=0) as file:
+            hashed = _Hashed(file)
+            try:
+                for chunk in _decompressed(hashed, self._compression):
+                    self.size += len(chunk)
+                    if self.size > WHOLE:
+                        kept = None
+                    if kept is not None:
+                        kept.append(chunk)
+            except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+                damage = Rejected("damaged compression", str(error))
+            while hashed.read(CHUNK):
+                pass
+        if hashed.digest.hexdigest() != digest:
+            raise Changed
+        if damage:
+            raise damage
+        return None if kept is None else b"".join(kept)
+
+    def _find_encoding(self, content: bytes | None, fallback: str | None) -> str:
+        head = content[:4] if content is not None else next(self._raw())[:4]
+        marked = next((name for mark, name in _BYTE_ORDER_MARKS if head.startswith(mark)), None)
+        candidates = [marked] if marked else ["utf-8", *([fallback] if fallback else [])]
+        objections = []
+        for encoding in candidates:
+            decoder, seen = codecs.getincrementaldecoder(encoding)(), 0
+            try:
+                for chunk in [content] if content is not None else self._raw():
+                    seen += len(chunk)
+                    decoder.decode(chunk)
+                decoder.decode(b"", final=True)
+                return encoding
+            except UnicodeDecodeError as error:
+                # The error counts from the start of what the decoder held: bytes of the chunk before, and this one.
+                place = max(0, seen - len(error.object)) + error.start
+                objections.append(f"{encoding}: {error.reason} at byte {place}")
+        raise Rejected("unknown encoding", "; ".join(objections))
+
+    def _raw(self) -> Iterator[bytes]:
+        with self._path.open("rb", buffering=0) as file:
+            yield from _decompressed(file, self._compression)
+
+    def _utf8(self) -> Iterator[bytes]:
+        decoder = codecs.getincrementaldecoder(self._encoding)()
+        for chunk in self._raw():
+            yield chunk if self._encoding == "utf-8" else decoder.decode(chunk).encode()
+
+
+class _Hashed(io.RawIOBase):
+    """A file that is hashed while it is read."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file, self.digest = file, hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer) or 0
+        self.digest.update(memoryview(buffer)[:count])
+        return count
+
+
+class _Pieces(io.RawIOBase):
+    """The concatenation of byte strings, as a file."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._rest = pieces, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._rest = memoryview(piece)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
+
+
+def _decompressed(file: Any, compression: str) -> Iterator[bytes]:
+    """The content in pieces. Raises EOFError, gzip.BadGzipFile, zlib.error or zstandard.ZstdError on damage."""
+    if compression == ".zst":
+        yield from _zstandard(file)
+        return
+    content = gzip.GzipFile(fileobj=file, mode="rb") if compression == ".gz" else file
+    while chunk := content.read(CHUNK):
+        yield chunk
+
+
+def _zstandard(file: Any) -> Iterator[bytes]:
+    # python-zstandard's own reader takes the end of the file for the end of the content, so a truncated file passes.
+    frame = None
+    while piece := file.read(4096):  # small: one call decompresses all of it, and 4 KiB can hold 128 MiB
+        while piece:
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+            if content := frame.decompress(piece):
+                yield content
+            piece, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame:
+        raise EOFError("the file ends before its last frame does")

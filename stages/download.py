@@ -1,0 +1,127 @@
+"""Find the model, check it, and write down what it is.
+
+Reads     a local directory, or a model of the Hugging Face Hub in HF_HOME (fetched where the cache lacks it)
+Writes    data/model.json: commit, size and SHA-256 of each file, what later stages need to know of the model
+Command   python -m stages.download
+
+The weights stay where they are. Their names, shapes and dtypes are held against the model that config.json describes,
+from the headers of the files alone. With HF_HUB_OFFLINE=1, or a complete cache, no socket is opened.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from tqdm import tqdm
+
+from stages.artifacts import command, params
+from stages.artifacts.command import StageError
+from stages.artifacts.publish import sha256_file
+from stages.model import headers, hub, manifest
+from stages.model.manifest import FileEntry, ModelManifest
+
+
+@dataclass(frozen=True)
+class DownloadParams:
+    """The leaves of `params.yaml` that decide which model a run starts from."""
+
+    model_name: Annotated[str, Field(min_length=1)]
+    """An existing directory, else a Hub id such as `Qwen/Qwen3-0.6B`."""
+    model_revision: Annotated[str, Field(min_length=1)]
+    """Branch, tag or commit of a Hub id; a directory has none."""
+    initial_weights: Literal["auto", "pretrained", "random"]
+    """auto: pretrained where the model has weights, else random. Weights that are not needed are not fetched."""
+
+
+def main() -> None:
+    """Run the stage."""
+    command.parser(__doc__).parse_args()
+    model = describe(params.load(DownloadParams))
+    manifest.write(model)
+    origin = "a local directory" if model.commit is None else f"commit {model.commit}"
+    weights = f"{model.dtype} weights in {len(model.weights)} files" if model.weights else "random weights"
+    print(
+        f"download: {model.model_name} ({origin}): {model.architecture}, {model.num_parameters:,} parameters, "
+        f"{weights}, {sum(entry.size for entry in model.files.values()):,} bytes"
+    )
+
+
+def describe(options: DownloadParams) -> ModelManifest:
+    """Find the model that `options` asks for, check it and describe it."""
+    source = hub.resolve(options.model_name, options.model_revision, options.initial_weights != "random")
+    if options.initial_weights == "pretrained" and not source.weights:
+        raise StageError(
+            f"initial_weights is 'pretrained', but {options.model_name!r} has no safetensors files: "
+            "add them, or take 'random' or 'auto'"
+        )
+    directory = source.directory
+    eos, bos, pad = _special_tokens(options.model_name, directory)
+
+    from stages.model import meta  # torch and transformers take seconds to import: not for --help
+
+    model = meta.build(directory)
+    stored = headers.read(directory, source.weights)
+    if stored:
+        meta.check_headers(model, stored)
+        meta.check_tied(model, stored, directory)
+    config = model.config.get_text_config()
+    return ModelManifest(
+        model_name=options.model_name,
+        model_revision=options.model_revision,
+        commit=source.commit,
+        architecture=type(model).__name__,
+        model_type=config.model_type,
+        dtype=meta.dtype_name(model, stored),
+        num_parameters=meta.num_parameters(model),
+        files=_hash(directory, hub.model_files(source)),
+        weights=source.weights,
+        tied_weights=meta.tied_weights(model),
+        layer_classes=meta.layer_classes(model),
+        vocab_size=meta.vocab_size(model),
+        max_seq_length=getattr(config, "max_position_embeddings", None),
+        eos_token_id=_first(eos, getattr(config, "eos_token_id", None)),
+        bos_token_id=_first(bos, getattr(config, "bos_token_id", None)),
+        pad_token_id=_first(pad, getattr(config, "pad_token_id", None)),
+    )
+
+
+def _special_tokens(model_name: str, directory: Path) -> tuple[int | None, int | None, int | None]:
+    """The ids of EOS, BOS and padding, as the tokenizer has them."""
+    if not (directory / "tokenizer.json").is_file():
+        raise StageError(
+            f"model_name is {model_name!r}: it has no tokenizer.json. Convert its tokenizer in a local copy of the "
+            "model (pip install sentencepiece tiktoken), and give that directory as model_name:\n"
+            "  from transformers import AutoTokenizer\n"
+            "  AutoTokenizer.from_pretrained('<copy>').save_pretrained('<copy>')"
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        json.loads((directory / "tokenizer.json").read_bytes())  # for which transformers has a bare Exception only
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, ImportError) as error:
+        raise StageError(f"{directory}: the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+    return tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
+
+
+def _first(token_id: int | None, configured: int | list[int] | None) -> int | None:
+    """The tokenizer's id, else that of the config, which may list several."""
+    if token_id is not None:
+        return token_id
+    return configured[0] if isinstance(configured, list) else configured
+
+
+def _hash(directory: Path, names: list[str]) -> dict[str, FileEntry]:
+    sizes = {name: (directory / name).stat().st_size for name in names}
+    entries = {}
+    with tqdm(total=sum(sizes.values()), desc="sha256", unit="B", unit_scale=True, disable=None) as progress:
+        for name, size in sizes.items():
+            entries[name] = FileEntry(size, sha256_file(directory / name))
+            progress.update(size)
+    return entries
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,211 @@
+"""Take all text out of the raw files: a row for each text file and for each string in JSON and YAML.
+
+reads    data/splits/ and the raw files that it lists
+writes   data/corpus/: a Hugging Face dataset with the column `text`, one Arrow file a split
+         data/extract.json: counts, and the files or parts of files that could not be read, with position and reason
+command  python -m stages.extract
+"""
+
+import codecs
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator, Field
+from tqdm import tqdm
+
+from stages.artifacts import command, params, publish
+from stages.artifacts.command import StageError
+from stages.corpus import formats, splits, tree, workers
+from stages.corpus.source import Changed, Rejected, Source
+
+SPLITS = Path("data/splits")
+CORPUS = Path("data/corpus")
+METRICS = Path("data/extract.json")
+
+NUM_PRINTED = 20
+"""Rejected files named in the error message; all of them are in the metrics."""
+NUM_LISTED = 1000
+"""Rejections listed of one file; all are counted."""
+
+
+def _encoding(name: str | None) -> str | None:
+    """A name that Python knows of an encoding of text, spelt in the usual way."""
+    try:
+        if name is not None:
+            "".encode(name)
+            name = codecs.lookup(name).name
+    except LookupError:
+        raise ValueError("must be an encoding that Python knows, such as cp1252, or null") from None
+    return name
+
+
+@dataclass(frozen=True)
+class ExtractParams:
+    """What decides the text."""
+
+    fallback_encoding: Annotated[str | None, AfterValidator(_encoding)]
+    """For files that are neither UTF-8 nor begin with a byte order mark; None rejects them."""
+    max_rejected_files: Annotated[int, Field(ge=0)]
+    """More files than this that are unreadable, as a whole or in part, fail the stage."""
+    min_chars: Annotated[int, Field(ge=1)]
+    """Strings with fewer characters are dropped."""
+    raw_dir: str
+    """The folder of raw files, relative to the root of the project, or absolute."""
+
+
+@dataclass(frozen=True)
+class ExtractRuntime:
+    """What changes no result."""
+
+    num_workers: Annotated[int, Field(ge=1)] | None
+    """Processes that read the splits; None: one a core."""
+
+
+class Task(NamedTuple):
+    """One split."""
+
+    manifest: Path
+    digest: str
+    """Of the manifest."""
+    shard: Path
+    """The Arrow file to write."""
+    options: ExtractParams
+
+
+class SplitResult(NamedTuple):
+    """What became of a split."""
+
+    shard: Any  # an arrow.Shard
+    counts: Counter[str]
+    rejected: list[dict[str, Any]]
+    changed: list[str]
+
+
+def main() -> None:
+    """Run the stage."""
+    command.parser(__doc__).parse_args()
+    print(extract(params.load(ExtractParams), params.load(ExtractRuntime, "runtime")))
+
+
+def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
+    """Write the corpus and the metrics; return a line that says what was found.
+
+    Raises:
+        StageError: files changed after `organize`, or too many cannot be read. All files are tried before.
+    """
+    from stages.corpus import arrow
+
+    summary = publish.read_json(SPLITS / splits.SUMMARY)
+    parts = summary["splits"]
+    with publish.directory(CORPUS) as directory:
+        tasks = [
+            Task(SPLITS / part["manifest"], part["digest"], directory / arrow.shard_name(index, len(parts)), options)
+            for index, part in enumerate(parts)
+        ]
+        results = run(tasks, [part["bytes"] for part in parts], workers.count(runtime.num_workers))
+        if changed := [path for result in results for path in result.changed]:
+            raise StageError(
+                f"{len(changed)} files were changed or removed after organize, the first is {changed[0]}: "
+                "run `dvc repro` to organize them again"
+            )
+        counts = sum((result.counts for result in results), Counter())
+        rejected = sorted((entry for result in results for entry in result.rejected), key=lambda entry: entry["path"])
+        publish.write_json(METRICS, metrics(counts, rejected))
+        if counts["rejected_files"] > options.max_rejected_files:
+            raise StageError(too_many(counts["rejected_files"], rejected, options.max_rejected_files))
+        arrow.write_metadata(directory, arrow.TEXT, [result.shard for result in results])
+    return (
+        f"extract: {counts['strings']} strings, {counts['characters'] / 1e6:.1f} M characters, "
+        f"from {counts['files']} files; {counts['rejected_files']} rejected (see {METRICS})"
+    )
+
+
+def run(tasks: Sequence[Task], sizes: Sequence[int], num_workers: int) -> list[SplitResult]:
+    """Extract all splits and return the results in their order. The largest begins first, so that none ends late."""
+    order = sorted(range(len(tasks)), key=lambda index: -sizes[index])
+    results: dict[int, SplitResult] = {}
+    with tqdm(total=sum(sizes), desc="extract", unit="B", unit_scale=True, disable=None) as progress:
+        computed = workers.ordered_map(extract_split, [tasks[index] for index in order], min(num_workers, len(tasks)))
+        for index, result in zip(order, computed, strict=True):
+            results[index] = result
+            progress.update(sizes[index])
+    return [results[index] for index in range(len(tasks))]
+
+
+def extract_split(task: Task) -> SplitResult:
+    """Write the shard of one split."""
+    from stages.corpus import arrow
+    from stages.corpus.text import TextWriter
+
+    counts: Counter[str] = Counter()
+    rejected: list[dict[str, Any]] = []
+    changed: list[str] = []
+    path = ""
+    num_rejected = 0  # of the current file
+
+    def report(what: Rejected) -> None:
+        nonlocal num_rejected
+        num_rejected += 1
+        counts[f"rejected {what.reason}"] += 1
+        if num_rejected <= NUM_LISTED:
+            where = {"path": tree.printable(path), "position": what.position}
+            rejected.append({**where, "reason": what.reason, "detail": what.detail})
+
+    stream = arrow.StreamWriter(task.shard, arrow.TEXT)
+    writer = TextWriter(stream, task.options.min_chars, report)
+    # The collector would look through the objects of each parsed file again and again; they hold no cycles.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for path, _, digest in splits.read_manifest(task.manifest, task.digest):
+            num_rejected = 0
+            found = formats.find(path)
+            assert found, "organize takes no other files"
+            format, compression = found
+            counts["files"] += 1
+            try:
+                source = Source(Path(task.options.raw_dir, path), compression, digest, task.options.fallback_encoding)
+                counts["fallback_encoded_files"] += source.used_fallback
+                format.read(source, writer)
+            except Rejected as reason:
+                writer.reject(reason)
+            except (Changed, FileNotFoundError):
+                changed.append(tree.printable(path))
+            counts["rejected_files"] += num_rejected > 0
+    finally:
+        if collects:
+            gc.enable()
+    shard = writer.close()
+    counts |= Counter(documents=writer.documents, strings=shard.rows, characters=writer.characters)
+    return SplitResult(shard, counts, rejected, changed)
+
+
+def metrics(counts: Counter[str], rejected: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of `data/extract.json`."""
+    names = ("files", "fallback_encoded_files", "rejected_files", "documents", "strings", "characters")
+    prefix = "rejected "
+    return {
+        **{name: counts[name] for name in names},
+        "rejected": {name.removeprefix(prefix): counts[name] for name in sorted(counts) if name.startswith(prefix)},
+        "rejections": rejected,
+    }
+
+
+def too_many(number: int, rejected: list[dict[str, Any]], limit: int) -> str:
+    """The error message for more rejected files than are allowed."""
+    first_of_file = {entry["path"]: entry for entry in reversed(rejected)}
+    lines = [
+        f"{path}: {entry['reason']}" + f" at {entry['position']}" * bool(entry["position"]) + f": {entry['detail']}"
+        for path, entry in sorted(first_of_file.items())[:NUM_PRINTED]
+    ]
+    more = [f"... and {number - NUM_PRINTED} more"] * (number > NUM_PRINTED)
+    remedy = f"{number} files could not be read, max_rejected_files is {limit}: mend them, or raise it (all: {METRICS})"
+    return "\n".join([*lines, *more, remedy])
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,153 @@
+"""Small projects that tests run the real stages in."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+REPO = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+
+
+class Project:
+    """A directory with params.yaml, dvc.yaml, stages and models, to run commands in."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __truediv__(self, other: str) -> Path:
+        return self.path / other
+
+    def set(self, **values: Any) -> None:
+        """Change params.yaml; `runtime={...}` and `fsdp={...}` are merged into their sections."""
+        file = self / "params.yaml"
+        params = yaml.safe_load(file.read_text())
+        for name, value in values.items():
+            if isinstance(value, dict):
+                params[name] |= value
+            else:
+                params[name] = value
+        file.write_text(yaml.safe_dump(params))
+
+    def popen(self, *command: str, **environment: str) -> "subprocess.Popen[str]":
+        """Start a command; `python` and `dvc` are those of this environment."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "COVERAGE"))}
+        env = {**inherited, "PATH": f"{BIN}:{inherited['PATH']}", "PYTHONPATH": "", "PYTHONUNBUFFERED": "1"}
+        env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
+        return subprocess.Popen(
+            command, cwd=self.path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def run(self, *command: str, status: int = 0, timeout: float = 200, **environment: str) -> str:
+        """Run a command, hold its exit status against `status`, and return what it printed."""
+        process = self.popen(*command, **environment)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+        assert process.returncode == status, output
+        return output
+
+    def json(self, path: str) -> Any:
+        return json.loads((self / path).read_text())
+
+    def checkpoints(self) -> Path:
+        """The directory of the only run there is."""
+        (directory,) = (self / "outputs/test/checkpoints").iterdir()
+        return directory
+
+    def copy(self, path: Path) -> "Project":
+        shutil.copytree(self.path, path, symlinks=True)
+        return Project(path)
+
+
+SMALL = {
+    "experiment_name": "test", "model_name": "models/nano", "seq_length": 32, "batch_size": 2, "total_batch_size": 8,
+    "num_epochs": 1, "warmup_steps": 2, "eval_freq": 4,
+}  # fmt: skip
+
+
+def make_nano(directory: Path, **config: Any) -> None:
+    """A Llama of 70 000 parameters with the tokenizer of models/tiny-llama."""
+    shutil.copytree(REPO / "models/tiny-llama", directory)
+    values = json.loads((directory / "config.json").read_text())
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "head_dim": 8}  # fmt: skip
+    (directory / "config.json").write_text(json.dumps({**values, **small, **config}))
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Project:
+    """A project whose tokens and model manifest are there, so that training can start: 96 rows, 12 steps."""
+    from stages.corpus import arrow
+
+    project = Project(tmp_path / "project")
+    project.path.mkdir()
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copy(REPO / name, project.path)
+    (project / "stages").symlink_to(REPO / "stages")
+    make_nano(project / "models/nano")
+    project.set(**SMALL, runtime={"ckpt_freq": 2, "log_freq": 4, "keep_checkpoints": 2})
+    tokens = np.random.default_rng(0).integers(1, 4096, size=(110, 32), dtype=np.int32)
+    tokens[:, 20] = 0  # the end of a document
+    features = arrow.token_features(32)
+    import pyarrow as pa
+
+    for name, rows in (("train", tokens[:96]), ("validation", tokens[96:])):
+        directory = project / f"data/tokens/{name}"
+        directory.mkdir(parents=True)
+        writer = arrow.StreamWriter(directory / arrow.shard_name(0, 1), features)
+        for part in np.split(rows, [5, 60]):
+            writer.write(pa.FixedSizeListArray.from_arrays(part.ravel(), 32))
+        arrow.write_metadata(directory, features, [writer.close()])
+    project.run("python", "-m", "stages.download")
+    return project
+
+
+@pytest.fixture(scope="session")
+def _reproduced(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A git and DVC project with a small corpus, after one `dvc repro`."""
+    project = Project(tmp_path_factory.mktemp("session") / "project")
+    project.path.mkdir()
+    files = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPO, text=True)
+    for name in filter(None, files.split("\0")):
+        if (REPO / name).is_file():
+            (project / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPO / name, project / name)
+    make_nano(project / "models/nano")
+    project.set(**SMALL, num_splits=4, runtime={"ckpt_freq": 2, "log_freq": 4})
+    raw = project / "data/raw"
+    for number in range(12):
+        folder = raw / f"folder{number % 3}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.txt").write_text(f"The file of number {number} says it {number * 3} times. " * 20)
+        (folder / f"{number}.json").write_text(json.dumps({"title": f"number {number}", "list": ["a b c"] * number}))
+        (folder / f"{number}.yaml").write_text(yaml.safe_dump({"text": f"it is {number} o'clock\n" * 10, "n": number}))
+    for command in (
+        ("git", "init", "-q"),
+        ("git", "config", "user.name", "test"),
+        ("git", "config", "user.email", "test@example.com"),
+        ("git", "add", "."),
+        ("git", "commit", "-qm", "start"),
+        ("dvc", "repro"),
+        ("git", "add", "."),
+        ("git", "commit", "-qm", "reproduced"),
+    ):
+        project.run(*command)
+    return project
+
+
+@pytest.fixture
+def reproduced(_reproduced: Project, tmp_path: Path) -> Iterator[Project]:
+    """A copy of that project, to change at will."""
+    project = _reproduced.copy(tmp_path / "project")
+    yield project
+    shutil.rmtree(project.path)

@@ -1,0 +1,231 @@
+import ast
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from scripts import sample_corpus
+
+ROOT = Path(__file__).parents[1]
+TINY_LLAMA = ROOT / "models" / "tiny-llama"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    raw_dir = tmp_path_factory.mktemp("corpus") / "raw"
+    sample_corpus.write(raw_dir)
+    return raw_dir
+
+
+def contents(directory):
+    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_corpus_has_three_formats_and_one_to_three_megabytes(corpus):
+    files = contents(corpus)
+    assert 1e6 < sum(map(len, files.values())) < 3e6
+    assert {path.parts[0] + path.suffix for path in files} == {"topics.txt", "modules.json", "distributions.yaml"}
+    assert all(files.values())
+
+
+def test_corpus_says_what_python_documents(corpus):
+    assert (corpus / "topics/while.txt").read_text(encoding="utf-8").startswith('The "while" statement')
+    heapq = json.loads((corpus / "modules/heapq.json").read_text(encoding="utf-8"))
+    assert heapq["functions"]["heappush"] == "Push item onto heap, maintaining the heap invariant."
+    metadata = yaml.safe_load((corpus / "distributions/pyyaml.yaml").read_text(encoding="utf-8"))
+    assert metadata["name"] == "PyYAML"
+
+
+def test_corpus_is_the_same_each_time(corpus, tmp_path):
+    sample_corpus.write(tmp_path / "raw")
+    assert contents(tmp_path / "raw") == contents(corpus)
+
+
+def test_corpus_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    def stops():
+        yield "topics/while.txt", "text"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sample_corpus, "files", stops)
+    with pytest.raises(KeyboardInterrupt):
+        sample_corpus.write(tmp_path / "raw")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["mine.txt", "deep/er/mine.bin", ".hidden"])
+def test_own_files_are_left_alone(tmp_path, monkeypatch, capsys, name):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("mine")
+    monkeypatch.setattr("sys.argv", ["sample_corpus", "--raw-dir", str(tmp_path)])
+    sample_corpus.main()
+    assert contents(tmp_path) == {Path(name): b"mine"}
+    assert "left as it is" in capsys.readouterr().out
+
+
+def test_empty_directories_and_a_gitignore_are_no_corpus(tmp_path):
+    assert sample_corpus.is_empty(tmp_path / "missing")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".gitignore").write_text("*\n")
+    assert sample_corpus.is_empty(tmp_path)
+    (tmp_path / "sub" / "link").symlink_to("elsewhere")
+    assert not sample_corpus.is_empty(tmp_path)
+
+
+def test_a_gitignore_and_a_link_to_another_disk_survive(tmp_path, monkeypatch):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (disk / ".gitignore").write_text("*\n")
+    (tmp_path / "raw").symlink_to(disk)
+    monkeypatch.setattr(sample_corpus, "files", lambda: iter([("topics/while.txt", "text")]))
+    sample_corpus.write(tmp_path / "raw")
+    assert (tmp_path / "raw").is_symlink()
+    assert contents(disk) == {Path(".gitignore"): b"*\n", Path("topics/while.txt"): b"text"}
+
+
+def test_docstrings_nest_and_leave_out_what_is_private_or_empty():
+    source = '''
+"""Module."""
+class A:
+    """Class."""
+    def f(self):
+        """Method."""
+    def g(self): ...
+    def _private(self):
+        """Private."""
+    class B:
+        """Inner."""
+class Bare: ...
+def f():
+    """Function."""
+'''
+    assert sample_corpus.docstrings(ast.parse(source)) == {
+        "doc": "Module.",
+        "classes": {"A": {"doc": "Class.", "classes": {"B": {"doc": "Inner."}}, "methods": {"f": "Method."}}},
+        "functions": {"f": "Function."},
+    }
+
+
+def test_tiny_llama_is_small_and_tied():
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY_LLAMA))
+    assert 1e6 < sum(parameter.numel() for parameter in model.parameters()) < 5e6
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert model.get_input_embeddings().padding_idx is None  # or the token that ends documents would not be trained
+
+
+@pytest.mark.parametrize(
+    "text", ["", " two  spaces ", "\n\n\ttabs\r\n", "don't , . ! ?", "Grüße 日本 😀", "\0\x07", "<|endoftext|>"]
+)
+def test_tiny_llama_decodes_what_it_encodes(text):
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    input_ids = tokenizer(text, split_special_tokens=True)["input_ids"]
+    assert tokenizer.decode(input_ids) == text
+    assert tokenizer.eos_token_id not in input_ids
+
+
+PLOTS = """
+plots:
+  - picture.png
+  - loss:
+      x: step
+      y: {history.tsv: [loss, validation_loss]}
+"""
+
+
+def test_plots_page_asks_no_network(tmp_path):
+    shutil.copytree(ROOT / ".dvc", tmp_path / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache"))
+    (tmp_path / "dvc.yaml").write_text(PLOTS)
+    (tmp_path / "history.tsv").write_text("step\tloss\tvalidation_loss\n1\t8.5\t\n2\t7.5\t7.75\n")
+    (tmp_path / "picture.png").write_bytes(b"a picture")
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-m", "dvc", "plots", "show"], cwd=tmp_path, check=True)
+    page = (tmp_path / "dvc_plots/index.html").read_text(encoding="utf-8")
+    assert "vegaEmbed('#loss', spec)" in page
+    assert '"validation_loss": "7.75"' in page
+    assert set(re.findall(r"https?://[^\"/]*", page)) == {"http://www.w3.org", "https://vega.github.io"}  # names only
+    assert not re.search(r"<(script|link|iframe)[^>]*(src|href)=|@import|url\(|fetch\(", page)
+    (source,) = re.findall(r'<img src="([^"]*)"', page)
+    assert (tmp_path / "dvc_plots" / source).read_bytes() == b"a picture"
+
+
+@pytest.mark.parametrize("build", ["cpu", "cuda"])
+def test_locks_are_complete_and_name_no_place(build):
+    lock = (ROOT / f"requirements-{build}.lock").read_text(encoding="utf-8")
+    assert not re.search(r"://|^\s*-|/", re.sub(r"--hash=sha256:[0-9a-f]{64}", "", lock), re.MULTILINE)
+    requirements = re.split(r"^(?=\w)", lock, flags=re.MULTILINE)[1:]
+    assert all("==" in requirement and "--hash=sha256:" in requirement for requirement in requirements)
+    (torch,) = [requirement.split()[0] for requirement in requirements if requirement.startswith("torch==")]
+    assert torch == {"cpu": "torch==2.13.0+cpu", "cuda": "torch==2.13.0"}[build]
+    assert any(requirement.startswith("nvidia-") for requirement in requirements) == (build == "cuda")
+
+
+PIP = """#!/usr/bin/env bash
+# Stands for the python of a virtual environment: it notes what pip is asked to install, and may refuse one lock.
+case "$*" in
+    *freeze*) cat torch 2> /dev/null || true ;;
+    *uninstall*) rm torch; echo uninstall torch >> log ;;
+    *"install -qq"*) echo "${!#}" >> log; [[ ${!#} != ${REFUSED:-} ]] ;;
+esac
+"""
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A copy of the set-up script with a pip that only takes notes, and a switch for the GPU."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/setup.sh", tmp_path / "scripts")
+    for build in ["cpu", "cuda"]:
+        (tmp_path / f"requirements-{build}.lock").write_text(build)
+    for path, script in [(".venv/bin/python", PIP), ("bin/nvidia-smi", '#!/bin/sh\n[ "$GPU" = 1 ]\n')]:
+        executable = tmp_path / path
+        executable.parent.mkdir(parents=True)
+        executable.write_text(script)
+        executable.chmod(0o755)
+
+    def setup(gpu, refused=""):
+        log = tmp_path / "log"
+        log.write_text("")
+        environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "GPU": str(gpu), "REFUSED": refused}
+        process = subprocess.run([tmp_path / "scripts/setup.sh"], env=environment, capture_output=True, text=True)
+        return process.returncode, log.read_text().split("\n")[:-1]
+
+    if Path("/dev/nvidia0").exists():
+        pytest.skip("the CPU cases need a machine without a GPU")
+    return setup
+
+
+CPU, CUDA = "requirements-cpu.lock", "requirements-cuda.lock"
+
+
+def test_setup_installs_the_build_that_fits(machine):
+    assert machine(gpu=0) == (0, [CPU])
+    assert machine(gpu=0) == (0, [])
+    assert machine(gpu=1) == (0, [CUDA])
+    assert machine(gpu=1) == (0, [])
+    assert machine(gpu=0) == (0, []), "a CPU node takes the build from the GPU node"
+
+
+def test_setup_falls_back_and_remembers_it(machine):
+    assert machine(gpu=0, refused=CPU) == (0, [CPU, CUDA])
+    assert machine(gpu=0) == (0, [])
+
+
+def test_setup_fails_where_neither_build_is_to_be_had(machine):
+    assert machine(gpu=0, refused="requirements-*") == (1, [CPU, CUDA])
+
+
+def test_setup_runs_again_where_the_lock_changed(machine, tmp_path):
+    machine(gpu=0)
+    (tmp_path / CPU).write_text("changed")
+    assert machine(gpu=0) == (0, [CPU])
+
+
+def test_setup_removes_the_other_build_first(machine, tmp_path):
+    (tmp_path / "torch").write_text("torch==2.13.0+cpu\n")
+    assert machine(gpu=1) == (0, ["uninstall torch", CUDA])
