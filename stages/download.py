@@ -8,7 +8,6 @@ The weights stay where they are. Their names, shapes and dtypes are held against
 from the headers of the files alone. With HF_HUB_OFFLINE=1, or a complete cache, no socket is opened.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -99,7 +98,6 @@ def _special_tokens(model_name: str, directory: Path) -> tuple[int | None, int |
     from transformers import AutoTokenizer
 
     try:
-        json.loads((directory / "tokenizer.json").read_bytes())  # for which transformers has a bare Exception only
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, ImportError) as error:
         raise StageError(f"{directory}: the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}") from None

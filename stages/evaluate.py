@@ -32,7 +32,8 @@ PROMPT_TOKENS = 32
 NEW_TOKENS = 96
 _NO_ROWS = "There are no held-out rows: set validation_splits to 1 or more to measure a loss and to see samples."
 _HOW = (
-    "Prompts are the beginnings of held-out rows; the model's words follow, sampled (seed 0, temperature 0.8, top 50)."
+    "The prompts are the beginnings of held-out documents, as far as a row holds them. What follows is "
+    "sampled from the model: seed 0, temperature 0.8, the 50 likeliest tokens."
 )
 
 
@@ -56,6 +57,7 @@ def main() -> None:
     # torch, transformers and matplotlib take seconds to import: not for --help.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     from stages.export import history, report
     from stages.model import manifest
@@ -67,12 +69,13 @@ def main() -> None:
     if eos_token_id is None:
         raise StageError("data/model.json: the tokenizer has no EOS token, which must end the documents")
     rows = TokenRows(VALIDATION)
+    logging.disable_progress_bar()  # it would show without a terminal too
     model: Any = AutoModelForCausalLM.from_pretrained(outputs / "model", local_files_only=True)
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     tokenizer = AutoTokenizer.from_pretrained(outputs / "model", local_files_only=True)
 
     loss, num_tokens = validation_loss(model, rows, eos_token_id, options)
-    samples = write_samples(model, tokenizer, rows)
+    samples = write_samples(model, tokenizer, rows, eos_token_id)
     course = history.read(outputs / "history.tsv")
     steps, losses = history.values(course, "validation_loss")
     untrained = losses[0] if steps and steps[0] == 0 else None
@@ -136,27 +139,30 @@ def validation_loss(
     return (total / count if count else None), count
 
 
-def write_samples(model: "PreTrainedModel", tokenizer: Any, rows: "TokenRows") -> list["Sample"]:
-    """What the model makes of the beginnings of a few rows, spread over all of them."""
+def write_samples(model: "PreTrainedModel", tokenizer: Any, rows: "TokenRows", eos_token_id: int) -> list["Sample"]:
+    """What the model makes of the beginning of the longest document in each of a few rows, spread over all rows."""
     import numpy as np
     import torch
 
     from stages.export.report import Sample
 
+    torch.manual_seed(0)
     samples = []
     for index in np.unique(np.linspace(0, len(rows) - 1, NUM_SAMPLES, dtype=np.int64)) if len(rows) else ():
-        prompt = torch.from_numpy(rows.rows(np.array([index]))[:, :PROMPT_TOKENS]).long().to(model.device)
-        written = _generate(model, prompt)
-        samples.append(Sample(tokenizer.decode(prompt[0]), tokenizer.decode(written, skip_special_tokens=True)))
+        (row,) = rows.rows(np.array([index]))
+        documents = np.split(row, np.flatnonzero(row == eos_token_id) + 1)
+        longest = max(documents, key=len)[:PROMPT_TOKENS]
+        prompt = torch.from_numpy(longest).long().to(model.device)
+        written = _generate(model, prompt[None])
+        samples.append(Sample(tokenizer.decode(prompt), tokenizer.decode(written, skip_special_tokens=True)))
     return samples
 
 
 def _generate(model: "PreTrainedModel", prompt: "Tensor") -> "Tensor":
-    """The tokens that follow a prompt of one row; the same ones each time."""
+    """The tokens that follow a prompt of one row."""
     import torch
 
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or PROMPT_TOKENS + NEW_TOKENS
-    torch.manual_seed(0)
     output: Tensor = model.generate(  # type: ignore[operator]
         prompt,
         attention_mask=torch.ones_like(prompt),

@@ -1,15 +1,16 @@
 """Take all text out of the raw files: a row for each text file and for each string in JSON and YAML.
 
-reads    data/splits/ and the raw files that it lists
-writes   data/corpus/: a Hugging Face dataset with the column `text`, one Arrow file a split
+Reads    data/splits/ and the raw files that it lists
+Writes   data/corpus/: a Hugging Face dataset with the column `text`, one Arrow file a split
          data/extract.json: counts, and the files or parts of files that could not be read, with position and reason
-command  python -m stages.extract
+Command  python -m stages.extract
 """
 
 import codecs
 import gc
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -129,7 +130,7 @@ def run(tasks: Sequence[Task], sizes: Sequence[int], num_workers: int) -> list[S
     order = sorted(range(len(tasks)), key=lambda index: -sizes[index])
     results: dict[int, SplitResult] = {}
     with tqdm(total=sum(sizes), desc="extract", unit="B", unit_scale=True, disable=None) as progress:
-        computed = workers.ordered_map(extract_split, [tasks[index] for index in order], min(num_workers, len(tasks)))
+        computed = workers.ordered_map(extract_split, [tasks[index] for index in order], num_workers)
         for index, result in zip(order, computed, strict=True):
             results[index] = result
             progress.update(sizes[index])
@@ -155,12 +156,8 @@ def extract_split(task: Task) -> SplitResult:
             where = {"path": tree.printable(path), "position": what.position}
             rejected.append({**where, "reason": what.reason, "detail": what.detail})
 
-    stream = arrow.StreamWriter(task.shard, arrow.TEXT)
-    writer = TextWriter(stream, task.options.min_chars, report)
-    # The collector would look through the objects of each parsed file again and again; they hold no cycles.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collector(), arrow.StreamWriter(task.shard, arrow.TEXT) as stream:
+        writer = TextWriter(stream, task.options.min_chars, report)
         for path, _, digest in splits.read_manifest(task.manifest, task.digest):
             num_rejected = 0
             found = formats.find(path)
@@ -176,12 +173,21 @@ def extract_split(task: Task) -> SplitResult:
             except (Changed, FileNotFoundError):
                 changed.append(tree.printable(path))
             counts["rejected_files"] += num_rejected > 0
-    finally:
-        if collects:
-            gc.enable()
-    shard = writer.close()
+        shard = writer.close()
     counts |= Counter(documents=writer.documents, strings=shard.rows, characters=writer.characters)
     return SplitResult(shard, counts, rejected, changed)
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Spare the objects of a parsed file, which hold no cycles, being looked through again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def metrics(counts: Counter[str], rejected: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ A training that is stopped by a signal saves and exits with status 75; the next 
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +17,13 @@ from stages.artifacts import checkpoint, command, params, publish
 from stages.artifacts.command import StageError
 from stages.training import run
 from stages.training.params import TrainParams, TrainRuntime
-from stages.training.process import INTERRUPTED, die_with_parent, forward_stop_signals, single_writer
+from stages.training.process import INTERRUPTED, LAUNCHER, forward_stop_signals, single_writer
 
 
 def main() -> None:
     command.parser(__doc__).parse_args()
-    # SIGTERM, so that the ranks save: dvc does not end its children when it is ended.
-    die_with_parent(signal.SIGTERM)
     this = run.describe(params.load(TrainParams))
-    runtime = params.load(TrainRuntime, section="runtime")
+    runtime = params.load(TrainRuntime, "runtime")
     last = this.directory / checkpoint.step_name(this.total_steps)
     with single_writer(this.directory, print) as tell:
         if runtime.resume != "never" and _is_finished(last):
@@ -39,7 +36,7 @@ def main() -> None:
                 sys.exit(status)
         run.write_outs(this, last)
     metrics = publish.read_json(last / "state.json")["metrics"]
-    print(f"trained {metrics['steps']:,} steps, {metrics['tokens']:,} tokens: loss {metrics['loss']:.4f}, "
+    print(f"train: {metrics['steps']:,} steps, {metrics['tokens']:,} tokens: loss {metrics['loss']:.4f}, "
           f"validation loss {metrics['validation_loss'] or float('nan'):.4f}; run {this.run_id}")  # fmt: skip
 
 
@@ -57,6 +54,7 @@ def _torchrun(train_params: TrainParams, runtime: TrainRuntime, tell: Callable[[
     """Run the ranks, processes of stages.train, under torchrun's agent in this process; returns an exit status."""
     # Before torch is imported: the threads that it starts must not take the signals.
     forward_stop_signals(lambda: tell("stopping"))
+    os.environ[LAUNCHER] = str(os.getpid())
     import torch
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -1,9 +1,9 @@
 """Divide the raw files into splits of equal count.
 
-reads    raw_dir: .txt .md .csv .json .jsonl .ndjson .yaml .yml, each also as .gz and .zst, in folders of any depth
-writes   data/splits/split_00.jsonl ...: a line a file with its path, size in bytes and SHA-256
+Reads    raw_dir: .txt .md .csv .json .jsonl .ndjson .yaml .yml, each also as .gz and .zst, in folders of any depth
+Writes   data/splits/split_00.jsonl ...: a line a file with its path, size in bytes and SHA-256
          data/splits/summary.json: counts, and what was passed over and why
-command  python -m stages.organize
+Command  python -m stages.organize
 """
 
 from collections import Counter
@@ -59,7 +59,7 @@ def organize(options: OrganizeParams, runtime: OrganizeRuntime, target: Path = S
     paths, passed_over = tree.walk(root, lambda name: formats.find(name) is not None)
     files: list[splits.RawFile] = []
     tasks = [(root, paths[start : start + FILES_PER_TASK]) for start in range(0, len(paths), FILES_PER_TASK)]
-    num_workers = min(workers.count(runtime.num_workers), len(tasks))
+    num_workers = workers.count(runtime.num_workers)
     with tqdm(total=len(paths), desc="organize", unit="file", disable=None) as progress:
         for readable, unreadable in workers.ordered_map(measure, tasks, num_workers):
             files += readable

@@ -1,9 +1,9 @@
 """Turn the text into rows of tokens for the model, a part of them held out for validation.
 
-reads    data/corpus/, data/model.json and the model's tokenizer.json
-writes   data/tokens/train, data/tokens/validation: Hugging Face datasets, `input_ids` of seq_length tokens a row
+Reads    data/corpus/, data/model.json and the model's tokenizer.json
+Writes   data/tokens/train, data/tokens/validation: Hugging Face datasets, `input_ids` of seq_length tokens a row
          data/pack.json: documents, tokens, rows, characters a token, the share of unknown tokens
-command  python -m stages.pack
+Command  python -m stages.pack
 """
 
 from collections import Counter
@@ -85,9 +85,10 @@ def pack(options: PackParams, runtime: PackRuntime) -> str:
         ]
         for name, part in parts.items()
     }
-    num_workers = min(workers.count(runtime.num_workers), sum(map(len, tasks.values())))
+    num_workers = workers.count(runtime.num_workers)
     # A few batches ahead: enough to keep all workers busy, few enough for the memory of this process.
     encoded = workers.ordered_map(packing.encode, [*tasks["train"], *tasks["validation"]], num_workers, 3 * num_workers)
+    features = arrow.token_features(options.seq_length)
     metrics = {}
     with ExitStack() as stack:
         progress = stack.enter_context(
@@ -95,11 +96,12 @@ def pack(options: PackParams, runtime: PackRuntime) -> str:
         )
         for name, part in tasks.items():
             directory = stack.enter_context(publish.directory(TOKENS / name))
-            writer = packing.RowWriter(directory / arrow.shard_name(0, 1), options.seq_length)
+            stream = stack.enter_context(arrow.StreamWriter(directory / arrow.shard_name(0, 1), features))
+            writer = packing.RowWriter(stream, options.seq_length)
             metrics[name] = write(islice(encoded, len(part)), writer, progress)
             shard = writer.close()
             metrics[name]["rows"] = shard.rows
-            arrow.write_metadata(directory, arrow.token_features(options.seq_length), [shard])
+            arrow.write_metadata(directory, features, [shard])
             if shard.rows == 0 and parts[name]:
                 raise StageError(too_few(name, writer.num_tokens, options))
         publish.write_json(METRICS, metrics)

@@ -24,7 +24,7 @@ _FP32 = 4
 def main() -> None:
     command.parser(__doc__).parse_args()
     train_params = params.load(TrainParams)
-    runtime = params.load(TrainRuntime, section="runtime")
+    runtime = params.load(TrainRuntime, "runtime")
     manifest = model_manifest.read()
     this = run.describe(train_params)
     _check_limits(this, manifest)
@@ -49,7 +49,7 @@ def main() -> None:
     # One checkpoint more than are kept lies on the disk while the newest is written.
     disk = (runtime.keep_checkpoints + 1) * plan["checkpoint_bytes"] + plan["model_bytes"]
     print(
-        f"planned {plan['steps']:,} steps, {plan['tokens']:,} tokens ({plan['epochs']:.2f} epochs) of a model of "
+        f"plan: {plan['steps']:,} steps, {plan['tokens']:,} tokens ({plan['epochs']:.2f} epochs) of a model of "
         f"{num_parameters:,} parameters: {_gib(plan['training_state_bytes'])} of memory over all ranks, beside "
         f"activations; {_gib(disk)} of disk for checkpoints and model"
     )

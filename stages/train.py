@@ -5,6 +5,7 @@ Writes   outputs/<experiment_name>/checkpoints/<run_id>/step-N
 Command  torchrun --nproc-per-node 2 -m stages.train
 """
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -16,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from stages.artifacts import checkpoint as published
-from stages.artifacts import command, params, publish
+from stages.artifacts import command, params, process, publish
 from stages.model import manifest as model_manifest
 from stages.training import checkpoint, distributed, model, run
 from stages.training.batch import num_labels
 from stages.training.data import TokenRows
 from stages.training.params import TrainParams, TrainRuntime
-from stages.training.process import INTERRUPTED, StopSignal, die_with_parent, share_writing
+from stages.training.process import INTERRUPTED, LAUNCHER, StopSignal, share_writing
 from stages.training.schedule import lr_ratio
 from stages.training.step import Batches, make_optimizer, train_step, validation_loss
 from stages.training.telemetry import Console, History, Timers, memory_gib
@@ -178,10 +179,11 @@ class Trainer:
 
 def main() -> None:
     command.parser(__doc__).parse_args()
-    die_with_parent(signal.SIGKILL)  # a rank whose launcher is gone must not write
+    if LAUNCHER in os.environ:  # a rank whose launcher is gone must not write
+        process.die_with_parent(signal.SIGKILL, int(os.environ[LAUNCHER]))
     stop = StopSignal()
     this = run.describe(params.load(TrainParams))
-    runtime = params.load(TrainRuntime, section="runtime")
+    runtime = params.load(TrainRuntime, "runtime")
     with share_writing(this.directory), distributed.process_group() as mesh:
         finished = Trainer(this, runtime, mesh, stop).train()
     if not finished:

@@ -84,12 +84,11 @@ def make_nano(directory: Path, **config: Any) -> None:
     (directory / "config.json").write_text(json.dumps({**values, **small, **config}))
 
 
-@pytest.fixture
-def training(tmp_path: Path) -> Project:
-    """A project whose tokens and model manifest are there, so that training can start: 96 rows, 12 steps."""
+@pytest.fixture(scope="session")
+def _training(tmp_path_factory: pytest.TempPathFactory) -> Project:
     from stages.corpus import arrow
 
-    project = Project(tmp_path / "project")
+    project = Project(tmp_path_factory.mktemp("session") / "training")
     project.path.mkdir()
     for name in ("dvc.yaml", "params.yaml"):
         shutil.copy(REPO / name, project.path)
@@ -110,6 +109,12 @@ def training(tmp_path: Path) -> Project:
         arrow.write_metadata(directory, features, [writer.close()])
     project.run("python", "-m", "stages.download")
     return project
+
+
+@pytest.fixture
+def training(_training: Project, tmp_path: Path) -> Project:
+    """A project whose tokens and model manifest are there, so that training can start: 96 rows, 12 steps."""
+    return _training.copy(tmp_path / "project")
 
 
 @pytest.fixture(scope="session")

@@ -174,6 +174,16 @@ def test_a_cached_hub_model_needs_no_socket(home: Path) -> None:
         manifest.directory(found)
 
 
+def test_the_commit_stays_the_same_when_the_branch_moves_on(home: Path) -> None:
+    snapshot = cached(write_model(Path("source")), home)
+    found = describe(REPO)
+    other = snapshot.with_name("f" * 40)
+    shutil.copytree(snapshot, other, symlinks=True)
+    (home / "hub" / "models--someone--tiny" / "refs" / "main").write_text(other.name)
+    assert manifest.directory(found) == snapshot
+    assert describe(REPO).commit == other.name
+
+
 def _written(found: manifest.ModelManifest) -> Path:
     manifest.write(found)
     return manifest.MANIFEST
@@ -255,6 +265,7 @@ def test_a_shard_that_is_missing_truncated_or_damaged_is_named() -> None:
         whole + b"\0",
         whole[:100],
         whole[:4],
+        b"\xff" * 99,
         whole.replace(b"data_offsets", b"data_offsetz", 1),
     ):
         shard.write_bytes(content)
@@ -427,17 +438,27 @@ def test_a_tokenizer_json_is_needed() -> None:
         describe()
 
 
-def test_a_model_whose_layers_nobody_named_is_wrapped_by_its_longest_list() -> None:
-    class Layer(torch.nn.Module):
-        pass
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = torch.nn.Linear(1, 1)
 
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.few = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
-            self.many = torch.nn.ModuleList([Layer(), Layer()])
 
-    assert meta.layer_classes(Model()) == ["Layer"]
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(1, 1)
+        self.few = torch.nn.ModuleList([torch.nn.Conv1d(1, 1, 1)])
+        self.many = torch.nn.ModuleList([Layer(), Layer()])
+
+
+def test_layers_are_found_without_their_names() -> None:
+    model = Model()
+    assert meta.layer_classes(model) == ["Layer"]  # the longest list
+    model._no_split_modules = {"Embedding", "Linear", "Layer"}  # type: ignore[assignment]
+    assert meta.layer_classes(model) == ["Layer"]  # neither what is in no list nor a part of a layer
+    model._no_split_modules = {"Conv1d", "Layer"}  # type: ignore[assignment]
+    assert meta.layer_classes(model) == ["Conv1d", "Layer"]
     with pytest.raises(StageError, match="no list of layers"):
         meta.layer_classes(torch.nn.Linear(1, 1))
 

@@ -158,14 +158,19 @@ def test_the_page_needs_nothing_but_itself() -> None:
     assert "4.5000 nats per token (perplexity 90.0)" in page.text
 
 
-def test_a_sample_continues_the_beginning_of_a_held_out_row() -> None:
+def test_a_sample_continues_the_beginning_of_a_held_out_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "PROMPT_TOKENS", 9)
     evaluate.main()
     rows = np.asarray(datasets.load_from_disk(str(evaluate.VALIDATION))["input_ids"])
     tokenizer = transformers.AutoTokenizer.from_pretrained("outputs/exp/model")
     text = Path("outputs/exp/report/sample.md").read_text()
     for index in (0, 3, 6):
-        assert tokenizer.decode(rows[index]) in text
-    assert text.count("Continuation:\n\n    w") == 3
+        documents = np.split(rows[index], np.flatnonzero(rows[index] == EOS) + 1)
+        prompt = tokenizer.decode(max(documents, key=len)[:9])
+        assert f"Prompt:\n\n    {prompt}\n\nContinuation:\n\n    " in text
+    written = re.findall(r"Continuation:\n\n    (.*)", text)
+    assert len(written) == 3
+    assert all(written)
 
 
 def test_without_held_out_rows_there_is_a_note_and_no_loss() -> None:

@@ -1,8 +1,12 @@
 """How a stage runs from the command line, and how it says what went wrong."""
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable
+
+from stages.artifacts import process
 
 
 class StageError(Exception):
@@ -11,11 +15,18 @@ class StageError(Exception):
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """An argument parser whose help is the docstring `doc` of the stage's module."""
-    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    spec = sys.modules["__main__"].__spec__
+    prog = f"python -m {spec.name}" if spec else None
+    return argparse.ArgumentParser(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run `main`; a `StageError`, or an error of the operating system, is one message and exit status 2."""
+    """Run `main`; a `StageError`, or an error of the operating system, is one message and exit status 2.
+
+    A stage that DVC runs ends with it: DVC itself leaves its child alive when it is killed.
+    """
+    if "DVC_STAGE" in os.environ:
+        process.die_with_parent(signal.SIGTERM)
     try:
         main()
     except StageError as error:

@@ -48,7 +48,10 @@ def shard_name(index: int, num_shards: int) -> str:
 
 
 class StreamWriter:
-    """An Arrow IPC stream that can be cut back to an earlier length."""
+    """An Arrow IPC stream that can be cut back to an earlier length.
+
+    Used as a context, it is closed at the end of it, whatever happens; only `close` makes it a whole stream.
+    """
 
     def __init__(self, path: Path, features: dict[str, Any]) -> None:
         self.path = path
@@ -56,6 +59,12 @@ class StreamWriter:
         self.schema = schema(features)
         self._file = path.open("wb")
         self._file.write(self.schema.serialize())
+
+    def __enter__(self) -> "StreamWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     def write(self, column: pa.Array) -> None:
         """Append a record batch."""
@@ -106,6 +115,8 @@ def read_shards(directory: Path) -> list[Shard]:
     """
     shards = [Shard(**entry) for entry in publish.read_json(directory / STATE)["_data_files"]]
     paths = [directory / shard.filename for shard in shards]
+    if missing := [path for path in paths if not path.is_file()]:
+        raise StageError(f"{missing[0]} is missing: run `dvc repro -f extract`")
     with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
         for path, shard, sha256 in zip(paths, shards, threads.map(publish.sha256_file, paths), strict=True):
             if sha256 != shard.sha256:

@@ -105,10 +105,10 @@ def _tokenizer(path: Path) -> Tokenizer:
 class RowWriter:
     """Cuts a stream of tokens into rows; where the stream comes in pieces makes no difference."""
 
-    def __init__(self, path: Path, seq_length: int) -> None:
+    def __init__(self, stream: arrow.StreamWriter, seq_length: int) -> None:
         self.num_tokens = 0
         self._seq_length = seq_length
-        self._stream = arrow.StreamWriter(path, arrow.token_features(seq_length))
+        self._stream = stream
         self._batch = np.empty(max(1, BATCH // seq_length) * seq_length, np.int32)
         self._filled = 0
 

@@ -37,25 +37,22 @@ def assign(paths: Sequence[str], num_splits: int) -> Indices:
     """Assign each path to a split, so that the counts differ by at most one and few paths move when one is added.
 
     Rendezvous hashing (Thaler and Ravishankar, 1998) ranks the splits for each path; the path goes to the first one
-    on its list that is not full. Paths are served in the order of their hashes, split `i` takes
-    `(n + num_splits - 1 - i) // num_splits` of the `n` paths. A path more or less then shifts one place through
-    splits that fill up one after the other, so that fewer than `num_splits` other paths move. The paths alone
-    decide: not their order, nor the machine.
+    on its list that is not full, where split `i` takes `(n + num_splits - 1 - i) // num_splits` of the `n` paths.
+    Paths are served in their sorted order. A path more or less then shifts one place through splits that fill up one
+    after the other, so that fewer than `num_splits` other paths move.
 
     Paths are served all at once, not one by one: each goes to its favourite; those that come after their favourite
-    was full choose again, until no split overflows. A split is full once, so this takes `num_splits` rounds at
+    was full choose again, until no split overflows. A split fills up once, so this takes `num_splits` rounds at
     most, each over the few paths that are left.
 
     Args:
-        paths: Sorted, so that even equal hashes are served in a fixed order.
+        paths: Sorted.
         num_splits: At least 1.
 
     Returns:
         (n,) int64, from 0 to `num_splits - 1`.
     """
     keys: Keys = np.frombuffer(b"".join(blake2b(os.fsencode(path), digest_size=8).digest() for path in paths), "<u8")
-    queue = np.argsort(keys, kind="stable")
-    keys = keys[queue]
     splits = np.arange(num_splits)
     room = (len(paths) + num_splits - 1 - splits) // num_splits
     is_open = room > 0
@@ -74,9 +71,7 @@ def assign(paths: Sequence[str], num_splits: int) -> Indices:
         start += place + 1
         late = start + np.flatnonzero(choice[start:] == split)
         choice[late] = _favourites(keys[late], splits[is_open])
-    result = np.empty(len(paths), np.int64)
-    result[queue] = choice
-    return result
+    return choice
 
 
 def _favourites(keys: Keys, splits: Indices) -> Indices:

@@ -42,21 +42,20 @@ def readme(name: str, lineage: dict[str, Any], architecture: str, random: bool, 
         random: Whether the run started from random weights.
         validation_loss: In nats per token, or None.
     """
-    model, params = lineage["model"], lineage["params"]
+    model, data = lineage["model"], lineage["data"]
     metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": "unknown"}
     if model["commit"]:
         metadata["base_model"] = model["name"]
     if validation_loss is not None:
         result = {
             "task": {"type": "text-generation"},
-            "dataset": {"name": "validation splits of the training corpus", "type": lineage["data"]["validation"]},
+            "dataset": {"name": "held-out splits of the corpus", "type": "text", "revision": data["validation"]},
             "metrics": [{"type": "loss", "name": "validation loss", "value": validation_loss}],
         }
         metadata["model-index"] = [{"name": name, "results": [result]}]
     origin = f"`{model['name']}`" + (f" at commit `{model['commit']}`" if model["commit"] else "")
     start = "random weights, with the config and tokenizer of" if random else "the weights of"
     loss = "none was measured" if validation_loss is None else f"{validation_loss:.4f} nats per token"
-    table = "\n".join(f"| `{key}` | `{value}` |" for key, value in sorted(params.items()))
     return f"""---
 {yaml.safe_dump(metadata, sort_keys=False).rstrip()}
 ---
@@ -71,18 +70,22 @@ Loss on the held-out splits: {loss}.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("{name}")  # the directory of this file
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("outputs/{name}/model")
+tokenizer = AutoTokenizer.from_pretrained("outputs/{name}/model")
 ```
 
 ## Training
 
-| parameter | value |
-|---|---|
-{table}
+```yaml
+{yaml.safe_dump(lineage["params"], sort_keys=False).rstrip()}
+```
 
-Data: `{lineage["data"]["train"]}` (training), `{lineage["data"]["validation"]}` (validation), as fingerprints of the
-packed tokens. `lineage.json` holds these, the digests of code and weights, and the versions of the packages.
+Fingerprints of the packed tokens:
+
+- training: `{data["train"]}`
+- validation: `{data["validation"]}`
+
+`lineage.json` holds the same for programs, with the digests of code and weights, and the versions of the packages.
 
 ## Licence
 

@@ -83,8 +83,9 @@ def loss_picture(rows: list[Row]) -> str:
         steps, losses = history.values(rows, "validation_loss")
         if steps:
             axes.plot(steps, losses, color=_ORANGE, linewidth=1.6, marker="o", markersize=4, label="validation")
-            name = "untrained " if steps[0] == 0 else ""
-            style: dict[str, Any] = {"textcoords": "offset points", "color": _ORANGE}
+            name = "before training " if steps[0] == 0 else ""
+            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+            style: dict[str, Any] = {"textcoords": "offset points", "color": _ORANGE, "bbox": box}
             axes.annotate(f"{name}{losses[0]:.2f}", (steps[0], losses[0]), xytext=(8, 0), va="center", **style)
             axes.annotate(f"{losses[-1]:.2f}", (steps[-1], losses[-1]), xytext=(4, 7), ha="right", **style)
         axes.set(xlabel="step", ylabel="loss (nats per token)", title="Loss")

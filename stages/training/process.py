@@ -1,10 +1,8 @@
-"""Processes that end with their parents, and runs that have one writer."""
+"""Processes that are asked to stop, and runs that have one writer."""
 
-import ctypes
 import fcntl
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,17 +20,8 @@ INTERRUPTED = 75
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 """Those that ask a training to save and end."""
 
-_PR_SET_PDEATHSIG = 1
-_PARENT = "TRAINING_PARENT_PID"
-
-
-def die_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send `number` to this process when its parent ends, however it ends (Linux)."""
-    expected = os.environ.get(_PARENT)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if expected is not None and os.getppid() != int(expected):  # it ended before the line above
-        sys.exit(INTERRUPTED)
-    os.environ[_PARENT] = str(os.getpid())  # what the children of this process shall expect
+LAUNCHER = "TRAINING_LAUNCHER_PID"
+"""Environment variable that tells the ranks which process started them."""
 
 
 class StopSignal:

@@ -1,6 +1,5 @@
 """What a person sees of a training: timers, lines, the history."""
 
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -95,7 +94,6 @@ def memory_gib() -> tuple[float, float]:
     """Memory of this rank now and at its highest, in GiB: of the GPU where there is one, else of the process."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return pages * resource.getpagesize() / 2**30, peak_kib / 2**20
+    with open("/proc/self/status") as file:  # getrusage would count the parent's peak, too
+        kib = {name: value.split()[0] for name, _, value in (line.partition(":") for line in file) if value.strip()}
+    return int(kib["VmRSS"]) / 2**20, int(kib["VmHWM"]) / 2**20

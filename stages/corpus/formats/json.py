@@ -21,10 +21,9 @@ _NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 _TOKEN = re.compile(
     rf'[ \t\n\r]*(?:(?P<string>{_STRING}")|(?P<mark>[][{{}},:])|(?P<other>{_NUMBER}|true|false|null|NaN|-?Infinity))'
 )
-_BEGUN_STRING = re.compile(_STRING)
+_BEGUN = re.compile(rf"[ \t\n\r]*(?:{_STRING})?")
 _SPACE = re.compile(r"[ \t\n\r]*")
-_LONGEST_CUT = 16  # characters: no token but strings and numbers is longer
-_BATCH = 1 << 16  # strings handed on at once
+_LONGEST_CUT = 16  # characters: so near to the end of a piece, a token may go on in the next one
 
 # What may come next.
 _VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _COMMA_OR_END = range(6)
@@ -83,7 +82,9 @@ def scan(stream: BinaryIO, sink: Sink) -> None:
     expected = _VALUE
     while True:
         token = _TOKEN.match(text, place)
-        if (token is None or token.end() == len(text)) and not is_all and _is_cut(text, place):
+        if not is_all and len(text) - (token.end() if token else _end_of_begun(text, place)) <= _LONGEST_CUT:
+            sink.add(strings)
+            strings = []
             lines_before += text.count("\n", 0, place)
             characters_before += place
             if len(text) - place > LONGEST_STRING:
@@ -122,11 +123,10 @@ def scan(stream: BinaryIO, sink: Sink) -> None:
         place = token.end()
         if ended:
             expected = _COMMA_OR_END if containers else _VALUE
-            if not containers or len(strings) == _BATCH:
-                sink.add(strings)
-                strings = []
             if not containers:
+                sink.add(strings)
                 sink.end()
+                strings = []
 
     space = _SPACE.match(text, place)
     assert space
@@ -137,17 +137,11 @@ def scan(stream: BinaryIO, sink: Sink) -> None:
         raise Rejected("invalid JSON", what, f"line {line}, character {characters_before + place}")
 
 
-def _is_cut(text: str, place: int) -> bool:
-    """Whether the token at `place` may go on after `text`; otherwise more text would not make it valid."""
-    space = _SPACE.match(text, place)
-    assert space
-    place = space.end()
-    if len(text) - place <= _LONGEST_CUT:
-        return True
-    string = _BEGUN_STRING.match(text, place)
-    token = _TOKEN.match(text, place)
-    end = string.end() if string else token.end() if token else place
-    return len(text) - end <= _LONGEST_CUT
+def _end_of_begun(text: str, place: int) -> int:
+    """Up to where `text` may be the beginning of a token."""
+    begun = _BEGUN.match(text, place)
+    assert begun
+    return begun.end()
 
 
 def _unescape(string: str) -> str:

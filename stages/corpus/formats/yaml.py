@@ -4,8 +4,9 @@ libyaml's events are read, not objects: so tags run no code, aliases and merge k
 date costs nothing. Plain scalars are typed by the core schema of YAML 1.2 (section 10.3.2).
 """
 
+import io
 import re
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 from yaml._yaml import CParser
@@ -26,8 +27,10 @@ _STANDARD = "tag:yaml.org,2002:"
 _NO_STRING_TAGS = frozenset(_STANDARD + name for name in ("null", "bool", "int", "float", "binary", "timestamp"))
 _NODES = frozenset([yaml.ScalarEvent, yaml.AliasEvent, yaml.MappingStartEvent, yaml.SequenceStartEvent])
 _ENDS = frozenset([yaml.MappingEndEvent, yaml.SequenceEndEvent])
+_HIDDEN = {"\x85": "\ufdd01", "\u2028": "\ufdd02", "\u2029": "\ufdd03", "\ufdd0": "\ufdd00"}
+_HIDING = {ord(shown): hidden for shown, hidden in _HIDDEN.items()}
 _DEEPEST = 1000  # libyaml takes time quadratic in the depth: 7 ms for this one, minutes for a million
-_BATCH = 1 << 14  # strings handed on at once
+_BATCH = 1 << 20  # characters handed on at once, unless a string has more
 
 
 def is_string(event: yaml.ScalarEvent) -> bool:
@@ -51,9 +54,9 @@ def read(source: Source, sink: Sink) -> None:
     Raises:
         Rejected: what follows the last whole document is no YAML, or is nested too deep.
     """
-    parser = CParser(source.stream())
+    text = _Text(source.stream())
     try:
-        _read(parser, sink)
+        _read(CParser(text), text, sink)
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
         position = f"line {mark.line + 1}, column {mark.column + 1}" if mark else None
@@ -63,8 +66,37 @@ def read(source: Source, sink: Sink) -> None:
         raise Rejected("invalid YAML", f"{error.reason}: U+{error.character:04X}", f"byte {error.position}") from None
 
 
-def _read(parser: CParser, sink: Sink) -> None:
+class _Text:
+    """The content as libyaml shall see it.
+
+    libyaml is of YAML 1.1, in which NEL, LS and PS are line breaks. Since YAML 1.2 they are characters like others
+    (section 5.4), so they are hidden from libyaml behind a code point that Unicode reserves for such uses.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = io.TextIOWrapper(stream, "utf-8", newline="")
+        self._hides = False
+
+    def read(self, size: int = -1, /) -> str:
+        """The next `size` characters, some of them hidden."""
+        text = self._stream.read(size)
+        if text.isascii():
+            return text
+        hidden = text.translate(_HIDING)
+        self._hides |= hidden != text
+        return hidden
+
+    def restore(self, value: str) -> str:
+        """What `value` was before `read`."""
+        if self._hides:
+            for shown, hidden in _HIDDEN.items():
+                value = value.replace(hidden, shown)
+        return value
+
+
+def _read(parser: CParser, text: _Text, sink: Sink) -> None:
     strings: list[str] = []
+    size = 0  # characters of these
     # For each open mapping whether its next node is a key, for each open sequence None.
     open_: list[bool | None] = []
     key_depth = 0  # from this number of open collections on, everything belongs to a key that is itself a collection
@@ -78,7 +110,11 @@ def _read(parser: CParser, sink: Sink) -> None:
                 open_[-1] = not is_key
             if kind is yaml.ScalarEvent:
                 if not is_key and not key_depth and is_string(event):
-                    strings.append(event.value)
+                    strings.append(text.restore(event.value))
+                    size += len(event.value)
+                    if size > _BATCH:
+                        sink.add(strings)
+                        strings, size = [], 0
             elif kind is not yaml.AliasEvent:
                 open_.append(True if kind is yaml.MappingStartEvent else None)
                 if is_key and not key_depth:
@@ -93,9 +129,6 @@ def _read(parser: CParser, sink: Sink) -> None:
         elif kind is yaml.DocumentEndEvent:
             sink.add(strings)
             sink.end()
-            strings = []
+            strings, size = [], 0
         elif kind is yaml.StreamEndEvent:
             return
-        if len(strings) == _BATCH:
-            sink.add(strings)
-            strings = []

@@ -1,0 +1,306 @@
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from stages.artifacts.command import StageError
+from stages.artifacts.publish import read_json, sha256_file
+from stages.corpus import arrow, packing, workers
+from stages.corpus.text import TextWriter
+from stages.model import manifest
+from stages.pack import PackParams, PackRuntime, pack
+
+EOS, SPELLING = 0, "<|endoftext|>"
+BOS, BOS_SPELLING = 1, "<|begin|>"
+
+
+def byte_tokenizer() -> Tokenizer:
+    """EOS and BOS, a token for each byte, and a few merges that cross the borders between words and lines."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("Ġ", "a"), ("Ċ", "Ċ")]
+    tokens = [SPELLING, BOS_SPELLING, *alphabet, *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([SPELLING, BOS_SPELLING])
+    return tokenizer
+
+
+def make_model(tokenizer: Tokenizer | None = None, **changes: Any) -> manifest.ModelManifest:
+    """A model that is only a tokenizer, and its manifest."""
+    directory = Path("model")
+    directory.mkdir(exist_ok=True)
+    path = directory / "tokenizer.json"
+    tokenizer = tokenizer or byte_tokenizer()
+    tokenizer.save(str(path))
+    packing._tokenizer.cache_clear()
+    model = manifest.ModelManifest(
+        model_name=str(directory), model_revision="main", commit=None, architecture="", model_type="", dtype="float32",
+        num_parameters=0, files={"tokenizer.json": manifest.FileEntry(path.stat().st_size, sha256_file(path))},
+        weights=[], tied_weights={}, layer_classes=[], vocab_size=tokenizer.get_vocab_size(), max_seq_length=None,
+        eos_token_id=EOS, bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    model = dataclasses.replace(model, **changes)
+    manifest.write(model)
+    return model
+
+
+def make_corpus(splits: list[list[str]]) -> None:
+    directory = Path("data/corpus")
+    directory.mkdir(parents=True, exist_ok=True)
+    shards = []
+    for index, documents in enumerate(splits):
+        stream = arrow.StreamWriter(directory / arrow.shard_name(index, len(splits)), arrow.TEXT)
+        writer = TextWriter(stream, 1, print)
+        for document in documents:
+            writer.add([document])
+            writer.end()
+        shards.append(writer.close())
+    arrow.write_metadata(directory, arrow.TEXT, shards)
+
+
+def run(seq_length: int = 4, validation_splits: int = 1, num_workers: int = 1) -> dict[str, Any]:
+    pack(PackParams(seq_length, validation_splits), PackRuntime(num_workers))
+    metrics: dict[str, Any] = json.loads(Path("data/pack.json").read_text())
+    return metrics
+
+
+def tokens(name: str) -> list[int]:
+    """All rows of a part, one after the other."""
+    dataset = datasets.load_from_disk(f"data/tokens/{name}")
+    return [token for row in dataset["input_ids"] for token in row]
+
+
+def content() -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(Path("data/tokens").rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty project to run in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+DOCUMENT = st.text(st.characters(codec="utf-8") | st.sampled_from("ab \n"), min_size=1) | st.just(
+    f"a{BOS_SPELLING} {SPELLING} b"
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.lists(DOCUMENT, max_size=4), min_size=2, max_size=4), st.integers(2, 9), st.integers(1, 12))
+def test_trap_25_decoding_gives_back_the_documents(splits: list[list[str]], seq_length: int, batch: int) -> None:
+    splits = [["long enough for a row", *documents] for documents in splits]
+    make_model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "BATCH", batch)  # tokens of a record batch of rows
+        patch.setattr("stages.corpus.text.BATCH", batch)  # characters of a record batch of text
+        make_corpus(splits)
+        metrics = run(seq_length)
+    tokenizer = byte_tokenizer()
+    tokenizer.encode_special_tokens = True
+    for name, part in (("train", splits[:-1]), ("validation", splits[-1:])):
+        documents = [document for split in part for document in split]
+        stream = [token for document in documents for token in (*tokenizer.encode(document).ids, EOS)]
+        found = tokens(name)
+        assert found == stream[: len(stream) - len(stream) % seq_length]
+        assert metrics[name]["tokens"] == len(stream)
+        assert metrics[name]["documents"] == len(documents)
+        assert metrics[name]["characters"] == sum(map(len, documents))
+        assert metrics[name]["rows"] == len(stream) // seq_length
+        whole = found + stream[len(found) :]
+        assert decode_documents(tokenizer, whole) == documents
+
+
+def decode_documents(tokenizer: Tokenizer, stream: list[int]) -> list[str]:
+    ends = [index for index, token in enumerate(stream) if token == EOS]
+    starts = [0, *(end + 1 for end in ends)]
+    assert starts.pop() == len(stream)
+    return [tokenizer.decode(stream[start:end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def test_trap_25_validation_shares_no_document_with_training() -> None:
+    make_model()
+    make_corpus([["train " * 5], ["held out " * 5], ["also held out " * 5]])
+    run(validation_splits=2)
+    texts = {name: byte_tokenizer().decode(tokens(name)) for name in ("train", "validation")}
+    assert "held" not in texts["train"]
+    assert "train" not in texts["validation"]
+    assert "also" in texts["validation"]
+    run(validation_splits=0)
+    assert tokens("validation") == []
+    assert "also" in byte_tokenizer().decode(tokens("train"))
+
+
+def test_trap_25_truncation_padding_and_added_tokens_of_the_tokenizer_are_off() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=50)
+    tokenizer.post_processor = TemplateProcessing(single=f"{BOS_SPELLING} $A", special_tokens=[(BOS_SPELLING, BOS)])
+    make_model(tokenizer)
+    make_corpus([["xyzxyz"], ["validation"]])
+    run(seq_length=7)
+    assert decode_documents(byte_tokenizer(), tokens("train")) == ["xyzxyz"]
+
+
+@pytest.mark.parametrize("kind", ["unigram", "word"])
+def test_trap_25_eos_never_comes_from_a_text(kind: str) -> None:
+    """Models that look words up take the tag </s> in a text for the token."""
+    if kind == "unigram":
+        pieces = [("</s>", 0.0), ("?", -9.0), *((letter, -5.0) for letter in "ab</s>")]
+        tokenizer = Tokenizer(models.Unigram(pieces, unk_id=1))
+    else:
+        tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "?": 1, "a": 2, "b": 3}, unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("</s>", "isolated")
+    tokenizer.add_special_tokens(["</s>"])
+    make_model(tokenizer)
+    make_corpus([["a</s>b</s>", "a"], ["b" * 9]])
+    run(seq_length=2)
+    documents = decode_documents_of_ids(tokens("train"))
+    if kind == "unigram":
+        assert "".join(map(tokenizer.id_to_token, documents[0])) == "a</s>b</s>"
+    assert len(documents) == 2
+
+
+def decode_documents_of_ids(stream: list[int]) -> list[list[int]]:
+    documents: list[list[int]] = [[]]
+    for token in stream:
+        if token == EOS:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    return [document for document in documents if document]
+
+
+def test_trap_22_the_number_of_workers_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model()
+    monkeypatch.setattr("stages.corpus.text.BATCH", 100)
+    make_corpus([[f"document {split} {index} " * 9 for index in range(5)] for split in range(3)])
+    results, metrics = [], []
+    for num_workers in (1, 2, 3):
+        metrics.append(run(num_workers=num_workers))
+        results.append(content())
+    assert results[0] == results[1] == results[2]
+    assert metrics[0] == metrics[1] == metrics[2]
+
+
+def test_trap_23_rows_are_mapped_and_of_int32() -> None:
+    make_model()
+    make_corpus([["train " * 50], ["validation " * 5]])
+    run(seq_length=8)
+    dataset = datasets.load_from_disk("data/tokens/train")
+    assert dataset.features == datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=8)})
+    state = read_json(Path("data/tokens/train/state.json"))
+    [entry] = state["_data_files"]
+    path = Path("data/tokens/train", entry["filename"])
+    assert entry["sha256"] == sha256_file(path)
+    before = pa.total_allocated_bytes()
+    column = pa.ipc.open_stream(pa.memory_map(str(path))).read_all().column("input_ids")
+    values = column.chunk(0).flatten().to_numpy(zero_copy_only=True)
+    assert pa.total_allocated_bytes() == before
+    assert values.dtype == np.int32
+    assert values.tolist() == tokens("train")
+
+
+def test_the_fingerprint_follows_the_content() -> None:
+    make_model()
+    prints = []
+    for text, seq_length in (("train " * 9, 4), ("train " * 9, 4), ("trail " * 9, 4), ("train " * 9, 2)):
+        make_corpus([[text], ["validation"]])
+        run(seq_length)
+        loaded = datasets.load_from_disk("data/tokens/train")
+        prints.append((read_json(Path("data/tokens/train/state.json"))["_fingerprint"], loaded._fingerprint))
+    assert prints[0] == prints[1]
+    assert len({*prints}) == len({loaded for _, loaded in prints}) == 3
+    assert len(prints[0][0]) == 64
+
+
+def test_trap_26_no_eos() -> None:
+    make_corpus([["train"], ["validation"]])
+    make_model(eos_token_id=None)
+    with pytest.raises(StageError, match=r"no EOS token.*set eos_token_id"):
+        run()
+    make_model(eos_token_id=5000)
+    with pytest.raises(StageError, match="has no token 5000"):
+        run()
+    make_model(files={})
+    with pytest.raises(StageError, match=r"no tokenizer.json: load its tokenizer .* save_pretrained"):
+        run()
+
+
+def test_trap_26_seq_length_above_the_limit_of_the_model() -> None:
+    make_corpus([["train"], ["validation"]])
+    make_model(max_seq_length=8)
+    with pytest.raises(StageError, match="seq_length is 9, model takes at most 8: lower it"):
+        run(seq_length=9)
+
+
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    make_corpus([["train é"], ["validation"]])
+    make_model(vocab_size=100)
+    with pytest.raises(StageError, match=r"gives token \d+, but the model's vocab_size is 100"):
+        run()
+    make_model()
+    Path("model/tokenizer.json").write_text("{}")
+    with pytest.raises(StageError, match=r"tokenizer.json was changed"):
+        run()
+
+
+@pytest.mark.parametrize(
+    ("splits", "options", "message"),
+    [
+        ([[], []], {}, "holds no text: put files with text into raw_dir"),
+        ([["a"], ["b"]], {"validation_splits": 2}, "validation_splits is 2 of num_splits = 2 splits"),
+        ([["xy"], ["long enough"]], {}, "train has 3 tokens, too few for one row of seq_length 4: lower seq_length"),
+        ([["long enough"], ["xy"]], {}, r"validation has 3 tokens, .* raise validation_splits \(now 1\)"),
+        ([["long enough"], []], {}, "validation has 0 tokens"),
+    ],
+)
+def test_too_little_text(splits: list[list[str]], options: dict[str, Any], message: str) -> None:
+    make_model()
+    make_corpus(splits)
+    with pytest.raises(StageError, match=message):
+        run(**options)
+    assert not list(Path("data").glob("tokens/*"))
+
+
+def test_a_damaged_corpus_is_refused() -> None:
+    make_model()
+    make_corpus([["train " * 50], ["validation"]])
+    path = Path("data/corpus/data-00000-of-00002.arrow")
+    good = path.read_bytes()
+    # The last two would otherwise be read as a whole, shorter shard, and as another text.
+    for bad in (good[:-1], good[:-8], good.replace(b"train", b"trail")):
+        path.write_bytes(bad)
+        with pytest.raises(StageError, match=r"data-00000-of-00002.arrow is damaged"):
+            run()
+    path.unlink()
+    with pytest.raises(StageError, match=r"data-00000-of-00002.arrow is missing"):
+        run()
+
+
+def test_unknown_tokens_are_counted() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "?": 1, "a": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    make_model(tokenizer)
+    make_corpus([["a b a c"], ["a a"]])
+    metrics = run(seq_length=2)
+    assert metrics["train"] == {
+        "documents": 1, "characters": 7, "tokens": 5, "rows": 2, "characters_per_token": 1.75, "unknown_share": 0.5,
+    }  # fmt: skip
+    assert metrics["validation"]["unknown_share"] == 0
+
+
+def test_results_wait_for_their_turn() -> None:
+    """Few results are held at once, and they come in the order of the tasks."""
+    assert list(workers.ordered_map(abs, range(-9, 0), 2, ahead=2)) == list(range(9, 0, -1))
