@@ -34,7 +34,9 @@ def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> Pre
     directory = model_manifest.directory(manifest)
     model = meta.build(directory)
     if params.activation_checkpointing == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Older releases have only the second name, newer ones warn that it goes.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     _shard(model, manifest.layer_classes, params, mesh)
     model.to_empty(device=mesh.device_type)
     reference = meta.build(directory)
