@@ -43,7 +43,8 @@ class Trainer:
         self.batches = Batches(train_rows, self.params, manifest.eos_token_id)
         self.validation_batches = Batches(validation_rows, self.params, manifest.eos_token_id)
         self.tokens_per_step = self.params.total_batch_size * train_rows.seq_length
-        self.model = model.build(manifest, self.params, mesh)
+        start = distributed.from_main(self.find_start)
+        self.model = model.build(manifest, self.params, mesh, initialize=start is None)
         self.optimizer = make_optimizer(self.model, self.params)
         self.scheduler = LambdaLR(self.optimizer, lambda step: lr_ratio(self.params, this.total_steps, step))
 
@@ -52,7 +53,8 @@ class Trainer:
         self.history = History()
         self.metrics: dict[str, Any] = {}
         self.saved_step: int | None = None
-        self.resume()
+        if start is not None:
+            self.resume(start)
         self.console = Console(dist.get_rank(), self.step, this.total_steps)
         self.timers = Timers()
         self.timed_steps = 0
@@ -120,26 +122,20 @@ class Trainer:
             + f"  memory {now:.2f} GiB, peak {peak:.2f} GiB"
         )
 
-    def resume(self) -> None:
-        """Go on from the best checkpoint, if there is one. Rank 0 decides where; all ranks follow it."""
+    def find_start(self) -> Path | None:
+        """The checkpoint to go on from, or None for step 0. Rank 0 alone decides."""
+        if self.runtime.resume == "never":
+            for old in published.find(self.run.directory):
+                old.rename(old.with_name(old.name + ".tmp"))
+        path = published.newest_whole(run.starting_points(self.run, self.runtime, say), say)
+        for newer in published.find(self.run.directory):  # damaged: out of the way of those to come
+            if path is None or newer.name > path.name:
+                newer.rename(newer.with_name(newer.name + ".damaged"))
+        checkpoint.prune(self.run.directory, self.runtime.keep_checkpoints)
+        return path
 
-        def decide() -> Path | None:
-            if self.runtime.resume == "never":
-                for old in published.find(self.run.directory):
-                    old.rename(old.with_name(old.name + ".tmp"))
-            path = published.newest_whole(run.starting_points(self.run, self.runtime, say), say)
-            for newer in published.find(self.run.directory):  # damaged: out of the way of those to come
-                if path is None or newer.name > path.name:
-                    newer.rename(newer.with_name(newer.name + ".damaged"))
-            checkpoint.prune(self.run.directory, self.runtime.keep_checkpoints)
-            return path
-
-        def say(text: str) -> None:
-            print(text, flush=True)
-
-        path = distributed.from_main(decide)
-        if path is None:
-            return
+    def resume(self, path: Path) -> None:
+        """Go on from a checkpoint of this run, or of one that took the same path."""
         state = checkpoint.load(path, self.model, self.optimizer, self.scheduler)
         manifest = publish.read_json(path / published.MANIFEST)
         self.step, self.metrics, self.adopted = state["step"], state["metrics"], manifest["adopted"]
@@ -175,6 +171,11 @@ class Trainer:
         checkpoint.save(path, self.model, self.optimizer, self.scheduler, state, self.history.text(), manifest)
         self.saved_step = self.step
         distributed.from_main(lambda: checkpoint.prune(self.run.directory, self.runtime.keep_checkpoints))
+
+
+def say(text: str) -> None:
+    """Print one line at once."""
+    print(text, flush=True)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from stages.artifacts import params, publish
+from stages.artifacts.command import StageError
 from stages.model import headers, meta
 from stages.model.manifest import FileEntry, ModelManifest
 from stages.training import model as training_model
@@ -84,7 +85,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def test_pretrained_weights_and_buffers_are_those_of_transformers(
     reference: transformers.PreTrainedModel, mesh: DeviceMesh, train_params: TrainParams, tmp_path: Path
 ) -> None:
-    model = training_model.build(manifest_of(tmp_path, with_weights=True), train_params, mesh)
+    model = training_model.build(manifest_of(tmp_path, with_weights=True), train_params, mesh, initialize=True)
     for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         assert torch.equal(whole(ours), theirs), name
     buffers = dict(reference.named_buffers())
@@ -95,14 +96,33 @@ def test_pretrained_weights_and_buffers_are_those_of_transformers(
     torch.testing.assert_close(loss_sum(model, batch), loss_sum(reference, batch))
 
 
+def test_a_weight_file_that_was_changed_since_the_download_is_refused(
+    reference: transformers.PreTrainedModel, mesh: DeviceMesh, train_params: TrainParams, tmp_path: Path
+) -> None:
+    manifest = manifest_of(tmp_path, with_weights=True)
+    content = bytearray((tmp_path / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(StageError, match="was changed since the download"):
+        training_model.build(manifest, train_params, mesh, initialize=True)
+
+
+def test_without_initialization_only_the_buffers_have_values(
+    reference: transformers.PreTrainedModel, mesh: DeviceMesh, train_params: TrainParams, tmp_path: Path
+) -> None:
+    model = training_model.build(manifest_of(tmp_path, True), train_params, mesh, initialize=False)
+    assert all(whole(param.detach()).isnan().all() for param in model.parameters())
+    assert all(torch.equal(buffer, dict(reference.named_buffers())[name]) for name, buffer in model.named_buffers())
+
+
 def test_random_weights_depend_on_the_seed_alone_and_follow_the_rules_of_the_model(
     reference: transformers.PreTrainedModel, mesh: DeviceMesh, train_params: TrainParams, tmp_path: Path
 ) -> None:
     manifest = manifest_of(tmp_path, with_weights=False)
     torch.manual_seed(1)
-    one = training_model.build(manifest, train_params, mesh)
+    one = training_model.build(manifest, train_params, mesh, initialize=True)
     torch.manual_seed(2)
-    two = training_model.build(manifest, train_params, mesh)
+    two = training_model.build(manifest, train_params, mesh, initialize=True)
     theirs = reference.state_dict()
     for (name, first), (_, second) in zip(one.named_parameters(), two.named_parameters(), strict=True):
         values = whole(first.detach())
@@ -123,7 +143,7 @@ def test_activation_checkpointing_changes_no_gradient(
     gradients = []
     for kind in ("none", "full"):
         changed = dataclasses.replace(train_params, activation_checkpointing=kind)
-        model = training_model.build(manifest, changed, mesh)
+        model = training_model.build(manifest, changed, mesh, initialize=True)
         model.train()
         loss_sum(model, batch).backward()
         gradients.append([whole(param.grad) for param in model.parameters()])

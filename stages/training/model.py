@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,13 +24,21 @@ from stages.model import headers, meta
 from stages.model import manifest as model_manifest
 from stages.model.headers import StoredTensor
 from stages.model.manifest import ModelManifest
+from stages.training import distributed
 from stages.training.params import TrainParams
 
 
-def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> PreTrainedModel:
-    """Build, shard and fill the model that `manifest` describes.
+def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh, initialize: bool) -> PreTrainedModel:
+    """Build and shard the model that `manifest` describes.
 
     Parameters are fp32 DTensors, sharded on their first dim over the mesh; layers compute in `params.precision`.
+
+    Args:
+        manifest: The model manifest.
+        params: Precision, sharding, and the seed of random weights.
+        mesh: One axis.
+        initialize: Whether to fill the parameters, pretrained or random. A checkpoint fills them otherwise; what no
+            checkpoint holds, the buffers, is made in both cases.
     """
     directory = model_manifest.directory(manifest)
     model = meta.build(directory)
@@ -40,12 +49,19 @@ def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> Pre
     _shard(model, manifest.layer_classes, params, mesh)
     model.to_empty(device=mesh.device_type)
     reference = meta.build(directory)
-    if manifest.weights:
-        _rebuild_buffers(model, reference)
-        _read_weights(model, directory, meta.check_headers(reference, headers.read(directory, manifest.weights)))
-    else:
+    if initialize and not manifest.weights:
         _initialize(model, reference, manifest.layer_classes, params.seed)
+        return model
+    _rebuild_buffers(model, reference)
+    if initialize:
+        distributed.on_all(lambda: model_manifest.verify(manifest, _own_share(manifest.weights)))
+        _read_weights(model, directory, meta.check_headers(reference, headers.read(directory, manifest.weights)))
     return model
+
+
+def _own_share(names: list[str]) -> list[str]:
+    """The files that this rank verifies for all."""
+    return names[dist.get_rank() :: dist.get_world_size()]
 
 
 def _shard(model: nn.Module, layer_classes: list[str], params: TrainParams, mesh: DeviceMesh) -> None:
