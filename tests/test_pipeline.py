@@ -1,6 +1,7 @@
 """The stages as DVC sees them: what is declared, what reruns, what survives a kill."""
 
 import ast
+import contextlib
 import json
 import os
 import re
@@ -184,7 +185,7 @@ def test_a_new_batch_size_reruns_what_it_must_and_the_old_one_comes_from_the_cac
 def test_another_lr_is_a_float_and_starts_at_step_0(reproduced: Project) -> None:
     process = reproduced.popen("dvc", "exp", "run", "-S", "seed=1")
     wait_for(lambda: list((reproduced / "outputs").glob("test/checkpoints/*/step-00000004")) and steps(reproduced, 1))
-    kill_ranks(process)
+    kill_training(process)
     process.communicate(timeout=60)
     output = reproduced.run("dvc", "exp", "run", "-S", "seed=1", "-S", "lr=0.00002")
     assert "resuming" not in output
@@ -233,9 +234,12 @@ def training_ranks(process: "subprocess.Popen[str]") -> list[psutil.Process]:
     return [child for child in children if child.is_running() and "stages.train" in " ".join(child.cmdline())]
 
 
-def kill_ranks(process: "subprocess.Popen[str]") -> None:
-    for rank in training_ranks(process):
-        rank.kill()
+def kill_training(process: "subprocess.Popen[str]") -> None:
+    """SIGKILL to the ranks and to the launcher."""
+    ranks = training_ranks(process)
+    for victim in [ranks[0].parent(), *ranks]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
 
 
 @pytest.fixture(scope="session")
@@ -260,7 +264,7 @@ def test_killed_midway_goes_on_and_ends_with_the_same_weights(
         full = ["dvc", *command.split(), "-S", "seed=1"]
     process = reproduced.popen(*full)
     wait_for(lambda: "step-00000004" in steps(reproduced, seed=1))
-    kill_ranks(process)
+    kill_training(process)
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0, output
     output = reproduced.run(*full)
@@ -287,6 +291,7 @@ def test_dvc_alone_is_stopped_and_no_trainer_stays(reproduced: Project, uninterr
         writers = max(writers, bool(alive) + bool(new))
         time.sleep(0.02)
     assert writers == 1
+    process.communicate()
     output, _ = again.communicate()
     assert again.returncode == 0, output
     assert "resuming from step" in output

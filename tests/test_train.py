@@ -81,6 +81,12 @@ def test_killed_and_stopped_at_any_time_ends_with_the_same_weights(training: Pro
     assert len(rows) == 14  # names, the validation before the first step, twelve steps
     shutil.rmtree(training / "outputs")
 
+    process = training.popen(*LAUNCH)  # stopped before the first step: there is nothing to save
+    wait_for(lambda: len(ranks(process)) == 2)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+
     process = training.popen(*LAUNCH)
     wait_for_step(training, 2)
     for rank in ranks(process):
