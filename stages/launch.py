@@ -9,6 +9,7 @@ A training that is stopped by a signal saves and exits with status 75; the next 
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +75,8 @@ def _torchrun(train_params: TrainParams, runtime: TrainRuntime, tell: Callable[[
         failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
         if INTERRUPTED in failures.values():  # the others too, or torchrun ended them on their way out
             return INTERRUPTED
-        rank, code = next(iter(failures.items()))
+        # The first to fail: one that was killed, rather than those that lost it, or that torchrun ended then.
+        rank, code = min(failures.items(), key=lambda failure: (failure[1] == -signal.SIGTERM, failure[1]))
         if code < 0:
             print(f"error: rank {rank} was killed by signal {-code}; the next launch resumes", file=sys.stderr)
         return code if code > 0 else 1

@@ -16,7 +16,11 @@ T = TypeVar("T")
 
 @contextmanager
 def process_group() -> Iterator[DeviceMesh]:
-    """Join the group that torchrun describes in the environment; yields its mesh, one axis named `fsdp`."""
+    """Join the group that torchrun describes in the environment; yields its mesh, one axis named `fsdp`.
+
+    Raises:
+        StageError: the connection to another rank was lost, which says itself why, unless it was killed.
+    """
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
@@ -26,6 +30,10 @@ def process_group() -> Iterator[DeviceMesh]:
         dist.init_process_group("gloo")
     try:
         yield init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no class of its own for it
+            raise StageError(f"rank {dist.get_rank()} lost the connection to another rank") from None
+        raise
     finally:
         dist.destroy_process_group()
 
