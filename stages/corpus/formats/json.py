@@ -65,13 +65,14 @@ def parse(data: bytes) -> list[str] | None:
 
 def _num_strings(data: bytes) -> int:
     """How many strings valid JSON holds, keys included: half of the quotes that are not escaped."""
-    if b"\\" in data:
-        data = data.replace(b"\\\\", b"")
     characters = np.frombuffer(data, np.uint8)  # three times as fast as `bytes.count`
     is_quote = characters == ord('"')
     num_quotes = np.count_nonzero(is_quote)
     if b"\\" in data:
-        num_quotes -= np.count_nonzero(is_quote[1:] & (characters[:-1] == ord("\\")))
+        is_backslash = characters == ord("\\")
+        if (is_backslash[1:] & is_backslash[:-1]).any():
+            return _num_strings(data.replace(b"\\\\", b""))
+        num_quotes -= np.count_nonzero(is_quote[1:] & is_backslash[:-1])
     return int(num_quotes) // 2
 
 
