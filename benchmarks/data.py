@@ -16,6 +16,7 @@ processes, with pages that they share counted in each. All numbers of a table co
 import argparse
 import gzip
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
@@ -268,27 +269,31 @@ def decode(path: Path) -> None:
 
 
 def recipe_pack(work: Path, corpus: Path, processes: int) -> tuple[float, str]:
-    """`map` to tokenize and `map` to group, as the examples of `transformers` do."""
+    """`map` to tokenize and `map` to group, as `run_clm.py` among the examples of `transformers` does."""
     import datasets
     from transformers import PreTrainedTokenizerFast
 
     datasets.disable_progress_bars()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false" if processes > 1 else "true"
-    os.environ["RAYON_NUM_THREADS"] = "1"
+    datasets.disable_caching()  # or the second run would take the first one's result
+    os.environ["RAYON_NUM_THREADS"] = "1"  # in each process
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(REPO / "models/tiny-llama/tokenizer.json"))
     texts = datasets.load_from_disk(str(corpus / "data/corpus"))
     options: dict[str, Any] = {"batched": True, "num_proc": processes if processes > 1 else None}
 
-    def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        return {"input_ids": tokenizer(batch["text"], add_special_tokens=False)["input_ids"]}
+    def tokenize(batch: dict[str, list[str]]) -> Any:
+        return tokenizer(batch["text"])
 
     def group(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        joined = [token for tokens in batch["input_ids"] for token in tokens]
-        whole = len(joined) // SEQ_LENGTH * SEQ_LENGTH
-        return {"input_ids": [joined[start : start + SEQ_LENGTH] for start in range(0, whole, SEQ_LENGTH)]}
+        joined = {name: list(itertools.chain(*lists)) for name, lists in batch.items()}
+        whole = len(joined["input_ids"]) // SEQ_LENGTH * SEQ_LENGTH
+        rows = {
+            name: [values[start : start + SEQ_LENGTH] for start in range(0, whole, SEQ_LENGTH)]
+            for name, values in joined.items()
+        }
+        return {**rows, "labels": rows["input_ids"].copy()}
 
     start = time.perf_counter()
-    tokens = texts.map(tokenize, remove_columns=["text"], cache_file_name=None, **options).map(group, **options)
+    tokens = texts.map(tokenize, remove_columns=["text"], **options).map(group, **options)
     tokens.save_to_disk(str(work / "tokens"))
     return time.perf_counter() - start, f"{text_bytes(corpus)} {len(tokens)} rows"
 
@@ -328,12 +333,12 @@ def text_bytes(corpus: Path) -> int:
     return sum(path.stat().st_size for path in (corpus / "data/corpus").glob("*.arrow"))
 
 
-def prepare_pack(work: Path, text: Path) -> Path:
-    """A project with a corpus of text and a model's manifest, for all of the measurements of `pack`."""
-    raw, target = work / "pack-raw", work / "pack-project"
+def prepare_pack(work: Path, corpus: Path) -> Path:
+    """A project with a part of a corpus and a model's manifest, for all of the measurements of `pack`."""
+    raw, target = work / f"{corpus.name}-part", work / f"{corpus.name}-project"
     raw.mkdir()
     target.mkdir()
-    for path in some(files(text), 30):
+    for path in some(files(corpus), 30):
         os.link(path, raw / path.name)
     (target / "models").symlink_to(REPO / "models")
     script = (
@@ -491,11 +496,11 @@ def compare_all(work: Path, kinds: list[str], megabytes: int, botocore: Path | N
     corpora = {name: work / name for name in ("json", "yaml", "text")}
     for corpus in corpora.values():
         corpus.mkdir()
-    if {"json", "yaml", "memory"} & {*kinds}:
+    if {"json", "yaml", "pack", "memory"} & {*kinds}:
         if botocore is None:
             found = importlib.util.find_spec("botocore")
             if found is None or found.origin is None:
-                raise SystemExit("botocore is not installed: `pip install .[bench]`, or name its folder with --botocore")
+                raise SystemExit("botocore is not installed: `pip install .[bench]`, or name its folder: --botocore")
             botocore = Path(found.origin).parent
         make_json(corpora["json"], megabytes, botocore)
     if "yaml" in kinds:
@@ -509,7 +514,8 @@ def compare_all(work: Path, kinds: list[str], megabytes: int, botocore: Path | N
     if "text" in kinds:
         compare("text", corpora["text"], [recipe_text, ours, ceiling_text])
     if "pack" in kinds:
-        compare("pack", prepare_pack(work, corpora["text"]), [recipe_pack, ours_pack, ceiling_pack])
+        for name in ("text", "json"):
+            compare(f"pack, {name}", prepare_pack(work, corpora[name]), [recipe_pack, ours_pack, ceiling_pack])
     if "memory" in kinds:
         compare_memory(work, corpora["json"])
 
