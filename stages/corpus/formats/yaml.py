@@ -24,9 +24,9 @@ _NO_STRING = re.compile(
 )
 _FIRST_CHARACTERS = frozenset("nN~tTfF-+.0123456789")
 _STANDARD = "tag:yaml.org,2002:"
-_NO_STRING_TAGS = frozenset(_STANDARD + name for name in ("null", "bool", "int", "float", "binary", "timestamp"))
-_NODES = frozenset([yaml.ScalarEvent, yaml.AliasEvent, yaml.MappingStartEvent, yaml.SequenceStartEvent])
-_ENDS = frozenset([yaml.MappingEndEvent, yaml.SequenceEndEvent])
+_STRING_BY_TAG = {"!": True, _STANDARD + "str": True} | {
+    _STANDARD + name: False for name in ("null", "bool", "int", "float", "binary", "timestamp")
+}
 _HIDDEN = {"\x85": "\ufdd01", "\u2028": "\ufdd02", "\u2029": "\ufdd03", "\ufdd0": "\ufdd00"}
 _HIDING = {ord(shown): hidden for shown, hidden in _HIDDEN.items()}
 _DEEPEST = 1000  # libyaml takes time quadratic in the depth: 7 ms for this one, minutes for a million
@@ -39,13 +39,13 @@ def is_string(event: yaml.ScalarEvent) -> bool:
     A tag of YAML's own decides. Other tags belong to an application and leave the question to the scalar's looks:
     quoted and block scalars are strings, plain ones unless they look like something else.
     """
-    if event.tag in ("!", _STANDARD + "str"):
+    tag = event.tag
+    if tag is not None and tag in _STRING_BY_TAG:
+        return _STRING_BY_TAG[tag]
+    if event.style:
         return True
-    if event.tag in _NO_STRING_TAGS:
-        return False
     value = event.value
-    is_plain = not event.style
-    return not (is_plain and (not value or (value[0] in _FIRST_CHARACTERS and _NO_STRING.fullmatch(value))))
+    return value != "" and not (value[0] in _FIRST_CHARACTERS and _NO_STRING.fullmatch(value))
 
 
 def read(source: Source, sink: Sink) -> None:
@@ -97,35 +97,40 @@ class _Text:
 def _read(parser: CParser, text: _Text, sink: Sink) -> None:
     strings: list[str] = []
     size = 0  # characters of these
-    # For each open mapping whether its next node is a key, for each open sequence None.
-    open_: list[bool | None] = []
+    get_event, scalar = parser.get_event, yaml.ScalarEvent
+    is_key: bool | None = None  # the next node, if the innermost open collection is a mapping
+    outer: list[bool | None] = []  # the same of the collections around it
     key_depth = 0  # from this number of open collections on, everything belongs to a key that is itself a collection
     while True:
-        event: Any = parser.get_event()
+        event: Any = get_event()
         kind = type(event)
-        if kind in _NODES:
-            is_key = False
-            if open_ and open_[-1] is not None:
-                is_key = open_[-1]
-                open_[-1] = not is_key
-            if kind is yaml.ScalarEvent:
-                if not is_key and not key_depth and is_string(event):
-                    strings.append(text.restore(event.value))
-                    size += len(event.value)
-                    if size > _BATCH:
-                        sink.add(strings)
-                        strings, size = [], 0
-            elif kind is not yaml.AliasEvent:
-                open_.append(True if kind is yaml.MappingStartEvent else None)
-                if is_key and not key_depth:
-                    key_depth = len(open_)
-                if len(open_) > _DEEPEST:
-                    line = event.start_mark.line + 1
-                    raise Rejected("nested too deep", f"more than {_DEEPEST} levels", f"line {line}")
-        elif kind in _ENDS:
-            if key_depth == len(open_):
+        if kind is scalar:
+            if is_key:
+                is_key = False
+                continue
+            if is_key is not None:
+                is_key = True
+            if not key_depth and is_string(event):
+                strings.append(text.restore(event.value))
+                size += len(event.value)
+                if size > _BATCH:
+                    sink.add(strings)
+                    strings, size = [], 0
+        elif kind is yaml.MappingStartEvent or kind is yaml.SequenceStartEvent:
+            outer.append(None if is_key is None else not is_key)
+            if is_key and not key_depth:
+                key_depth = len(outer)
+            if len(outer) > _DEEPEST:
+                line = event.start_mark.line + 1
+                raise Rejected("nested too deep", f"more than {_DEEPEST} levels", f"line {line}")
+            is_key = True if kind is yaml.MappingStartEvent else None
+        elif kind is yaml.MappingEndEvent or kind is yaml.SequenceEndEvent:
+            if key_depth == len(outer):
                 key_depth = 0
-            open_.pop()
+            is_key = outer.pop()
+        elif kind is yaml.AliasEvent:
+            if is_key is not None:
+                is_key = not is_key
         elif kind is yaml.DocumentEndEvent:
             sink.add(strings)
             sink.end()
