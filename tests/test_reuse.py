@@ -38,7 +38,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(num_splits: int = 4, options: ExtractParams = OPTIONS, runtime: ExtractRuntime = RUNTIME) -> int:
     """Organize and extract; return how many splits were done anew."""
-    organize(OrganizeParams(num_splits, options.raw_dir), OrganizeRuntime(1))
+    organize(OrganizeParams(num_splits, options.raw_dir, False), OrganizeRuntime(1))
     return num_splits - reused(extract(options, runtime))
 
 
@@ -128,7 +128,7 @@ def test_the_code_is_all_that_a_stage_imports_and_the_packages_it_uses(monkeypat
 
 def test_a_file_that_changed_leaves_no_entry() -> None:
     put({"a.txt": "old"})
-    organize(OrganizeParams(1, "data/raw"), OrganizeRuntime(1))
+    organize(OrganizeParams(1, "data/raw", False), OrganizeRuntime(1))
     put({"a.txt": "new"})
     with pytest.raises(extract_stage.StageError, match="1 files were changed"):
         extract(OPTIONS, ExtractRuntime(1, 1))
