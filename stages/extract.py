@@ -58,6 +58,8 @@ class ExtractParams:
     """Strings with fewer characters are dropped."""
     raw_dir: str
     """The folder of raw files, relative to the root of the project, or absolute."""
+    deduplicate_strings: bool
+    """Of equal strings only the first is kept, in the order of the splits and their rows."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,13 @@ def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
     parts = summary["splits"]
     store = reuse.Store(reuse.root())
     code = reuse.digest_of_code("stages.extract")
+    shard_names = [arrow.shard_name(index, len(parts)) for index in range(len(parts))]
     with publish.directory(CORPUS) as directory:
         tasks = [
             Task(
                 manifest=SPLITS / part["manifest"],
                 digest=part["digest"],
-                shard=directory / arrow.shard_name(index, len(parts)),
+                shard=directory / (f"whole-{index}" if options.deduplicate_strings else shard_names[index]),
                 options=options,
                 store=store,
                 key=key(part["digest"], options, code),
@@ -131,11 +134,15 @@ def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
                 "run `dvc repro` to organize them again"
             )
         counts = sum((result.counts for result in results), Counter())
+        shards = [result.shard for result in results]
+        if options.deduplicate_strings:
+            targets = [directory / name for name in shard_names]
+            shards = deduplicate([task.shard for task in tasks], shards, targets, runtime, counts)
         rejected = sorted((entry for result in results for entry in result.rejected), key=lambda entry: entry["path"])
         publish.write_json(METRICS, metrics(counts, rejected))
         if counts["rejected_files"] > options.max_rejected_files:
             raise StageError(too_many(counts["rejected_files"], rejected, options.max_rejected_files))
-        arrow.write_metadata(directory, arrow.TEXT, [result.shard for result in results])
+        arrow.write_metadata(directory, arrow.TEXT, shards)
     store.trim(int(runtime.reuse_gib * 2**30))
     return (
         f"extract: {counts['strings']} strings, {counts['characters'] / 1e6:.1f} M characters, "
@@ -144,10 +151,35 @@ def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
     )
 
 
+def deduplicate(
+    sources: Sequence[Path],
+    shards: Sequence[Any],
+    targets: Sequence[Path],
+    runtime: ExtractRuntime,
+    counts: Counter[str],
+) -> list[Any]:
+    """Turn the shards of all strings into those of different strings, and take the duplicates off the counts."""
+    from stages.corpus import duplicates
+
+    num_workers = workers.count(runtime.num_workers)
+    digests = list(workers.ordered_map(duplicates.write_digests, sources, num_workers))
+    flags = duplicates.find(digests, [shard.rows for shard in shards])
+    tasks = list(zip(sources, targets, flags, strict=True))
+    filtered = list(workers.ordered_map(duplicates.drop, tasks, num_workers))
+    for path in (*sources, *digests):
+        path.unlink()
+    for result in filtered:
+        counts["duplicate_strings"] += result.duplicates
+        counts["strings"] -= result.duplicates
+        counts["characters"] -= result.characters
+    return [result.shard for result in filtered]
+
+
 def key(manifest_digest: str, options: ExtractParams, code: str) -> str:
     """The digest of all that decides what becomes of a split: its files, the parameters and the code.
 
     Where the raw files lie is no part of it, as the manifest has their digests, nor how many may be rejected.
+    Duplicate strings are dropped afterwards, as that depends on all splits.
     """
     decisive = {"fallback_encoding": options.fallback_encoding, "min_chars": options.min_chars}
     return publish.sha256_json(["extract", manifest_digest, decisive, code])
@@ -235,7 +267,15 @@ def without_collector() -> Iterator[None]:
 
 def metrics(counts: Counter[str], rejected: list[dict[str, Any]]) -> dict[str, Any]:
     """The content of `data/extract.json`."""
-    names = ("files", "fallback_encoded_files", "rejected_files", "documents", "strings", "characters")
+    names = (
+        "files",
+        "fallback_encoded_files",
+        "rejected_files",
+        "documents",
+        "duplicate_strings",
+        "strings",
+        "characters",
+    )
     prefix = "rejected "
     return {
         **{name: counts[name] for name in names},

@@ -60,7 +60,7 @@ def run(
     if is_fresh:
         shutil.rmtree("data/.reuse", ignore_errors=True)
     organize(OrganizeParams(num_splits, "data/raw", False), OrganizeRuntime(1))
-    extract(ExtractParams(fallback, max_rejected_files, min_chars, "data/raw"), ExtractRuntime(num_workers, 1))
+    extract(ExtractParams(fallback, max_rejected_files, min_chars, "data/raw", False), ExtractRuntime(num_workers, 1))
     metrics: dict[str, Any] = json.loads(Path("data/extract.json").read_text())
     return metrics
 
@@ -124,7 +124,7 @@ def scanned(text: str | bytes) -> list[list[str]]:
 def test_trap_05_a_file_that_changed_is_noticed() -> None:
     put({"a.txt": "old", "b.txt": "b"})
     organize(OrganizeParams(1, "data/raw", False), OrganizeRuntime(1))
-    options, runtime = ExtractParams(None, 9, 1, "data/raw"), ExtractRuntime(1, 1)
+    options, runtime = ExtractParams(None, 9, 1, "data/raw", False), ExtractRuntime(1, 1)
     for change in (lambda: put({"a.txt": "new"}), lambda: Path("data/raw/a.txt").unlink()):
         change()
         with pytest.raises(StageError, match=r"1 files were changed .* first is a.txt: run `dvc repro`"):
@@ -631,7 +631,7 @@ def test_trap_21_workers_end_with_the_stage() -> None:
     put_slow_files()
     organize(OrganizeParams(4, "data/raw", False), OrganizeRuntime(1))
     Path("params.yaml").write_text(
-        "fallback_encoding: null\nmax_rejected_files: 0\nmin_chars: 1\nraw_dir: data/raw\n"
+        "deduplicate_strings: false\nfallback_encoding: null\nmax_rejected_files: 0\nmin_chars: 1\nraw_dir: data/raw\n"
         "runtime: {num_workers: 2, reuse_gib: 1}\n"
     )
     stage = psutil.Popen([sys.executable, "-m", "stages.extract"], env={**os.environ, "PYTHONPATH": str(REPO)})

@@ -1,6 +1,7 @@
 """The store of results: what is met again is not done again, and changes no byte."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import psutil
 import pytest
 import yaml
@@ -24,7 +26,7 @@ from tests.test_extract import content_of, put, workers_of
 
 CORPUS = Path("data/corpus")
 STORE = Path("data/.reuse")
-OPTIONS = ExtractParams("cp1252", 0, 1, "data/raw")
+OPTIONS = ExtractParams("cp1252", 0, 1, "data/raw", False)
 RUNTIME = ExtractRuntime(1, 1)
 
 
@@ -89,7 +91,7 @@ def test_an_edited_file_redoes_its_split() -> None:
 def test_rejected_files_are_reused_with_their_reasons() -> None:
     put_numbered(8)
     put({"bad.json": "[", "worse.yaml": "{", "wörse.json": '["\ud800'.encode(errors="surrogatepass")})
-    options = ExtractParams("cp1252", 3, 1, "data/raw")
+    options = ExtractParams("cp1252", 3, 1, "data/raw", False)
     run(options=options)
     first = result()
     assert run(options=options) == 0
@@ -100,13 +102,13 @@ def test_rejected_files_are_reused_with_their_reasons() -> None:
 def test_parameters_and_code_decide_and_the_place_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     put_numbered(8)
     run()
-    assert run(options=ExtractParams("cp1252", 5, 1, "data/raw")) == 0
+    assert run(options=ExtractParams("cp1252", 5, 1, "data/raw", False)) == 0
     Path("data/raw").rename("moved")
-    assert run(options=ExtractParams("cp1252", 0, 1, "moved")) == 0
-    assert run(options=ExtractParams("cp1252", 0, 2, "moved")) == 4
-    assert run(options=ExtractParams(None, 0, 1, "moved")) == 4
+    assert run(options=ExtractParams("cp1252", 0, 1, "moved", False)) == 0
+    assert run(options=ExtractParams("cp1252", 0, 2, "moved", False)) == 4
+    assert run(options=ExtractParams(None, 0, 1, "moved", False)) == 4
     monkeypatch.setattr(reuse, "digest_of_code", lambda module: "of an edit")
-    assert run(options=ExtractParams("cp1252", 0, 1, "moved")) == 4
+    assert run(options=ExtractParams("cp1252", 0, 1, "moved", False)) == 4
 
 
 def test_the_code_is_all_that_a_stage_imports_and_the_packages_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +126,36 @@ def test_the_code_is_all_that_a_stage_imports_and_the_packages_it_uses(monkeypat
     version = reuse.importlib.metadata.version
     monkeypatch.setattr(reuse.importlib.metadata, "version", lambda name: f"{version(name)}{'.1' * (name == 'PyYAML')}")
     assert reuse.digest_of_code("stages.extract") != before
+
+
+@pytest.mark.parametrize("size", [7, 1 << 20])
+def test_of_equal_strings_the_first_is_kept(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.corpus.duplicates.RANGE", size)
+    monkeypatch.setattr("stages.corpus.text.BATCH", 50)
+    chance = random.Random(0)
+    for number in range(12):
+        strings = [f"string {chance.randrange(60)}" for _ in range(20)]
+        put({f"{number}.json": json.dumps(strings), "same.json": json.dumps(["same"] * 99), "empty.json": "[]"})
+    run()
+    everything = list(datasets.load_from_disk(str(CORPUS))["text"])
+    options = dataclasses.replace(OPTIONS, deduplicate_strings=True)
+    assert run(options=options) == 0  # what is stored is not yet without duplicates
+    different = list(dict.fromkeys(everything))
+    assert len(different) < len(everything) / 2
+    assert list(datasets.load_from_disk(str(CORPUS))["text"]) == different
+    clean = result()
+    assert clean[1]["duplicate_strings"] == len(everything) - len(different)
+    assert clean[1]["strings"] == len(different)
+    assert clean[1]["characters"] == sum(map(len, different))
+    assert sorted(clean[0]) == [
+        *(f"data-{index:05d}-of-00004.arrow" for index in range(4)), "dataset_info.json", "state.json",
+    ]  # fmt: skip
+    assert clean == fresh_result(options=options)
+    run(options=options, runtime=ExtractRuntime(3, 1))
+    assert result() == clean
+    put({"0.json": '["an edit", "same"]'})
+    assert run(options=options) == 1
+    assert result() == fresh_result(options=options)
 
 
 def test_a_file_that_changed_leaves_no_entry() -> None:
@@ -215,7 +247,7 @@ def test_the_stage_bounds_the_store() -> None:
     run()
     shutil.rmtree(CORPUS)
     runtime = ExtractRuntime(1, 0)
-    assert run(options=ExtractParams("cp1252", 0, 2, "data/raw"), runtime=runtime) == 4
+    assert run(options=ExtractParams("cp1252", 0, 2, "data/raw", False), runtime=runtime) == 4
     assert len(list(STORE.iterdir())) <= 4
 
 
@@ -280,7 +312,8 @@ def test_trap_21_killed_at_any_moment_redoes_what_was_not_finished(number: int) 
     shutil.rmtree(STORE)
     shutil.rmtree(CORPUS)
     Path("params.yaml").write_text(
-        "fallback_encoding: cp1252\nmax_rejected_files: 0\nmin_chars: 1\nraw_dir: data/raw\n"
+        "deduplicate_strings: false\nfallback_encoding: cp1252\nmax_rejected_files: 0\nmin_chars: 1\n"
+        "raw_dir: data/raw\n"
         "runtime: {num_workers: 2, reuse_gib: 1}\n"
     )
     chance = random.Random(number)
