@@ -4,6 +4,8 @@ Reads    data/splits/ and the raw files that it lists
 Writes   data/corpus/: a Hugging Face dataset with the column `text`, one Arrow file a split
          data/extract.json: counts, and the files or parts of files that could not be read, with position and reason
 Command  python -m stages.extract
+
+A split whose files, parameters and code were met before is not read again (docs/data.md, "What is not done twice").
 """
 
 import codecs
@@ -18,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import AfterValidator, Field
 from tqdm import tqdm
 
-from stages.artifacts import command, params, publish
+from stages.artifacts import command, params, publish, reuse
 from stages.artifacts.command import StageError
 from stages.corpus import formats, splits, tree, workers
 from stages.corpus.source import Changed, Rejected, Source
@@ -56,6 +58,8 @@ class ExtractParams:
     """Strings with fewer characters are dropped."""
     raw_dir: str
     """The folder of raw files, relative to the root of the project, or absolute."""
+    deduplicate_strings: bool
+    """Of equal strings only the first is kept, in the order of the splits and their rows."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class ExtractRuntime:
 
     num_workers: Annotated[int, Field(ge=1)] | None
     """Processes that read the splits; None: one a core."""
+    reuse_gib: Annotated[float, Field(ge=0)]
+    """What results of earlier runs may take on the disk, in GiB, besides what outputs and DVC's cache hold anyway."""
 
 
 class Task(NamedTuple):
@@ -75,6 +81,9 @@ class Task(NamedTuple):
     shard: Path
     """The Arrow file to write."""
     options: ExtractParams
+    store: reuse.Store
+    key: str
+    """Of the split's result in the store."""
 
 
 class SplitResult(NamedTuple):
@@ -84,6 +93,7 @@ class SplitResult(NamedTuple):
     counts: Counter[str]
     rejected: list[dict[str, Any]]
     changed: list[str]
+    is_reused: bool
 
 
 def main() -> None:
@@ -102,9 +112,19 @@ def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
 
     summary = publish.read_json(SPLITS / splits.SUMMARY)
     parts = summary["splits"]
+    store = reuse.Store(reuse.root())
+    code = reuse.digest_of_code("stages.extract")
+    shard_names = [arrow.shard_name(index, len(parts)) for index in range(len(parts))]
     with publish.directory(CORPUS) as directory:
         tasks = [
-            Task(SPLITS / part["manifest"], part["digest"], directory / arrow.shard_name(index, len(parts)), options)
+            Task(
+                manifest=SPLITS / part["manifest"],
+                digest=part["digest"],
+                shard=directory / (f"whole-{index}" if options.deduplicate_strings else shard_names[index]),
+                options=options,
+                store=store,
+                key=key(part["digest"], options, code),
+            )
             for index, part in enumerate(parts)
         ]
         results = run(tasks, [part["bytes"] for part in parts], workers.count(runtime.num_workers))
@@ -114,15 +134,55 @@ def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
                 "run `dvc repro` to organize them again"
             )
         counts = sum((result.counts for result in results), Counter())
+        shards = [result.shard for result in results]
+        if options.deduplicate_strings:
+            targets = [directory / name for name in shard_names]
+            shards = deduplicate([task.shard for task in tasks], shards, targets, runtime, counts)
         rejected = sorted((entry for result in results for entry in result.rejected), key=lambda entry: entry["path"])
         publish.write_json(METRICS, metrics(counts, rejected))
         if counts["rejected_files"] > options.max_rejected_files:
             raise StageError(too_many(counts["rejected_files"], rejected, options.max_rejected_files))
-        arrow.write_metadata(directory, arrow.TEXT, [result.shard for result in results])
+        arrow.write_metadata(directory, arrow.TEXT, shards)
+    store.trim(int(runtime.reuse_gib * 2**30))
     return (
         f"extract: {counts['strings']} strings, {counts['characters'] / 1e6:.1f} M characters, "
-        f"from {counts['files']} files; {counts['rejected_files']} rejected (see {METRICS})"
+        f"from {counts['files']} files; {counts['rejected_files']} rejected (see {METRICS}); "
+        f"{sum(result.is_reused for result in results)} of {len(results)} splits reused"
     )
+
+
+def deduplicate(
+    sources: Sequence[Path],
+    shards: Sequence[Any],
+    targets: Sequence[Path],
+    runtime: ExtractRuntime,
+    counts: Counter[str],
+) -> list[Any]:
+    """Turn the shards of all strings into those of different strings, and take the duplicates off the counts."""
+    from stages.corpus import duplicates
+
+    num_workers = workers.count(runtime.num_workers)
+    digests = list(workers.ordered_map(duplicates.write_digests, sources, num_workers))
+    flags = duplicates.find(digests, [shard.rows for shard in shards])
+    tasks = list(zip(sources, targets, flags, strict=True))
+    filtered = list(workers.ordered_map(duplicates.drop, tasks, num_workers))
+    for path in (*sources, *digests):
+        path.unlink()
+    for result in filtered:
+        counts["duplicate_strings"] += result.duplicates
+        counts["strings"] -= result.duplicates
+        counts["characters"] -= result.characters
+    return [result.shard for result in filtered]
+
+
+def key(manifest_digest: str, options: ExtractParams, code: str) -> str:
+    """The digest of all that decides what becomes of a split: its files, the parameters and the code.
+
+    Where the raw files lie is no part of it, as the manifest has their digests, nor how many may be rejected.
+    Duplicate strings are dropped afterwards, as that depends on all splits.
+    """
+    decisive = {"fallback_encoding": options.fallback_encoding, "min_chars": options.min_chars}
+    return publish.sha256_json(["extract", manifest_digest, decisive, code])
 
 
 def run(tasks: Sequence[Task], sizes: Sequence[int], num_workers: int) -> list[SplitResult]:
@@ -138,7 +198,22 @@ def run(tasks: Sequence[Task], sizes: Sequence[int], num_workers: int) -> list[S
 
 
 def extract_split(task: Task) -> SplitResult:
-    """Write the shard of one split."""
+    """Write the shard of one split, or take it from the store."""
+    from stages.corpus import arrow
+
+    if found := task.store.fetch(task.key, task.shard):
+        shard = arrow.Shard(task.shard.name, found["rows"], found["sha256"])
+        return SplitResult(shard, Counter(found["counts"]), found["rejected"], [], is_reused=True)
+    result = read_split(task)
+    if not result.changed:
+        _, rows, sha256 = result.shard
+        value = {"rows": rows, "sha256": sha256, "counts": result.counts, "rejected": result.rejected}
+        task.store.put(task.key, task.shard, sha256, value)
+    return result
+
+
+def read_split(task: Task) -> SplitResult:
+    """Write the shard of one split from its raw files."""
     from stages.corpus import arrow
     from stages.corpus.text import TextWriter
 
@@ -175,7 +250,7 @@ def extract_split(task: Task) -> SplitResult:
             counts["rejected_files"] += num_rejected > 0
         shard = writer.close()
     counts |= Counter(documents=writer.documents, strings=shard.rows, characters=writer.characters)
-    return SplitResult(shard, counts, rejected, changed)
+    return SplitResult(shard, counts, rejected, changed, is_reused=False)
 
 
 @contextmanager
@@ -192,7 +267,15 @@ def without_collector() -> Iterator[None]:
 
 def metrics(counts: Counter[str], rejected: list[dict[str, Any]]) -> dict[str, Any]:
     """The content of `data/extract.json`."""
-    names = ("files", "fallback_encoded_files", "rejected_files", "documents", "strings", "characters")
+    names = (
+        "files",
+        "fallback_encoded_files",
+        "rejected_files",
+        "documents",
+        "duplicate_strings",
+        "strings",
+        "characters",
+    )
     prefix = "rejected "
     return {
         **{name: counts[name] for name in names},

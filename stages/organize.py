@@ -4,13 +4,18 @@ Reads    raw_dir: .txt .md .csv .json .jsonl .ndjson .yaml .yml, each also as .g
 Writes   data/splits/split_00.jsonl ...: a line a file with its path, size in bytes and SHA-256
          data/splits/summary.json: counts, and what was passed over and why
 Command  python -m stages.organize
+
+With --materialize the splits are not made but laid out: data/materialized/split_00/ ... with the files themselves, for
+tools that want folders.
 """
 
+import os
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 from tqdm import tqdm
@@ -20,6 +25,7 @@ from stages.artifacts.command import StageError
 from stages.corpus import formats, splits, tree, workers
 
 SPLITS = Path("data/splits")
+MATERIALIZED = Path("data/materialized")
 FILES_PER_TASK = 4096
 
 
@@ -31,6 +37,8 @@ class OrganizeParams:
     """Parts that are worked on in parallel, and held out of training as a whole."""
     raw_dir: str
     """The folder of raw files, relative to the root of the project, or absolute."""
+    deduplicate_files: bool
+    """Of files with the same bytes only the first is taken, in the order of their paths."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,12 @@ class OrganizeRuntime:
 
 def main() -> None:
     """Run the stage."""
-    command.parser(__doc__).parse_args()
+    parser = command.parser(__doc__)
+    parser.add_argument("--materialize", choices=("hardlink", "copy"), help="lay out the splits that are there")
+    method = parser.parse_args().materialize
+    if method:
+        print(materialize(params.load(OrganizeParams), method))
+        return
     print(organize(params.load(OrganizeParams), params.load(OrganizeRuntime, "runtime")))
 
 
@@ -72,7 +85,9 @@ def organize(options: OrganizeParams, runtime: OrganizeRuntime, target: Path = S
             f"raw_dir {options.raw_dir!r} holds no file that can be read ({found}): "
             f"put files there that end in {' '.join(formats.suffixes())}"
         )
-
+    duplicates: list[dict[str, str]] = []
+    if options.deduplicate_files:
+        files, duplicates = deduplicate(files)
     split_of = splits.assign([file.path for file in files], options.num_splits)
     members: list[list[splits.RawFile]] = [[] for _ in range(options.num_splits)]
     for file, split in zip(files, split_of.tolist(), strict=True):
@@ -98,6 +113,8 @@ def organize(options: OrganizeParams, runtime: OrganizeRuntime, target: Path = S
                     for split, (part, digest) in enumerate(zip(members, digests, strict=True))
                 ],
                 "names_not_utf8": [name for name, file in zip(names, files, strict=True) if name != file.path],
+                "duplicate_files": len(duplicates),
+                "duplicates": duplicates,
                 "passed_over_counts": dict(sorted(Counter(item.reason for item in passed_over).items())),
                 "passed_over": [
                     {"path": tree.printable(item.path), "reason": item.reason} for item in sorted(passed_over)
@@ -106,7 +123,8 @@ def organize(options: OrganizeParams, runtime: OrganizeRuntime, target: Path = S
         )
     return (
         f"organize: {len(files)} files, {num_bytes / 1e6:.1f} MB, in {options.num_splits} splits; "
-        f"{len(passed_over)} passed over (see {target / splits.SUMMARY})"
+        + f"{len(duplicates)} duplicates dropped; " * options.deduplicate_files
+        + f"{len(passed_over)} passed over (see {target / splits.SUMMARY})"
     )
 
 
@@ -120,6 +138,62 @@ def measure(task: tuple[Path, Sequence[str]]) -> tuple[list[splits.RawFile], lis
         except OSError as error:
             unreadable.append(tree.PassedOver(path, f"unreadable: {error.strerror}"))
     return readable, unreadable
+
+
+def deduplicate(files: Sequence[splits.RawFile]) -> tuple[list[splits.RawFile], list[dict[str, str]]]:
+    """The first file of each content, and for each of the others its name and that of the first."""
+    first_of: dict[str, splits.RawFile] = {}
+    duplicates = []
+    for file in files:
+        first = first_of.setdefault(file.digest, file)
+        if first is not file:
+            duplicates.append({"path": tree.printable(file.path), "of": tree.printable(first.path)})
+    return list(first_of.values()), duplicates
+
+
+def materialize(
+    options: OrganizeParams, method: Literal["hardlink", "copy"], source: Path = SPLITS, target: Path = MATERIALIZED
+) -> str:
+    """Lay out the files of each split in a folder of its own; return a line that says how many there are.
+
+    A hard link is the raw file itself: who writes to one writes to both.
+
+    Raises:
+        StageError: there are no splits, a file is not what it was when they were made, or it cannot be linked.
+    """
+    if not (source / splits.SUMMARY).exists():
+        raise StageError(f"{source / splits.SUMMARY} is missing: run `dvc repro organize`")
+    num_files = 0
+    with publish.directory(target) as directory:
+        for part in publish.read_json(source / splits.SUMMARY)["splits"]:
+            folder = directory / Path(part["manifest"]).stem
+            folder.mkdir()
+            for file in splits.read_manifest(source / part["manifest"], part["digest"]):
+                # The real path, as a link to a link may lead nowhere from its new place.
+                origin, place = os.path.realpath(Path(options.raw_dir, file.path)), folder / file.path
+                place.parent.mkdir(parents=True, exist_ok=True)
+                lay(origin, place, method)
+                if tree.measure(place) != (file.size, file.digest):
+                    raise StageError(
+                        f"{tree.printable(file.path)} was changed after organize: run `dvc repro organize`"
+                    )
+                num_files += 1
+    return f"organize: {num_files} files laid out in {target}"
+
+
+def lay(origin: str, place: Path, method: Literal["hardlink", "copy"]) -> None:
+    """Put a file at another place."""
+    if method == "copy":
+        shutil.copyfile(origin, place)
+        return
+    try:
+        os.link(origin, place)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StageError(
+            f"{tree.printable(origin)} cannot be linked ({error.strerror}): use --materialize copy"
+        ) from None
 
 
 if __name__ == "__main__":

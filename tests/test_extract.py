@@ -54,11 +54,13 @@ def put(files: Files) -> None:
 
 def run(
     num_splits: int = 1, num_workers: int = 1, *, max_rejected_files: int = 0, fallback: str | None = "cp1252",
-    min_chars: int = 1,
+    min_chars: int = 1, is_fresh: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Organize and extract; return `data/extract.json`."""
-    organize(OrganizeParams(num_splits, "data/raw"), OrganizeRuntime(1))
-    extract(ExtractParams(fallback, max_rejected_files, min_chars, "data/raw"), ExtractRuntime(num_workers))
+    """Organize and extract, from nothing if `is_fresh`; return `data/extract.json`."""
+    if is_fresh:
+        shutil.rmtree("data/.reuse", ignore_errors=True)
+    organize(OrganizeParams(num_splits, "data/raw", False), OrganizeRuntime(1))
+    extract(ExtractParams(fallback, max_rejected_files, min_chars, "data/raw", False), ExtractRuntime(num_workers, 1))
     metrics: dict[str, Any] = json.loads(Path("data/extract.json").read_text())
     return metrics
 
@@ -121,8 +123,8 @@ def scanned(text: str | bytes) -> list[list[str]]:
 
 def test_trap_05_a_file_that_changed_is_noticed() -> None:
     put({"a.txt": "old", "b.txt": "b"})
-    organize(OrganizeParams(1, "data/raw"), OrganizeRuntime(1))
-    options, runtime = ExtractParams(None, 9, 1, "data/raw"), ExtractRuntime(1)
+    organize(OrganizeParams(1, "data/raw", False), OrganizeRuntime(1))
+    options, runtime = ExtractParams(None, 9, 1, "data/raw", False), ExtractRuntime(1, 1)
     for change in (lambda: put({"a.txt": "new"}), lambda: Path("data/raw/a.txt").unlink()):
         change()
         with pytest.raises(StageError, match=r"1 files were changed .* first is a.txt: run `dvc repro`"):
@@ -627,9 +629,10 @@ def test_trap_21_a_killed_worker_leaves_nothing() -> None:
 
 def test_trap_21_workers_end_with_the_stage() -> None:
     put_slow_files()
-    organize(OrganizeParams(4, "data/raw"), OrganizeRuntime(1))
+    organize(OrganizeParams(4, "data/raw", False), OrganizeRuntime(1))
     Path("params.yaml").write_text(
-        "fallback_encoding: null\nmax_rejected_files: 0\nmin_chars: 1\nraw_dir: data/raw\nruntime: {num_workers: 2}\n"
+        "deduplicate_strings: false\nfallback_encoding: null\nmax_rejected_files: 0\nmin_chars: 1\nraw_dir: data/raw\n"
+        "runtime: {num_workers: 2, reuse_gib: 1}\n"
     )
     stage = psutil.Popen([sys.executable, "-m", "stages.extract"], env={**os.environ, "PYTHONPATH": str(REPO)})
     while len(workers := workers_of(stage)) < 2:
@@ -698,9 +701,8 @@ def test_trap_24_disk_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
 
     def used() -> int:
-        return sum(
-            path.stat().st_size for path in Path("data").rglob("*") if path.suffix == ".arrow" or "tmp" in str(path)
-        )
+        files = [path.stat() for path in Path("data").rglob("*") if path.is_file() and "raw" not in path.parts]
+        return sum({file.st_ino: file.st_size for file in files}.values())
 
     write = arrow.StreamWriter.write
 

@@ -4,6 +4,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,15 +13,16 @@ from hypothesis import strategies as st
 
 from stages.artifacts.command import StageError
 from stages.corpus import splits, tree
-from stages.organize import OrganizeParams, OrganizeRuntime, organize
+from stages.organize import OrganizeParams, OrganizeRuntime, materialize, organize
+from tests.conftest import Project
 
 PATHS = st.sets(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), max_size=60)
 
 
-def run(root: Path, num_splits: int = 4, num_workers: int = 1) -> dict[str, bytes]:
+def run(root: Path, num_splits: int = 4, num_workers: int = 1, deduplicate: bool = False) -> dict[str, bytes]:
     """Organize `root`; the files of the result by name."""
     target = root.parent / "splits"
-    organize(OrganizeParams(num_splits, str(root)), OrganizeRuntime(num_workers), target)
+    organize(OrganizeParams(num_splits, str(root), deduplicate), OrganizeRuntime(num_workers), target)
     return {path.name: path.read_bytes() for path in target.iterdir()}
 
 
@@ -243,3 +245,76 @@ def test_a_changed_manifest_is_refused(root: Path) -> None:
     path.write_text("{}")
     with pytest.raises(StageError, match=r"split_00\.jsonl was changed"):
         splits.read_manifest(path, digest_of(result["split_00.jsonl"]))
+
+
+def test_of_files_with_the_same_bytes_the_first_is_taken(root: Path) -> None:
+    for name, content in {"b.txt": "a", "folder/a.json": "a", "c.txt": "c", "d.md": "a "}.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(content)
+    (root / os.fsdecode(b"\xff.txt")).write_text("c")
+    kept = run(root)
+    assert len(taken(kept)) == 6
+    assert json.loads(kept[splits.SUMMARY])["duplicates"] == []
+    result = run(root, deduplicate=True)
+    assert taken(result) == ["a.txt", "c.txt", "d.md"]
+    content = json.loads(result[splits.SUMMARY])
+    assert content["duplicates"] == [
+        {"path": "b.txt", "of": "a.txt"},
+        {"path": "folder/a.json", "of": "a.txt"},
+        {"path": "\\xff.txt", "of": "c.txt"},
+    ]
+    assert (content["files"], content["duplicate_files"]) == (3, 3)
+    assert result == run(root, deduplicate=True, num_workers=2)
+
+
+@pytest.mark.parametrize("method", ["hardlink", "copy"])
+def test_splits_can_be_laid_out(root: Path, method: Literal["hardlink", "copy"]) -> None:
+    for name in ("x/y/a.txt", "b.json", os.fsdecode(b"caf\xe9.txt")):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name, errors="surrogateescape")
+    (root / "x" / "blob").write_text("behind a link")
+    (root / "x" / "link.txt").symlink_to("blob")
+    result = run(root, 3)
+    source, target = root.parent / "splits", root.parent / "materialized"
+    options = OrganizeParams(3, str(root), False)
+    for _ in range(2):  # what is there is replaced
+        assert materialize(options, method, source, target).startswith("organize: 5 files")
+    for split in range(3):
+        folder = target / f"split_{split:02d}"
+        found = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        assert found == [Path(json.loads(line)["path"]) for line in result[f"{folder.name}.jsonl"].splitlines()]
+        for path in found:
+            assert not (folder / path).is_symlink()
+            assert (folder / path).read_bytes() == (root / path).read_bytes()
+            assert (folder / path).samefile(root / path) == (method == "hardlink")
+
+
+def test_what_cannot_be_laid_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = root.parent / "splits", root.parent / "materialized"
+    options = OrganizeParams(4, str(root), False)
+    with pytest.raises(StageError, match=r"summary.json is missing: run `dvc repro organize`"):
+        materialize(options, "copy", source, target)
+    run(root)
+    (root / "a.txt").write_text("b")
+    with pytest.raises(StageError, match=r"a.txt was changed after organize: run `dvc repro organize`"):
+        materialize(options, "hardlink", source, target)
+
+    def link(origin: object, place: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(StageError, match=r"cannot be linked \(Invalid cross-device link\): use --materialize copy"):
+        materialize(options, "hardlink", source, target)
+    assert not target.exists()
+
+
+def test_dvc_never_takes_the_linked_files_for_its_own(reproduced: Project) -> None:
+    """With `cache.type hardlink` it would make them read-only, and with them the raw files."""
+    reproduced.run("dvc", "config", "cache.type", "hardlink")
+    reproduced.run("python", "-m", "stages.organize", "--materialize", "hardlink")
+    output = reproduced.run("dvc", "add", "data/materialized", status=1)
+    assert "ignored" in output
+    raw = [path for path in (reproduced / "data/raw").rglob("*") if path.is_file()]
+    assert all(path.stat().st_nlink == 2 and path.stat().st_mode & 0o200 for path in raw)
+    assert reproduced.run("git", "status", "--porcelain", "--untracked-files=all", "data") == ""
+    assert "Running" not in reproduced.run("dvc", "repro", "extract")
