@@ -213,6 +213,7 @@ def ours(work: Path, corpus: Path, processes: int) -> tuple[float, str]:
 def project(work: Path, corpus: Path, processes: int, **values: Any) -> None:
     """Go to a new project whose raw files are the corpus."""
     os.chdir(work)
+    shutil.rmtree("data/.reuse", ignore_errors=True)  # what an earlier measurement left would not be read again
     content = yaml.safe_load((REPO / "params.yaml").read_text())
     content |= {"raw_dir": str(corpus), "num_splits": 8, **values}
     content["runtime"]["num_workers"] = processes
