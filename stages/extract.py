@@ -60,6 +60,8 @@ class ExtractParams:
     """The folder of raw files, relative to the root of the project, or absolute."""
     deduplicate_strings: bool
     """Of equal strings only the first is kept, in the order of the splits and their rows."""
+    keep_source: bool
+    """Of each string, keep in a second column `source` which file it is from, and where in it it stands."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
     parts = summary["splits"]
     store = reuse.Store(reuse.root())
     code = reuse.digest_of_code("stages.extract")
+    features = arrow.TEXT_AND_SOURCE if options.keep_source else arrow.TEXT
     shard_names = [arrow.shard_name(index, len(parts)) for index in range(len(parts))]
     with publish.directory(CORPUS) as directory:
         tasks = [
@@ -137,12 +140,12 @@ def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
         shards = [result.shard for result in results]
         if options.deduplicate_strings:
             targets = [directory / name for name in shard_names]
-            shards = deduplicate([task.shard for task in tasks], shards, targets, runtime, counts)
+            shards = deduplicate([task.shard for task in tasks], shards, targets, features, runtime, counts)
         rejected = sorted((entry for result in results for entry in result.rejected), key=lambda entry: entry["path"])
         publish.write_json(METRICS, metrics(counts, rejected))
         if counts["rejected_files"] > options.max_rejected_files:
             raise StageError(too_many(counts["rejected_files"], rejected, options.max_rejected_files))
-        arrow.write_metadata(directory, arrow.TEXT, shards)
+        arrow.write_metadata(directory, features, shards)
     store.trim(int(runtime.reuse_gib * 2**30))
     return (
         f"extract: {counts['strings']} strings, {counts['characters'] / 1e6:.1f} M characters, "
@@ -155,6 +158,7 @@ def deduplicate(
     sources: Sequence[Path],
     shards: Sequence[Any],
     targets: Sequence[Path],
+    features: dict[str, Any],
     runtime: ExtractRuntime,
     counts: Counter[str],
 ) -> list[Any]:
@@ -164,7 +168,7 @@ def deduplicate(
     num_workers = workers.count(runtime.num_workers)
     digests = list(workers.ordered_map(duplicates.write_digests, sources, num_workers))
     flags = duplicates.find(digests, [shard.rows for shard in shards])
-    tasks = list(zip(sources, targets, flags, strict=True))
+    tasks = [(source, target, features, flag) for source, target, flag in zip(sources, targets, flags, strict=True)]
     filtered = list(workers.ordered_map(duplicates.drop, tasks, num_workers))
     for path in (*sources, *digests):
         path.unlink()
@@ -181,7 +185,7 @@ def key(manifest_digest: str, options: ExtractParams, code: str) -> str:
     Where the raw files lie is no part of it, as the manifest has their digests, nor how many may be rejected.
     Duplicate strings are dropped afterwards, as that depends on all splits.
     """
-    decisive = {"fallback_encoding": options.fallback_encoding, "min_chars": options.min_chars}
+    decisive = {name: getattr(options, name) for name in ("fallback_encoding", "keep_source", "min_chars")}
     return publish.sha256_json(["extract", manifest_digest, decisive, code])
 
 
@@ -231,10 +235,13 @@ def read_split(task: Task) -> SplitResult:
             where = {"path": tree.printable(path), "position": what.position}
             rejected.append({**where, "reason": what.reason, "detail": what.detail})
 
-    with without_collector(), arrow.StreamWriter(task.shard, arrow.TEXT) as stream:
-        writer = TextWriter(stream, task.options.min_chars, report)
+    keep_source = task.options.keep_source
+    features = arrow.TEXT_AND_SOURCE if keep_source else arrow.TEXT
+    with without_collector(), arrow.StreamWriter(task.shard, features) as stream:
+        writer = TextWriter(stream, task.options.min_chars, report, keep_source)
         for path, _, digest in splits.read_manifest(task.manifest, task.digest):
             num_rejected = 0
+            writer.path = tree.printable(path)
             found = formats.find(path)
             assert found, "organize takes no other files"
             format, compression = found

@@ -114,7 +114,7 @@ def pack(options: PackParams, runtime: PackRuntime) -> str:
 
 def find_coding(options: PackParams) -> "Coding":
     """The model's tokenizer, checked against the manifest and the parameters."""
-    import orjson
+    import json
 
     from stages.corpus.packing import Coding
     from stages.model import manifest
@@ -134,7 +134,7 @@ def find_coding(options: PackParams) -> "Coding":
             "save it beside the model with save_pretrained"
         )
     path = manifest.verify(model, [TOKENIZER]) / TOKENIZER
-    content = orjson.loads(path.read_bytes())
+    content = json.loads(path.read_bytes())
     inner, vocab = content["model"], content["model"]["vocab"]  # a list of tokens, or ids by token
     ids = {
         *(range(len(vocab)) if isinstance(vocab, list) else vocab.values()),

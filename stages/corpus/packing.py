@@ -59,7 +59,7 @@ def encode(task: Task) -> Encoded:
         StageError: the tokenizer gives ids that the model does not know, or the EOS token inside a document.
     """
     coding = task.coding
-    texts = arrow.read_batch(task.shard, task.offset, arrow.schema(arrow.TEXT)).column(0)
+    texts = arrow.read_batch(task.shard, task.offset)["text"]
     tokenizer = _tokenizer(coding.tokenizer)
     documents = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts.to_pylist(), add_special_tokens=False)]
     for index, document in enumerate(documents):
