@@ -312,8 +312,8 @@ def test_trap_21_killed_at_any_moment_redoes_what_was_not_finished(number: int) 
     shutil.rmtree(STORE)
     shutil.rmtree(CORPUS)
     Path("params.yaml").write_text(
-        "deduplicate_strings: false\nfallback_encoding: cp1252\nkeep_source: false\nmax_rejected_files: 0\nmin_chars: 1\n"
-        "raw_dir: data/raw\n"
+        "deduplicate_strings: false\nfallback_encoding: cp1252\nkeep_source: false\nmax_rejected_files: 0\n"
+        "min_chars: 1\nraw_dir: data/raw\n"
         "runtime: {num_workers: 2, reuse_gib: 1}\n"
     )
     chance = random.Random(number)
