@@ -447,6 +447,42 @@ def test_any_json_gives_exactly_its_strings_in_order(
             assert cut_out(text) == strings_in(value)
 
 
+def test_sources_of_strings() -> None:
+    """`keep_source` gives the file, the number of the document in it, and a JSON pointer into that."""
+    value = {"a": "x", "": [1, "y", ["", "z"], {"b/c~d": "w"}], "n": {"m": None, "o": "v"}, "\n": "u"}
+    places = {"x": "/a", "y": "//1", "z": "//2/1", "w": "//3/b~1c~0d", "v": "/n/o", "u": "/\n"}
+    put({
+        "a.json": json.dumps(value) + '"second"',
+        "b.jsonl": f'["b"]\n\nbad\n{json.dumps(value)}\n',
+        "c.yaml": f"--- {json.dumps(value)}\n--- third\n",
+        "d.txt": "text",
+    })  # fmt: skip
+    run(max_rejected_files=1, keep_source=True)
+    dataset = datasets.load_from_disk(str(CORPUS))
+    sources = {source: text for text, source in zip(dataset["text"], dataset["source"], strict=True)}
+    assert sources == {
+        **{f"a.json#1{place}": text for text, place in places.items()}, "a.json#2": "second",
+        "b.jsonl#1/0": "b", **{f"b.jsonl#4{place}": text for text, place in places.items()},
+        **{f"c.yaml#1{place}": text for text, place in places.items()}, "c.yaml#2": "third",
+        "d.txt": "text",
+    }  # fmt: skip
+
+
+def test_sources_change_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.corpus.text.BATCH", 20)  # several record batches
+    put(
+        {
+            "a.json": json.dumps([["one", "two"] * 20, {"k": "three"}]),
+            "b.yaml": "- {a: &x four, *x : five}\n- ? [a]\n  : six\n",
+        }
+    )
+    run(min_chars=4)
+    texts = rows()
+    run(min_chars=4, keep_source=True)
+    assert rows() == texts
+    assert datasets.load_from_disk(str(CORPUS))["source"][-3:] == ["b.yaml#1/0/a", "b.yaml#1/0/four", "b.yaml#1/1/?"]
+
+
 # YAML
 
 YAML_TYPES = """
