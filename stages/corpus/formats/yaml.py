@@ -29,6 +29,7 @@ _STRING_BY_TAG = {"!": True, _STANDARD + "str": True} | {
 }
 _HIDDEN = {"\x85": "\ufdd01", "\u2028": "\ufdd02", "\u2029": "\ufdd03", "\ufdd0": "\ufdd00"}
 _HIDING = {ord(shown): hidden for shown, hidden in _HIDDEN.items()}
+_TO_HIDE = re.compile("[" + "".join(_HIDDEN) + "]")
 _DEEPEST = 1000  # libyaml takes time quadratic in the depth: 7 ms for this one, minutes for a million
 _BATCH = 1 << 20  # characters handed on at once, unless a string has more
 
@@ -80,11 +81,10 @@ class _Text:
     def read(self, size: int = -1, /) -> str:
         """The next `size` characters, some of them hidden."""
         text = self._stream.read(size)
-        if text.isascii():
+        if text.isascii() or not _TO_HIDE.search(text):  # `translate` takes as long as the parser
             return text
-        hidden = text.translate(_HIDING)
-        self._hides |= hidden != text
-        return hidden
+        self._hides = True
+        return text.translate(_HIDING)
 
     def restore(self, value: str) -> str:
         """What `value` was before `read`."""
