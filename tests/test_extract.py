@@ -454,7 +454,7 @@ def test_sources_of_strings() -> None:
     put({
         "a.json": json.dumps(value) + '"second"',
         "b.jsonl": f'["b"]\n\nbad\n{json.dumps(value)}\n',
-        "c.yaml": f"--- {json.dumps(value)}\n--- third\n",
+        "c.yaml": f"--- {json.dumps(value)}\n--- {{\u2028: third}}\n",
         "d.txt": "text",
     })  # fmt: skip
     run(max_rejected_files=1, keep_source=True)
@@ -463,7 +463,7 @@ def test_sources_of_strings() -> None:
     assert sources == {
         **{f"a.json#1{place}": text for text, place in places.items()}, "a.json#2": "second",
         "b.jsonl#1/0": "b", **{f"b.jsonl#4{place}": text for text, place in places.items()},
-        **{f"c.yaml#1{place}": text for text, place in places.items()}, "c.yaml#2": "third",
+        **{f"c.yaml#1{place}": text for text, place in places.items()}, "c.yaml#2/\u2028": "third",
         "d.txt": "text",
     }  # fmt: skip
 
@@ -473,14 +473,14 @@ def test_sources_change_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     put(
         {
             "a.json": json.dumps([["one", "two"] * 20, {"k": "three"}]),
-            "b.yaml": "- {a: &x four, *x : five}\n- ? [a]\n  : six\n",
+            "b.yaml": "- {a: &x four, *x : five}\n- ? [a]\n  : sixth\n",
         }
     )
     run(min_chars=4)
     texts = rows()
     run(min_chars=4, keep_source=True)
     assert rows() == texts
-    assert datasets.load_from_disk(str(CORPUS))["source"][-3:] == ["b.yaml#1/0/a", "b.yaml#1/0/four", "b.yaml#1/1/?"]
+    assert datasets.load_from_disk(str(CORPUS))["source"][-3:] == ["b.yaml#1/0/a", "b.yaml#1/0/*x", "b.yaml#1/1/?"]
 
 
 # YAML

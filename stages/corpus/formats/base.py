@@ -60,9 +60,10 @@ class Place:
         self._indexes.pop()
 
     def item(self) -> None:
-        """The next item of a list begins."""
-        self._indexes[-1] += 1
-        self._steps[-1] = str(self._indexes[-1])
+        """The next item of a list begins; outside of any, nothing."""
+        if self._indexes:
+            self._indexes[-1] += 1
+            self._steps[-1] = str(self._indexes[-1])
 
     def key(self, key: str) -> None:
         """The next key of a map."""
