@@ -42,11 +42,8 @@ class OrganizeParams:
 
 
 @dataclass(frozen=True)
-class OrganizeRuntime:
+class OrganizeRuntime(workers.Runtime):
     """What changes no result."""
-
-    num_workers: Annotated[int, Field(ge=1)] | None
-    """Processes that read the files; None: one a core."""
 
 
 def main() -> None:
@@ -72,9 +69,8 @@ def organize(options: OrganizeParams, runtime: OrganizeRuntime, target: Path = S
     paths, passed_over = tree.walk(root, lambda name: formats.find(name) is not None)
     files: list[splits.RawFile] = []
     tasks = [(root, paths[start : start + FILES_PER_TASK]) for start in range(0, len(paths), FILES_PER_TASK)]
-    num_workers = workers.count(runtime.num_workers)
     with tqdm(total=len(paths), desc="organize", unit="file", disable=None) as progress:
-        for readable, unreadable in workers.ordered_map(measure, tasks, num_workers):
+        for readable, unreadable in workers.ordered_map(measure, tasks, runtime):
             files += readable
             passed_over += unreadable
             progress.update(len(readable) + len(unreadable))
