@@ -79,12 +79,12 @@ def outputs() -> dict[str, bytes]:
     return {**content_of(Path("data/splits")), **content_of(CORPUS), "": Path("data/extract.json").read_bytes()}
 
 
-def run(executor: str, address: str | None = None) -> dict[str, bytes]:
+def run(executor: str, address: str | None = None, *, deduplicate: bool = False) -> dict[str, bytes]:
     """Organize and extract with nothing kept of earlier runs; return all outputs."""
     shutil.rmtree("data/.reuse", ignore_errors=True)
     where = {"executor": executor, "dask_scheduler": address}
-    organize(OrganizeParams(3, "data/raw", False), OrganizeRuntime(1, **where))
-    extract(ExtractParams("cp1252", 0, 1, "data/raw", True), ExtractRuntime(1, 1, **where))
+    organize(OrganizeParams(2, "data/raw", False), OrganizeRuntime(1, **where))
+    extract(ExtractParams("cp1252", 0, 1, "data/raw", deduplicate), ExtractRuntime(1, 1, **where))
     return outputs()
 
 
@@ -143,7 +143,7 @@ def test_processes_open_no_socket_and_a_local_cluster_none_to_other_machines() -
 def test_extract_gives_the_same_bytes_on_a_cluster(dask_cluster: DaskCluster) -> None:
     put({f"{number}.json": json.dumps(["text", f"{number}"] * number) for number in range(30)})
     put({"ümlaut.txt": "ä", os.fsdecode(b"latin\xe4.txt"): "b", "c.csv": "c"})
-    expected = run("processes")
+    expected = run("processes", deduplicate=True)
     shutil.rmtree("data/corpus")
     process = start_extract(dask_scheduler=str(dask_cluster.file))
     _, error = process.communicate(timeout=100)
@@ -160,7 +160,7 @@ def test_the_work_of_a_killed_dask_worker_is_done_by_another(dask_cluster: DaskC
     victims = []
 
     def kill() -> None:
-        wait_for(lambda: list(Path("data/corpus.tmp").glob("whole-*")))
+        wait_for(lambda: list(Path("data/corpus.tmp").glob("*.arrow")))
         victims.append(task_processes()[0])
         victims[0].parent().kill()
 
@@ -173,7 +173,7 @@ def test_the_work_of_a_killed_dask_worker_is_done_by_another(dask_cluster: DaskC
 
 def test_task_processes_end_with_the_stage() -> None:
     put_slow_files()
-    organize(OrganizeParams(3, "data/raw", False), OrganizeRuntime(1))
+    organize(OrganizeParams(2, "data/raw", False), OrganizeRuntime(1))
     process = start_extract(num_workers=2)
     wait_for(lambda: len(list(Path("data/corpus.tmp").glob("whole-*"))) == 2)
     assert len(task_processes()) == 2
@@ -185,9 +185,7 @@ def test_task_processes_end_with_the_stage() -> None:
 
 
 def test_a_task_whose_worker_is_gone_does_not_begin(tmp_path: Path) -> None:
-    payload = pickle.dumps(("tests.tasks", reuse.digest_of_code("tests.tasks"))) + pickle.dumps(
-        (Path.touch, tmp_path / "a")
-    )
+    header = pickle.dumps(("tests.tasks", reuse.digest_of_code("tests.tasks")))
     command = [sys.executable, "-c", cluster._SERVE, str(REPO)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
