@@ -164,9 +164,10 @@ def _rebuild_buffers(model: nn.Module, reference: PreTrainedModel) -> None:
     for name, module in reference.named_modules():
         if not module._buffers:
             continue
-        module.to_empty(device="cpu", recurse=False)
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = torch.empty_like(buffer, device="cpu")
         with torch.no_grad():
-            reference._init_weights(module)
-        for buffer_name, buffer in module.named_buffers(recurse=False):
-            buffers[f"{name}.{buffer_name}" if name else buffer_name].copy_(buffer)
-        module.to_empty(device="meta", recurse=False)
+            reference._init_weights(module)  # parameters beside the buffers stay on the meta device
+        for key, buffer in module.named_buffers(recurse=False):
+            buffers[f"{name}.{key}" if name else key].copy_(buffer)
+            module._buffers[key] = buffer.to("meta")
