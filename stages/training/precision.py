@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from stages.artifacts.command import StageError
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _GROWTH_INTERVAL = 2000
 _MAX_SCALE = 2.0**24
 
@@ -20,7 +20,12 @@ def policy(precision: str) -> MixedPrecisionPolicy:
     """What FSDP2 casts gathered weights and the inputs of the model to."""
     if precision == "fp32":
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=_DTYPES[precision], reduce_dtype=torch.float32)
+    return MixedPrecisionPolicy(param_dtype=dtype(precision), reduce_dtype=torch.float32)
+
+
+def dtype(precision: str) -> torch.dtype:
+    """What the layers compute in."""
+    return _DTYPES[precision]
 
 
 class LossScaler:
