@@ -37,8 +37,9 @@ def main() -> None:
                 sys.exit(status)
         run.write_outs(this, last)
     metrics = publish.read_json(last / "state.json")["metrics"]
-    print(f"train: {metrics['steps']:,} steps, {metrics['tokens']:,} tokens: loss {metrics['loss']:.4f}, "
-          f"validation loss {metrics['validation_loss'] or float('nan'):.4f}; run {this.run_id}")  # fmt: skip
+    loss, validation_loss = (metrics[name] or float("nan") for name in ("loss", "validation_loss"))
+    print(f"train: {metrics['steps']:,} steps, {metrics['tokens']:,} tokens: loss {loss:.4f}, "
+          f"validation loss {validation_loss:.4f}; run {this.run_id}")  # fmt: skip
 
 
 def _is_finished(last: Path) -> bool:
@@ -65,6 +66,7 @@ def _torchrun(train_params: TrainParams, runtime: TrainRuntime, tell: Callable[[
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     ranks = runtime.nproc_per_node or torch.cuda.device_count() or 2
     train_params.grad_accum_steps(ranks)
+    train_params.fsdp.mesh_shape(ranks, ranks)
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
     arguments = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=0", "-m", "stages.train"]

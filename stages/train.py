@@ -5,6 +5,7 @@ Writes   outputs/<experiment_name>/checkpoints/<run_id>/step-N
 Command  torchrun --nproc-per-node 2 -m stages.train
 """
 
+import math
 import os
 import signal
 import sys
@@ -22,10 +23,12 @@ from stages.model import manifest as model_manifest
 from stages.training import checkpoint, distributed, model, run
 from stages.training.batch import num_labels
 from stages.training.data import TokenRows
+from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainParams, TrainRuntime
+from stages.training.precision import LossScaler
 from stages.training.process import INTERRUPTED, LAUNCHER, StopSignal, share_writing
 from stages.training.schedule import lr_ratio
-from stages.training.step import Batches, make_optimizer, train_step, validation_loss
+from stages.training.step import Batches, train_step, validation_loss
 from stages.training.telemetry import Console, History, Timers, memory_gib
 
 
@@ -46,6 +49,7 @@ class Trainer:
         start = distributed.from_main(self.find_start)
         self.model = model.build(manifest, self.params, mesh, initialize=start is None)
         self.optimizer = make_optimizer(self.model, self.params)
+        self.scaler = LossScaler(self.params.precision)
         self.scheduler = LambdaLR(self.optimizer, lambda step: lr_ratio(self.params, this.total_steps, step))
 
         self.step = 0
@@ -70,7 +74,9 @@ class Trainer:
                 labels, stop = distributed.all_reduce_sum(sum(map(num_labels, batches)), self.stop.received)
             if stop:
                 break
-            loss, grad_norm = train_step(self.model, self.optimizer, batches, int(labels), self.params, self.timers)
+            loss, grad_norm = train_step(
+                self.model, self.optimizer, self.scaler, batches, int(labels), self.params, self.timers
+            )
             self.scheduler.step()
             self.step += 1
             self.record(loss, grad_norm)
@@ -96,15 +102,17 @@ class Trainer:
                 step=self.step, epoch=self.step * self.params.total_batch_size / self.run.num_rows, tokens=tokens,
                 loss=loss, lr=lr if self.step else None, grad_norm=grad_norm, validation_loss=validation,
             )  # fmt: skip
-        if loss is not None:
+        if self.step:
             self.timed_steps += 1
             self.console.step()
             self.metrics |= {"loss": loss, "steps": self.step, "tokens": tokens}
+            self.metrics["skipped_steps"] = self.scaler.skipped_steps
             if self.step % self.runtime.log_freq == 0 or last:
                 self.report(loss, lr, grad_norm)
 
-    def report(self, loss: float, lr: float, grad_norm: float | None) -> None:
+    def report(self, loss: float | None, lr: float, grad_norm: float | None) -> None:
         """The line of every `log_freq` steps: all that is timed is since the line before."""
+        loss, grad_norm = (math.nan if value is None else value for value in (loss, grad_norm))
         seconds = self.timers.take()
         steps, self.timed_steps = self.timed_steps, 0
         rate = steps * self.tokens_per_step / sum(seconds.values())
@@ -120,6 +128,7 @@ class Trainer:
             f"{rate:,.0f} tokens/s  "
             + "  ".join(f"{name} {value:.1f} ms" for name, value in times.items())
             + f"  memory {now:.2f} GiB, peak {peak:.2f} GiB"
+            + (f"  {self.scaler.skipped_steps} steps skipped" if self.scaler.skipped_steps else "")
         )
 
     def find_start(self) -> Path | None:
@@ -138,6 +147,7 @@ class Trainer:
         """Go on from a checkpoint of this run, or of one that took the same path."""
         state = checkpoint.load(path, self.model, self.optimizer, self.scheduler)
         manifest = publish.read_json(path / published.MANIFEST)
+        self.scaler.load_state_dict(state["loss_scaler"])
         self.step, self.metrics, self.adopted = state["step"], state["metrics"], manifest["adopted"]
         self.history = History((path / "history.tsv").read_text(encoding="utf-8"))
         if path.parent == self.run.directory:
@@ -146,7 +156,7 @@ class Trainer:
             self.adopted = run.adoption(self.run, manifest)
             # Its learning rate is this run's from here on, also where `resume=extend` took another one until here.
             for group, lr in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
-                group["lr"] = lr * lr_ratio(self.params, self.run.total_steps, self.step)
+                set_lr(group, lr * lr_ratio(self.params, self.run.total_steps, self.step))
         if distributed.is_main():
             say(f"resuming from step {self.step} of {self.run.total_steps}: {path}")
 
@@ -158,7 +168,7 @@ class Trainer:
         if self.step in (0, self.saved_step):
             return
         state = {"step": self.step, "epoch": self.step * self.params.total_batch_size / self.run.num_rows,
-                 "metrics": self.metrics}  # fmt: skip
+                 "metrics": self.metrics, "loss_scaler": self.scaler.state_dict()}  # fmt: skip
         manifest = {
             "run_id": self.run.run_id,
             "step": self.step,
@@ -185,7 +195,7 @@ def main() -> None:
     stop = StopSignal()
     this = run.describe(params.load(TrainParams))
     runtime = params.load(TrainRuntime, "runtime")
-    with share_writing(this.directory), distributed.process_group() as mesh:
+    with share_writing(this.directory), distributed.process_group(this.params.fsdp.mesh_shape) as mesh:
         finished = Trainer(this, runtime, mesh, stop).train()
     if not finished:
         sys.exit(INTERRUPTED)

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import yaml
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 REPO = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -156,3 +159,18 @@ def reproduced(_reproduced: Project, tmp_path: Path) -> Iterator[Project]:
     project = _reproduced.copy(tmp_path / "project")
     yield project
     shutil.rmtree(project.path)
+
+
+@pytest.fixture
+def mesh() -> Iterator["DeviceMesh"]:
+    """One process, as a mesh."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    # torch.empty gives NaN instead of what happens to lie there: nothing that is forgotten looks plausible.
+    torch.use_deterministic_algorithms(True)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    torch.use_deterministic_algorithms(False)
+    dist.destroy_process_group()

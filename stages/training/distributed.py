@@ -15,8 +15,14 @@ T = TypeVar("T")
 
 
 @contextmanager
-def process_group() -> Iterator[DeviceMesh]:
-    """Join the group that torchrun describes in the environment; yields its mesh, one axis named `fsdp`.
+def process_group(mesh_shape: Callable[[int, int], tuple[int, int]]) -> Iterator[DeviceMesh]:
+    """Join the group that torchrun describes in the environment; yields the mesh of its ranks.
+
+    The mesh has one axis, `fsdp`, over which the model is sharded, and before it, where there are several copies of the
+    model, the axis `replicate`.
+
+    Args:
+        mesh_shape: Number of ranks, number of ranks on this machine -> copies of the model, ranks that share each.
 
     Raises:
         StageError: the connection to another rank was lost, which says itself why, unless it was killed.
@@ -29,7 +35,9 @@ def process_group() -> Iterator[DeviceMesh]:
     else:
         dist.init_process_group("gloo")
     try:
-        yield init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+        copies, size = mesh_shape(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
+        shape, names = ((size,), ("fsdp",)) if copies == 1 else ((copies, size), ("replicate", "fsdp"))
+        yield init_device_mesh(device_type(), shape, mesh_dim_names=names)
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no class of its own for it
             raise StageError(f"rank {dist.get_rank()} lost the connection to another rank") from None

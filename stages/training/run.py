@@ -28,7 +28,7 @@ VALIDATION = Path("data/tokens/validation")
 _FREE = {
     *("experiment_name", "batch_size", "num_epochs", "max_steps", "eval_freq", "history_freq"),
     *("activation_checkpointing", "compile", "fsdp"),
-    *("lr", "lr_schedule", "lr_decay_steps", "min_lr_ratio", "warmup_steps"),
+    *("lr", "lr_schedule", "lr_decay_steps", "lr_decay_ratio", "min_lr_ratio", "warmup_steps"),
 }
 
 
@@ -147,7 +147,7 @@ def _may_adopt(run: Run, manifest: dict[str, Any], extend: bool) -> bool:
 
 
 def _schedule_params(params: TrainParams, theirs: dict[str, Any]) -> TrainParams:
-    names = ("lr", "lr_schedule", "lr_decay_steps", "min_lr_ratio", "warmup_steps")
+    names = ("lr", "lr_schedule", "lr_decay_steps", "lr_decay_ratio", "min_lr_ratio", "warmup_steps")
     return dataclasses.replace(params, **{name: theirs[name] for name in names})
 
 
