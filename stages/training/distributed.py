@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -15,19 +16,23 @@ T = TypeVar("T")
 
 
 @contextmanager
-def process_group() -> Iterator[DeviceMesh]:
+def process_group(timeout_minutes: float) -> Iterator[DeviceMesh]:
     """Join the group that torchrun describes in the environment; yields its mesh, one axis named `fsdp`.
+
+    Args:
+        timeout_minutes: How long a rank is waited for before it is given up.
 
     Raises:
         StageError: the connection to another rank was lost, which says itself why, unless it was killed.
     """
+    timeout = timedelta(minutes=timeout_minutes)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         # gloo beside NCCL: checkpoints and decisions are exchanged on the CPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     try:
         yield init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     except RuntimeError as error:
@@ -55,7 +60,7 @@ def all_reduce_sum(*values: float) -> list[float]:
     return [float(value) for value in total]
 
 
-def from_main(decide: Callable[[], T]) -> T:
+def from_main(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call `decide` on rank 0 and return its result, or raise its `StageError`, on all ranks."""
     answer: list[Any] = [None, None]
     if is_main():
@@ -63,13 +68,13 @@ def from_main(decide: Callable[[], T]) -> T:
             answer[0] = decide()
         except (StageError, OSError) as error:
             answer[1] = _as_stage_error(error)
-    dist.broadcast_object_list(answer, src=0)
+    dist.broadcast_object_list(answer, src=0, group=group)
     if answer[1] is not None:
         raise answer[1]
     return answer[0]  # type: ignore[no-any-return]
 
 
-def on_all(action: Callable[[], T]) -> list[T]:
+def on_all(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Call `action` on every rank and return all results in rank order; if it fails on one rank, all of them raise."""
     outcome: Any
     try:
@@ -77,7 +82,7 @@ def on_all(action: Callable[[], T]) -> list[T]:
     except (StageError, OSError) as error:
         outcome = (None, _as_stage_error(error))
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome)
+    dist.all_gather_object(outcomes, outcome, group=group)
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             raise StageError(f"rank {rank}: {failure}")
