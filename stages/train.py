@@ -150,7 +150,8 @@ class Trainer:
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint of this run, or of one that took the same path."""
-        state = checkpoint.load(path, self.model, self.optimizer, self.scheduler)
+        with share_writing(path.parent):
+            state = checkpoint.load(path, self.model, self.optimizer, self.scheduler)
         manifest = published.read_manifest(path)
         self.step, self.metrics, self.adopted = state["step"], state["metrics"], manifest["adopted"]
         self.validation_loss = manifest["validation_loss"]

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,14 @@ def complete(run_directory: Path) -> list[tuple[Path, dict[str, Any]]]:
     """The checkpoints of a run whose files have the sizes that their manifest says, newest first, with it."""
     found = []
     for path in checkpoint.find(run_directory):
-        try:
-            manifest = checkpoint.verify(path, contents=False)
-        except StageError:
-            continue
-        found.append((path, manifest))
+        with suppress(StageError, FileNotFoundError):  # the latter where a training deletes it meanwhile
+            found.append((path, checkpoint.verify(path, contents=False)))
     return found
+
+
+def leftovers(run_directory: Path) -> list[Path]:
+    """What a crash left half-written or half-deleted, and what was set aside."""
+    return [path for suffix in (TEMPORARY, DAMAGED) for path in run_directory.glob(f"step-*{suffix}")]
 
 
 def prune(run_directory: Path, keep: int) -> None:
@@ -46,7 +49,7 @@ def prune(run_directory: Path, keep: int) -> None:
 def delete(paths: Iterable[Path]) -> None:
     """Delete checkpoints, so that one whose deletion is cut short has no manifest and does not count any more."""
     for path in paths:
-        shutil.rmtree(path if path.suffix == TEMPORARY else _renamed(path, TEMPORARY))
+        shutil.rmtree(path if path.suffix else _renamed(path, TEMPORARY))
 
 
 def set_aside(path: Path) -> None:
