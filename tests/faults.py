@@ -5,7 +5,7 @@
     kill rank 1 in update 5          between gradient and update
     nan rank 1 at step 5             its loss is not finite
     stop rank 1 at step 5            SIGSTOP
-    kill rank 0 at file 17           before the 17th time that it touches a checkpoint of this run
+    kill rank 0 at file 17           before it touches a file of a checkpoint for the 17th time since it wrote to one
     kill rank 0 at os.rename:.*tmp$  before the first such time whose event (see Python's audit events) and path match
     kill rank 0 in write of __0_0    by the kernel, after 100 000 bytes of a file whose path matches
     full rank 0 at state.json        the disk is full for files whose path matches
@@ -13,7 +13,6 @@
     log rank 0 at FILE               the times that it touches a checkpoint, one line each
 """
 
-import itertools
 import os
 import re
 import resource
@@ -68,15 +67,18 @@ def _plant_step(what: str, where: str, step: int) -> None:
 
 
 def _plant_file(what: str, where: str, value: str) -> None:
-    count = itertools.count(1)
+    number = 0
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal number
         if event not in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"):
             return
         path = os.fspath(args[0]) if isinstance(args[0], (str, os.PathLike)) else ""
         if event != "os.remove" and not re.search(r"/step-\d{8}(\.tmp(/|$)|$)", path):  # removed by a bare name
             return
-        number, found = next(count), re.search(value, f"{event}:{path}")
+        writes = event == "open" and args[2] & os.O_WRONLY
+        number += number > 0 or event == "os.mkdir" or bool(writes)
+        found = re.search(value, f"{event}:{path}")
         if what == "log":
             with open(value, "a") as file:
                 file.write(f"{event}:{path}\n")
@@ -88,7 +90,7 @@ def _plant_file(what: str, where: str, value: str) -> None:
         elif found and event == "open" and what == "full":
             if not os.path.lexists(path):
                 os.symlink("/dev/full", path)
-        elif found and event == "open" and args[2] & os.O_WRONLY:
+        elif found and writes:
             if what == "kill":
                 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -6,12 +6,14 @@ the file that the ranks print into. The answer is two lines: the ids of their pr
 
 import json
 import os
+import signal
 import socket
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
+from stages.training.process import STOP_SIGNALS
 from tests import faults
 
 
@@ -32,7 +34,10 @@ def main() -> None:
 
 
 def _fork(request: dict[str, Any], rank: int, port: int) -> int:
-    if pid := os.fork():
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as the launcher does
+    pid = os.fork()
+    if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return pid
     status: Any = 1
     try:
