@@ -49,8 +49,10 @@ class Saver:
     def __init__(self, runtime: TrainRuntime) -> None:
         self._keep = runtime.keep_checkpoints
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=runtime.timeout_minutes))
-        self._thread = ThreadPoolExecutor(1) if runtime.async_checkpoint else None
         cuda = torch.cuda.is_available()
+        # A thread begins with the first GPU, whichever is this rank's.
+        setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
+        self._thread = ThreadPoolExecutor(1, "saver", *setup) if runtime.async_checkpoint else None
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda

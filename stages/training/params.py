@@ -129,6 +129,9 @@ class TrainRuntime:
     """How many of the newest checkpoints stay, beside the best; at least 2, so that a damaged one has a predecessor."""
     timeout_minutes: PositiveFloat
     """How long a rank that does not answer is waited for; then the others give up."""
+    max_restarts: NonNegativeInt
+    """How often a launch starts the processes again after one of them was killed or met an error that is not the
+    user's."""
     resume: Literal["auto", "never", "extend"]
     """auto: go on from the newest checkpoint that would have come about the same way | never: start over |
     extend: go on with more epochs although the learning rate of the steps already done would have been another."""
