@@ -11,11 +11,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from stages.artifacts import checkpoint, command, params, publish
-from stages.artifacts.command import StageError
+from stages.artifacts.command import USER_ERROR, StageError
 from stages.training import run
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.process import INTERRUPTED, LAUNCHER, forward_stop_signals, single_writer
@@ -30,7 +29,14 @@ def main() -> None:
         if runtime.resume != "never" and _is_finished(last):
             print(f"run {this.run_id} was finished before, at step {this.total_steps}: nothing to train")
         else:
-            status = _torchrun(this.params, runtime, tell)
+            # Before torch is imported: the threads that it starts must not take the signals.
+            forward_stop_signals(lambda: tell("stopping"))
+            status = _torchrun(this.params, runtime)
+            for number in range(runtime.max_restarts):
+                if status in (0, INTERRUPTED, USER_ERROR):
+                    break
+                print(f"restart {number + 1} of {runtime.max_restarts}", file=sys.stderr, flush=True)
+                status = _torchrun(this.params, runtime)
             if status == INTERRUPTED:
                 print("interrupted: the training was saved and goes on with the next launch", file=sys.stderr)
             if status:
@@ -52,10 +58,8 @@ def _is_finished(last: Path) -> bool:
     return True
 
 
-def _torchrun(train_params: TrainParams, runtime: TrainRuntime, tell: Callable[[str], None]) -> int:
+def _torchrun(train_params: TrainParams, runtime: TrainRuntime) -> int:
     """Run the ranks, processes of stages.train, under torchrun's agent in this process; returns an exit status."""
-    # Before torch is imported: the threads that it starts must not take the signals.
-    forward_stop_signals(lambda: tell("stopping"))
     os.environ[LAUNCHER] = str(os.getpid())
     import torch
     from torch.distributed import run as torchrun
@@ -80,7 +84,7 @@ def _torchrun(train_params: TrainParams, runtime: TrainRuntime, tell: Callable[[
         # The first to fail: one that was killed, rather than those that lost it, or that torchrun ended then.
         rank, code = min(failures.items(), key=lambda failure: (failure[1] == -signal.SIGTERM, failure[1]))
         if code < 0:
-            print(f"error: rank {rank} was killed by signal {-code}; the next launch resumes", file=sys.stderr)
+            print(f"error: rank {rank} was killed by signal {-code}; the next start resumes", file=sys.stderr)
         return code if code > 0 else 1
     return 0
 

@@ -48,8 +48,8 @@ def main() -> None:
     }
     publish.write_json(Path("outputs") / train_params.experiment_name / "plan.json", plan)
 
-    # One checkpoint more than are kept lies on the disk while the newest is written.
-    disk = (runtime.keep_checkpoints + 1) * plan["checkpoint_bytes"] + plan["model_bytes"]
+    # Beside the newest ones lie the best, and the one that is being written.
+    disk = (runtime.keep_checkpoints + 2) * plan["checkpoint_bytes"] + plan["model_bytes"]
     print(
         f"plan: {plan['steps']:,} steps, {plan['tokens']:,} tokens ({plan['epochs']:.2f} epochs) of a model of "
         f"{num_parameters:,} parameters: {_gib(plan['training_state_bytes'])} of memory over the processes that share "

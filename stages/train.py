@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from stages.artifacts import checkpoint as published
-from stages.artifacts import command, params, process, publish
+from stages.artifacts import command, params, process
+from stages.artifacts.command import StageError
 from stages.model import manifest as model_manifest
-from stages.training import checkpoint, distributed, model, run
+from stages.training import checkpoint, distributed, model, retention, run
 from stages.training.batch import num_labels
 from stages.training.data import TokenRows
 from stages.training.optimizer import make_optimizer, set_lr
@@ -56,7 +58,10 @@ class Trainer:
         self.adopted: dict[str, Any] | None = None
         self.history = History()
         self.metrics: dict[str, Any] = {}
+        self.validation_loss: float | None = None
+        self.saver = checkpoint.Saver(runtime)
         self.saved_step: int | None = None
+        self.saved_at = time.monotonic()
         if start is not None:
             self.resume(start)
         self.console = Console(dist.get_rank(), self.step, this.total_steps)
@@ -66,32 +71,39 @@ class Trainer:
     def train(self) -> bool:
         """Train to the last step; False where a signal asked to stop before. Either way the state is saved."""
         self.model.train()
-        if self.step == 0:
-            self.record(loss=None, grad_norm=None)
-        while self.step < self.run.total_steps:
-            with self.timers.phase("data"):
-                batches = self.batches.of_step(self.step)
-                labels, stop = distributed.all_reduce_sum(sum(map(num_labels, batches)), self.stop.received)
-            if stop:
-                break
-            loss, grad_norm = train_step(
-                self.model, self.optimizer, self.scaler, batches, int(labels), self.params, self.timers
-            )
-            self.scheduler.step()
-            self.step += 1
-            self.record(loss, grad_norm)
-            if self.step % self.runtime.ckpt_freq == 0:
-                self.save()
-        self.save()
+        with self.saver:
+            if self.step == 0:
+                self.record(loss=None, grad_norm=None)
+            while self.step < self.run.total_steps:
+                with self.timers.phase("data"):
+                    batches = self.batches.of_step(self.step)
+                    # What one rank knows, all must know, at the same step.
+                    labels, stop, failed, save = distributed.all_reduce_sum(
+                        sum(map(num_labels, batches)), self.stop.received, self.saver.failed, self.is_time_to_save()
+                    )
+                if stop or failed:
+                    break
+                if save:
+                    self.save()
+                try:
+                    loss, grad_norm = train_step(
+                        self.model, self.optimizer, self.scaler, batches, int(labels), self.params, self.timers
+                    )
+                except StageError as error:
+                    raise StageError(f"step {self.step + 1}: {error}") from None
+                self.scheduler.step()
+                self.step += 1
+                self.record(loss, grad_norm)
+            self.save()
         self.console.close()
         return self.step == self.run.total_steps
 
     def record(self, loss: float | None, grad_norm: float | None) -> None:
         """Validate where it is time to; add to the history; tell the person who watches."""
         last = self.step == self.run.total_steps
-        validation = None
+        self.validation_loss = validation = None
         if self.step % self.params.eval_freq == 0 or last:
-            validation = validation_loss(self.model, self.validation_batches)
+            self.validation_loss = validation = validation_loss(self.model, self.validation_batches)
             self.metrics["validation_loss"] = validation
             if validation is not None:
                 self.console.line(f"step {self.step}: validation loss {validation:.4f}")
@@ -135,20 +147,22 @@ class Trainer:
         """The checkpoint to go on from, or None for step 0. Rank 0 alone decides."""
         if self.runtime.resume == "never":
             for old in published.find(self.run.directory):
-                old.rename(old.with_name(old.name + ".tmp"))
+                retention.delete([old])
         path = published.newest_whole(run.starting_points(self.run, self.runtime, say), say)
         for newer in published.find(self.run.directory):  # damaged: out of the way of those to come
             if path is None or newer.name > path.name:
-                newer.rename(newer.with_name(newer.name + ".damaged"))
-        checkpoint.prune(self.run.directory, self.runtime.keep_checkpoints)
+                retention.set_aside(newer)
+        retention.prune(self.run.directory, self.runtime.keep_checkpoints)
         return path
 
     def resume(self, path: Path) -> None:
         """Go on from a checkpoint of this run, or of one that took the same path."""
-        state = checkpoint.load(path, self.model, self.optimizer, self.scheduler)
-        manifest = publish.read_json(path / published.MANIFEST)
+        with share_writing(path.parent):
+            state = checkpoint.load(path, self.model, self.optimizer, self.scheduler)
+        manifest = published.read_manifest(path)
         self.scaler.load_state_dict(state["loss_scaler"])
         self.step, self.metrics, self.adopted = state["step"], state["metrics"], manifest["adopted"]
+        self.validation_loss = manifest["validation_loss"]
         self.history = History((path / "history.tsv").read_text(encoding="utf-8"))
         if path.parent == self.run.directory:
             self.saved_step = self.step
@@ -159,6 +173,14 @@ class Trainer:
                 set_lr(group, lr * lr_ratio(self.params, self.run.total_steps, self.step))
         if distributed.is_main():
             say(f"resuming from step {self.step} of {self.run.total_steps}: {path}")
+
+    def is_time_to_save(self) -> bool:
+        """Whether rank 0, whose clock counts, wants a checkpoint of this step; the other ranks leave it to it."""
+        if not distributed.is_main():
+            return False
+        freq, minutes = self.runtime.ckpt_freq, self.runtime.ckpt_minutes
+        by_step = freq is not None and self.step % freq == 0
+        return by_step or (minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes)
 
     def save(self) -> None:
         """Publish a checkpoint of this step, unless there is one, or nothing was learnt yet.
@@ -174,13 +196,13 @@ class Trainer:
             "step": self.step,
             "total_steps": self.run.total_steps,
             "identity": self.run.identity,
+            "validation_loss": self.validation_loss,
             "adopted": self.adopted,
             "packages": run.packages(),
         }
         path = self.run.directory / published.step_name(self.step)
-        checkpoint.save(path, self.model, self.optimizer, self.scheduler, state, self.history.text(), manifest)
-        self.saved_step = self.step
-        distributed.from_main(lambda: checkpoint.prune(self.run.directory, self.runtime.keep_checkpoints))
+        self.saver.save(path, self.model, self.optimizer, self.scheduler, state, self.history.text(), manifest)
+        self.saved_step, self.saved_at = self.step, time.monotonic()
 
 
 def say(text: str) -> None:
@@ -195,7 +217,8 @@ def main() -> None:
     stop = StopSignal()
     this = run.describe(params.load(TrainParams))
     runtime = params.load(TrainRuntime, "runtime")
-    with share_writing(this.directory), distributed.process_group(this.params.fsdp.mesh_shape) as mesh:
+    timeout = runtime.timeout_minutes
+    with share_writing(this.directory), distributed.process_group(this.params.fsdp.mesh_shape, timeout) as mesh:
         finished = Trainer(this, runtime, mesh, stop).train()
     if not finished:
         sys.exit(INTERRUPTED)

@@ -254,10 +254,20 @@ class TrainRuntime:
     """Processes on this machine; null: one a GPU, or 2 where there is none."""
     log_freq: PositiveInt
     """Optimizer steps between two lines."""
-    ckpt_freq: PositiveInt
-    """Optimizer steps between two checkpoints."""
+    ckpt_freq: PositiveInt | None
+    """Optimizer steps between two checkpoints; null: none by steps."""
+    ckpt_minutes: PositiveFloat | None
+    """Minutes between two checkpoints, by the clock of rank 0; null: none by time."""
+    async_checkpoint: bool
+    """Whether training goes on while a checkpoint is written; it takes as much memory, of the CPU, as the weights and
+    the optimizer state."""
     keep_checkpoints: Annotated[int, Field(ge=2)]
-    """How many of the newest checkpoints stay; at least 2, so that a damaged one has a predecessor."""
+    """How many of the newest checkpoints stay, beside the best; at least 2, so that a damaged one has a predecessor."""
+    timeout_minutes: PositiveFloat
+    """How long a rank that does not answer is waited for; then the others give up."""
+    max_restarts: NonNegativeInt
+    """How often a launch starts the processes again after one of them was killed or met an error that is not the
+    user's."""
     resume: Literal["auto", "never", "extend"]
     """auto: go on from the newest checkpoint that would have come about the same way | never: start over |
     extend: go on with more epochs although the learning rate of the steps already done would have been another."""
