@@ -22,7 +22,7 @@ from stages.artifacts import checkpoint as published
 from stages.artifacts import command, params, process
 from stages.artifacts.command import StageError
 from stages.model import manifest as model_manifest
-from stages.training import checkpoint, distributed, model, retention, run
+from stages.training import checkpoint, distributed, flops, model, retention, run
 from stages.training.batch import num_labels
 from stages.training.data import TokenRows
 from stages.training.optimizer import make_optimizer, set_lr
@@ -31,7 +31,7 @@ from stages.training.precision import LossScaler
 from stages.training.process import INTERRUPTED, LAUNCHER, StopSignal, share_writing
 from stages.training.schedule import lr_ratio
 from stages.training.step import Batches, train_step, validation_loss
-from stages.training.telemetry import Console, History, Timers, memory_gib
+from stages.training.telemetry import Console, History, Timers, take_memory_gib
 
 
 class Trainer:
@@ -67,6 +67,7 @@ class Trainer:
         self.console = Console(dist.get_rank(), self.step, this.total_steps)
         self.timers = Timers()
         self.timed_steps = 0
+        self.flops_per_token = flops.flops_per_token(self.model, train_rows.seq_length)
 
     def train(self) -> bool:
         """Train to the last step; False where a signal asked to stop before. Either way the state is saved."""
@@ -128,16 +129,19 @@ class Trainer:
         seconds = self.timers.take()
         steps, self.timed_steps = self.timed_steps, 0
         rate = steps * self.tokens_per_step / sum(seconds.values())
-        now, peak = memory_gib()
+        mfu = flops.utilisation(rate, self.flops_per_token, self.params.precision)
+        now, peak = take_memory_gib()
         times = {name: 1000 * value / steps for name, value in seconds.items()}
         self.metrics |= {
             "tokens_per_second": round(rate, 1),
-            "memory_peak_gib": round(peak, 3),
+            **({} if mfu is None else {"mfu": round(mfu, 4)}),
+            "memory_peak_gib": round(max(peak, self.metrics.get("memory_peak_gib", 0)), 3),
             "milliseconds": {name: round(value, 3) for name, value in times.items()},
         }
         self.console.line(
             f"step {self.step}/{self.run.total_steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  "
             f"{rate:,.0f} tokens/s  "
+            + ("" if mfu is None else f"MFU {mfu:.1%}  ")
             + "  ".join(f"{name} {value:.1f} ms" for name, value in times.items())
             + f"  memory {now:.2f} GiB, peak {peak:.2f} GiB"
             + (f"  {self.scaler.skipped_steps} steps skipped" if self.scaler.skipped_steps else "")

@@ -90,10 +90,15 @@ class Console:
         self._bar.close()
 
 
-def memory_gib() -> tuple[float, float]:
-    """Memory of this rank now and at its highest, in GiB: of the GPU where there is one, else of the process."""
+def take_memory_gib() -> tuple[float, float]:
+    """Memory of this rank now, and at its highest since the last call, in GiB: of the GPU, else of the process."""
     if torch.cuda.is_available():
-        return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
+        now, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return now / 2**30, peak / 2**30
     with open("/proc/self/status") as file:  # getrusage would count the parent's peak, too
         kib = {name: value.split()[0] for name, _, value in (line.partition(":") for line in file) if value.strip()}
+    # 5 resets VmHWM (see proc_pid_clear_refs(5)). Where /proc cannot be written to, the peak is that since the start.
+    with open("/dev/null", "w") as file:
+        file.write("5")
     return int(kib["VmRSS"]) / 2**20, int(kib["VmHWM"]) / 2**20
