@@ -84,7 +84,7 @@ def run(executor: str, address: str | None = None, *, deduplicate: bool = False)
     shutil.rmtree("data/.reuse", ignore_errors=True)
     where = {"executor": executor, "dask_scheduler": address}
     organize(OrganizeParams(2, "data/raw", False), OrganizeRuntime(1, **where))
-    extract(ExtractParams("cp1252", 0, 1, "data/raw", deduplicate), ExtractRuntime(1, 1, **where))
+    extract(ExtractParams("cp1252", 0, 1, "data/raw", deduplicate, False), ExtractRuntime(1, 1, **where))
     return outputs()
 
 
@@ -168,7 +168,7 @@ def test_the_work_of_a_killed_dask_worker_is_done_by_another(dask_cluster: DaskC
     thread.start()
     assert run("dask", dask_cluster.address) == expected
     thread.join()
-    assert not victims[0].is_running()  # it ended with its worker
+    wait_for(lambda: victims[0] not in task_processes())  # it ended with its worker
 
 
 def test_task_processes_end_with_the_stage() -> None:
@@ -179,8 +179,7 @@ def test_task_processes_end_with_the_stage() -> None:
     assert len(task_processes()) == 2
     process.kill()
     process.communicate()
-    time.sleep(0.5)
-    assert task_processes() == []
+    wait_for(lambda: not task_processes())
     assert not CORPUS.exists()
 
 
