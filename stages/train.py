@@ -22,7 +22,7 @@ from stages.artifacts import checkpoint as published
 from stages.artifacts import command, params, process
 from stages.artifacts.command import StageError
 from stages.model import manifest as model_manifest
-from stages.training import checkpoint, distributed, flops, model, retention, run
+from stages.training import checkpoint, distributed, flops, model, probe, retention, run
 from stages.training.batch import num_labels
 from stages.training.data import TokenRows
 from stages.training.optimizer import make_optimizer, set_lr
@@ -42,6 +42,7 @@ class Trainer:
         self.params.grad_accum_steps(dist.get_world_size())
         manifest = model_manifest.read()
         assert manifest.eos_token_id is not None  # pack refuses a model without one
+        distributed.from_main(lambda: probe.check(manifest, self.params))
         torch.manual_seed(self.params.seed * dist.get_world_size() + dist.get_rank())
 
         train_rows, validation_rows = TokenRows(run.TRAIN), TokenRows(run.VALIDATION)
