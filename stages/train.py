@@ -5,9 +5,11 @@ Writes   outputs/<experiment_name>/checkpoints/<run_id>/step-N
 Command  torchrun --nproc-per-node 2 -m stages.train
 """
 
+import logging
 import os
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +21,27 @@ from torch.optim.lr_scheduler import LambdaLR
 from stages.artifacts import checkpoint as published
 from stages.artifacts import command, params, process, publish
 from stages.model import manifest as model_manifest
-from stages.training import checkpoint, distributed, flops, model, run
+from stages.training import checkpoint, distributed, flops, memory, model, run, trackers
+from stages.training.activity import Activity
 from stages.training.batch import num_labels
 from stages.training.data import TokenRows
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.process import INTERRUPTED, LAUNCHER, StopSignal, share_writing
 from stages.training.schedule import lr_ratio
 from stages.training.step import Batches, make_optimizer, train_step, validation_loss
-from stages.training.telemetry import Console, History, Timers, take_memory_gib
+from stages.training.telemetry import Console, History, Timers, log_to, memory_gib, reset_peak_memory
+
+_LOG = logging.getLogger("stages.train")
 
 
 class Trainer:
     """The state of a training, and its loop."""
 
-    def __init__(self, this: run.Run, runtime: TrainRuntime, mesh: DeviceMesh, stop: StopSignal) -> None:
+    def __init__(
+        self, this: run.Run, runtime: TrainRuntime, mesh: DeviceMesh, stop: StopSignal, activity: Activity
+    ) -> None:
         self.run, self.params, self.runtime, self.stop = this, this.params, runtime, stop
+        self.activity = activity
         self.params.grad_accum_steps(dist.get_world_size())
         manifest = model_manifest.read()
         assert manifest.eos_token_id is not None  # pack refuses a model without one
@@ -43,7 +51,9 @@ class Trainer:
         self.batches = Batches(train_rows, self.params, manifest.eos_token_id)
         self.validation_batches = Batches(validation_rows, self.params, manifest.eos_token_id)
         self.tokens_per_step = self.params.total_batch_size * train_rows.seq_length
+        activity.note("choice of the checkpoint to start from")
         start = distributed.from_main(self.find_start)
+        activity.note("building the model")
         self.model = model.build(manifest, self.params, mesh, initialize=start is None)
         self.optimizer = make_optimizer(self.model, self.params)
         self.scheduler = LambdaLR(self.optimizer, lambda step: lr_ratio(self.params, this.total_steps, step))
@@ -56,7 +66,9 @@ class Trainer:
         if start is not None:
             self.resume(start)
         self.console = Console(dist.get_rank(), self.step, this.total_steps)
-        self.timers = Timers()
+        tracker = runtime.tracker if distributed.is_main() else "none"
+        self.tracker = trackers.start(tracker, this, self.step)
+        self.timers = Timers(lambda phase: activity.note(f"step {self.step + 1}, {phase}"))
         self.timed_steps = 0
         self.flops_per_token = flops.flops_per_token(self.model, train_rows.seq_length)
 
@@ -68,12 +80,15 @@ class Trainer:
         while self.step < self.run.total_steps:
             with self.timers.phase("data"):
                 batches = self.batches.of_step(self.step)
+                self.activity.note(f"step {self.step + 1}, agreement with the other ranks")
                 labels, stop = distributed.all_reduce_sum(sum(map(num_labels, batches)), self.stop.received)
             if stop:
                 break
             loss, grad_norm = train_step(self.model, self.optimizer, batches, int(labels), self.params, self.timers)
             self.scheduler.step()
             self.step += 1
+            if self.runtime.debug:
+                self.log_step(loss, grad_norm)
             self.record(loss, grad_norm)
             if self.step % self.runtime.ckpt_freq == 0:
                 self.save()
@@ -86,17 +101,20 @@ class Trainer:
         last = self.step == self.run.total_steps
         validation = None
         if self.step % self.params.eval_freq == 0 or last:
-            validation = validation_loss(self.model, self.validation_batches)
+            validation = validation_loss(
+                self.model, self.validation_batches, lambda: self.activity.note(f"validation after step {self.step}")
+            )
             self.metrics["validation_loss"] = validation
             if validation is not None:
                 self.console.line(f"step {self.step}: validation loss {validation:.4f}")
         lr = self.params.lr * lr_ratio(self.params, self.run.total_steps, max(0, self.step - 1))
         tokens = self.step * self.tokens_per_step
         if self.step % self.params.history_freq == 0 or validation is not None or last:
-            self.history.add(
-                step=self.step, epoch=self.step * self.params.total_batch_size / self.run.num_rows, tokens=tokens,
-                loss=loss, lr=lr if self.step else None, grad_norm=grad_norm, validation_loss=validation,
-            )  # fmt: skip
+            epoch = self.step * self.params.total_batch_size / self.run.num_rows
+            values = {"epoch": epoch, "tokens": tokens, "loss": loss, "lr": lr if self.step else None,
+                      "grad_norm": grad_norm, "validation_loss": validation}  # fmt: skip
+            self.history.add(step=self.step, **values)
+            self.tracker.log(self.step, trackers.without_none(values))
         if loss is not None:
             self.timed_steps += 1
             self.console.step()
@@ -110,7 +128,8 @@ class Trainer:
         steps, self.timed_steps = self.timed_steps, 0
         rate = steps * self.tokens_per_step / sum(seconds.values())
         mfu = flops.utilisation(rate, self.flops_per_token, self.params.precision)
-        now, peak = take_memory_gib()
+        now, peak = memory_gib()
+        reset_peak_memory()
         times = {name: 1000 * value / steps for name, value in seconds.items()}
         self.metrics |= {
             "tokens_per_second": round(rate, 1),
@@ -118,12 +137,23 @@ class Trainer:
             "memory_peak_gib": round(max(peak, self.metrics.get("memory_peak_gib", 0)), 3),
             "milliseconds": {name: round(value, 3) for name, value in times.items()},
         }
+        speed = {"tokens_per_second": rate, "mfu": mfu, "memory_gib": now, "memory_peak_gib": peak}
+        self.tracker.log(self.step, trackers.without_none(speed | {f"{name}_ms": time for name, time in times.items()}))
         self.console.line(
             f"step {self.step}/{self.run.total_steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  "
             f"{rate:,.0f} tokens/s  "
             + ("" if mfu is None else f"MFU {mfu:.1%}  ")
             + "  ".join(f"{name} {value:.1f} ms" for name, value in times.items())
             + f"  memory {now:.2f} GiB, peak {peak:.2f} GiB"
+        )
+
+    def log_step(self, loss: float, grad_norm: float) -> None:
+        """What the log of this rank says of a step, beside the times at which its phases began."""
+        rows = self.batches.rows_of_step(self.step - 1).tolist()
+        now, peak = memory_gib()
+        _LOG.debug(
+            f"step {self.step} done: rows {rows}, loss {loss!r}, grad norm {grad_norm!r}, memory {now:.3f} GiB, "
+            f"peak {peak:.3f} GiB"
         )
 
     def find_start(self) -> Path | None:
@@ -161,6 +191,7 @@ class Trainer:
         """
         if self.step in (0, self.saved_step):
             return
+        self.activity.note(f"saving step {self.step}")
         state = {"step": self.step, "epoch": self.step * self.params.total_batch_size / self.run.num_rows,
                  "metrics": self.metrics}  # fmt: skip
         manifest = {
@@ -189,8 +220,22 @@ def main() -> None:
     stop = StopSignal()
     this = run.describe(params.load(TrainParams))
     runtime = params.load(TrainRuntime, "runtime")
-    with share_writing(this.directory), distributed.process_group() as mesh:
-        finished = Trainer(this, runtime, mesh, stop).train()
+    trackers.check(runtime.tracker)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if runtime.debug:
+        log_to(this.aside / "logs" / this.run_id / f"rank-{rank}.log")
+    activity = Activity(rank)
+    try:
+        with (
+            share_writing(this.directory),
+            distributed.process_group(runtime.timeout_minutes) as mesh,
+            memory.explained(this.params, rank, world_size),
+        ):
+            trainer = Trainer(this, runtime, mesh, stop, activity)
+            with closing(trainer.tracker):
+                finished = trainer.train()
+    except distributed.LostConnection as error:
+        sys.exit(f"error: {error}")  # status 1: unlike a StageError, it need not come again
     if not finished:
         sys.exit(INTERRUPTED)
 

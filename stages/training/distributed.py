@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -14,25 +15,33 @@ from stages.artifacts.command import StageError
 T = TypeVar("T")
 
 
+class LostConnection(Exception):
+    """Another rank has ended, or does not answer."""
+
+
 @contextmanager
-def process_group() -> Iterator[DeviceMesh]:
+def process_group(timeout_minutes: float) -> Iterator[DeviceMesh]:
     """Join the group that torchrun describes in the environment; yields its mesh, one axis named `fsdp`.
 
+    Args:
+        timeout_minutes: How long a rank is waited for before it is given up.
+
     Raises:
-        StageError: the connection to another rank was lost, which says itself why, unless it was killed.
+        LostConnection: to another rank, which says itself why, unless it was killed.
     """
+    timeout = timedelta(minutes=timeout_minutes)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         # gloo beside NCCL: checkpoints and decisions are exchanged on the CPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     try:
         yield init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no class of its own for it
-            raise StageError(f"rank {dist.get_rank()} lost the connection to another rank") from None
+            raise LostConnection(f"rank {dist.get_rank()} lost the connection to another rank") from None
         raise
     finally:
         dist.destroy_process_group()
