@@ -5,11 +5,13 @@ Writes   outputs/<experiment_name>/checkpoints/<run_id>/step-N
 Command  torchrun --nproc-per-node 2 -m stages.train
 """
 
+import logging
 import math
 import os
 import signal
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from stages.artifacts import checkpoint as published
 from stages.artifacts import command, params, process
 from stages.artifacts.command import StageError
 from stages.model import manifest as model_manifest
-from stages.training import checkpoint, distributed, flops, model, probe, retention, run
+from stages.training import checkpoint, distributed, flops, memory, model, probe, retention, run, trackers
+from stages.training.activity import Activity
 from stages.training.batch import num_labels
 from stages.training.data import TokenRows
 from stages.training.optimizer import make_optimizer, set_lr
@@ -31,14 +34,19 @@ from stages.training.precision import LossScaler
 from stages.training.process import INTERRUPTED, LAUNCHER, StopSignal, share_writing
 from stages.training.schedule import lr_ratio
 from stages.training.step import Batches, train_step, validation_loss
-from stages.training.telemetry import Console, History, Timers, take_memory_gib
+from stages.training.telemetry import Console, History, Timers, log_to, memory_gib, reset_peak_memory
+
+_LOG = logging.getLogger("stages.train")
 
 
 class Trainer:
     """The state of a training, and its loop."""
 
-    def __init__(self, this: run.Run, runtime: TrainRuntime, mesh: DeviceMesh, stop: StopSignal) -> None:
+    def __init__(
+        self, this: run.Run, runtime: TrainRuntime, mesh: DeviceMesh, stop: StopSignal, activity: Activity
+    ) -> None:
         self.run, self.params, self.runtime, self.stop = this, this.params, runtime, stop
+        self.activity = activity
         self.params.grad_accum_steps(dist.get_world_size())
         manifest = model_manifest.read()
         assert manifest.eos_token_id is not None  # pack refuses a model without one
@@ -49,7 +57,9 @@ class Trainer:
         self.batches = Batches(train_rows, self.params, manifest.eos_token_id)
         self.validation_batches = Batches(validation_rows, self.params, manifest.eos_token_id)
         self.tokens_per_step = self.params.total_batch_size * train_rows.seq_length
+        activity.note("choice of the checkpoint to start from")
         start = distributed.from_main(self.find_start)
+        activity.note("building the model")
         self.model = model.build(manifest, self.params, mesh, initialize=start is None)
         self.optimizer = make_optimizer(self.model, self.params)
         self.scaler = LossScaler(self.params.precision)
@@ -66,7 +76,9 @@ class Trainer:
         if start is not None:
             self.resume(start)
         self.console = Console(dist.get_rank(), self.step, this.total_steps)
-        self.timers = Timers()
+        tracker = runtime.tracker if distributed.is_main() else "none"
+        self.tracker = trackers.start(tracker, this, self.step)
+        self.timers = Timers(lambda phase: activity.note(f"step {self.step + 1}, {phase}"))
         self.timed_steps = 0
         self.flops_per_token = flops.flops_per_token(self.model, train_rows.seq_length)
 
@@ -79,6 +91,7 @@ class Trainer:
             while self.step < self.run.total_steps:
                 with self.timers.phase("data"):
                     batches = self.batches.of_step(self.step)
+                    self.activity.note(f"step {self.step + 1}, agreement with the other ranks")
                     # What one rank knows, all must know, at the same step.
                     labels, stop, failed, save = distributed.all_reduce_sum(
                         sum(map(num_labels, batches)), self.stop.received, self.saver.failed, self.is_time_to_save()
@@ -95,6 +108,8 @@ class Trainer:
                     raise StageError(f"step {self.step + 1}: {error}") from None
                 self.scheduler.step()
                 self.step += 1
+                if self.runtime.debug:
+                    self.log_step(loss, grad_norm)
                 self.record(loss, grad_norm)
             self.save()
         self.console.close()
@@ -105,17 +120,20 @@ class Trainer:
         last = self.step == self.run.total_steps
         self.validation_loss = validation = None
         if self.step % self.params.eval_freq == 0 or last:
-            self.validation_loss = validation = validation_loss(self.model, self.validation_batches)
+            self.validation_loss = validation = validation_loss(
+                self.model, self.validation_batches, lambda: self.activity.note(f"validation after step {self.step}")
+            )
             self.metrics["validation_loss"] = validation
             if validation is not None:
                 self.console.line(f"step {self.step}: validation loss {validation:.4f}")
         lr = self.params.lr * lr_ratio(self.params, self.run.total_steps, max(0, self.step - 1))
         tokens = self.step * self.tokens_per_step
         if self.step % self.params.history_freq == 0 or validation is not None or last:
-            self.history.add(
-                step=self.step, epoch=self.step * self.params.total_batch_size / self.run.num_rows, tokens=tokens,
-                loss=loss, lr=lr if self.step else None, grad_norm=grad_norm, validation_loss=validation,
-            )  # fmt: skip
+            epoch = self.step * self.params.total_batch_size / self.run.num_rows
+            values = {"epoch": epoch, "tokens": tokens, "loss": loss, "lr": lr if self.step else None,
+                      "grad_norm": grad_norm, "validation_loss": validation}  # fmt: skip
+            self.history.add(step=self.step, **values)
+            self.tracker.log(self.step, trackers.without_none(values))
         if self.step:
             self.timed_steps += 1
             self.console.step()
@@ -131,7 +149,8 @@ class Trainer:
         steps, self.timed_steps = self.timed_steps, 0
         rate = steps * self.tokens_per_step / sum(seconds.values())
         mfu = flops.utilisation(rate, self.flops_per_token, self.params.precision)
-        now, peak = take_memory_gib()
+        now, peak = memory_gib()
+        reset_peak_memory()
         times = {name: 1000 * value / steps for name, value in seconds.items()}
         self.metrics |= {
             "tokens_per_second": round(rate, 1),
@@ -139,6 +158,8 @@ class Trainer:
             "memory_peak_gib": round(max(peak, self.metrics.get("memory_peak_gib", 0)), 3),
             "milliseconds": {name: round(value, 3) for name, value in times.items()},
         }
+        speed = {"tokens_per_second": rate, "mfu": mfu, "memory_gib": now, "memory_peak_gib": peak}
+        self.tracker.log(self.step, trackers.without_none(speed | {f"{name}_ms": time for name, time in times.items()}))
         self.console.line(
             f"step {self.step}/{self.run.total_steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  "
             f"{rate:,.0f} tokens/s  "
@@ -146,6 +167,15 @@ class Trainer:
             + "  ".join(f"{name} {value:.1f} ms" for name, value in times.items())
             + f"  memory {now:.2f} GiB, peak {peak:.2f} GiB"
             + (f"  {self.scaler.skipped_steps} steps skipped" if self.scaler.skipped_steps else "")
+        )
+
+    def log_step(self, loss: float | None, grad_norm: float | None) -> None:
+        """What the log of this rank says of a step, beside the times at which its phases began."""
+        rows = self.batches.rows_of_step(self.step - 1).tolist()
+        now, peak = memory_gib()
+        _LOG.debug(
+            f"step {self.step} done: rows {rows}, loss {loss!r}, grad norm {grad_norm!r}, memory {now:.3f} GiB, "
+            f"peak {peak:.3f} GiB"
         )
 
     def find_start(self) -> Path | None:
@@ -194,6 +224,7 @@ class Trainer:
         """
         if self.step in (0, self.saved_step):
             return
+        self.activity.note(f"saving step {self.step}")
         state = {"step": self.step, "epoch": self.step * self.params.total_batch_size / self.run.num_rows,
                  "metrics": self.metrics, "loss_scaler": self.scaler.state_dict()}  # fmt: skip
         manifest = {
@@ -222,9 +253,22 @@ def main() -> None:
     stop = StopSignal()
     this = run.describe(params.load(TrainParams))
     runtime = params.load(TrainRuntime, "runtime")
-    timeout = runtime.timeout_minutes
-    with share_writing(this.directory), distributed.process_group(this.params.fsdp.mesh_shape, timeout) as mesh:
-        finished = Trainer(this, runtime, mesh, stop).train()
+    trackers.check(runtime.tracker)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if runtime.debug:
+        log_to(this.aside / "logs" / this.run_id / f"rank-{rank}.log")
+    activity = Activity(rank)
+    try:
+        with (
+            share_writing(this.directory),
+            distributed.process_group(this.params.fsdp.mesh_shape, runtime.timeout_minutes) as mesh,
+            memory.explained(this.params, rank, world_size),
+        ):
+            trainer = Trainer(this, runtime, mesh, stop, activity)
+            with closing(trainer.tracker):
+                finished = trainer.train()
+    except distributed.LostConnection as error:
+        sys.exit(f"error: {error}")  # status 1: unlike a StageError, it need not come again
     if not finished:
         sys.exit(INTERRUPTED)
 

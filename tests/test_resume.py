@@ -3,6 +3,7 @@
 The ranks are started without torchrun, by tests/ranks.py; tests/test_faults.py starts them as users do.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -313,7 +314,7 @@ def test_16_17_a_signal_to_one_rank_at_any_moment_saves_the_same_step_on_all(
         time.sleep(random.uniform(0.2, 3.0))
         for _ in range(random.integers(1, 3)):
             victim = pids[random.integers(2)]
-            if Path(f"/proc/{victim}/stat").read_text().split()[2] != "Z":
+            with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.kill(victim, random.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP]))
         statuses, output = ranks.wait()
         assert statuses in ([STOPPED, STOPPED], [0, 0]), output

@@ -26,7 +26,7 @@ from stages.training import model as training_model
 from stages.training.batch import make_batch, num_labels
 from stages.training.distributed import all_reduce_sum
 from stages.training.optimizer import make_optimizer
-from stages.training.params import FSDP_PRESETS, FsdpParams, TrainParams
+from stages.training.params import FSDP_PRESETS, FsdpParams, TrainParams, TrainRuntime
 from stages.training.precision import LossScaler
 from stages.training.schedule import lr_ratio
 from stages.training.step import train_step
@@ -72,7 +72,15 @@ class Training:
             batches = [make_batch(torch.randint(0, 101, (2, 16), generator=generator), 0, True) for _ in range(2)]
             (labels,) = all_reduce_sum(sum(map(num_labels, batches)))
             results.append(
-                train_step(self.model, self.optimizer, self.scaler, batches, int(labels), self.params, Timers())
+                train_step(
+                    self.model,
+                    self.optimizer,
+                    self.scaler,
+                    batches,
+                    int(labels),
+                    self.params,
+                    Timers(lambda phase: None),
+                )
             )
             self.scheduler.step()
             self.step += 1
@@ -80,7 +88,9 @@ class Training:
 
     def save(self, directory: Path) -> None:
         state = {"step": self.step, "loss_scaler": self.scaler.state_dict()}
-        checkpoint.save(directory, self.model, self.optimizer, self.scheduler, state, "", {})
+        runtime = params.load(TrainRuntime, "runtime", path=REPO / "params.yaml")
+        with checkpoint.Saver(runtime) as saver:
+            saver.save(directory, self.model, self.optimizer, self.scheduler, state, "", {})
 
     def load(self, directory: Path) -> None:
         state = checkpoint.load(directory, self.model, self.optimizer, self.scheduler)

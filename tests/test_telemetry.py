@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from stages.model import meta
 from stages.training import flops
-from stages.training.telemetry import Console, take_memory_gib
+from stages.training.telemetry import Console, memory_gib, reset_peak_memory
 from tests.conftest import REPO
 
 
@@ -52,13 +52,12 @@ def test_an_unknown_gpu_has_no_peak(name: str, precision: str, expected: float |
 
 
 def test_the_peak_of_memory_is_that_since_the_last_line() -> None:
-    take_memory_gib()
     big = torch.ones(2**27)  # half a GiB
-    now, peak = take_memory_gib()
+    now, peak = memory_gib()
     assert peak >= now >= 0.5
     del big
-    take_memory_gib()
-    assert take_memory_gib()[1] < peak - 0.4
+    reset_peak_memory()
+    assert memory_gib()[1] < peak - 0.4
 
 
 class Terminal(io.StringIO):

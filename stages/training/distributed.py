@@ -15,6 +15,10 @@ from stages.artifacts.command import StageError
 T = TypeVar("T")
 
 
+class LostConnection(Exception):
+    """Another rank has ended, or does not answer."""
+
+
 @contextmanager
 def process_group(mesh_shape: Callable[[int, int], tuple[int, int]], timeout_minutes: float) -> Iterator[DeviceMesh]:
     """Join the group that torchrun describes in the environment; yields the mesh of its ranks.
@@ -27,7 +31,7 @@ def process_group(mesh_shape: Callable[[int, int], tuple[int, int]], timeout_min
         timeout_minutes: How long a rank is waited for before it is given up.
 
     Raises:
-        StageError: the connection to another rank was lost, which says itself why, unless it was killed.
+        LostConnection: to another rank, which says itself why, unless it was killed.
     """
     timeout = timedelta(minutes=timeout_minutes)
     if torch.cuda.is_available():
@@ -43,7 +47,7 @@ def process_group(mesh_shape: Callable[[int, int], tuple[int, int]], timeout_min
         yield init_device_mesh(device_type(), shape, mesh_dim_names=names)
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no class of its own for it
-            raise StageError(f"rank {dist.get_rank()} lost the connection to another rank") from None
+            raise LostConnection(f"rank {dist.get_rank()} lost the connection to another rank") from None
         raise
     finally:
         dist.destroy_process_group()

@@ -266,11 +266,15 @@ class TrainRuntime:
     timeout_minutes: PositiveFloat
     """How long a rank that does not answer is waited for; then the others give up."""
     max_restarts: NonNegativeInt
-    """How often a launch starts the processes again after one of them was killed or met an error that is not the
-    user's."""
+    """How often the ranks are started again after one of them crashed or hung. An error that would come again, and a
+    signal to stop, end the training at once."""
     resume: Literal["auto", "never", "extend"]
     """auto: go on from the newest checkpoint that would have come about the same way | never: start over |
     extend: go on with more epochs although the learning rate of the steps already done would have been another."""
+    tracker: Literal["none", "tensorboard", "wandb"]
+    """Where else the numbers go: files below outputs/<experiment_name>/ for TensorBoard or Weights & Biases."""
+    debug: bool
+    """Whether each rank writes what it does into outputs/<experiment_name>/logs/<run_id>/rank-N.log."""
 
 
 def _nearest(value: int, factor: int) -> str:

@@ -5,6 +5,7 @@ can be killed at any time and go on, while a changed learning rate can never con
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,6 +57,11 @@ class Run:
     def directory(self) -> Path:
         """Where its checkpoints lie."""
         return checkpoint.root(self.params.experiment_name) / self.run_id
+
+    @property
+    def aside(self) -> Path:
+        """Where goes what is no result: logs, and what trackers write. As checkpoints do, it outlives a copy."""
+        return Path(os.environ.get("DVC_ROOT", ".")) / "outputs" / self.params.experiment_name
 
     @property
     def total_steps(self) -> int:

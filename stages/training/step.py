@@ -1,7 +1,7 @@
 """One optimizer step, and one validation."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -32,10 +32,13 @@ class Batches:
 
     def of_step(self, step: int) -> list[dict[str, Tensor]]:
         """The batches of this rank for optimizer step `step`: `grad_accum_steps` of `batch_size` rows."""
+        return [self._batch(part) for part in self.rows_of_step(step)]
+
+    def rows_of_step(self, step: int) -> np.typing.NDArray[np.int64]:
+        """The indices of these rows: (grad_accum_steps, batch_size)."""
         params, rank = self._params, dist.get_rank()
         indices = step_rows(step, params.total_batch_size, len(self._rows), params.seed)
-        mine = indices.reshape(-1, dist.get_world_size(), params.batch_size)[:, rank]
-        return [self._batch(part) for part in mine]
+        return indices.reshape(-1, dist.get_world_size(), params.batch_size)[:, rank]
 
     def of_validation(self) -> Iterator[dict[str, Tensor]]:
         """This rank's share of all rows. Every rank gets as many batches, for each is a collective operation."""
@@ -90,11 +93,15 @@ def train_step(
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, batches: Batches) -> float | None:
-    """Mean loss over all validation rows, in nats a token; None where there are no rows."""
+def validation_loss(model: nn.Module, batches: Batches, note: Callable[[], None]) -> float | None:
+    """Mean loss over all validation rows, in nats a token; None where there are no rows.
+
+    `note` is called before each forward pass.
+    """
     model.eval()
     total, labels = 0.0, 0
     for batch in batches.of_validation():
+        note()
         total += loss_sum(model, batch).item()
         labels += num_labels(batch)
     model.train()
