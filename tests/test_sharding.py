@@ -90,7 +90,7 @@ class Training:
         state = {"step": self.step, "loss_scaler": self.scaler.state_dict()}
         runtime = params.load(TrainRuntime, "runtime", path=REPO / "params.yaml")
         with checkpoint.Saver(runtime) as saver:
-            saver.save(directory, self.model, self.optimizer, self.scheduler, state, "", {})
+            saver.save(directory, self.model, self.optimizer, self.scheduler, state, "", {"validation_loss": None})
 
     def load(self, directory: Path) -> None:
         state = checkpoint.load(directory, self.model, self.optimizer, self.scheduler)
