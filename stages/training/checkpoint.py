@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.torch_version import TorchVersion
 
 from stages.artifacts import publish
 from stages.artifacts.checkpoint import write_manifest
@@ -37,6 +38,9 @@ from stages.training import distributed, retention
 from stages.training.params import TrainRuntime
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+_STAGER_LASTS = TorchVersion(torch.__version__) >= (2, 13)
+"""Older ones are closed by their first use."""
 
 
 class Saver:
@@ -53,11 +57,7 @@ class Saver:
         # A thread begins with the first GPU, whichever is this rank's.
         setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
         self._thread = ThreadPoolExecutor(1, "saver", *setup) if runtime.async_checkpoint else None
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-            )
-        )
+        self._stager = _new_stager()
         self._pending: Future[None] | None = None
 
     def __enter__(self) -> "Saver":
@@ -105,6 +105,8 @@ class Saver:
         if self._thread is None:
             self._publish(directory, tensors, rest)
         else:
+            if not _STAGER_LASTS:
+                self._stager = _new_stager()
             staged = cast(dict[str, Any], self._stager.stage(tensors))
             self._pending = self._thread.submit(self._publish, directory, staged, rest)
 
@@ -165,6 +167,15 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRS
     if len(generators) == dist.get_world_size():
         _set_rng_state(generators[dist.get_rank()])
     return state
+
+
+def _new_stager() -> DefaultStager:
+    cuda = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+        )
+    )
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
