@@ -43,13 +43,13 @@ def test_a_second_training_begins_with_the_weights_of_the_first(reproduced: Proj
     again = [stages for command, stages in outputs.items() if command.endswith("dvc repro")]
     assert again == [[], []]
     assert list(outputs.values()).count(STAGES) == 1
+    metrics = reproduced.json("outputs/stage2/metrics.json")
+    assert metrics["untrained_validation_loss"] == trained
+    assert metrics["validation_loss"] != trained
     lineage = reproduced.json("outputs/stage2/model/lineage.json")
     assert lineage["data"]["train"] != parent["data"]["train"]
     assert lineage["model"]["lineage"] == parent
     assert parent["run_id"] in (reproduced / "outputs/stage2/model/README.md").read_text()
-    metrics = reproduced.json("outputs/stage2/metrics.json")
-    assert metrics["untrained_validation_loss"] == trained
-    assert metrics["validation_loss"] != trained
 
 
 def test_every_file_that_the_readme_names_is_there() -> None:
