@@ -99,7 +99,8 @@ def export(name: str, model: ModelManifest, pointer: dict[str, Any], source: Pat
         _write_config(temporary / "config.json", model)
         if "generation_config.json" not in described and reference.generation_config is not None:
             reference.generation_config.save_pretrained(temporary)
-        lineage = card.lineage(pointer, model.model_name, model.model_revision, model.commit, digests)
+        parent = _parent(directory, model)
+        lineage = card.lineage(pointer, model.model_name, model.model_revision, model.commit, parent, digests)
         publish.write_json(temporary / "lineage.json", lineage)
         _, losses = history.values(history.read(source / "history.tsv"), "validation_loss")
         loss = losses[-1] if losses else None
@@ -118,6 +119,18 @@ def _check_manifest(path: Path, tensors: dict[str, Any], expected: dict[str, "Te
     if differing:
         lines = [f"  {name}: {tensors.get(name)} instead of {wanted.get(name)}" for name in differing[:5]]
         raise StageError("\n".join([f"{path}: {len(differing)} tensors are not those of the model", *lines]))
+
+
+def _parent(directory: Path, model: ModelManifest) -> dict[str, Any] | None:
+    """The lineage of the model that the run started from, where its lineage.json speaks of these very weights."""
+    if "lineage.json" not in model.files or not model.weights:
+        return None
+    try:
+        lineage: dict[str, Any] = publish.read_json(directory / "lineage.json")
+        described = lineage["weights"]
+    except (ValueError, KeyError, TypeError):  # a file of the same name that another program wrote
+        return None
+    return lineage if described == {name: model.files[name].sha256 for name in model.weights} else None
 
 
 def _write_config(path: Path, model: ModelManifest) -> None:

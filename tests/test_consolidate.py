@@ -404,6 +404,23 @@ def test_the_same_checkpoint_gives_the_same_bytes() -> None:
     assert "trained for 3 steps from random weights" in card.text
 
 
+def test_the_lineage_contains_that_of_the_model_it_started_from() -> None:
+    config = CONFIGS["llama-tied"]
+    make_model(config)
+    make_checkpoint(trained(config))
+    source = Path("models/tiny/model.safetensors")
+    parent = {"run_id": "first", "weights": {"model.safetensors": publish.sha256_file(source)}}
+    foreign = {"run_id": "first", "weights": {"model.safetensors": "another"}}
+    for content, expected in ((json.dumps(parent), parent), (json.dumps(foreign), None), ("[]", None), ("?", None)):
+        Path("models/tiny/lineage.json").write_text(content)
+        manifest.write(download.describe(download.DownloadParams("models/tiny", "main", "auto")))
+        finish(trained(config))
+        consolidate.main()
+        lineage = json.loads(Path("outputs/exp/model/lineage.json").read_text())
+        assert (lineage["run_id"], lineage["model"]["lineage"]) == ("run", expected)
+        assert ("the result of run `first`" in Path("outputs/exp/model/README.md").read_text()) == bool(expected)
+
+
 def test_a_kill_midway_publishes_nothing_and_the_next_run_does() -> None:
     config = CONFIGS["llama-tied"]
     make_model(config)

@@ -15,8 +15,11 @@ import psutil
 import pytest
 import torch
 
+from stages.artifacts import checkpoint, params
+from stages.training import run
 from stages.training.batch import make_batch
 from stages.training.order import permute, step_rows
+from stages.training.params import TrainParams, TrainRuntime
 from tests.conftest import Project
 
 LAUNCH = ("python", "-m", "stages.launch")
@@ -140,6 +143,7 @@ def test_one_rank_and_two_take_the_same_rows(training: Project) -> None:
 def test_another_lr_starts_anew_and_more_epochs_go_on(training: Project) -> None:
     training.set(lr_schedule="constant")
     training.run(*LAUNCH)
+    shorter = training.checkpoints()
     training.set(num_epochs=2)
     output = training.run(*LAUNCH)
     assert "took the same path until there" in output
@@ -147,18 +151,44 @@ def test_another_lr_starts_anew_and_more_epochs_go_on(training: Project) -> None
     adopted = training.json("outputs/test/run.json")["adopted"]
     assert adopted["step"] == 12
     assert "params.num_epochs: 1 there, 2 here" in adopted["differences"]
-    continued = (training / "outputs/test/history.tsv").read_text()
+    shutil.rmtree(shorter)
+    continued = digests(training, step=24)
 
     shutil.rmtree(training / "outputs")
     training.run(*LAUNCH)
     assert training.json("outputs/test/run.json")["adopted"] is None
-    # The rows are those of a run from scratch, but for the validation that closed the shorter one.
-    assert continued == (training / "outputs/test/history.tsv").read_text()
+    assert continued == digests(training, step=24)
 
     training.set(lr=0.001)
     output = training.run(*LAUNCH)
     assert "resuming" not in output
     assert training.json("outputs/test/run.json")["adopted"] is None
+
+
+@pytest.mark.parametrize(
+    ("values", "resume", "step"),
+    [
+        ({"lr_schedule": "constant"}, "auto", 12),
+        ({"lr_schedule": "cosine", "lr_decay_steps": 12}, "auto", 12),
+        ({"lr_schedule": "wsd", "lr_decay_ratio": 0.2}, "auto", 10),  # the end of the stable phase
+        ({"lr_schedule": "cosine"}, "auto", 2),  # that of the warm-up
+        ({"lr_schedule": "linear"}, "extend", 12),
+    ],
+)
+def test_more_epochs_go_on_from_where_the_learning_rate_parts(
+    training: Project, monkeypatch: pytest.MonkeyPatch, values: dict[str, object], resume: str, step: int
+) -> None:
+    monkeypatch.chdir(training.path)
+    training.set(**values)
+    shorter = run.describe(params.load(TrainParams))
+    for saved in range(2, 13, 2):
+        path = shorter.directory / checkpoint.step_name(saved)
+        path.mkdir(parents=True)
+        checkpoint.write_manifest(path, {"identity": shorter.identity, "step": saved, "total_steps": 12})
+    training.set(num_epochs=2, runtime={"resume": resume})
+    longer = run.describe(params.load(TrainParams))
+    found = run.starting_points(longer, params.load(TrainRuntime, "runtime"), print)
+    assert found[0].name == checkpoint.step_name(step)
 
 
 def test_extend_goes_on_although_the_schedule_was_another(training: Project) -> None:

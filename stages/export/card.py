@@ -6,7 +6,12 @@ import yaml
 
 
 def lineage(
-    pointer: dict[str, Any], model_name: str, model_revision: str, commit: str | None, weights: dict[str, str]
+    pointer: dict[str, Any],
+    model_name: str,
+    model_revision: str,
+    commit: str | None,
+    parent: dict[str, Any] | None,
+    weights: dict[str, str],
 ) -> dict[str, Any]:
     """Everything that made the weights, and their digests. It holds no clock times and no paths of this machine.
 
@@ -15,6 +20,7 @@ def lineage(
         model_name: Of the model that the run started from, as given.
         model_revision: The same.
         commit: Of that model; null for a local directory.
+        parent: The lineage of that model, where an earlier training made it.
         weights: SHA-256 of each weight file.
     """
     identity = pointer["identity"]
@@ -22,7 +28,13 @@ def lineage(
         "run_id": pointer["run_id"],
         "step": pointer["step"],
         "adopted": pointer["adopted"],
-        "model": {"name": model_name, "revision": model_revision, "commit": commit, "manifest": identity["model"]},
+        "model": {
+            "name": model_name,
+            "revision": model_revision,
+            "commit": commit,
+            "manifest": identity["model"],
+            "lineage": parent,
+        },
         "data": identity["data"],
         "params": identity["params"],
         "code": identity["code"],
@@ -54,6 +66,8 @@ def readme(name: str, lineage: dict[str, Any], architecture: str, random: bool, 
         }
         metadata["model-index"] = [{"name": name, "results": [result]}]
     origin = f"`{model['name']}`" + (f" at commit `{model['commit']}`" if model["commit"] else "")
+    if model["lineage"]:
+        origin += f", the result of run `{model['lineage']['run_id']}`"
     start = "random weights, with the config and tokenizer of" if random else "the weights of"
     loss = "none was measured" if validation_loss is None else f"{validation_loss:.4f} nats per token"
     return f"""---

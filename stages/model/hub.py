@@ -12,7 +12,7 @@ from typing import Any
 from stages.artifacts.command import StageError
 from stages.model import headers
 
-DESCRIPTION_FILES = ("config.json", "generation_config.json", "chat_template*", headers.INDEX)
+DESCRIPTION_FILES = ("config.json", "generation_config.json", "chat_template*", "lineage.json", headers.INDEX)
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
 
 _TIMEOUT = 10.0  # seconds to wait for the Hub's first answer; huggingface_hub's own call has no limit
