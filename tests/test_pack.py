@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from stages.artifacts.command import StageError
 from stages.artifacts.publish import read_json, sha256_file
-from stages.corpus import arrow, packing, workers
+from stages.corpus import arrow, encoding, packing, workers
 from stages.corpus.text import TextWriter
 from stages.model import manifest
 from stages.pack import PackParams, PackRuntime, pack
@@ -41,7 +41,7 @@ def make_model(tokenizer: Tokenizer | None = None, **changes: Any) -> manifest.M
     path = directory / "tokenizer.json"
     tokenizer = tokenizer or byte_tokenizer()
     tokenizer.save(str(path))
-    packing._tokenizer.cache_clear()
+    encoding._tokenizer.cache_clear()
     model = manifest.ModelManifest(
         model_name=str(directory), model_revision="main", commit=None, architecture="", model_type="", dtype="float32",
         num_parameters=0, files={"tokenizer.json": manifest.FileEntry(path.stat().st_size, sha256_file(path))},
@@ -68,7 +68,7 @@ def make_corpus(splits: list[list[str]]) -> None:
 
 
 def run(seq_length: int = 4, validation_splits: int = 1, num_workers: int = 1) -> dict[str, Any]:
-    pack(PackParams(seq_length, validation_splits), PackRuntime(num_workers))
+    pack(PackParams(seq_length, validation_splits), PackRuntime(num_workers, 1))
     metrics: dict[str, Any] = json.loads(Path("data/pack.json").read_text())
     return metrics
 
