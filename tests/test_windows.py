@@ -90,3 +90,14 @@ def test_prose_is_joined(kind: str) -> None:
     pieces = list(windows.encode(make(kind), memoryview(text.encode()), 800, 200))
     assert len(pieces) > 20
     assert np.concatenate(pieces).tolist() == make(kind).encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("count", range(650, 690, 3))
+def test_a_run_longer_than_a_window_is_not_joined_at_a_guess(count: int) -> None:
+    """Where the pairs of a run begin can turn on its length, which no window knows."""
+    text = prose(1, 120) + "\n" * count + prose(2, 120)
+    try:
+        pieces = list(windows.encode(make("unigram"), text.encode(), 800, 200))
+    except windows.NotJoined:
+        return
+    assert np.concatenate(pieces).tolist() == make("unigram").encode(text, add_special_tokens=False).ids
