@@ -119,8 +119,9 @@ def files(folder: Path) -> list[Path]:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Bytes of all files below a folder, each once however many names it has."""
+    found = (path.stat() for path in folder.rglob("*") if path.is_file())
+    return sum({status.st_ino: status.st_size for status in found}.values())
 
 
 def some(paths: list[Path], megabytes: float) -> list[Path]:

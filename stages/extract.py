@@ -60,14 +60,14 @@ class ExtractParams:
     """The folder of raw files, relative to the root of the project, or absolute."""
     deduplicate_strings: bool
     """Of equal strings only the first is kept, in the order of the splits and their rows."""
+    keep_source: bool
+    """Of each string, keep in a second column `source` which file it is from, and where in it it stands."""
 
 
 @dataclass(frozen=True)
-class ExtractRuntime:
+class ExtractRuntime(workers.Runtime):
     """What changes no result."""
 
-    num_workers: Annotated[int, Field(ge=1)] | None
-    """Processes that read the splits; None: one a core."""
     reuse_gib: Annotated[float, Field(ge=0)]
     """What results of earlier runs may take on the disk, in GiB, besides what outputs and DVC's cache hold anyway."""
 
@@ -114,6 +114,7 @@ def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
     parts = summary["splits"]
     store = reuse.Store(reuse.root())
     code = reuse.digest_of_code("stages.extract")
+    features = arrow.TEXT_AND_SOURCE if options.keep_source else arrow.TEXT
     shard_names = [arrow.shard_name(index, len(parts)) for index in range(len(parts))]
     with publish.directory(CORPUS) as directory:
         tasks = [
@@ -127,7 +128,7 @@ def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
             )
             for index, part in enumerate(parts)
         ]
-        results = run(tasks, [part["bytes"] for part in parts], workers.count(runtime.num_workers))
+        results = run(tasks, [part["bytes"] for part in parts], runtime)
         if changed := [path for result in results for path in result.changed]:
             raise StageError(
                 f"{len(changed)} files were changed or removed after organize, the first is {changed[0]}: "
@@ -137,12 +138,12 @@ def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
         shards = [result.shard for result in results]
         if options.deduplicate_strings:
             targets = [directory / name for name in shard_names]
-            shards = deduplicate([task.shard for task in tasks], shards, targets, runtime, counts)
+            shards = deduplicate([task.shard for task in tasks], shards, targets, features, runtime, counts)
         rejected = sorted((entry for result in results for entry in result.rejected), key=lambda entry: entry["path"])
         publish.write_json(METRICS, metrics(counts, rejected))
         if counts["rejected_files"] > options.max_rejected_files:
             raise StageError(too_many(counts["rejected_files"], rejected, options.max_rejected_files))
-        arrow.write_metadata(directory, arrow.TEXT, shards)
+        arrow.write_metadata(directory, features, shards)
     store.trim(int(runtime.reuse_gib * 2**30))
     return (
         f"extract: {counts['strings']} strings, {counts['characters'] / 1e6:.1f} M characters, "
@@ -155,17 +156,17 @@ def deduplicate(
     sources: Sequence[Path],
     shards: Sequence[Any],
     targets: Sequence[Path],
+    features: dict[str, Any],
     runtime: ExtractRuntime,
     counts: Counter[str],
 ) -> list[Any]:
     """Turn the shards of all strings into those of different strings, and take the duplicates off the counts."""
     from stages.corpus import duplicates
 
-    num_workers = workers.count(runtime.num_workers)
-    digests = list(workers.ordered_map(duplicates.write_digests, sources, num_workers))
+    digests = list(workers.ordered_map(duplicates.write_digests, sources, runtime))
     flags = duplicates.find(digests, [shard.rows for shard in shards])
-    tasks = list(zip(sources, targets, flags, strict=True))
-    filtered = list(workers.ordered_map(duplicates.drop, tasks, num_workers))
+    tasks = [(source, target, features, flag) for source, target, flag in zip(sources, targets, flags, strict=True)]
+    filtered = list(workers.ordered_map(duplicates.drop, tasks, runtime))
     for path in (*sources, *digests):
         path.unlink()
     for result in filtered:
@@ -181,16 +182,16 @@ def key(manifest_digest: str, options: ExtractParams, code: str) -> str:
     Where the raw files lie is no part of it, as the manifest has their digests, nor how many may be rejected.
     Duplicate strings are dropped afterwards, as that depends on all splits.
     """
-    decisive = {"fallback_encoding": options.fallback_encoding, "min_chars": options.min_chars}
+    decisive = {name: getattr(options, name) for name in ("fallback_encoding", "keep_source", "min_chars")}
     return publish.sha256_json(["extract", manifest_digest, decisive, code])
 
 
-def run(tasks: Sequence[Task], sizes: Sequence[int], num_workers: int) -> list[SplitResult]:
+def run(tasks: Sequence[Task], sizes: Sequence[int], runtime: workers.Runtime) -> list[SplitResult]:
     """Extract all splits and return the results in their order. The largest begins first, so that none ends late."""
     order = sorted(range(len(tasks)), key=lambda index: -sizes[index])
     results: dict[int, SplitResult] = {}
     with tqdm(total=sum(sizes), desc="extract", unit="B", unit_scale=True, disable=None) as progress:
-        computed = workers.ordered_map(extract_split, [tasks[index] for index in order], num_workers)
+        computed = workers.ordered_map(extract_split, [tasks[index] for index in order], runtime)
         for index, result in zip(order, computed, strict=True):
             results[index] = result
             progress.update(sizes[index])
@@ -231,10 +232,13 @@ def read_split(task: Task) -> SplitResult:
             where = {"path": tree.printable(path), "position": what.position}
             rejected.append({**where, "reason": what.reason, "detail": what.detail})
 
-    with without_collector(), arrow.StreamWriter(task.shard, arrow.TEXT) as stream:
-        writer = TextWriter(stream, task.options.min_chars, report)
+    keep_source = task.options.keep_source
+    features = arrow.TEXT_AND_SOURCE if keep_source else arrow.TEXT
+    with without_collector(), arrow.StreamWriter(task.shard, features) as stream:
+        writer = TextWriter(stream, task.options.min_chars, report, keep_source)
         for path, _, digest in splits.read_manifest(task.manifest, task.digest):
             num_rejected = 0
+            writer.path = tree.printable(path)
             found = formats.find(path)
             assert found, "organize takes no other files"
             format, compression = found

@@ -42,11 +42,8 @@ class OrganizeParams:
 
 
 @dataclass(frozen=True)
-class OrganizeRuntime:
+class OrganizeRuntime(workers.Runtime):
     """What changes no result."""
-
-    num_workers: Annotated[int, Field(ge=1)] | None
-    """Processes that read the files; None: one a core."""
 
 
 def main() -> None:
@@ -71,13 +68,15 @@ def organize(options: OrganizeParams, runtime: OrganizeRuntime, target: Path = S
         raise StageError(f"raw_dir is {options.raw_dir!r}, which is no folder: create it and put the raw files in it")
     paths, passed_over = tree.walk(root, lambda name: formats.find(name) is not None)
     files: list[splits.RawFile] = []
-    tasks = [(root, paths[start : start + FILES_PER_TASK]) for start in range(0, len(paths), FILES_PER_TASK)]
-    num_workers = workers.count(runtime.num_workers)
+    tasks = [(str(root), paths[start : start + FILES_PER_TASK]) for start in range(0, len(paths), FILES_PER_TASK)]
     with tqdm(total=len(paths), desc="organize", unit="file", disable=None) as progress:
-        for readable, unreadable in workers.ordered_map(measure, tasks, num_workers):
-            files += readable
-            passed_over += unreadable
-            progress.update(len(readable) + len(unreadable))
+        for (_, batch), results in zip(tasks, workers.ordered_map(measure, tasks, runtime), strict=True):
+            for path, found in zip(batch, results, strict=True):
+                if isinstance(found, str):
+                    passed_over.append(tree.PassedOver(path, found))
+                else:
+                    files.append(splits.RawFile(path, *found))
+            progress.update(len(batch))
     if not files:
         reasons = Counter(item.reason for item in passed_over)
         found = ", ".join(f"{count} x {reason}" for reason, count in sorted(reasons.items())) or "it is empty"
@@ -128,16 +127,20 @@ def organize(options: OrganizeParams, runtime: OrganizeRuntime, target: Path = S
     )
 
 
-def measure(task: tuple[Path, Sequence[str]]) -> tuple[list[splits.RawFile], list[tree.PassedOver]]:
-    """Size and digest of each of some files, given the folder they are relative to; and those that cannot be read."""
+def measure(task: tuple[str, Sequence[str]]) -> list[tuple[int, str] | str]:
+    """Size and digest of each of some files, or why it cannot be read, given the folder they are relative to.
+
+    With a million files it counts that the paths are joined as strings, and not sent back.
+    """
     root, paths = task
-    readable, unreadable = [], []
+    prefix = os.path.join(root, "")
+    results: list[tuple[int, str] | str] = []
     for path in paths:
         try:
-            readable.append(splits.RawFile(path, *tree.measure(root / path)))
+            results.append(tree.measure(prefix + path))
         except OSError as error:
-            unreadable.append(tree.PassedOver(path, f"unreadable: {error.strerror}"))
-    return readable, unreadable
+            results.append(f"unreadable: {error.strerror}")
+    return results
 
 
 def deduplicate(files: Sequence[splits.RawFile]) -> tuple[list[splits.RawFile], list[dict[str, str]]]:

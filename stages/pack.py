@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from stages.artifacts import command, params, publish, reuse
 from stages.artifacts.command import StageError
+from stages.corpus import workers
 
 if TYPE_CHECKING:
     from stages.corpus.arrow import Shard
@@ -32,7 +33,7 @@ TOKENS = Path("data/tokens")
 METRICS = Path("data/pack.json")
 
 TOKENIZER = "tokenizer.json"
-AHEAD = 1000  # record batches under way or done: one very long document keeps no worker waiting
+AHEAD = 100  # record batches a worker under way or done: one very long document keeps no worker waiting
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,9 @@ class PackParams:
 
 
 @dataclass(frozen=True)
-class PackRuntime:
+class PackRuntime(workers.Runtime):
     """What changes no result."""
 
-    num_workers: Annotated[int, Field(ge=1)] | None
-    """Processes that encode; None: one a core."""
     reuse_gib: Annotated[float, Field(ge=0)]
     """What results of earlier runs may take on the disk, in GiB, besides what outputs and DVC's cache hold anyway."""
 
@@ -129,7 +128,7 @@ def encode_splits(
 
     The largest split begins first. A split is stored as soon as all of it is encoded.
     """
-    from stages.corpus import arrow, packing, workers
+    from stages.corpus import arrow, packing
 
     code = reuse.digest_of_code("stages.pack")
     keys = [key(shard.sha256, coding, code) for shard in shards]
@@ -150,8 +149,7 @@ def encode_splits(
         ]
         for index in missing
     }
-    num_workers = workers.count(runtime.num_workers)
-    encoded = workers.ordered_map(packing.encode, [*chain.from_iterable(tasks.values())], num_workers, AHEAD)
+    encoded = workers.ordered_map(packing.encode, [*chain.from_iterable(tasks.values())], runtime, AHEAD)
     num_documents = sum(shards[index].rows for index in missing)
     with tqdm(total=num_documents, desc="pack", unit="document", disable=None) as progress:
         for index, parts in tasks.items():
@@ -176,7 +174,7 @@ def key(shard_digest: str, coding: "Coding", code: str) -> str:
 
 def find_coding(options: PackParams) -> "Coding":
     """The model's tokenizer, checked against the manifest and the parameters."""
-    import orjson
+    import json
 
     from stages.corpus.encoding import Coding
     from stages.model import manifest
@@ -196,7 +194,7 @@ def find_coding(options: PackParams) -> "Coding":
             "save it beside the model with save_pretrained"
         )
     path = manifest.verify(model, [TOKENIZER]) / TOKENIZER
-    content = orjson.loads(path.read_bytes())
+    content = json.loads(path.read_bytes())
     inner, vocab = content["model"], content["model"]["vocab"]  # a list of tokens, or ids by token
     ids = {
         *(range(len(vocab)) if isinstance(vocab, list) else vocab.values()),

@@ -9,12 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
-import orjson
 import psutil
 import pytest
 import yaml
@@ -24,7 +23,7 @@ from hypothesis import strategies as st
 
 from stages.artifacts.command import StageError
 from stages.artifacts.publish import sha256_file
-from stages.corpus import arrow, formats, source
+from stages.corpus import arrow, cut, formats, source
 from stages.corpus.formats import json as json_format
 from stages.corpus.formats import yaml as yaml_format
 from stages.corpus.source import Rejected
@@ -54,13 +53,14 @@ def put(files: Files) -> None:
 
 def run(
     num_splits: int = 1, num_workers: int = 1, *, max_rejected_files: int = 0, fallback: str | None = "cp1252",
-    min_chars: int = 1, is_fresh: bool = True,
+    min_chars: int = 1, keep_source: bool = False, is_fresh: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Organize and extract, from nothing if `is_fresh`; return `data/extract.json`."""
     if is_fresh:
         shutil.rmtree("data/.reuse", ignore_errors=True)
     organize(OrganizeParams(num_splits, "data/raw", False), OrganizeRuntime(1))
-    extract(ExtractParams(fallback, max_rejected_files, min_chars, "data/raw", False), ExtractRuntime(num_workers, 1))
+    options = ExtractParams(fallback, max_rejected_files, min_chars, "data/raw", False, keep_source)
+    extract(options, ExtractRuntime(num_workers, 1))
     metrics: dict[str, Any] = json.loads(Path("data/extract.json").read_text())
     return metrics
 
@@ -97,16 +97,21 @@ def content_of(directory: Path) -> dict[str, bytes]:
 class ListSink:
     """A sink that remembers documents."""
 
+    keep_source = False
+
     def __init__(self) -> None:
         self.documents: list[list[str]] = []
         self.current: list[str] = []
 
-    def add(self, strings: list[str]) -> None:
+    def add(self, strings: list[str], places: Sequence[str] = ()) -> None:
         self.current += strings
 
     def end(self) -> None:
         self.documents.append(self.current)
         self.current = []
+
+    def add_json(self, document: bytes) -> None:
+        raise AssertionError
 
     def reject(self, rejected: Rejected) -> None:
         self.current = []
@@ -124,7 +129,7 @@ def scanned(text: str | bytes) -> list[list[str]]:
 def test_trap_05_a_file_that_changed_is_noticed() -> None:
     put({"a.txt": "old", "b.txt": "b"})
     organize(OrganizeParams(1, "data/raw", False), OrganizeRuntime(1))
-    options, runtime = ExtractParams(None, 9, 1, "data/raw", False), ExtractRuntime(1, 1)
+    options, runtime = ExtractParams(None, 9, 1, "data/raw", False, False), ExtractRuntime(1, 1)
     for change in (lambda: put({"a.txt": "new"}), lambda: Path("data/raw/a.txt").unlink()):
         change()
         with pytest.raises(StageError, match=r"1 files were changed .* first is a.txt: run `dvc repro`"):
@@ -170,6 +175,12 @@ def test_trap_07_text_is_kept_as_it_is() -> None:
 # JSON
 
 
+def cut_out(text: str) -> list[str] | None:
+    """The strings of a document, if it is one that can be cut."""
+    document = text.encode()
+    return cut.strings([document]).to_pylist() if json_format.is_document(document) else None
+
+
 def test_trap_08_values_only() -> None:
     value = {"key": "a", "n": [1, 2.5, True, None, "", "b", {"c": ["d", {}, [], "e"]}]}
     assert strings_of("a.json", json.dumps(value)) == ["a", "b", "d", "e"]
@@ -182,12 +193,51 @@ def test_trap_09_duplicate_keys() -> None:
     expected = ["first", '"quoted"\\', "x", "y"]
     assert strings_of("a.json", text) == expected
     assert strings_of("a.jsonl", text) == expected
-    assert json_format.parse(text.encode()) is None  # found out without reading the file twice
+    assert cut_out(text) == expected
 
 
 def test_trap_09_the_fast_reader_is_used_where_it_is_exact() -> None:
-    for text in (r'{"a": "\\", "b": "\\\"", "\"": "\u0022", "c": ""}', '["a"]', "{}", '{"a": {"a": "b"}}'):
-        assert json_format.parse(text.encode()) == scanned(text)[0]
+    for text in (
+        r'{"a": "\\", "b": "\\\"", "\"": "\u0022", "c": ""}',
+        '["a"]',
+        "{}",
+        '{"a": {"a": "b"}}',
+        '"a"',
+        '""',
+        "1",
+    ):
+        assert cut_out(text) == list(filter(None, scanned(text)[0]))
+
+
+def test_white_space_tells_keys_from_values() -> None:
+    for space in ("", " ", "\n\t\r ", " " * 31, "\n" * 32, " " * 33, " " * 5000):
+        items = [
+            "[",
+            "{",
+            '"key"',
+            ":",
+            '"a"',
+            ",",
+            r'"\\\""',
+            ":",
+            "[",
+            '"b"',
+            ",",
+            "1",
+            ",",
+            '"c"',
+            "]",
+            "}",
+            "]",
+            "",
+        ]
+        assert cut_out(space.join(items)) == ["a", "b", "c"]
+        assert cut_out(f'"a"{space}') == ["a"]
+
+
+def test_many_documents_are_cut_at_once() -> None:
+    documents = [b'"a"', b'{"b": "c"}', b" 1 ", b'["\\n\\u00e9", "\xc3\xa9"]', b'"d\\\\"', b"{}"]
+    assert cut.strings(documents).to_pylist() == ["a", "c", "\n\u00e9", "\u00e9", "d\\"]
 
 
 def test_trap_10_surrogates() -> None:
@@ -240,7 +290,7 @@ def test_trap_13_streams_hold_one_piece() -> None:
     class Counter(ListSink):
         strings = most = 0
 
-        def add(self, strings: list[str]) -> None:
+        def add(self, strings: list[str], places: Sequence[str] = ()) -> None:
             self.strings += len(strings)
             self.most = max(self.most, sum(map(len, strings)))
 
@@ -279,6 +329,7 @@ def test_trap_13_memory_of_a_long_file() -> None:
 def test_trap_13_too_long_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("source", "text", "formats.json", "formats.jsonl"):
         monkeypatch.setattr(f"stages.corpus.{module}.LONGEST_STRING", 1000)
+    monkeypatch.setattr(json_format, "WHOLE", 1000)
     long = "é" * 501
     for name, content in {
         "a.txt": long,
@@ -355,7 +406,7 @@ def test_invalid_json_is_rejected(text: str, chunk: int, monkeypatch: pytest.Mon
     padding = " " * 40
     with pytest.raises(Rejected, match="invalid JSON"):
         scanned(text + padding)
-    assert json_format.parse(text.encode()) is None
+    assert cut_out(text) is None
 
 
 def test_an_empty_file_holds_nothing() -> None:
@@ -388,13 +439,48 @@ def test_any_json_gives_exactly_its_strings_in_order(
         found = scanned(" ".join(texts))
     assert [list(filter(None, document)) for document in found] == list(map(strings_in, values))
     for text, value in zip(texts, values, strict=True):
-        strings = json_format.parse(text.encode())
         try:
-            orjson.loads(text)
-        except orjson.JSONDecodeError:  # it has NaN, say
-            continue
-        assert strings is not None
-        assert list(filter(None, strings)) == strings_in(value)
+            json.dumps(value, allow_nan=False)
+        except ValueError:
+            assert cut_out(text) is None
+        else:
+            assert cut_out(text) == strings_in(value)
+
+
+def test_sources_of_strings() -> None:
+    """`keep_source` gives the file, the number of the document in it, and a JSON pointer into that."""
+    value = {"a": "x", "": [1, "y", ["", "z"], {"b/c~d": "w"}], "n": {"m": None, "o": "v"}, "\n": "u"}
+    places = {"x": "/a", "y": "//1", "z": "//2/1", "w": "//3/b~1c~0d", "v": "/n/o", "u": "/\n"}
+    put({
+        "a.json": json.dumps(value) + '"second"',
+        "b.jsonl": f'["b"]\n\nbad\n{json.dumps(value)}\n',
+        "c.yaml": f"--- {json.dumps(value)}\n--- {{\u2028: third}}\n",
+        "d.txt": "text",
+    })  # fmt: skip
+    run(max_rejected_files=1, keep_source=True)
+    dataset = datasets.load_from_disk(str(CORPUS))
+    sources = {source: text for text, source in zip(dataset["text"], dataset["source"], strict=True)}
+    assert sources == {
+        **{f"a.json#1{place}": text for text, place in places.items()}, "a.json#2": "second",
+        "b.jsonl#1/0": "b", **{f"b.jsonl#4{place}": text for text, place in places.items()},
+        **{f"c.yaml#1{place}": text for text, place in places.items()}, "c.yaml#2/\u2028": "third",
+        "d.txt": "text",
+    }  # fmt: skip
+
+
+def test_sources_change_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stages.corpus.text.BATCH", 20)  # several record batches
+    put(
+        {
+            "a.json": json.dumps([["one", "two"] * 20, {"k": "three"}]),
+            "b.yaml": "- {a: &x four, *x : five}\n- ? [a]\n  : sixth\n",
+        }
+    )
+    run(min_chars=4)
+    texts = rows()
+    run(min_chars=4, keep_source=True)
+    assert rows() == texts
+    assert datasets.load_from_disk(str(CORPUS))["source"][-3:] == ["b.yaml#1/0/a", "b.yaml#1/0/*x", "b.yaml#1/1/?"]
 
 
 # YAML
@@ -490,7 +576,7 @@ def test_trap_13_yaml_is_handed_on_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("stages.corpus.text.BATCH", 10)
     sizes: list[int] = []
     add = TextWriter.add
-    monkeypatch.setattr(TextWriter, "add", lambda self, strings: (sizes.append(len(strings)), add(self, strings))[1])
+    monkeypatch.setattr(TextWriter, "add", lambda self, *args: (sizes.append(len(args[0])), add(self, *args))[1])
     text = "- four\n" * 100
     assert strings_of("a.yaml", text) == ["four"] * 100
     assert max(sizes) == 3
@@ -627,11 +713,17 @@ def test_trap_21_a_killed_worker_leaves_nothing() -> None:
     assert content_of(CORPUS) == clean
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Where nobody collects orphans they stay as zombies."""
+    return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+
+
 def test_trap_21_workers_end_with_the_stage() -> None:
     put_slow_files()
     organize(OrganizeParams(4, "data/raw", False), OrganizeRuntime(1))
     Path("params.yaml").write_text(
-        "deduplicate_strings: false\nfallback_encoding: null\nmax_rejected_files: 0\nmin_chars: 1\nraw_dir: data/raw\n"
+        "deduplicate_strings: false\nfallback_encoding: null\nkeep_source: false\nmax_rejected_files: 0\nmin_chars: 1\n"
+        "raw_dir: data/raw\n"
         "runtime: {num_workers: 2, reuse_gib: 1}\n"
     )
     stage = psutil.Popen([sys.executable, "-m", "stages.extract"], env={**os.environ, "PYTHONPATH": str(REPO)})
@@ -640,9 +732,10 @@ def test_trap_21_workers_end_with_the_stage() -> None:
     time.sleep(0.3)
     stage.send_signal(signal.SIGKILL)
     stage.wait()
-    time.sleep(1)
-    # Where nobody collects orphans they stay as zombies.
-    assert [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE] == []
+    deadline = time.monotonic() + 30  # one that is just starting has to get so far that it notices
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, workers))
     assert not CORPUS.exists()
 
 

@@ -26,7 +26,7 @@ from tests.test_extract import content_of, put, workers_of
 
 CORPUS = Path("data/corpus")
 STORE = Path("data/.reuse")
-OPTIONS = ExtractParams("cp1252", 0, 1, "data/raw", False)
+OPTIONS = ExtractParams("cp1252", 0, 1, "data/raw", False, False)
 RUNTIME = ExtractRuntime(1, 1)
 
 
@@ -91,7 +91,7 @@ def test_an_edited_file_redoes_its_split() -> None:
 def test_rejected_files_are_reused_with_their_reasons() -> None:
     put_numbered(8)
     put({"bad.json": "[", "worse.yaml": "{", "wörse.json": '["\ud800'.encode(errors="surrogatepass")})
-    options = ExtractParams("cp1252", 3, 1, "data/raw", False)
+    options = ExtractParams("cp1252", 3, 1, "data/raw", False, False)
     run(options=options)
     first = result()
     assert run(options=options) == 0
@@ -102,13 +102,13 @@ def test_rejected_files_are_reused_with_their_reasons() -> None:
 def test_parameters_and_code_decide_and_the_place_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     put_numbered(8)
     run()
-    assert run(options=ExtractParams("cp1252", 5, 1, "data/raw", False)) == 0
+    assert run(options=ExtractParams("cp1252", 5, 1, "data/raw", False, False)) == 0
     Path("data/raw").rename("moved")
-    assert run(options=ExtractParams("cp1252", 0, 1, "moved", False)) == 0
-    assert run(options=ExtractParams("cp1252", 0, 2, "moved", False)) == 4
-    assert run(options=ExtractParams(None, 0, 1, "moved", False)) == 4
+    assert run(options=ExtractParams("cp1252", 0, 1, "moved", False, False)) == 0
+    assert run(options=ExtractParams("cp1252", 0, 2, "moved", False, False)) == 4
+    assert run(options=ExtractParams(None, 0, 1, "moved", False, False)) == 4
     monkeypatch.setattr(reuse, "digest_of_code", lambda module: "of an edit")
-    assert run(options=ExtractParams("cp1252", 0, 1, "moved", False)) == 4
+    assert run(options=ExtractParams("cp1252", 0, 1, "moved", False, False)) == 4
 
 
 def test_the_code_is_all_that_a_stage_imports_and_the_packages_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_the_stage_bounds_the_store() -> None:
     run()
     shutil.rmtree(CORPUS)
     runtime = ExtractRuntime(1, 0)
-    assert run(options=ExtractParams("cp1252", 0, 2, "data/raw", False), runtime=runtime) == 4
+    assert run(options=ExtractParams("cp1252", 0, 2, "data/raw", False, False), runtime=runtime) == 4
     assert len(list(STORE.iterdir())) <= 4
 
 
@@ -312,8 +312,8 @@ def test_trap_21_killed_at_any_moment_redoes_what_was_not_finished(number: int) 
     shutil.rmtree(STORE)
     shutil.rmtree(CORPUS)
     Path("params.yaml").write_text(
-        "deduplicate_strings: false\nfallback_encoding: cp1252\nmax_rejected_files: 0\nmin_chars: 1\n"
-        "raw_dir: data/raw\n"
+        "deduplicate_strings: false\nfallback_encoding: cp1252\nkeep_source: false\nmax_rejected_files: 0\n"
+        "min_chars: 1\nraw_dir: data/raw\n"
         "runtime: {num_workers: 2, reuse_gib: 1}\n"
     )
     chance = random.Random(number)

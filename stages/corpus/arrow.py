@@ -20,6 +20,8 @@ STATE = "state.json"
 
 TEXT = {"text": {"dtype": "string", "_type": "Value"}}
 """The features of a corpus, as `datasets` writes them down."""
+TEXT_AND_SOURCE = {**TEXT, "source": TEXT["text"]}
+"""The same with `keep_source`."""
 
 
 def token_features(seq_length: int) -> dict[str, Any]:
@@ -29,9 +31,11 @@ def token_features(seq_length: int) -> dict[str, Any]:
 
 def schema(features: dict[str, Any]) -> pa.Schema:
     """The Arrow schema that `datasets` expects for one of the features above."""
-    [(name, feature)] = features.items()
-    kind = pa.string() if feature["_type"] == "Value" else pa.list_(pa.int32(), feature["length"])
-    return pa.schema({name: kind}, metadata={"huggingface": json.dumps({"info": {"features": features}})})
+    kinds = {
+        name: pa.string() if feature["_type"] == "Value" else pa.list_(pa.int32(), feature["length"])
+        for name, feature in features.items()
+    }
+    return pa.schema(kinds, metadata={"huggingface": json.dumps({"info": {"features": features}})})
 
 
 class Shard(NamedTuple):
@@ -57,6 +61,7 @@ class StreamWriter:
         self.path = path
         self.rows = 0
         self.schema = schema(features)
+        path.unlink(missing_ok=True)  # of a worker that is lost: it may still write, or have stored the file
         self._file = path.open("wb")
         self._file.write(self.schema.serialize())
 
@@ -66,10 +71,10 @@ class StreamWriter:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def write(self, column: pa.Array) -> None:
+    def write(self, *columns: pa.Array) -> None:
         """Append a record batch."""
-        self.rows += len(column)
-        self._file.write(pa.record_batch([column], schema=self.schema).serialize())
+        self.rows += len(columns[0])
+        self._file.write(pa.record_batch(list(columns), schema=self.schema).serialize())
 
     def mark(self) -> tuple[int, int]:
         """Where the stream ends now, for `cut`."""
@@ -138,8 +143,9 @@ def batch_offsets(path: Path) -> list[int]:
             offsets.append(offset)
 
 
-def read_batch(path: Path, offset: int, schema: pa.Schema) -> pa.RecordBatch:
+def read_batch(path: Path, offset: int) -> pa.RecordBatch:
     """Read one record batch of a shard without copying it."""
     file = pa.memory_map(str(path))
+    schema = pa.ipc.read_schema(file)
     file.seek(offset)
     return pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -37,10 +37,9 @@ def write_digests(shard: Path) -> Path:
 
     Memory: 100 bytes a string of the shard, about.
     """
-    schema = arrow.schema(arrow.TEXT)
     parts = [
         b"".join(blake2b(text.encode(), digest_size=16).digest() for text in column.to_pylist())
-        for column in (arrow.read_batch(shard, offset, schema).column(0) for offset in arrow.batch_offsets(shard))
+        for column in (arrow.read_batch(shard, offset)["text"] for offset in arrow.batch_offsets(shard))
     ]
     digests = np.frombuffer(b"".join(parts), "<u8").reshape(-1, 2)
     entries = np.empty(len(digests), _ENTRY)
@@ -77,17 +76,19 @@ def _is_first(entries: NDArray[np.void]) -> NDArray[np.bool_]:
     return is_first
 
 
-def drop(task: tuple[Path, Path, NDArray[np.bool_]]) -> Filtered:
-    """Write a shard anew without the rows that are not the first of their kind, given source, target and flags."""
-    source, target, is_first = task
-    schema = arrow.schema(arrow.TEXT)
+def drop(task: tuple[Path, Path, dict[str, Any], NDArray[np.bool_]]) -> Filtered:
+    """Write a shard anew without the rows that are not the first of their kind.
+
+    Given source, target, the features of both, and flags.
+    """
+    source, target, features, is_first = task
     row = characters = 0
-    with arrow.StreamWriter(target, arrow.TEXT) as stream:
+    with arrow.StreamWriter(target, features) as stream:
         for offset in arrow.batch_offsets(source):
-            column = arrow.read_batch(source, offset, schema).column(0)
-            keep = pa.array(is_first[row : row + len(column)])
-            row += len(column)
-            characters += pc.sum(pc.utf8_length(column.filter(pc.invert(keep)))).as_py() or 0
-            if kept := column.filter(keep):
-                stream.write(kept)
+            batch = arrow.read_batch(source, offset)
+            keep = pa.array(is_first[row : row + len(batch)])
+            row += len(batch)
+            characters += pc.sum(pc.utf8_length(batch["text"].filter(pc.invert(keep)))).as_py() or 0
+            if kept := batch.filter(keep):
+                stream.write(*kept.columns)
         return Filtered(stream.close(), row - stream.rows, characters)

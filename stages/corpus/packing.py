@@ -41,8 +41,9 @@ def encode(task: Task) -> Encoded:
     Raises:
         StageError: the tokenizer does not fit the model, or gives the EOS token inside a document.
     """
-    texts = arrow.read_batch(task.shard, task.offset, arrow.schema(arrow.TEXT)).column(0)
+    texts = arrow.read_batch(task.shard, task.offset)["text"]
     unknown = 0
+    task.target.unlink(missing_ok=True)  # of a worker that is lost and may still write
     with task.target.open("wb") as file:
         for tokens in encoding.encode(texts, task.coding):
             tokens.tofile(file)

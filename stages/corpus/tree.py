@@ -43,16 +43,17 @@ def walk(root: Path, is_wanted: Callable[[str], bool]) -> tuple[list[str], list[
             path = folder + entry.name
             if entry.name.startswith("."):
                 passed_over.append(PassedOver(path + "/" * entry.is_dir(follow_symlinks=False), "hidden"))
+            elif entry.is_file(follow_symlinks=False):  # first, as most are
+                if is_wanted(entry.name):
+                    files.append(path)
+                else:
+                    passed_over.append(PassedOver(path, "other suffix"))
             elif entry.is_symlink():
                 links.append(path)
             elif entry.is_dir(follow_symlinks=False):
                 folders.append(path + "/")
-            elif not entry.is_file(follow_symlinks=False):
-                passed_over.append(PassedOver(path, "no regular file"))
-            elif not is_wanted(entry.name):
-                passed_over.append(PassedOver(path, "other suffix"))
             else:
-                files.append(path)
+                passed_over.append(PassedOver(path, "no regular file"))
     real_root = os.path.realpath(root)
     taken = {os.path.join(real_root, path) for path in files} if links else set()
     for path in sorted(links):
@@ -79,7 +80,7 @@ def _objection(path: str, target: str, real_root: str, taken: set[str], is_wante
     return "link to a file that is taken already" if target in taken else None
 
 
-def measure(path: Path) -> tuple[int, str]:
+def measure(path: str | Path) -> tuple[int, str]:
     """The size of a file in bytes and the SHA-256 of its bytes, in hexadecimal.
 
     SHA-256 because current processors have instructions for it (1.8 GB/s a core, twice as fast as BLAKE2b), because

@@ -1,9 +1,9 @@
 """JSON: all string values at any depth, in the order of the file. Keys, numbers, true, false and null are dropped.
 
-Two readers give the same strings. `parse` uses orjson, which is fast, but loses a value where a key occurs twice and
-refuses what RFC 8259 leaves open (lone surrogates, numbers beyond a double) or what occurs although it forbids it (NaN,
-several documents in a row). It says where it is not exact, and then `scan`, twenty times slower, reads in pieces and
-at any depth.
+Two readers give the same strings. A document that msgspec finds valid is cut (`stages/corpus/cut.py`), which is fast.
+msgspec refuses halves of surrogate pairs, which RFC 8259 leaves open, and what occurs although it forbids it (NaN,
+several documents in a row). For these, for files too large to be held, and where the place of each string is wanted,
+there is `scan`, fifty times slower, which reads in pieces and at any depth.
 """
 
 import codecs
@@ -11,11 +11,10 @@ import json
 import re
 from typing import BinaryIO
 
-import numpy as np
-import orjson
+import msgspec
 
-from stages.corpus.formats.base import Sink
-from stages.corpus.source import CHUNK, LONGEST_STRING, Rejected, Source
+from stages.corpus.formats.base import Place, Sink
+from stages.corpus.source import CHUNK, LONGEST_STRING, WHOLE, Rejected, Source
 
 _STRING = r'"[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*)*'  # without its last quote
 _NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
@@ -24,6 +23,7 @@ _TOKEN = re.compile(
 )
 _BEGUN = re.compile(rf"[ \t\n\r]*(?:{_STRING})?")
 _SPACE = re.compile(r"[ \t\n\r]*")
+_skip = msgspec.json.Decoder(msgspec.Raw).decode
 _LONGEST_CUT = 16  # characters: so near to the end of a piece, a token may go on in the next one
 
 # What may come next.
@@ -32,52 +32,30 @@ _VALUE, _VALUE_OR_END, _KEY, _KEY_OR_END, _COLON, _COMMA_OR_END = range(6)
 
 def read(source: Source, sink: Sink) -> None:
     """Put the strings of a file into `sink`; the file may hold several documents in a row."""
-    if source.data is not None and (strings := parse(source.data)) is not None:
-        sink.add(strings)
-        sink.end()
+    if source.data is not None and not sink.keep_source and is_document(source.data):
+        sink.add_json(source.data)
     else:
         scan(source.stream(), sink)
 
 
-def parse(data: bytes) -> list[str] | None:
-    """The strings of one document; None where orjson would not give exactly these."""
+def is_document(data: bytes) -> bool:
+    """Whether `data` is one document of JSON that `cut.strings` takes; False also where it is long or nested deeply."""
+    if len(data) > WHOLE:
+        return False
     try:
-        root = orjson.loads(data)
-    except orjson.JSONDecodeError:
-        return None
-    strings: list[str] = []  # from the last one to the first
-    num_keys = 0
-    nodes = [root]
-    while nodes:
-        node = nodes.pop()
-        kind = type(node)
-        if kind is str:
-            strings.append(node)
-        elif kind is dict:
-            num_keys += len(node)
-            nodes += node.values()
-        elif kind is list:
-            nodes += node
-    strings.reverse()
-    # A key that occurs twice leaves fewer strings than the file has.
-    return strings if _num_strings(data) == num_keys + len(strings) else None
+        _skip(data)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
 
 
-def _num_strings(data: bytes) -> int:
-    """How many strings valid JSON holds, keys included: half of the quotes that are not escaped."""
-    characters = np.frombuffer(data, np.uint8)  # three times as fast as `bytes.count`
-    is_quote = characters == ord('"')
-    num_quotes = np.count_nonzero(is_quote)
-    if b"\\" in data:
-        is_backslash = characters == ord("\\")
-        if (is_backslash[1:] & is_backslash[:-1]).any():
-            return _num_strings(data.replace(b"\\\\", b""))
-        num_quotes -= np.count_nonzero(is_quote[1:] & is_backslash[:-1])
-    return int(num_quotes) // 2
-
-
-def scan(stream: BinaryIO, sink: Sink) -> None:
+def scan(stream: BinaryIO, sink: Sink, line: int | None = None) -> None:
     """Put the strings of documents in a row into `sink`, with memory for one piece of the file and its longest string.
+
+    Args:
+        stream: UTF-8.
+        sink: Gets the strings, with their places if it keeps these.
+        line: Which line of a file this is; None: a whole file, so that documents are counted.
 
     Raises:
         Rejected: what follows the last whole document is no JSON.
@@ -86,13 +64,15 @@ def scan(stream: BinaryIO, sink: Sink) -> None:
     text, place, is_all = "", 0, False
     lines_before, characters_before = 0, 0  # of `text`
     strings: list[str] = []
+    places: list[str] = []  # of these
+    where = Place(line or 1) if sink.keep_source else None
     containers = bytearray()  # the brackets that are open
     expected = _VALUE
     while True:
         token = _TOKEN.match(text, place)
         if not is_all and len(text) - (token.end() if token else _end_of_begun(text, place)) <= _LONGEST_CUT:
-            sink.add(strings)
-            strings = []
+            sink.add(strings, places)
+            strings, places = [], []
             lines_before += text.count("\n", 0, place)
             characters_before += place
             if len(text) - place > LONGEST_STRING:
@@ -104,11 +84,18 @@ def scan(stream: BinaryIO, sink: Sink) -> None:
         kind, mark = (token.lastgroup, token["mark"]) if token else (None, None)
         is_value = expected <= _VALUE_OR_END
         ended = False
+        if where and is_value and containers[-1:] == b"[":
+            where.item()
         if kind == "string" and is_value:
             assert token
             strings.append(_unescape(token["string"]))
+            if where:
+                places.append(str(where))
             ended = True
         elif kind == "string" and expected in (_KEY, _KEY_OR_END):
+            if where:
+                assert token
+                where.key(_unescape(token["string"]))
             expected = _COLON
         elif kind == "other" and is_value:
             ended = True
@@ -119,11 +106,15 @@ def scan(stream: BinaryIO, sink: Sink) -> None:
         elif mark in ("[", "{") and is_value:
             assert mark
             containers += mark.encode()
+            if where:
+                where.enter()
             expected = _KEY_OR_END if mark == "{" else _VALUE_OR_END
         elif (mark == "]" and containers[-1:] == b"[" and expected in (_VALUE_OR_END, _COMMA_OR_END)) or (
             mark == "}" and containers[-1:] == b"{" and expected in (_KEY_OR_END, _COMMA_OR_END)
         ):
             containers.pop()
+            if where:
+                where.leave()
             ended = True
         else:
             break
@@ -132,9 +123,11 @@ def scan(stream: BinaryIO, sink: Sink) -> None:
         if ended:
             expected = _COMMA_OR_END if containers else _VALUE
             if not containers:
-                sink.add(strings)
+                sink.add(strings, places)
                 sink.end()
-                strings = []
+                strings, places = [], []
+                if where and line is None:
+                    where.document += 1
 
     space = _SPACE.match(text, place)
     assert space

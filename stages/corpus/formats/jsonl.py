@@ -14,11 +14,10 @@ def read(source: Source, sink: Sink) -> None:
         number += 1
         if len(line) == LONGEST_STRING:
             raise Rejected("document too long", f"a line has more than {LONGEST_STRING} bytes", f"line {number}")
-        if (strings := json.parse(line)) is not None:
-            sink.add(strings)
-            sink.end()
+        if not sink.keep_source and json.is_document(line):
+            sink.add_json(line)
             continue
         try:
-            json.scan(io.BytesIO(line), sink)
+            json.scan(io.BytesIO(line), sink, number)
         except Rejected as rejected:
             sink.reject(Rejected(rejected.reason, rejected.detail, f"line {number}"))

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import yaml
 from yaml._yaml import CParser
 
-from stages.corpus.formats.base import Sink
+from stages.corpus.formats.base import Place, Sink
 from stages.corpus.source import Rejected, Source
 
 _NO_STRING = re.compile(
@@ -29,6 +29,7 @@ _STRING_BY_TAG = {"!": True, _STANDARD + "str": True} | {
 }
 _HIDDEN = {"\x85": "\ufdd01", "\u2028": "\ufdd02", "\u2029": "\ufdd03", "\ufdd0": "\ufdd00"}
 _HIDING = {ord(shown): hidden for shown, hidden in _HIDDEN.items()}
+_TO_HIDE = re.compile("[" + "".join(_HIDDEN) + "]")
 _DEEPEST = 1000  # libyaml takes time quadratic in the depth: 7 ms for this one, minutes for a million
 _BATCH = 1 << 20  # characters handed on at once, unless a string has more
 
@@ -80,11 +81,10 @@ class _Text:
     def read(self, size: int = -1, /) -> str:
         """The next `size` characters, some of them hidden."""
         text = self._stream.read(size)
-        if text.isascii():
+        if text.isascii() or not _TO_HIDE.search(text):  # `translate` takes as long as the parser
             return text
-        hidden = text.translate(_HIDING)
-        self._hides |= hidden != text
-        return hidden
+        self._hides = True
+        return text.translate(_HIDING)
 
     def restore(self, value: str) -> str:
         """What `value` was before `read`."""
@@ -97,6 +97,8 @@ class _Text:
 def _read(parser: CParser, text: _Text, sink: Sink) -> None:
     strings: list[str] = []
     size = 0  # characters of these
+    places: list[str] = []  # of these
+    where = Place() if sink.keep_source else None
     get_event, scalar = parser.get_event, yaml.ScalarEvent
     is_key: bool | None = None  # the next node, if the innermost open collection is a mapping
     outer: list[bool | None] = []  # the same of the collections around it
@@ -104,6 +106,8 @@ def _read(parser: CParser, text: _Text, sink: Sink) -> None:
     while True:
         event: Any = get_event()
         kind = type(event)
+        if where:
+            _follow(where, event, is_key, text)
         if kind is scalar:
             if is_key:
                 is_key = False
@@ -112,10 +116,12 @@ def _read(parser: CParser, text: _Text, sink: Sink) -> None:
                 is_key = True
             if not key_depth and is_string(event):
                 strings.append(text.restore(event.value))
+                if where:
+                    places.append(str(where))
                 size += len(event.value)
                 if size > _BATCH:
-                    sink.add(strings)
-                    strings, size = [], 0
+                    sink.add(strings, places)
+                    strings, places, size = [], [], 0
         elif kind is yaml.MappingStartEvent or kind is yaml.SequenceStartEvent:
             outer.append(None if is_key is None else not is_key)
             if is_key and not key_depth:
@@ -132,8 +138,25 @@ def _read(parser: CParser, text: _Text, sink: Sink) -> None:
             if is_key is not None:
                 is_key = not is_key
         elif kind is yaml.DocumentEndEvent:
-            sink.add(strings)
+            sink.add(strings, places)
             sink.end()
-            strings, size = [], 0
+            strings, places, size = [], [], 0
         elif kind is yaml.StreamEndEvent:
             return
+
+
+def _follow(where: Place, event: Any, is_key: bool | None, text: _Text) -> None:
+    """Keep `where` at the node that an event begins: a key that is no scalar is called `?`, or `*` and its anchor."""
+    if isinstance(event, yaml.NodeEvent):
+        if is_key is None:
+            where.item()
+        elif is_key:
+            is_alias = isinstance(event, yaml.AliasEvent)
+            key = event.value if isinstance(event, yaml.ScalarEvent) else f"*{event.anchor}" if is_alias else "?"
+            where.key(text.restore(key))
+        if isinstance(event, yaml.CollectionStartEvent):
+            where.enter()
+    elif isinstance(event, yaml.CollectionEndEvent):
+        where.leave()
+    elif isinstance(event, yaml.DocumentEndEvent):
+        where.document += 1
