@@ -17,10 +17,7 @@ from stages.artifacts.command import StageError
 from stages.corpus import windows
 
 WINDOW = 1 << 20  # bytes of UTF-8 that are encoded at once: the tokenizer needs some hundred times as much memory
-OVERLAPS = (
-    1 << 16,
-    1 << 20,
-)  # bytes that the windows of a longer string share; the second where the first is too short
+OVERLAPS = (1 << 16, 1 << 20)  # bytes that the windows of a longer string share: more if they cannot be joined
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -72,7 +69,8 @@ def encode(texts: pa.StringArray, coding: Coding) -> Iterator[Tokens]:
 
 def _groups(texts: pa.StringArray) -> Iterator[pa.StringArray]:
     """Consecutive strings with no more than `WINDOW` bytes together, or a longer one alone."""
-    ends = np.cumsum(pc.binary_length(texts).to_numpy(zero_copy_only=False), dtype=np.int64)
+    lengths = np.from_dlpack(pc.binary_length(texts))  # `to_numpy` would import pandas
+    ends = np.cumsum(lengths, dtype=np.int64)
     first = 0
     while first < len(texts):
         limit = WINDOW + (ends[first - 1] if first else 0)

@@ -100,6 +100,7 @@ class RowWriter:
         return self._stream.close()
 
     def _write(self) -> None:
-        values = pa.array(self._batch[: self._filled])
+        buffers = [None, pa.py_buffer(self._batch)]
+        values = pa.Array.from_buffers(pa.int32(), self._filled, buffers)  # `pa.array` would import pandas
         self._stream.write(pa.FixedSizeListArray.from_arrays(values, self._seq_length))
         self._filled = 0
