@@ -425,6 +425,20 @@ def test_the_store_of_tokens_is_bounded_and_verified() -> None:
     assert list(Path("data/.reuse").iterdir()) == []
 
 
+def test_what_a_lost_worker_left_is_not_written_to() -> None:
+    model = make_model()
+    make_corpus([["text"]])
+    [shard] = arrow.read_shards(Path("data/corpus"))
+    path, target = Path("data/corpus", shard.filename), Path("tokens")
+    target.write_bytes(b"of a lost worker")
+    coding = encoding.Coding(Path("model/tokenizer.json"), "", EOS, None, model.vocab_size)
+    with target.open("rb") as left:
+        [offset] = arrow.batch_offsets(path)
+        packing.encode(packing.Task(path, offset, coding, target))
+        assert left.read() == b"of a lost worker"
+    assert target.stat().st_size == 2 * len("text.")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(10))
 def test_trap_21_killed_at_any_moment_encodes_what_was_not_finished(number: int) -> None:
