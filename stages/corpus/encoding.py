@@ -16,8 +16,9 @@ from tokenizers import Tokenizer
 from stages.artifacts.command import StageError
 from stages.corpus import windows
 
-WINDOW = 1 << 20  # bytes of UTF-8 that are encoded at once: the tokenizer needs some hundred times as much memory
-OVERLAPS = (1 << 16, 1 << 20)  # bytes that the windows of a longer string share: more if they cannot be joined
+BATCH = 1 << 20  # bytes of UTF-8 that are encoded at once: the tokenizer needs some hundred times as much memory
+WINDOW = 1 << 18  # bytes of a window of a longer string; of larger ones, malloc would not give the memory back
+OVERLAPS = (1 << 15, 1 << 20)  # bytes that its windows share: more if they cannot be joined
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -51,7 +52,7 @@ def encode(texts: pa.StringArray, coding: Coding) -> Iterator[Tokens]:
     tokenizer = _tokenizer(coding.tokenizer)
     for group in _groups(texts):
         text = group[0].as_buffer()
-        if text.size > WINDOW:
+        if text.size > BATCH:
             yield from _encode_document(tokenizer, memoryview(text), coding)
             yield np.array([coding.eos_token_id], coding.dtype)
             continue
@@ -68,12 +69,12 @@ def encode(texts: pa.StringArray, coding: Coding) -> Iterator[Tokens]:
 
 
 def _groups(texts: pa.StringArray) -> Iterator[pa.StringArray]:
-    """Consecutive strings with no more than `WINDOW` bytes together, or a longer one alone."""
+    """Consecutive strings with no more than `BATCH` bytes together, or a longer one alone."""
     lengths = np.from_dlpack(pc.binary_length(texts))  # `to_numpy` would import pandas
     ends = np.cumsum(lengths, dtype=np.int64)
     first = 0
     while first < len(texts):
-        limit = WINDOW + (ends[first - 1] if first else 0)
+        limit = BATCH + (ends[first - 1] if first else 0)
         last = max(int(np.searchsorted(ends, limit, "right")), first + 1)
         yield texts.slice(first, last - first)
         first = last
@@ -112,7 +113,7 @@ def _has_eos(pieces: list[Tokens], coding: Coding) -> bool:
 
 def _encode_string(tokenizer: Tokenizer, text: bytes | memoryview, coding: Coding) -> list[Tokens]:
     """Encode a string of any length: a long one in windows, and as a whole only if they cannot be joined."""
-    if len(text) > WINDOW:
+    if len(text) > BATCH:
         for overlap in OVERLAPS:
             try:
                 ids = windows.encode(tokenizer, text, max(WINDOW, 4 * overlap), overlap)
