@@ -2,6 +2,7 @@
 
     python -m benchmarks.data                            JSON, YAML, text, pack and flat memory, 1 and 2 processes
     python -m benchmarks.data --only json pack           some of these
+    python -m benchmarks.data --only pack --tokenizer MODEL/tokenizer.json
     python -m benchmarks.data --million-files 1000000    organize so many small files, and nothing else
     python -m benchmarks.data --noop 100000              `dvc repro` with nothing to do, beside bare DVC
 
@@ -278,7 +279,7 @@ def recipe_pack(work: Path, corpus: Path, processes: int) -> tuple[float, str]:
     datasets.disable_progress_bars()
     datasets.disable_caching()  # or the second run would take the first one's result
     os.environ["RAYON_NUM_THREADS"] = "1"  # in each process
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(REPO / "models/tiny-llama/tokenizer.json"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(corpus / "model/tokenizer.json"))
     texts = datasets.load_from_disk(str(corpus / "data/corpus"))
     options: dict[str, Any] = {"batched": True, "num_proc": processes if processes > 1 else None}
 
@@ -306,8 +307,7 @@ def ours_pack(work: Path, corpus: Path, processes: int) -> tuple[float, str]:
     from stages.corpus import arrow, packing
 
     assert arrow and packing
-    project(work, corpus, processes, seq_length=SEQ_LENGTH, validation_splits=1, model_name="models/tiny-llama")
-    Path("models").symlink_to(REPO / "models")
+    project(work, corpus, processes, seq_length=SEQ_LENGTH, validation_splits=1, model_name=str(corpus / "model"))
     Path("data").mkdir()
     for name in ("corpus", "model.json"):
         Path("data", name).symlink_to(corpus / "data" / name)
@@ -323,7 +323,7 @@ def ceiling_pack(_: Path, corpus: Path, processes: int) -> tuple[float, str]:
     import datasets
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(REPO / "models/tiny-llama/tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(corpus / "model/tokenizer.json"))
     texts = list(datasets.load_from_disk(str(corpus / "data/corpus"))["text"])
     start = time.perf_counter()
     for first in range(0, len(texts), 1000):
@@ -335,17 +335,24 @@ def text_bytes(corpus: Path) -> int:
     return sum(path.stat().st_size for path in (corpus / "data/corpus").glob("*.arrow"))
 
 
-def prepare_pack(work: Path, corpus: Path) -> Path:
+def prepare_pack(work: Path, corpus: Path, tokenizer: Path) -> Path:
     """A project with a part of a corpus and a model's manifest, for all of the measurements of `pack`."""
+    from tokenizers import Tokenizer
+
     raw, target = work / f"{corpus.name}-part", work / f"{corpus.name}-project"
     raw.mkdir()
     target.mkdir()
     for path in some(files(corpus), 30):
         os.link(path, raw / path.name)
-    (target / "models").symlink_to(REPO / "models")
+    model = target / "model"
+    shutil.copytree(REPO / "models/tiny-llama", model)
+    shutil.copyfile(tokenizer, model / "tokenizer.json")
+    config = json.loads((model / "config.json").read_text())
+    config["vocab_size"] = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
+    (model / "config.json").write_text(json.dumps(config))
     script = (
         "from pathlib import Path; from benchmarks.data import project;"
-        f"project(Path({str(target)!r}), Path({str(raw)!r}), 2, model_name='models/tiny-llama')"
+        f"project(Path({str(target)!r}), Path({str(raw)!r}), 2, model_name={str(model)!r})"
     )
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
@@ -480,6 +487,9 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=100, help="of each corpus, at least")
     parser.add_argument("--botocore", type=Path, help="the folder of the package, if it is not installed")
     parser.add_argument("--work", type=Path, help="a folder for temporary files, on a fast disk")
+    parser.add_argument(
+        "--tokenizer", type=Path, default=REPO / "models/tiny-llama/tokenizer.json", help="a tokenizer.json for pack"
+    )
     parser.add_argument("--million-files", type=int, metavar="N")
     parser.add_argument("--noop", type=int, metavar="N")
     arguments = parser.parse_args()
@@ -491,10 +501,10 @@ def main() -> None:
             noop(work, arguments.noop)
         if arguments.million_files or arguments.noop:
             return
-        compare_all(work, arguments.only, arguments.megabytes, arguments.botocore)
+        compare_all(work, arguments.only, arguments.megabytes, arguments.botocore, arguments.tokenizer)
 
 
-def compare_all(work: Path, kinds: list[str], megabytes: int, botocore: Path | None) -> None:
+def compare_all(work: Path, kinds: list[str], megabytes: int, botocore: Path | None, tokenizer: Path) -> None:
     corpora = {name: work / name for name in ("json", "yaml", "text")}
     for corpus in corpora.values():
         corpus.mkdir()
@@ -517,7 +527,8 @@ def compare_all(work: Path, kinds: list[str], megabytes: int, botocore: Path | N
         compare("text", corpora["text"], [recipe_text, ours, ceiling_text])
     if "pack" in kinds:
         for name in ("text", "json"):
-            compare(f"pack, {name}", prepare_pack(work, corpora[name]), [recipe_pack, ours_pack, ceiling_pack])
+            prepared = prepare_pack(work, corpora[name], tokenizer)
+            compare(f"pack, {name}", prepared, [recipe_pack, ours_pack, ceiling_pack])
     if "memory" in kinds:
         compare_memory(work, corpora["json"])
 

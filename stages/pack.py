@@ -4,31 +4,36 @@ Reads    data/corpus/, data/model.json and the model's tokenizer.json
 Writes   data/tokens/train, data/tokens/validation: Hugging Face datasets, `input_ids` of seq_length tokens a row
          data/pack.json: documents, tokens, rows, characters a token, the share of unknown tokens
 Command  python -m stages.pack
+
+A split whose text, tokenizer and code were met before is not encoded again (docs/data.md, "What is not done twice").
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field
 from tqdm import tqdm
 
-from stages.artifacts import command, params, publish
+from stages.artifacts import command, params, publish, reuse
 from stages.artifacts.command import StageError
 from stages.corpus import workers
 
 if TYPE_CHECKING:
-    from stages.corpus.packing import Coding, Encoded, RowWriter
+    from stages.corpus.arrow import Shard
+    from stages.corpus.encoding import Coding
 
 CORPUS = Path("data/corpus")
 TOKENS = Path("data/tokens")
 METRICS = Path("data/pack.json")
 
 TOKENIZER = "tokenizer.json"
+AHEAD = 100  # record batches a worker under way or done: one very long document keeps no worker waiting
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,19 @@ class PackParams:
 @dataclass(frozen=True)
 class PackRuntime(workers.Runtime):
     """What changes no result."""
+
+    reuse_gib: Annotated[float, Field(ge=0)]
+    """What results of earlier runs may take on the disk, in GiB, besides what outputs and DVC's cache hold anyway."""
+
+
+class EncodedSplit(NamedTuple):
+    """The tokens of a split."""
+
+    path: Path
+    """As `packing.encode` writes them."""
+    counts: Counter[str]
+    """Documents, characters, and tokens that stand for what the vocabulary cannot express."""
+    is_reused: bool
 
 
 def main() -> None:
@@ -73,47 +91,92 @@ def pack(options: PackParams, runtime: PackRuntime) -> str:
             f"validation_splits is {options.validation_splits} of num_splits = {len(shards)} splits, which leaves none "
             "to train on: lower it"
         )
-    num_train = len(shards) - options.validation_splits
-    parts = {"train": shards[:num_train], "validation": shards[num_train:]}
-    tasks = {
-        name: [
-            packing.Task(CORPUS / shard.filename, offset, coding)
-            for shard in part
-            for offset in arrow.batch_offsets(CORPUS / shard.filename)
-        ]
-        for name, part in parts.items()
-    }
-    # A few batches ahead: enough to keep all workers busy, few enough for the memory of this process.
-    encoded = workers.ordered_map(packing.encode, [*tasks["train"], *tasks["validation"]], runtime, ahead=3)
+    store = reuse.Store(reuse.root())
     features = arrow.token_features(options.seq_length)
     metrics = {}
     with ExitStack() as stack:
-        progress = stack.enter_context(
-            tqdm(total=sum(shard.rows for shard in shards), desc="pack", unit="document", disable=None)
-        )
-        for name, part in tasks.items():
-            directory = stack.enter_context(publish.directory(TOKENS / name))
-            stream = stack.enter_context(arrow.StreamWriter(directory / arrow.shard_name(0, 1), features))
+        directories = {name: stack.enter_context(publish.directory(TOKENS / name)) for name in ("train", "validation")}
+        splits = encode_splits(shards, coding, directories["train"], store, runtime)
+        num_train = len(shards) - options.validation_splits
+        for name, part in (("train", splits[:num_train]), ("validation", splits[num_train:])):
+            path = directories[name] / arrow.shard_name(0, 1)
+            stream = stack.enter_context(arrow.StreamWriter(path, features))
             writer = packing.RowWriter(stream, options.seq_length)
-            metrics[name] = write(islice(encoded, len(part)), writer, progress)
+            for split in part:
+                writer.add_file(split.path, coding)
+                split.path.unlink()
             shard = writer.close()
-            metrics[name]["rows"] = shard.rows
-            arrow.write_metadata(directory, features, [shard])
-            if shard.rows == 0 and parts[name]:
+            arrow.write_metadata(directories[name], features, [shard])
+            if shard.rows == 0 and part:
                 raise StageError(too_few(name, writer.num_tokens, options))
+            counts = sum((split.counts for split in part), Counter())
+            metrics[name] = count(counts, writer.num_tokens, shard.rows)
         publish.write_json(METRICS, metrics)
+    store.trim(int(runtime.reuse_gib * 2**30))
     train, validation = metrics["train"], metrics["validation"]
     return (
         f"pack: {train['rows']} rows to train on and {validation['rows']} to validate, of {options.seq_length} tokens; "
-        f"{train['characters_per_token']} characters a token"
+        f"{train['characters_per_token']} characters a token; "
+        f"{sum(split.is_reused for split in splits)} of {len(splits)} splits reused"
     )
+
+
+def encode_splits(
+    shards: "Sequence[Shard]", coding: "Coding", directory: Path, store: reuse.Store, runtime: PackRuntime
+) -> list[EncodedSplit]:
+    """Lay a file of tokens for each split into the directory, from the store or encoded anew, and return them in order.
+
+    The largest split begins first. A split is stored as soon as all of it is encoded.
+    """
+    from stages.corpus import arrow, packing
+
+    code = reuse.digest_of_code("stages.pack")
+    keys = [key(shard.sha256, coding, code) for shard in shards]
+    files = [CORPUS / shard.filename for shard in shards]
+    paths = [directory / f"split-{index}" for index in range(len(shards))]
+    with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
+        found = list(threads.map(store.fetch, keys, paths))
+    splits = {
+        index: EncodedSplit(paths[index], Counter(counts), is_reused=True)
+        for index, counts in enumerate(found)
+        if counts is not None
+    }
+    missing = sorted({*range(len(shards))} - {*splits}, key=lambda index: -files[index].stat().st_size)
+    tasks = {
+        index: [
+            packing.Task(files[index], offset, coding, directory / f"split-{index}-{offset}")
+            for offset in arrow.batch_offsets(files[index])
+        ]
+        for index in missing
+    }
+    encoded = workers.ordered_map(packing.encode, [*chain.from_iterable(tasks.values())], runtime, AHEAD)
+    num_documents = sum(shards[index].rows for index in missing)
+    with tqdm(total=num_documents, desc="pack", unit="document", disable=None) as progress:
+        for index, parts in tasks.items():
+            counts: Counter[str] = Counter()
+            for result in islice(encoded, len(parts)):
+                counts.update(result._asdict())
+                progress.update(result.documents)
+            sha256 = packing.join([part.target for part in parts], paths[index])
+            store.put(keys[index], paths[index], sha256, counts)
+            splits[index] = EncodedSplit(paths[index], counts, is_reused=False)
+    return [splits[index] for index in range(len(shards))]
+
+
+def key(shard_digest: str, coding: "Coding", code: str) -> str:
+    """The digest of all that decides the tokens of a split: its text, the tokenizer, the ids of the model, the code.
+
+    How they are cut into rows is no part of it.
+    """
+    decisive = {name: value for name, value in coding._asdict().items() if name != "tokenizer"}
+    return publish.sha256_json(["pack", shard_digest, decisive, code])
 
 
 def find_coding(options: PackParams) -> "Coding":
     """The model's tokenizer, checked against the manifest and the parameters."""
     import json
 
-    from stages.corpus.packing import Coding
+    from stages.corpus.encoding import Coding
     from stages.model import manifest
 
     model = manifest.read()
@@ -140,23 +203,19 @@ def find_coding(options: PackParams) -> "Coding":
     if model.eos_token_id not in ids:
         raise StageError(f"{path} has no token {model.eos_token_id}, which {model.model_name} gives as its EOS token")
     unknown = inner["unk_id"] if isinstance(vocab, list) else vocab.get(inner.get("unk_token"))
-    return Coding(path.resolve(), model.eos_token_id, unknown, model.vocab_size)
+    return Coding(path.resolve(), model.files[TOKENIZER].sha256, model.eos_token_id, unknown, model.vocab_size)
 
 
-def write(encoded: "Iterator[Encoded]", writer: "RowWriter", progress: Any) -> dict[str, Any]:
-    """Append all documents to the rows and return what was counted."""
-    counts: Counter[str] = Counter()
-    for batch in encoded:
-        writer.add(batch.tokens)
-        counts += Counter(documents=batch.documents, characters=batch.characters, unknown=batch.unknown)
-        progress.update(batch.documents)
-    of_text = writer.num_tokens - counts["documents"]  # the others are EOS
+def count(counts: Counter[str], num_tokens: int, num_rows: int) -> dict[str, Any]:
+    """What `data/pack.json` says of a part."""
+    of_text = num_tokens - counts["documents"]  # the others are EOS
     return {
         "documents": counts["documents"],
         "characters": counts["characters"],
-        "tokens": writer.num_tokens,
+        "tokens": num_tokens,
         "characters_per_token": round(counts["characters"] / of_text, 4) if of_text else None,
         "unknown_share": round(counts["unknown"] / of_text, 6) if of_text else None,
+        "rows": num_rows,
     }
 
 

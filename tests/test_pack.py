@@ -1,22 +1,35 @@
 import dataclasses
 import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import psutil
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from stages.artifacts import reuse
 from stages.artifacts.command import StageError
 from stages.artifacts.publish import read_json, sha256_file
-from stages.corpus import arrow, packing
+from stages.corpus import arrow, encoding, packing
 from stages.corpus.text import TextWriter
+from stages.extract import ExtractParams, ExtractRuntime, extract
 from stages.model import manifest
+from stages.organize import OrganizeParams, OrganizeRuntime, organize
 from stages.pack import PackParams, PackRuntime, pack
+from tests.conftest import REPO
+from tests.test_extract import put, workers_of
 
 EOS, SPELLING = 0, "<|endoftext|>"
 BOS, BOS_SPELLING = 1, "<|begin|>"
@@ -41,7 +54,7 @@ def make_model(tokenizer: Tokenizer | None = None, **changes: Any) -> manifest.M
     path = directory / "tokenizer.json"
     tokenizer = tokenizer or byte_tokenizer()
     tokenizer.save(str(path))
-    packing._tokenizer.cache_clear()
+    encoding._tokenizer.cache_clear()
     model = manifest.ModelManifest(
         model_name=str(directory), model_revision="main", commit=None, architecture="", model_type="", dtype="float32",
         num_parameters=0, files={"tokenizer.json": manifest.FileEntry(path.stat().st_size, sha256_file(path))},
@@ -68,9 +81,17 @@ def make_corpus(splits: list[list[str]]) -> None:
 
 
 def run(seq_length: int = 4, validation_splits: int = 1, num_workers: int = 1) -> dict[str, Any]:
-    pack(PackParams(seq_length, validation_splits), PackRuntime(num_workers))
+    shutil.rmtree("data/.reuse", ignore_errors=True)
+    encode(seq_length, validation_splits, num_workers)
     metrics: dict[str, Any] = json.loads(Path("data/pack.json").read_text())
     return metrics
+
+
+def encode(seq_length: int = 4, validation_splits: int = 1, num_workers: int = 1, reuse_gib: float = 1) -> int:
+    """Run the stage with what is in the store; return how many splits were encoded anew."""
+    output = pack(PackParams(seq_length, validation_splits), PackRuntime(num_workers, reuse_gib))
+    [(reused, total)] = re.findall(r"(\d+) of (\d+) splits reused", output)
+    return int(total) - int(reused)
 
 
 def tokens(name: str) -> list[int]:
@@ -80,7 +101,8 @@ def tokens(name: str) -> list[int]:
 
 
 def content() -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(Path("data/tokens").rglob("*")) if path.is_file()}
+    paths = [Path("data/pack.json"), *sorted(Path("data/tokens").rglob("*"))]
+    return {str(path): path.read_bytes() for path in paths if path.is_file()}
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +125,7 @@ def test_trap_25_decoding_gives_back_the_documents(splits: list[list[str]], seq_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "BATCH", batch)  # tokens of a record batch of rows
         patch.setattr("stages.corpus.text.BATCH", batch)  # characters of a record batch of text
+        patch.setattr(reuse, "digest_of_code", lambda module: "")  # which takes longer than all the rest
         make_corpus(splits)
         metrics = run(seq_length)
     tokenizer = byte_tokenizer()
@@ -182,16 +205,15 @@ def decode_documents_of_ids(stream: list[int]) -> list[list[int]]:
     return [document for document in documents if document]
 
 
-def test_trap_22_the_number_of_workers_changes_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trap_22_the_number_and_place_of_workers_change_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     make_model()
     monkeypatch.setattr("stages.corpus.text.BATCH", 100)
-    make_corpus([[f"document {split} {index} " * 9 for index in range(5)] for split in range(3)])
-    results, metrics = [], []
-    for num_workers in (1, 2, 3):
-        metrics.append(run(num_workers=num_workers))
+    make_corpus([[f"document {split} {index} " * 9 for index in range(3)] for split in range(2)])
+    results = []
+    for runtime in (PackRuntime(1, 0), PackRuntime(3, 0), PackRuntime(2, 0, executor="dask")):
+        pack(PackParams(4, 1), runtime)
         results.append(content())
     assert results[0] == results[1] == results[2]
-    assert metrics[0] == metrics[1] == metrics[2]
 
 
 def test_trap_23_rows_are_mapped_and_of_int32() -> None:
@@ -299,3 +321,195 @@ def test_unknown_tokens_are_counted() -> None:
         "documents": 1, "characters": 7, "tokens": 5, "rows": 2, "characters_per_token": 1.75, "unknown_share": 0.5,
     }  # fmt: skip
     assert metrics["validation"]["unknown_share"] == 0
+
+
+SPLITS = [[f"document {split} {index} " * 9 for index in range(5)] for split in range(5)]
+
+
+def test_tokens_are_reused_whatever_the_rows() -> None:
+    make_model()
+    make_corpus(SPLITS)
+    assert encode() == 5
+    assert encode(seq_length=9) == encode(validation_splits=2) == encode(num_workers=2) == 0
+    assert encode(seq_length=9, validation_splits=2) == 0
+    reused = content()
+    run(seq_length=9, validation_splits=2)
+    assert content() == reused
+
+
+def test_the_text_of_a_split_the_tokenizer_and_the_code_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model()
+    make_corpus(SPLITS)
+    encode()
+    make_corpus([*SPLITS[:2], ["an edit"], *SPLITS[3:]])
+    assert encode() == 1
+    reused = content()
+    run()
+    assert content() == reused
+    make_model(eos_token_id=BOS)
+    assert encode() == 5
+    make_model(vocab_size=1 << 17)  # in four bytes each
+    assert encode() == 5
+    tokenizer = byte_tokenizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    make_model(tokenizer)
+    assert encode() == 5
+    assert encode() == 0
+    monkeypatch.setattr(reuse, "digest_of_code", lambda module: "of an edit")
+    assert encode() == 5
+
+
+def test_wide_and_narrow_tokens_are_the_same_rows() -> None:
+    make_corpus(SPLITS)
+    make_model()
+    run()
+    narrow = content()
+    make_model(vocab_size=1 << 17)
+    run()
+    assert content() == narrow
+
+
+def test_one_file_added_to_many_encodes_a_quarter_of_the_splits_at_most() -> None:
+    make_model()
+    put({f"folder{number % 7}/{number:05d}.txt": f"text {number}" for number in range(400)})
+    counts = []
+    for _ in range(2):
+        organize(OrganizeParams(20, "data/raw", False), OrganizeRuntime(1))
+        extract(ExtractParams(None, 0, 1, "data/raw", False, False), ExtractRuntime(1, 1))
+        counts.append(encode())
+        put({"folder3/00005b.txt": "added"})
+    assert counts[0] == 20
+    assert 1 <= counts[1] <= 5
+
+
+def test_what_was_finished_is_kept_when_a_split_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model()
+    make_corpus(SPLITS)
+    run()
+    clean = content()
+    shutil.rmtree("data/.reuse")
+    shutil.rmtree("data/tokens")
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "encode", failing(packing.encode, 3))
+        with pytest.raises(RuntimeError):
+            encode()
+    assert not list(Path("data/tokens").iterdir())
+    assert encode() == 2
+    assert content() == clean
+
+
+def failing(function: Any, calls: int) -> Any:
+    """The function, which fails after so many calls."""
+
+    def limited(task: packing.Task) -> packing.Encoded:
+        nonlocal calls
+        calls -= 1
+        if calls < 0:
+            raise RuntimeError
+        result: packing.Encoded = function(task)
+        return result
+
+    return limited
+
+
+def test_the_store_of_tokens_is_bounded_and_verified() -> None:
+    make_model()
+    make_corpus(SPLITS)
+    run()
+    clean = content()
+    damaged = sorted(Path("data/.reuse").glob("*/file"))[0]
+    damaged.write_bytes(damaged.read_bytes()[:-2])
+    assert encode() == 1
+    assert content() == clean
+    assert encode(reuse_gib=0) == 0
+    assert list(Path("data/.reuse").iterdir()) == []
+
+
+def test_what_a_lost_worker_left_is_not_written_to() -> None:
+    model = make_model()
+    make_corpus([["text"]])
+    [shard] = arrow.read_shards(Path("data/corpus"))
+    path, target = Path("data/corpus", shard.filename), Path("tokens")
+    target.write_bytes(b"of a lost worker")
+    coding = encoding.Coding(Path("model/tokenizer.json"), "", EOS, None, model.vocab_size)
+    with target.open("rb") as left:
+        [offset] = arrow.batch_offsets(path)
+        packing.encode(packing.Task(path, offset, coding, target))
+        assert left.read() == b"of a lost worker"
+    assert target.stat().st_size == 2 * len("text.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(10))
+def test_trap_21_killed_at_any_moment_encodes_what_was_not_finished(number: int) -> None:
+    """A SIGKILL of a worker, or of the stage, then a run to the end."""
+    make_model()
+    make_corpus([[f"document {split} {index} " * 900 for index in range(50)] for split in range(12)])
+    run()
+    clean = content()
+    shutil.rmtree("data/.reuse")
+    shutil.rmtree("data/tokens")
+    Path("params.yaml").write_text("seq_length: 4\nvalidation_splits: 1\nruntime: {num_workers: 2, reuse_gib: 1}\n")
+    chance = random.Random(number)
+    stage = psutil.Popen(
+        [sys.executable, "-m", "stages.pack"], env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=-1, stderr=-1
+    )
+    while len(processes := workers_of(stage)) < 2:
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0.5, 4))
+    if stage.poll() is None:
+        (stage if chance.random() < 0.5 else chance.choice(processes)).kill()
+    stage.communicate()
+    psutil.wait_procs(processes, timeout=5)
+    kept = [path for path in Path("data/.reuse").glob("*") if not path.name.startswith(reuse._TEMPORARY)]
+    assert encode() == 12 - len(kept)
+    assert content() == clean
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "BATCH", 800)
+    monkeypatch.setattr(encoding, "WINDOW", 800)
+    monkeypatch.setattr(encoding, "OVERLAPS", (100, 200))
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_long_documents_are_encoded_as_if_they_were_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model()
+    documents = ["ab a" * 3000, "short", f"{SPELLING}\n\n {BOS_SPELLING} é😀" * 99, "x", " " * 5000, "a b" * 200]
+    make_corpus([documents, ["validation"]])
+    run()
+    tokenizer = byte_tokenizer()
+    tokenizer.encode_special_tokens = True
+    stream = [token for document in documents for token in (*tokenizer.encode(document).ids, EOS)]
+    assert tokens("train") == stream[: len(stream) - len(stream) % 4]
+    monkeypatch.setattr(Tokenizer, "encode_batch_fast", None)
+    coding = encoding.Coding(Path("model/tokenizer.json"), "", EOS, None, 1000)
+    pieces = encoding.encode(pa.array(["ab a" * 3000]), coding)  # no window gives way to the whole
+    assert len(list(pieces)) > 10
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_a_long_word_is_encoded_as_a_whole_where_windows_cannot_be_joined() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "?": 1, "a": 2, "b": 3}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    make_model(tokenizer)
+    make_corpus([["a b " * 500 + "a" * 5000 + " b" * 500, "b " * 900 + "</s> a" * 3], ["b b b b"]])
+    run(seq_length=2)
+    documents = decode_documents_of_ids(tokens("train"))
+    assert documents[0] == [2, 3] * 500 + [1] + [3] * 500
+    assert documents[1][:900] == [3] * 900
+    assert documents[1][900:] == [1, 1, 2] * 3
+
+
+@pytest.mark.slow
+def test_a_document_of_20_mb_takes_bounded_memory() -> None:
+    """As a whole it would take more than 2 GB."""
+    make_model()
+    sentence = "".join(f"Line {number} of a long document, ab aab abb.\n" for number in range(25_000))
+    make_corpus([[sentence * (20_000_000 // len(sentence))], ["validation"]])
+    code = "import resource; from stages.pack import *; print(pack(PackParams(8, 1), PackRuntime(1, 1)))"
+    code += "; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, stdout=-1, text=True, check=True).stdout
+    assert int(output.split()[-1]) < 600_000  # KiB: the document, its tokens in two bytes, a window, the libraries

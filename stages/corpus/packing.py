@@ -1,36 +1,18 @@
-"""From strings to rows of tokens."""
+"""From a corpus to rows of tokens."""
 
-import functools
-import itertools
-import os
+import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
-from stages.artifacts.command import StageError
-from stages.corpus import arrow
+from stages.corpus import arrow, encoding
+from stages.corpus.encoding import Coding, Tokens
 
 BATCH = 4 << 20  # tokens of a record batch, at most
-
-Tokens = NDArray[np.int32]
-
-
-class Coding(NamedTuple):
-    """How strings become tokens."""
-
-    tokenizer: Path
-    """A `tokenizer.json`."""
-    eos_token_id: int
-    """Ends each document, and stands nowhere else."""
-    unk_token_id: int | None
-    """Stands for what the vocabulary cannot express."""
-    vocab_size: int
-    """Rows of the model's embedding."""
 
 
 class Task(NamedTuple):
@@ -40,12 +22,13 @@ class Task(NamedTuple):
     offset: int
     """In bytes, as `arrow.batch_offsets` gives it."""
     coding: Coding
+    target: Path
+    """The file to write: the documents' tokens, each document with EOS at its end, as an array of `coding.dtype`."""
 
 
 class Encoded(NamedTuple):
-    """The documents of one record batch, one after the other, each with EOS at its end."""
+    """What became of a record batch."""
 
-    tokens: Tokens
     documents: int
     characters: int
     unknown: int
@@ -56,50 +39,30 @@ def encode(task: Task) -> Encoded:
     """Encode all documents of a record batch.
 
     Raises:
-        StageError: the tokenizer gives ids that the model does not know, or the EOS token inside a document.
+        StageError: the tokenizer does not fit the model, or gives the EOS token inside a document.
     """
-    coding = task.coding
     texts = arrow.read_batch(task.shard, task.offset)["text"]
-    tokenizer = _tokenizer(coding.tokenizer)
-    documents = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts.to_pylist(), add_special_tokens=False)]
-    for index, document in enumerate(documents):
-        if coding.eos_token_id in document:
-            document = documents[index] = _encode_spelling(tokenizer, texts[index].as_py(), coding)
-        document.append(coding.eos_token_id)
-    tokens = np.fromiter(itertools.chain.from_iterable(documents), np.int32)
-    if tokens.max() >= coding.vocab_size:
-        raise StageError(
-            f"{coding.tokenizer} gives token {tokens.max()}, but the model's vocab_size is {coding.vocab_size}: "
-            "the tokenizer belongs to another model"
-        )
-    unknown = 0 if coding.unk_token_id is None else int(np.count_nonzero(tokens == coding.unk_token_id))
-    return Encoded(tokens, len(documents), pc.sum(pc.utf8_length(texts)).as_py(), unknown)
+    unknown = 0
+    task.target.unlink(missing_ok=True)  # of a worker that is lost and may still write
+    with task.target.open("wb") as file:
+        for tokens in encoding.encode(texts, task.coding):
+            tokens.tofile(file)
+            if task.coding.unk_token_id is not None:
+                unknown += int(np.count_nonzero(tokens == task.coding.unk_token_id))
+    return Encoded(len(texts), pc.sum(pc.utf8_length(texts)).as_py(), unknown)
 
 
-def _encode_spelling(tokenizer: Tokenizer, text: str, coding: Coding) -> list[int]:
-    """Encode a text that spells the EOS token out, such as the tag `</s>`, without giving that token.
-
-    Only models that look whole words up (Unigram, WordLevel) take the spelling for the token: they get it in halves.
-    """
-    spelling = tokenizer.id_to_token(coding.eos_token_id)
-    assert spelling
-    first, *others = text.split(spelling)
-    pieces = [first, *(half for other in others for half in (spelling[:1], spelling[1:] + other))]
-    encodings = tokenizer.encode_batch_fast([piece for piece in pieces if piece], add_special_tokens=False)
-    ids: list[int] = list(itertools.chain.from_iterable(encoding.ids for encoding in encodings))
-    if coding.eos_token_id in ids:
-        raise StageError(f"{coding.tokenizer} gives the EOS token {spelling!r} for a text: it cannot mark documents")
-    return ids
-
-
-@functools.cache
-def _tokenizer(path: Path) -> Tokenizer:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is enough
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.encode_special_tokens = True  # `<|endoftext|>` in a text is text
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+def join(parts: Iterable[Path], target: Path) -> str:
+    """Move the contents of files, one after the other, to a new file and return its SHA-256."""
+    digest = hashlib.sha256()
+    with target.open("wb") as file:
+        for part in parts:
+            with part.open("rb") as source:
+                while chunk := source.read(1 << 20):
+                    file.write(chunk)
+                    digest.update(chunk)
+            part.unlink()
+    return digest.hexdigest()
 
 
 class RowWriter:
@@ -112,8 +75,14 @@ class RowWriter:
         self._batch = np.empty(max(1, BATCH // seq_length) * seq_length, np.int32)
         self._filled = 0
 
+    def add_file(self, path: Path, coding: Coding) -> None:
+        """Append all tokens of a file, as `encode` writes it, to the stream."""
+        with path.open("rb") as file:
+            while len(tokens := np.fromfile(file, coding.dtype, BATCH)):
+                self.add(tokens)
+
     def add(self, tokens: Tokens) -> None:
-        """Append (n,) int32 to the stream."""
+        """Append (n,) tokens to the stream."""
         self.num_tokens += len(tokens)
         while len(tokens):
             count = min(len(tokens), len(self._batch) - self._filled)
@@ -131,6 +100,7 @@ class RowWriter:
         return self._stream.close()
 
     def _write(self) -> None:
-        values = pa.array(self._batch[: self._filled])
+        buffers = [None, pa.py_buffer(self._batch)]
+        values = pa.Array.from_buffers(pa.int32(), self._filled, buffers)  # `pa.array` would import pandas
         self._stream.write(pa.FixedSizeListArray.from_arrays(values, self._seq_length))
         self._filled = 0
