@@ -39,7 +39,7 @@ from stages.training.params import TrainRuntime
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
-_STAGER_LASTS = TorchVersion(torch.__version__) >= (2, 13)
+_STAGER_LASTS = TorchVersion(torch.__version__) >= "2.13"
 """Older ones are closed by their first use."""
 
 
