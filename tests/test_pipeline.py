@@ -19,8 +19,7 @@ import pytest
 import yaml
 
 from stages.artifacts.params import leaves
-from tests.conftest import REPO, Project
-from tests.test_train import wait_for
+from tests.conftest import REPO, Project, is_alive, ranks_of, wait_for
 
 PIPELINE = yaml.safe_load((REPO / "dvc.yaml").read_text())
 STAGES = ["organize", "extract", "download", "pack", "plan", "train", "consolidate", "evaluate"]
@@ -229,14 +228,9 @@ def steps(project: Project, seed: int) -> list[str]:
     return found
 
 
-def training_ranks(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if child.is_running() and "stages.train" in " ".join(child.cmdline())]
-
-
 def kill_training(process: "subprocess.Popen[str]") -> None:
     """SIGKILL to the ranks and to the launcher."""
-    ranks = training_ranks(process)
+    ranks = ranks_of(process)
     for victim in [ranks[0].parent(), *ranks]:
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.kill()
@@ -276,19 +270,14 @@ def test_dvc_alone_is_stopped_and_no_trainer_stays(reproduced: Project, uninterr
     reproduced.set(seed=1)
     process = reproduced.popen("dvc", "repro")
     wait_for(lambda: "step-00000004" in steps(reproduced, seed=1))
-    ranks = training_ranks(process)
+    ranks = ranks_of(process)
     assert len(ranks) == 2
     os.kill(process.pid, signal.SIGTERM)
     process.wait(timeout=60)
     again = reproduced.popen("dvc", "repro")  # at once
     writers = 0
     while again.poll() is None:
-        alive = [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
-        try:
-            new = training_ranks(again)
-        except psutil.NoSuchProcess:
-            new = []
-        writers = max(writers, bool(alive) + bool(new))
+        writers = max(writers, any(map(is_alive, ranks)) + bool(ranks_of(again)))
         time.sleep(0.02)
     assert writers == 1
     process.communicate()
