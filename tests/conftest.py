@@ -315,3 +315,34 @@ def fresh(finished: Given) -> Given:
     """The same before its run."""
     shutil.rmtree(finished[0] / "outputs")
     return finished
+
+
+def weights(project: Project, step: int = 12) -> dict[str, str]:
+    """SHA-256 of the shards, weights and optimizer, of the newest run's last checkpoint."""
+    manifests = sorted(project.path.glob(f"outputs/test/checkpoints/*/step-{step:08d}/manifest.json"))
+    newest = max(manifests, key=lambda path: path.stat().st_mtime)
+    files = json.loads(newest.read_text())["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
+
+
+def steps(project: Project, seed: int) -> list[str]:
+    """The checkpoints of the run with this seed."""
+    found = []
+    for manifest in (project / "outputs").glob("test/checkpoints/*/step-*/manifest.json"):
+        try:
+            if json.loads(manifest.read_text())["identity"]["params"]["seed"] == seed:
+                found.append(manifest.parent.name)
+        except FileNotFoundError:  # pruned in between
+            continue
+    return found
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(_reproduced: Project, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The weights that a run of the reproduced project with `seed: 1` ends with."""
+    project = _reproduced.copy(tmp_path_factory.mktemp("uninterrupted") / "project")
+    project.set(seed=1)
+    ranks.run(project)
+    result = weights(project)
+    shutil.rmtree(project.path)
+    return result

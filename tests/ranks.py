@@ -17,11 +17,12 @@ from tests import faults
 
 
 def main() -> None:
+    import pandas  # pyarrow does at its first array
     import transformers.models.llama.modeling_llama
 
     import stages.train
 
-    assert transformers.models.llama.modeling_llama and stages.train  # for the forks
+    assert pandas and transformers.models.llama.modeling_llama and stages.train  # for the forks
     for line in sys.stdin:
         request = json.loads(line)
         with socket.socket() as probe:

@@ -1,7 +1,6 @@
 """Faults of a training that is started as users start it. The numbers are those of docs/faults.md."""
 
 import re
-import shutil
 import signal
 import socket
 import time
@@ -10,9 +9,21 @@ from pathlib import Path
 import pytest
 
 from stages.training.process import INTERRUPTED, single_writer
-from tests.conftest import LAUNCH, Given, Project, Ranks, is_alive, names, published, ranks_of, result, wait_for
+from tests.conftest import (
+    LAUNCH,
+    Given,
+    Project,
+    Ranks,
+    is_alive,
+    names,
+    published,
+    ranks_of,
+    result,
+    steps,
+    wait_for,
+    weights,
+)
 from tests.faults import environment
-from tests.test_pipeline import steps, weights
 
 
 def test_13_no_rank_outlives_a_killed_launcher(fresh: Given, ranks: Ranks) -> None:
@@ -34,26 +45,28 @@ def test_14_a_second_writer_is_refused(finished: Given) -> None:
         assert "another training writes into" in project.run(*LAUNCH, status=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_14_dvc_is_ended_and_started_again_at_once(reproduced: Project, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGKILL, signal.SIGHUP))]
+)
+def test_14_dvc_is_ended_and_started_again_at_once(
+    reproduced: Project, uninterrupted: dict[str, str], number: signal.Signals
+) -> None:
     reproduced.set(seed=1)
-    undisturbed = reproduced.copy(reproduced.path.with_name("undisturbed"))
-    undisturbed.run(*LAUNCH)
     process = reproduced.popen("dvc", "repro")
     wait_for(lambda: "step-00000004" in steps(reproduced, seed=1))
     old = ranks_of(process)
+    assert len(old) == 2
     process.send_signal(number)
     process.wait(timeout=60)
     again = reproduced.popen("dvc", "repro")
     while again.poll() is None:
         assert not (any(map(is_alive, old)) and ranks_of(again)), "two writers"
         time.sleep(0.02)
+    process.communicate()
     output, _ = again.communicate()
     assert again.returncode == 0, output
     assert "resuming from step" in output
-    assert weights(reproduced) == weights(undisturbed)
-    shutil.rmtree(undisturbed.path)
+    assert weights(reproduced) == uninterrupted
 
 
 def test_15_26_a_rank_that_hangs_and_one_that_dies_are_named_and_there_is_one_restart(

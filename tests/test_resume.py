@@ -146,7 +146,7 @@ def flip(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {"flip": flip, "truncate": lambda content: content[:-1]}
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {"flip": flip, "truncate": lambda content: content[:-2]}
 QUICK = [("manifest.json", "truncate"), ("__1_0.distcp", "flip")]
 
 

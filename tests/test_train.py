@@ -70,8 +70,9 @@ def test_another_lr_starts_anew_and_more_epochs_go_on(training: Project, ranks: 
     assert continued == (newest(training, 24) / "history.tsv").read_text()
 
     training.set(lr=0.001)
-    assert "resuming" not in ranks.run(training)
-    assert checkpoint.read_manifest(newest(training, 24))["adopted"] is None
+    assert "resuming" not in ranks.run(training, "kill rank 0 at step 3", -9)
+    training.set(lr=0.002)  # the one before did not finish
+    assert "resuming" not in ranks.run(training, "kill rank 0 at step 0", -9)
 
 
 def test_extend_goes_on_although_the_schedule_was_another(training: Project, ranks: Ranks) -> None:
