@@ -6,7 +6,7 @@ runs in each of them in the `environment` of the faults.
     kill rank 1 at step 5            when it fetches the rows of the step after step 5
     kill rank 1 in update 5          between gradient and update
     nan rank 1 at step 5             its loss is not finite
-    memory rank 1 at step 5          there is none left
+    memory rank 1 at step 5          there is none left; and it ends later than those who lose the connection
     delay rank 1 at step 5           it takes two seconds
     stop rank 1 at step 5            SIGSTOP, but only the first time that it comes there
     kill rank 0 at file 17           before it touches a file of a checkpoint for the 17th time since it wrote to one
@@ -17,6 +17,7 @@ runs in each of them in the `environment` of the faults.
     log rank 0 at FILE               the times that it touches a checkpoint, one line each
 """
 
+import atexit
 import os
 import re
 import resource
@@ -57,6 +58,7 @@ def _strike(what: str) -> None:
     elif what == "memory":
         import torch
 
+        atexit.register(time.sleep, 1)
         torch.empty(2**52)
     elif what == "delay":
         time.sleep(2)
