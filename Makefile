@@ -19,7 +19,7 @@ test: setup ## Run the quick tests
 	$(PY) -m pytest -m "not slow"
 
 faults: setup ## Kill, stop and starve trainings in every way of docs/faults.md
-	$(PY) -m pytest tests/test_checkpoints.py tests/test_resume.py tests/test_faults.py
+	$(PY) -m pytest tests/test_checkpoints.py tests/test_resume.py tests/test_launch.py tests/test_faults.py
 
 check: setup ## Lint, check the format and the types
 	$(PY) -m ruff check

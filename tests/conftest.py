@@ -1,24 +1,31 @@
-"""Small projects that tests run the real stages in."""
+"""Small projects that tests run the real stages in, and what tests of several stages share."""
 
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import pytest
 import yaml
+
+from stages.artifacts import checkpoint
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 REPO = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
+LAUNCH = ("python", "-m", "stages.launch")
 
 
 class Project:
@@ -71,6 +78,33 @@ class Project:
     def copy(self, path: Path) -> "Project":
         shutil.copytree(self.path, path, symlinks=True)
         return Project(path)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until `condition` holds; fail where it does not within `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; one that has ended may stay as a zombie, where nobody reaps it."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ranks_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """The ranks of a training that `process` has started, itself or through DVC and the launcher."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if is_alive(child) and "stages.train" in child.cmdline():
+                    found.append(child)
+    return found
 
 
 SMALL = {
@@ -183,8 +217,9 @@ class Ranks:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks"], cwd=REPO, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+            [sys.executable, "-m", "tests.ranks"], cwd=REPO, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
 
     def start(self, project: Project, faults: str = "", world_size: int = 2, **environment: str) -> list[int]:
         """Start a training; returns the ids of its processes."""
@@ -223,3 +258,91 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks = Ranks(tmp_path_factory.mktemp("ranks"))
     yield ranks
     ranks.close()
+
+
+Given = tuple[Project, dict[str, str]]
+"""A project with dropout, and the `result` of its run where nothing happens to it."""
+
+
+def result(project: Project) -> dict[str, str]:
+    """SHA-256 of the shards (weights and optimizer) of the last checkpoint, and of the history."""
+    last = project.checkpoints() / checkpoint.step_name(12)
+    files = [*sorted(last.glob("*.distcp")), last / "history.tsv"]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def published(project: Project) -> list[str]:
+    """The names of the checkpoints that are there, oldest first; all of them are whole."""
+    found = checkpoint.find(project.checkpoints())
+    for path in found:
+        checkpoint.verify(path)
+    return [path.name for path in reversed(found)]
+
+
+def names(*steps: int) -> list[str]:
+    return [checkpoint.step_name(step) for step in steps]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(_training: Project, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Given]:
+    """Given a precision, a project after a run that nothing happened to; to be copied."""
+    made: dict[str, Given] = {}
+
+    def make(precision: str) -> Given:
+        if precision not in made:
+            project = _training.copy(tmp_path_factory.mktemp("undisturbed") / precision)
+            config = project / "models/nano/config.json"
+            config.write_text(json.dumps({**project.json("models/nano/config.json"), "attention_dropout": 0.2}))
+            project.run("python", "-m", "stages.download")
+            # Without validations between, the best checkpoint is one of the newest: their number is known.
+            project.set(precision=precision, eval_freq=100, runtime={"async_checkpoint": False, "timeout_minutes": 0.5})
+            ranks.run(project)
+            made[precision] = project, result(project)
+        return made[precision]
+
+    return make
+
+
+@pytest.fixture
+def finished(undisturbed: Callable[[str], Given], tmp_path: Path) -> Given:
+    """A copy of the project in bf16, after its run."""
+    project, reference = undisturbed("bf16")
+    return project.copy(tmp_path / "finished"), reference
+
+
+@pytest.fixture
+def fresh(finished: Given) -> Given:
+    """The same before its run."""
+    shutil.rmtree(finished[0] / "outputs")
+    return finished
+
+
+def weights(project: Project, step: int = 12) -> dict[str, str]:
+    """SHA-256 of the shards, weights and optimizer, of the newest run's last checkpoint."""
+    manifests = sorted(project.path.glob(f"outputs/test/checkpoints/*/step-{step:08d}/manifest.json"))
+    newest = max(manifests, key=lambda path: path.stat().st_mtime)
+    files = json.loads(newest.read_text())["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
+
+
+def steps(project: Project, seed: int) -> list[str]:
+    """The checkpoints of the run with this seed."""
+    found = []
+    for manifest in (project / "outputs").glob("test/checkpoints/*/step-*/manifest.json"):
+        try:
+            if json.loads(manifest.read_text())["identity"]["params"]["seed"] == seed:
+                found.append(manifest.parent.name)
+        except FileNotFoundError:  # pruned in between
+            continue
+    return found
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(_reproduced: Project, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The weights that a run of the reproduced project with `seed: 1` ends with."""
+    project = _reproduced.copy(tmp_path_factory.mktemp("uninterrupted") / "project")
+    project.set(seed=1)
+    ranks.run(project)
+    result = weights(project)
+    shutil.rmtree(project.path)
+    return result

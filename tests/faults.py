@@ -1,10 +1,14 @@
-"""Faults that tests plant in a rank: named by a text, set in the environment variable `FAULT`, and planted by
-`tests/faults_site/sitecustomize.py` where that folder is on PYTHONPATH. The stages know nothing of them.
+"""Faults that tests plant in a rank, each named by a line of text. The stages know nothing of them.
+
+tests/ranks.py plants them itself; where a launcher starts the ranks, tests/faults_site/sitecustomize.py does, which
+runs in each of them in the `environment` of the faults.
 
     kill rank 1 at step 5            when it fetches the rows of the step after step 5
     kill rank 1 in update 5          between gradient and update
     nan rank 1 at step 5             its loss is not finite
-    stop rank 1 at step 5            SIGSTOP
+    memory rank 1 at step 5          there is none left; and it ends later than those who lose the connection
+    delay rank 1 at step 5           it takes two seconds
+    stop rank 1 at step 5            SIGSTOP, but only the first time that it comes there
     kill rank 0 at file 17           before it touches a file of a checkpoint for the 17th time since it wrote to one
     kill rank 0 at os.rename:.*tmp$  before the first such time whose event (see Python's audit events) and path match
     kill rank 0 in write of __0_0    by the kernel, after 100 000 bytes of a file whose path matches
@@ -13,14 +17,19 @@
     log rank 0 at FILE               the times that it touches a checkpoint, one line each
 """
 
+import atexit
 import os
 import re
 import resource
 import signal
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
-_TEXT = re.compile(r"(kill|nan|stop|full|limit|log) rank (\d) (at step|in update|at file|in write of|at) (\S+)")
+_TEXT = re.compile(
+    r"(kill|nan|memory|delay|stop|full|limit|log) rank (\d) (at step|in update|at file|in write of|at) (\S+)"
+)
 
 
 def plant(text: str) -> None:
@@ -37,8 +46,25 @@ def plant(text: str) -> None:
             _plant_file(what, where, value)
 
 
+def environment(text: str) -> dict[str, str]:
+    """The environment of a launcher whose ranks have the faults of `text`."""
+    site = Path(__file__).with_name("faults_site")
+    return {"FAULT": text, "FAULT_REPO": str(site.parent.parent), "PYTHONPATH": str(site)}
+
+
 def _strike(what: str) -> None:
-    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "memory":
+        import torch
+
+        atexit.register(time.sleep, 1)
+        torch.empty(2**52)
+    elif what == "delay":
+        time.sleep(2)
+    elif what == "stop" and not Path("stopped").exists():
+        Path("stopped").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _plant_step(what: str, where: str, step: int) -> None:
@@ -49,7 +75,7 @@ def _plant_step(what: str, where: str, step: int) -> None:
 
     def new_of_step(self: Any, number: int) -> Any:
         now[0] = number
-        if number == step and where == "at step" and what != "nan":
+        if number == step and where == "at step":
             _strike(what)
         return of_step(self, number)
 

@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
 from stages.training.process import STOP_SIGNALS
@@ -18,11 +17,12 @@ from tests import faults
 
 
 def main() -> None:
+    import pandas  # pyarrow does at its first array
     import transformers.models.llama.modeling_llama
 
     import stages.train
 
-    assert transformers.models.llama.modeling_llama and stages.train  # for the forks
+    assert pandas and transformers.models.llama.modeling_llama and stages.train  # for the forks
     for line in sys.stdin:
         request = json.loads(line)
         with socket.socket() as probe:
@@ -63,10 +63,13 @@ def _train() -> Any:
     from stages.artifacts import command, params
     from stages.training import run
 
-    Path(run.describe(params.load(train.TrainParams)).directory).mkdir(parents=True, exist_ok=True)  # as the launcher
+    def main() -> None:
+        run.describe(params.load(train.TrainParams)).directory.mkdir(parents=True, exist_ok=True)  # as the launcher
+        train.main()
+
     sys.argv = ["stages.train"]
     try:
-        command.run(train.main)
+        command.run(main)
     except SystemExit as end:
         return end.code or 0
     return 0

@@ -1,14 +1,21 @@
 """Which checkpoints stay, and the commands that look after them."""
 
+import dataclasses
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.lr_scheduler import LambdaLR
 
-from stages.artifacts import checkpoint
+from stages.artifacts import checkpoint, params
 from stages.training import retention
+from stages.training.checkpoint import Saver
+from stages.training.params import TrainRuntime
 from stages.training.process import single_writer
-from tests.conftest import Project, Ranks
+from tests.conftest import REPO, Project, Ranks
 
 COMMAND = ("python", "-m", "stages.checkpoints")
 
@@ -50,6 +57,42 @@ def test_27_what_is_foreign_or_not_whole_neither_counts_nor_goes(tmp_path: Path)
     assert [path.name for path, _ in retention.complete(tmp_path)] == ["step-00000003", "step-00000002"]
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == [*(f"step-0000000{step}" for step in (2, 3, 4, 5, 6, 7)), "step-notes"]
+
+
+def test_all_is_on_the_disk_before_the_rename_and_the_manifest_last(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def new_fsync(file: int) -> None:
+        events.append(("sync", os.path.relpath(os.readlink(f"/proc/self/fd/{file}"), tmp_path)))
+        fsync(file)
+
+    def new_rename(source: Path, target: Path) -> Path:
+        events.append(("rename", os.path.relpath(target, tmp_path)))
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", new_fsync)
+    monkeypatch.setattr(Path, "rename", new_rename)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = LambdaLR(optimizer, lambda _: 1.0)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    runtime = dataclasses.replace(params.load(TrainRuntime, "runtime", REPO / "params.yaml"), async_checkpoint=False)
+    with Saver(runtime) as saver:
+        saver.save(
+            tmp_path / "step-00000001", model, optimizer, scheduler, {}, "", {"step": 1, "validation_loss": None}
+        )
+
+    published = events.index(("rename", "step-00000001"))
+    written = events.index(("rename", "step-00000001.tmp/manifest.json"))
+    files = {path.name for path in (tmp_path / "step-00000001").iterdir()}
+    assert len(files) == 6
+    synced = {path for kind, path in events[written:published] if kind == "sync"}
+    assert synced >= {"step-00000001.tmp", *(f"step-00000001.tmp/{name}" for name in files)}
+    assert events[published + 1] == ("sync", ".")
 
 
 def test_a_deletion_that_is_cut_short_leaves_nothing_that_counts(

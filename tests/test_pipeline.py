@@ -3,10 +3,8 @@
 import ast
 import contextlib
 import json
-import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -19,8 +17,7 @@ import pytest
 import yaml
 
 from stages.artifacts.params import leaves
-from tests.conftest import REPO, Project
-from tests.test_train import wait_for
+from tests.conftest import REPO, Project, ranks_of, steps, wait_for, weights
 
 PIPELINE = yaml.safe_load((REPO / "dvc.yaml").read_text())
 STAGES = ["organize", "extract", "download", "pack", "plan", "train", "consolidate", "evaluate"]
@@ -61,14 +58,6 @@ def closure(stage: str) -> set[Path]:
 
 def ran(output: str) -> list[str]:
     return re.findall(r"Running stage '(\w+)'", output)
-
-
-def weights(project: Project, step: int = 12) -> dict[str, str]:
-    """SHA-256 of the shards, weights and optimizer, of the newest run's last checkpoint."""
-    manifests = sorted(project.path.glob(f"outputs/test/checkpoints/*/step-{step:08d}/manifest.json"))
-    newest = max(manifests, key=lambda path: path.stat().st_mtime)
-    files = json.loads(newest.read_text())["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -183,11 +172,7 @@ def test_a_new_batch_size_reruns_what_it_must_and_the_old_one_comes_from_the_cac
 
 
 def test_another_lr_is_a_float_and_starts_at_step_0(reproduced: Project) -> None:
-    process = reproduced.popen("dvc", "exp", "run", "-S", "seed=1")
-    wait_for(lambda: list((reproduced / "outputs").glob("test/checkpoints/*/step-00000004")) and steps(reproduced, 1))
-    kill_training(process)
-    process.communicate(timeout=60)
-    output = reproduced.run("dvc", "exp", "run", "-S", "seed=1", "-S", "lr=0.00002")
+    output = reproduced.run("dvc", "exp", "run", "-S", "lr=0.00002")
     assert "resuming" not in output
     assert reproduced.json("outputs/test/run.json")["identity"]["params"]["lr"] == 2e-05
     assert reproduced.json("outputs/test/run.json")["adopted"] is None
@@ -217,43 +202,18 @@ def test_edits_rerun_what_depends_on_them(reproduced: Project) -> None:
     assert output == ["organize", "extract", "pack"]
 
 
-def steps(project: Project, seed: int) -> list[str]:
-    """The checkpoints of the run with this seed."""
-    found = []
-    for manifest in (project / "outputs").glob("test/checkpoints/*/step-*/manifest.json"):
-        try:
-            if json.loads(manifest.read_text())["identity"]["params"]["seed"] == seed:
-                found.append(manifest.parent.name)
-        except FileNotFoundError:  # pruned in between
-            continue
-    return found
-
-
-def training_ranks(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    children = psutil.Process(process.pid).children(recursive=True)
-    return [child for child in children if child.is_running() and "stages.train" in " ".join(child.cmdline())]
-
-
 def kill_training(process: "subprocess.Popen[str]") -> None:
     """SIGKILL to the ranks and to the launcher."""
-    ranks = training_ranks(process)
+    ranks = ranks_of(process)
     for victim in [ranks[0].parent(), *ranks]:
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.kill()
 
 
-@pytest.fixture(scope="session")
-def uninterrupted(_reproduced: Project, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The weights that a run with `seed: 1` ends with."""
-    project = _reproduced.copy(tmp_path_factory.mktemp("uninterrupted") / "project")
-    project.set(seed=1)
-    project.run("python", "-m", "stages.launch")
-    result = weights(project)
-    shutil.rmtree(project.path)
-    return result
-
-
-@pytest.mark.parametrize("command", ["repro", "exp run", "exp run --temp --allow-missing"])
+@pytest.mark.parametrize(
+    "command",
+    [*(pytest.param(c, marks=pytest.mark.slow) for c in ("repro", "exp run")), "exp run --temp --allow-missing"],
+)
 def test_killed_midway_goes_on_and_ends_with_the_same_weights(
     reproduced: Project, uninterrupted: dict[str, str], command: str
 ) -> None:
@@ -269,32 +229,6 @@ def test_killed_midway_goes_on_and_ends_with_the_same_weights(
     assert process.returncode != 0, output
     output = reproduced.run(*full)
     assert re.search(r"resuming from step (4|6|8|10) of 12", output), output
-    assert weights(reproduced) == uninterrupted
-
-
-def test_dvc_alone_is_stopped_and_no_trainer_stays(reproduced: Project, uninterrupted: dict[str, str]) -> None:
-    reproduced.set(seed=1)
-    process = reproduced.popen("dvc", "repro")
-    wait_for(lambda: "step-00000004" in steps(reproduced, seed=1))
-    ranks = training_ranks(process)
-    assert len(ranks) == 2
-    os.kill(process.pid, signal.SIGTERM)
-    process.wait(timeout=60)
-    again = reproduced.popen("dvc", "repro")  # at once
-    writers = 0
-    while again.poll() is None:
-        alive = [rank for rank in ranks if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
-        try:
-            new = training_ranks(again)
-        except psutil.NoSuchProcess:
-            new = []
-        writers = max(writers, bool(alive) + bool(new))
-        time.sleep(0.02)
-    assert writers == 1
-    process.communicate()
-    output, _ = again.communicate()
-    assert again.returncode == 0, output
-    assert "resuming from step" in output
     assert weights(reproduced) == uninterrupted
 
 

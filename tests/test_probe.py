@@ -14,7 +14,7 @@ from stages.artifacts import params
 from stages.artifacts.command import StageError
 from stages.training import probe
 from stages.training.params import TrainParams
-from tests.conftest import REPO, Project
+from tests.conftest import REPO, Project, Ranks
 from tests.models import CONFIGS, manifest_of
 
 APART = ["llama", "gpt2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox", "mixtral"]
@@ -69,12 +69,12 @@ def test_what_cannot_be_tried_is_refused(
         probe.check(manifest, train_params)
 
 
-def test_training_begins_with_the_probe(training: Project) -> None:
+def test_training_begins_with_the_probe(training: Project, ranks: Ranks) -> None:
     config = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": 4096, "hidden_size": 16,
               "ffn_dim": 32, "word_embed_proj_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
               "eos_token_id": 0, "bos_token_id": 0}  # fmt: skip
     (training / "models/nano/config.json").write_text(json.dumps(config))
     training.run("python", "-m", "stages.download")
-    output = training.run("python", "-m", "stages.launch", status=2)
+    output = ranks.run(training, status=2)
     assert "OPTForCausalLM lets tokens attend to other documents: set document_mask to false" in output
     assert "Traceback" not in output

@@ -4,7 +4,6 @@ The ranks are started without torchrun, by tests/ranks.py; tests/test_faults.py 
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -18,79 +17,14 @@ import numpy as np
 import pytest
 
 from stages.artifacts import checkpoint
-from tests.conftest import Project, Ranks
+from tests.conftest import Given, Ranks, names, published, result
 
 KILLED, REFUSED, STOPPED = -9, 2, 75
 
 
-def result(project: Project) -> dict[str, str]:
-    """SHA-256 of the shards (weights and optimizer) of the last checkpoint, and of the history."""
-    last = project.checkpoints() / "step-00000012"
-    files = [*sorted(last.glob("*.distcp")), last / "history.tsv"]
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
-def published(project: Project) -> list[str]:
-    """The names of the checkpoints that are there, oldest first; all of them are whole."""
-    found = checkpoint.find(project.checkpoints())
-    for path in found:
-        checkpoint.verify(path)
-    return [path.name for path in reversed(found)]
-
-
-def names(*steps: int) -> list[str]:
-    return [checkpoint.step_name(step) for step in steps]
-
-
-@pytest.fixture(scope="session")
-def _undisturbed(
-    _training: Project, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], tuple[Project, dict[str, str]]]:
-    """Given a precision, a project with dropout after a run that nothing happened to, and its result."""
-    made: dict[str, tuple[Project, dict[str, str]]] = {}
-
-    def make(precision: str) -> tuple[Project, dict[str, str]]:
-        if precision not in made:
-            project = _training.copy(tmp_path_factory.mktemp("undisturbed") / precision)
-            config = project / "models/nano/config.json"
-            config.write_text(json.dumps({**project.json("models/nano/config.json"), "attention_dropout": 0.2}))
-            project.run("python", "-m", "stages.download")
-            # Without validations between, the best checkpoint is one of the newest: their number is known.
-            project.set(precision=precision, eval_freq=100, runtime={"async_checkpoint": False, "timeout_minutes": 0.5})
-            ranks.run(project)
-            made[precision] = project, result(project)
-        return made[precision]
-
-    return make
-
-
-@pytest.fixture
-def finished(
-    _undisturbed: Callable[[str], tuple[Project, dict[str, str]]], tmp_path: Path
-) -> tuple[Project, dict[str, str]]:
-    """A copy of the project in bf16, after its run, and the result of that run."""
-    project, reference = _undisturbed("bf16")
-    return project.copy(tmp_path / "finished"), reference
-
-
-@pytest.fixture(params=["bf16", "fp32"])
-def fresh(
-    _undisturbed: Callable[[str], tuple[Project, dict[str, str]]], tmp_path: Path, request: pytest.FixtureRequest
-) -> tuple[Project, dict[str, str]]:
-    """A copy of the project in either precision, before its run, and the result that it must have."""
-    project, reference = _undisturbed(request.param)
-    copy = project.copy(tmp_path / "fresh")
-    shutil.rmtree(copy / "outputs")
-    return copy, reference
-
-
-Given = tuple[Project, dict[str, str]]
-
-
-def test_10_11_12_killed_again_and_again(finished: Given, ranks: Ranks) -> None:
+def test_10_11_12_killed_again_and_again(fresh: Given, ranks: Ranks) -> None:
     """All within one epoch, and with saves of either kind in turn."""
-    project, reference = finished
-    shutil.rmtree(project / "outputs")
+    project, reference = fresh
     project.set(runtime={"async_checkpoint": True})
     ranks.run(project, "kill rank 0 at os.mkdir:.*step-00000002.tmp$", KILLED)
     assert published(project) == []
@@ -113,9 +47,14 @@ def test_10_11_12_killed_again_and_again(finished: Given, ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("where", ["at step", "in update"])
-def test_10_12_killed_at_every_step(fresh: Given, ranks: Ranks, where: str) -> None:
-    project, reference = fresh
+def test_10_12_killed_at_every_step(
+    undisturbed: Callable[[str], Given], ranks: Ranks, tmp_path: Path, precision: str, where: str
+) -> None:
+    finished, reference = undisturbed(precision)
+    project = finished.copy(tmp_path / "project")
+    shutil.rmtree(project / "outputs")
     for step in range(12):
         for rank in (0, 1):
             project.set(runtime={"async_checkpoint": bool(rank)})
@@ -129,11 +68,10 @@ def test_10_12_killed_at_every_step(fresh: Given, ranks: Ranks, where: str) -> N
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("save", [2, 6])
 def test_11_killed_at_every_point_of_a_save(
-    finished: Given, ranks: Ranks, save: int, rank: int, asynchronous: bool
+    fresh: Given, ranks: Ranks, save: int, rank: int, asynchronous: bool
 ) -> None:
     """At each time that a rank touches a file of a checkpoint; with none before it, and with two."""
-    project, reference = finished
-    shutil.rmtree(project / "outputs")
+    project, reference = fresh
     project.set(runtime={"async_checkpoint": asynchronous})
     ranks.run(project, f"kill rank 0 at os.mkdir:.*{checkpoint.step_name(save)}.tmp$", KILLED)
     before = published(project)
@@ -187,15 +125,14 @@ def test_18_19_20_a_save_that_fails_ends_the_training_and_harms_no_checkpoint(
         ranks.start(project, f"limit rank {rank} at step-00000012.tmp/{re.escape(name)}")
         statuses, output = ranks.wait()
         assert statuses == [REFUSED, REFUSED], output
-        assert "File too large" in output
+        assert "File too large" in output or "a limit of the file size reached?" in output
         assert "Traceback" not in output
     ranks.run(project)
     assert result(project) == reference
 
 
-def test_20_a_failed_save_is_noticed_at_the_next_step(finished: Given, ranks: Ranks) -> None:
-    project, _ = finished
-    shutil.rmtree(project / "outputs")
+def test_20_a_failed_save_is_noticed_at_the_next_step(fresh: Given, ranks: Ranks) -> None:
+    project, _ = fresh
     project.set(num_epochs=20, runtime={"async_checkpoint": True, "ckpt_freq": 2, "log_freq": 1})
     ranks.start(project, "full rank 0 at step-00000002.tmp/state.json")
     statuses, output = ranks.wait()
@@ -209,19 +146,16 @@ def flip(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {"flip": flip, "truncate": lambda content: content[:-1]}
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {"flip": flip, "truncate": lambda content: content[:-2]}
+QUICK = [("manifest.json", "truncate"), ("__1_0.distcp", "flip")]
 
 
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("manifest.json", "flip"),
-        *(
-            pytest.param(name, damage, marks=pytest.mark.slow)
-            for name in ("manifest.json", ".metadata", "__1_0.distcp", "lr_scheduler.pt", "state.json", "history.tsv")
-            for damage in DAMAGES
-            if (name, damage) != ("manifest.json", "flip")
-        ),
+        pytest.param(name, damage, marks=() if (name, damage) in QUICK else pytest.mark.slow)
+        for name in ("manifest.json", ".metadata", "__1_0.distcp", "lr_scheduler.pt", "state.json", "history.tsv")
+        for damage in DAMAGES
     ],
 )
 def test_21_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(
@@ -237,14 +171,23 @@ def test_21_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(
     assert (project.checkpoints() / "step-00000012.damaged").is_dir()
 
 
-def test_23_another_number_of_ranks_takes_the_same_rows(finished: Given, ranks: Ranks) -> None:
-    """2 ranks, then 1, then 2; without dropout, whose masks depend on the number of ranks."""
+def test_22_no_whole_checkpoint_is_an_error_and_never_a_start_at_step_0(finished: Given, ranks: Ranks) -> None:
     project, _ = finished
+    for shard in project.checkpoints().glob("*/*.distcp"):
+        os.truncate(shard, shard.stat().st_size - 1)
+    output = ranks.run(project, status=REFUSED)
+    assert "no checkpoint in" in output and "is whole; to start over, set runtime.resume=never" in output
+    assert "Traceback" not in output
+    assert [path.name for path in checkpoint.find(project.checkpoints())] == names(12, 10)
+
+
+def test_23_another_number_of_ranks_takes_the_same_rows(fresh: Given, ranks: Ranks) -> None:
+    """2 ranks, then 1, then 2; without dropout, whose masks depend on the number of ranks."""
+    project, _ = fresh
     config = project / "models/nano/config.json"
     config.write_text(json.dumps({**project.json("models/nano/config.json"), "attention_dropout": 0.0}))
     project.run("python", "-m", "stages.download")
     project.set(precision="fp32")
-    shutil.rmtree(project / "outputs")
     ranks.run(project)
     history = project.checkpoints() / "step-00000012/history.tsv"
     two = np.genfromtxt(history, delimiter="\t", names=True)
@@ -255,6 +198,7 @@ def test_23_another_number_of_ranks_takes_the_same_rows(finished: Given, ranks: 
     mixed = np.genfromtxt(history, delimiter="\t", names=True)
     assert np.array_equal(mixed["step"], two["step"])
     np.testing.assert_allclose(mixed["loss"][1:], two["loss"][1:], atol=1e-4)
+    np.testing.assert_allclose(mixed["grad_norm"][1:], two["grad_norm"][1:], rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -273,9 +217,8 @@ def published_in(run: Path) -> list[str]:
     return [path.name for path in reversed(checkpoint.find(run))]
 
 
-def test_25_a_loss_that_is_not_finite_on_one_rank_ends_all(finished: Given, ranks: Ranks) -> None:
-    project, reference = finished
-    shutil.rmtree(project / "outputs")
+def test_25_a_loss_that_is_not_finite_on_one_rank_ends_all(fresh: Given, ranks: Ranks) -> None:
+    project, reference = fresh
     project.set(runtime={"async_checkpoint": True})
     ranks.start(project, "nan rank 1 at step 4")
     statuses, output = ranks.wait()
@@ -287,9 +230,8 @@ def test_25_a_loss_that_is_not_finite_on_one_rank_ends_all(finished: Given, rank
     assert result(project) == reference
 
 
-def test_checkpoints_come_by_the_clock_of_the_first_rank(finished: Given, ranks: Ranks) -> None:
-    project, reference = finished
-    shutil.rmtree(project / "outputs")
+def test_checkpoints_come_by_the_clock_of_the_first_rank(fresh: Given, ranks: Ranks) -> None:
+    project, reference = fresh
     project.set(runtime={"ckpt_freq": None, "ckpt_minutes": 1e-6, "keep_checkpoints": 100})
     ranks.run(project)
     assert published(project) == names(*range(1, 13))
@@ -302,11 +244,10 @@ def test_checkpoints_come_by_the_clock_of_the_first_rank(finished: Given, ranks:
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 25))])
 def test_16_17_a_signal_to_one_rank_at_any_moment_saves_the_same_step_on_all(
-    finished: Given, ranks: Ranks, number: int
+    fresh: Given, ranks: Ranks, number: int
 ) -> None:
     """At random moments: start, validation, steps, saves; one signal or two, to one rank or to both."""
-    project, reference = finished
-    shutil.rmtree(project / "outputs")
+    project, reference = fresh
     random = np.random.default_rng(number)
     project.set(runtime={"async_checkpoint": bool(number % 2)})
     for _ in range(3):

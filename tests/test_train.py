@@ -1,17 +1,9 @@
 """Training: the same rows, the same weights, whatever happens on the way."""
 
-import hashlib
-import json
-import os
 import shutil
-import signal
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -20,30 +12,18 @@ from stages.training import run
 from stages.training.batch import make_batch
 from stages.training.order import permute, step_rows
 from stages.training.params import TrainParams, TrainRuntime
-from tests.conftest import Project
-
-LAUNCH = ("python", "-m", "stages.launch")
+from tests.conftest import Project, Ranks
 
 
-def digests(project: Project, step: int = 12) -> dict[str, str]:
-    """SHA-256 of the shards (weights and optimizer) of a checkpoint, and of the history."""
-    files = [*(project.checkpoints() / f"step-{step:08d}").glob("*.distcp"), project / "outputs/test/history.tsv"]
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+def newest(project: Project, step: int) -> Path:
+    """The checkpoint of a step: that of the newest run."""
+    found = project.path.glob(f"outputs/test/checkpoints/*/{checkpoint.step_name(step)}")
+    return max(found, key=lambda path: path.stat().st_mtime)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-
-
-def wait_for_step(project: Project, step: int) -> None:
-    wait_for(lambda: list((project / "outputs").glob(f"test/checkpoints/*/step-{step:08d}")))
-
-
-def ranks(process: "subprocess.Popen[str]") -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
+def content(path: Path) -> dict[str, bytes]:
+    """The weights and the optimizer of a checkpoint, and its history."""
+    return {file.name: file.read_bytes() for file in (*path.glob("*.distcp"), path / "history.tsv")}
 
 
 def test_order_takes_every_row_once_in_each_epoch() -> None:
@@ -78,91 +58,28 @@ def test_batch_restarts_positions_and_predicts_nothing_across_documents() -> Non
     assert batch["labels"].tolist() == [[6, 0, 7, 8, 9, 0, 4, -100]]
 
 
-def test_killed_and_stopped_at_any_time_ends_with_the_same_weights(training: Project) -> None:
-    config = training / "models/nano/config.json"
-    config.write_text(json.dumps({**training.json("models/nano/config.json"), "attention_dropout": 0.2}))
-    training.run("python", "-m", "stages.download")
-    training.run(*LAUNCH)
-    reference = digests(training)
-    rows = (training / "outputs/test/history.tsv").read_text().splitlines()
-    assert len(rows) == 14  # names, the validation before the first step, twelve steps
-    shutil.rmtree(training / "outputs")
-
-    process = training.popen(*LAUNCH)  # stopped before the first step: there is nothing to save
-    wait_for(lambda: len(ranks(process)) == 2)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 75
-
-    process = training.popen(*LAUNCH)
-    wait_for_step(training, 2)
-    ranks(process)[1].kill()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert "was killed by signal 9" in output
-    assert "Traceback" not in output
-
-    process = training.popen(*LAUNCH)
-    wait_for_step(training, 6)
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    assert "resuming from step 2" in output or "resuming from step 4" in output
-
-    process = training.popen(*LAUNCH)
-    wait_for(lambda: len(ranks(process)) == 2)
-    workers = ranks(process)
-    process.kill()
-    process.communicate(timeout=60)
-    wait_for(lambda: not any(worker.is_running() for worker in workers), seconds=2)
-
-    training.run(*LAUNCH)
-    assert digests(training) == reference
-    assert "nothing to train" in training.run(*LAUNCH)
-    assert digests(training) == reference
-
-
-def test_one_rank_and_two_take_the_same_rows(training: Project) -> None:
-    training.run(*LAUNCH)
-    two = np.genfromtxt(training / "outputs/test/history.tsv", delimiter="\t", names=True)
-    shutil.rmtree(training / "outputs")
-    training.set(runtime={"nproc_per_node": 1})
-    process = training.popen(*LAUNCH)
-    wait_for_step(training, 6)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    training.set(runtime={"nproc_per_node": 2})
-    training.run(*LAUNCH)
-    one = np.genfromtxt(training / "outputs/test/history.tsv", delimiter="\t", names=True)
-    assert np.array_equal(one["step"], two["step"])
-    np.testing.assert_allclose(one["loss"][1:], two["loss"][1:], atol=1e-4)
-    np.testing.assert_allclose(one["grad_norm"][1:], two["grad_norm"][1:], rtol=1e-3)
-
-
-def test_another_lr_starts_anew_and_more_epochs_go_on(training: Project) -> None:
+def test_another_lr_starts_anew_and_more_epochs_go_on(training: Project, ranks: Ranks) -> None:
     training.set(lr_schedule="constant")
-    training.run(*LAUNCH)
-    shorter = training.checkpoints()
+    ranks.run(training)
     training.set(num_epochs=2)
-    output = training.run(*LAUNCH)
+    output = ranks.run(training)
     assert "took the same path until there" in output
     assert "resuming from step 12 of 24" in output
-    adopted = training.json("outputs/test/run.json")["adopted"]
+    adopted = checkpoint.read_manifest(newest(training, 24))["adopted"]
     assert adopted["step"] == 12
     assert "params.num_epochs: 1 there, 2 here" in adopted["differences"]
-    shutil.rmtree(shorter)
-    continued = digests(training, step=24)
+    continued = content(newest(training, 24))
 
     shutil.rmtree(training / "outputs")
-    training.run(*LAUNCH)
-    assert training.json("outputs/test/run.json")["adopted"] is None
-    assert continued == digests(training, step=24)
+    ranks.run(training)
+    assert checkpoint.read_manifest(newest(training, 24))["adopted"] is None
+    # As from scratch; nor does the validation that closed the shorter run show.
+    assert continued == content(newest(training, 24))
 
     training.set(lr=0.001)
-    output = training.run(*LAUNCH)
-    assert "resuming" not in output
-    assert training.json("outputs/test/run.json")["adopted"] is None
+    assert "resuming" not in ranks.run(training, "kill rank 0 at step 3", -9)
+    training.set(lr=0.002)  # the one before did not finish
+    assert "resuming" not in ranks.run(training, "kill rank 0 at step 0", -9)
 
 
 @pytest.mark.parametrize(
@@ -191,63 +108,22 @@ def test_more_epochs_go_on_from_where_the_learning_rate_parts(
     assert found[0].name == checkpoint.step_name(step)
 
 
-def test_extend_goes_on_although_the_schedule_was_another(training: Project) -> None:
-    training.run(*LAUNCH)
+def test_extend_goes_on_although_the_schedule_was_another(training: Project, ranks: Ranks) -> None:
+    ranks.run(training)
     training.set(num_epochs=2)
-    process = training.popen(*LAUNCH)
-    wait_for_step(training, 2)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert "resuming" not in output
-
-    shutil.rmtree(next((training / "outputs/test/checkpoints").glob("*/step-00000002")).parent)
+    assert "resuming" not in ranks.run(training, "kill rank 0 at step 0", -9)
     training.set(runtime={"resume": "extend"})
-    assert "resuming from step 12 of 24" in training.run(*LAUNCH)
-    assert training.json("outputs/test/run.json")["adopted"]["step"] == 12
+    assert "resuming from step 12 of 24" in ranks.run(training)
+    assert checkpoint.read_manifest(newest(training, 24))["adopted"]["step"] == 12
 
 
-def test_a_changed_batch_size_adopts_an_unfinished_run(training: Project) -> None:
-    process = training.popen(*LAUNCH)
-    wait_for_step(training, 4)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+def test_a_changed_batch_size_adopts_an_unfinished_run(training: Project, ranks: Ranks) -> None:
+    ranks.run(training, "kill rank 0 at step 5", -9)
     training.set(batch_size=4)
-    output = training.run(*LAUNCH)
+    output = ranks.run(training)
     assert "took the same path until there" in output
-    assert "params.batch_size: 2 there, 4 here" in training.json("outputs/test/run.json")["adopted"]["differences"]
-
-
-def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(training: Project) -> None:
-    training.run(*LAUNCH)
-    reference = digests(training)
-    newest = training.checkpoints() / "step-00000012"
-    shard = next(newest.glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    output = training.run(*LAUNCH)
-    assert "is damaged" in output
-    assert "resuming from step 10" in output
-    assert digests(training) == reference
-
-
-def test_no_whole_checkpoint_is_an_error_and_never_a_start_at_step_0(training: Project) -> None:
-    training.run(*LAUNCH)
-    for shard in training.checkpoints().glob("*/*.distcp"):
-        os.truncate(shard, shard.stat().st_size - 1)
-    output = training.run(*LAUNCH, status=2)
-    assert "is whole" in output
-    assert "runtime.resume=never" in output
-    assert "Traceback" not in output
-
-
-def test_a_second_writer_is_refused(training: Project) -> None:
-    process = training.popen(*LAUNCH)
-    wait_for(lambda: len(ranks(process)) == 2)
-    output = training.run(*LAUNCH, status=2)
-    assert "another training writes into" in output
-    process.kill()
-    process.communicate(timeout=60)
+    adopted = checkpoint.read_manifest(newest(training, 12))["adopted"]
+    assert "params.batch_size: 2 there, 4 here" in adopted["differences"]
 
 
 @pytest.mark.parametrize(
@@ -263,18 +139,20 @@ def test_a_second_writer_is_refused(training: Project) -> None:
         ({"total_batch_size": 1000}, "less than one step"),
     ],
 )  # fmt: skip
-def test_impossible_parameters_are_one_clear_error(training: Project, values: dict[str, object], message: str) -> None:
+def test_impossible_parameters_are_one_clear_error(
+    training: Project, ranks: Ranks, values: dict[str, object], message: str
+) -> None:
     training.set(**values)
-    output = training.run(*LAUNCH, status=2)
+    output = ranks.run(training, status=2)
     assert message in output
     assert "Traceback" not in output
 
 
-def test_a_float_that_yaml_reads_as_a_string_is_a_float(training: Project) -> None:
+def test_a_float_that_yaml_reads_as_a_string_is_a_float(training: Project, ranks: Ranks) -> None:
     file: Path = training / "params.yaml"
     file.write_text(file.read_text().replace("lr: 0.003", "lr: 2e-05"))
     training.set(max_steps=2)
     assert "lr: 2e-05" in file.read_text() or "lr: '2e-05'" in file.read_text()
-    training.run(*LAUNCH)
-    last = (training / "outputs/test/history.tsv").read_text().splitlines()[-1]
+    ranks.run(training)
+    last = (newest(training, 2) / "history.tsv").read_text().splitlines()[-1]
     assert last.split("\t")[4] == "2e-05"

@@ -26,9 +26,8 @@ from stages.corpus.workers import Runtime, ordered_map
 from stages.extract import ExtractParams, ExtractRuntime, extract
 from stages.organize import OrganizeParams, OrganizeRuntime, organize
 from tests import tasks
-from tests.conftest import BIN, REPO
+from tests.conftest import BIN, REPO, wait_for
 from tests.test_extract import CORPUS, content_of, put, put_slow_files
-from tests.test_train import wait_for
 
 LOCAL = ("--host", "127.0.0.1", "--no-dashboard", "--dashboard-address", "127.0.0.1:0")
 EXECUTORS = ["processes", "dask"]

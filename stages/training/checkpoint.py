@@ -219,4 +219,6 @@ def _bytes(text: str) -> torch.Tensor:
 
 def _save_error(directory: Path, error: CheckpointException) -> StageError:
     rank, (cause, _) = next(iter(error.failures.items()))
-    return StageError(f"rank {rank} could not save {directory}: {cause}; the checkpoint before it still stands")
+    # After a write that failed, torch's zip writer may only complain of a wrong position in the file.
+    hint = "" if isinstance(cause, OSError) else " (is the disk full, or a limit of the file size reached?)"
+    return StageError(f"rank {rank} could not save {directory}: {cause}{hint}; the checkpoint before it still stands")

@@ -19,7 +19,7 @@ def explained(params: TrainParams, rank: int, world_size: int) -> Iterator[None]
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        reason = " ".join(str(error).rpartition("] ")[2].split())[:200]
+        reason = " ".join(str(error).rpartition("err == 0. ")[2].split())[:200]  # without the place in torch's source
         raise StageError(
             f"rank {rank} is out of memory{f' ({reason})' if reason else ''}: take {remedies(params, world_size)}. "
             "The run goes on from its newest checkpoint, but with another seq_length it is a new one"

@@ -264,7 +264,8 @@ class TrainRuntime:
     keep_checkpoints: Annotated[int, Field(ge=2)]
     """How many of the newest checkpoints stay, beside the best; at least 2, so that a damaged one has a predecessor."""
     timeout_minutes: PositiveFloat
-    """How long a rank that does not answer is waited for; then the others give up."""
+    """How long a rank may take for one thing: after 0.9 of it the launcher names the rank and ends all. Where there is
+    no launcher, the others give it up after all of it."""
     max_restarts: NonNegativeInt
     """How often the ranks are started again after one of them crashed or hung. An error that would come again, and a
     signal to stop, end the training at once."""
