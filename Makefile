@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup repro test check lock
+.PHONY: help setup repro test faults check lock
 
 help: ## Show what can be made
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -17,6 +17,9 @@ repro: setup ## Run the pipeline, on a sample corpus where data/raw is empty
 
 test: setup ## Run the quick tests
 	$(PY) -m pytest -m "not slow"
+
+faults: setup ## Kill, stop and starve trainings in every way of docs/faults.md
+	$(PY) -m pytest tests/test_checkpoints.py tests/test_resume.py tests/test_faults.py
 
 check: setup ## Lint, check the format and the types
 	$(PY) -m ruff check

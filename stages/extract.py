@@ -65,11 +65,9 @@ class ExtractParams:
 
 
 @dataclass(frozen=True)
-class ExtractRuntime:
+class ExtractRuntime(workers.Runtime):
     """What changes no result."""
 
-    num_workers: Annotated[int, Field(ge=1)] | None
-    """Processes that read the splits; None: one a core."""
     reuse_gib: Annotated[float, Field(ge=0)]
     """What results of earlier runs may take on the disk, in GiB, besides what outputs and DVC's cache hold anyway."""
 
@@ -130,7 +128,7 @@ def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
             )
             for index, part in enumerate(parts)
         ]
-        results = run(tasks, [part["bytes"] for part in parts], workers.count(runtime.num_workers))
+        results = run(tasks, [part["bytes"] for part in parts], runtime)
         if changed := [path for result in results for path in result.changed]:
             raise StageError(
                 f"{len(changed)} files were changed or removed after organize, the first is {changed[0]}: "
@@ -165,11 +163,10 @@ def deduplicate(
     """Turn the shards of all strings into those of different strings, and take the duplicates off the counts."""
     from stages.corpus import duplicates
 
-    num_workers = workers.count(runtime.num_workers)
-    digests = list(workers.ordered_map(duplicates.write_digests, sources, num_workers))
+    digests = list(workers.ordered_map(duplicates.write_digests, sources, runtime))
     flags = duplicates.find(digests, [shard.rows for shard in shards])
     tasks = [(source, target, features, flag) for source, target, flag in zip(sources, targets, flags, strict=True)]
-    filtered = list(workers.ordered_map(duplicates.drop, tasks, num_workers))
+    filtered = list(workers.ordered_map(duplicates.drop, tasks, runtime))
     for path in (*sources, *digests):
         path.unlink()
     for result in filtered:
@@ -189,12 +186,12 @@ def key(manifest_digest: str, options: ExtractParams, code: str) -> str:
     return publish.sha256_json(["extract", manifest_digest, decisive, code])
 
 
-def run(tasks: Sequence[Task], sizes: Sequence[int], num_workers: int) -> list[SplitResult]:
+def run(tasks: Sequence[Task], sizes: Sequence[int], runtime: workers.Runtime) -> list[SplitResult]:
     """Extract all splits and return the results in their order. The largest begins first, so that none ends late."""
     order = sorted(range(len(tasks)), key=lambda index: -sizes[index])
     results: dict[int, SplitResult] = {}
     with tqdm(total=sum(sizes), desc="extract", unit="B", unit_scale=True, disable=None) as progress:
-        computed = workers.ordered_map(extract_split, [tasks[index] for index in order], num_workers)
+        computed = workers.ordered_map(extract_split, [tasks[index] for index in order], runtime)
         for index, result in zip(order, computed, strict=True):
             results[index] = result
             progress.update(sizes[index])

@@ -42,11 +42,8 @@ class OrganizeParams:
 
 
 @dataclass(frozen=True)
-class OrganizeRuntime:
+class OrganizeRuntime(workers.Runtime):
     """What changes no result."""
-
-    num_workers: Annotated[int, Field(ge=1)] | None
-    """Processes that read the files; None: one a core."""
 
 
 def main() -> None:
@@ -71,10 +68,9 @@ def organize(options: OrganizeParams, runtime: OrganizeRuntime, target: Path = S
         raise StageError(f"raw_dir is {options.raw_dir!r}, which is no folder: create it and put the raw files in it")
     paths, passed_over = tree.walk(root, lambda name: formats.find(name) is not None)
     files: list[splits.RawFile] = []
-    tasks = [(options.raw_dir, paths[start : start + FILES_PER_TASK]) for start in range(0, len(paths), FILES_PER_TASK)]
-    num_workers = workers.count(runtime.num_workers)
+    tasks = [(str(root), paths[start : start + FILES_PER_TASK]) for start in range(0, len(paths), FILES_PER_TASK)]
     with tqdm(total=len(paths), desc="organize", unit="file", disable=None) as progress:
-        for (_, batch), results in zip(tasks, workers.ordered_map(measure, tasks, num_workers), strict=True):
+        for (_, batch), results in zip(tasks, workers.ordered_map(measure, tasks, runtime), strict=True):
             for path, found in zip(batch, results, strict=True):
                 if isinstance(found, str):
                     passed_over.append(tree.PassedOver(path, found))

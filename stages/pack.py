@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from stages.artifacts import command, params, publish
 from stages.artifacts.command import StageError
+from stages.corpus import workers
 
 if TYPE_CHECKING:
     from stages.corpus.packing import Coding, Encoded, RowWriter
@@ -41,11 +42,8 @@ class PackParams:
 
 
 @dataclass(frozen=True)
-class PackRuntime:
+class PackRuntime(workers.Runtime):
     """What changes no result."""
-
-    num_workers: Annotated[int, Field(ge=1)] | None
-    """Processes that encode; None: one a core."""
 
 
 def main() -> None:
@@ -64,7 +62,7 @@ def pack(options: PackParams, runtime: PackRuntime) -> str:
     Raises:
         StageError: the parameters do not fit the model or the corpus, or there are too few tokens for a row.
     """
-    from stages.corpus import arrow, packing, workers
+    from stages.corpus import arrow, packing
 
     coding = find_coding(options)
     shards = arrow.read_shards(CORPUS)
@@ -85,9 +83,8 @@ def pack(options: PackParams, runtime: PackRuntime) -> str:
         ]
         for name, part in parts.items()
     }
-    num_workers = workers.count(runtime.num_workers)
     # A few batches ahead: enough to keep all workers busy, few enough for the memory of this process.
-    encoded = workers.ordered_map(packing.encode, [*tasks["train"], *tasks["validation"]], num_workers, 3 * num_workers)
+    encoded = workers.ordered_map(packing.encode, [*tasks["train"], *tasks["validation"]], runtime, ahead=3)
     features = arrow.token_features(options.seq_length)
     metrics = {}
     with ExitStack() as stack:

@@ -19,6 +19,8 @@ from stages.training.params import TrainParams, TrainRuntime
 
 _ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _FP32 = 4
+_MEANS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
+"""Bytes for each parameter that the optimizer keeps; in 8 bits, 256 values share a scale."""
 
 
 def main() -> None:
@@ -29,7 +31,7 @@ def main() -> None:
     this = run.describe(train_params)
     _check_limits(this, manifest)
 
-    num_parameters = manifest.num_parameters
+    num_parameters, means = manifest.num_parameters, _MEANS[train_params.optimizer]
     tokens_per_step = train_params.total_batch_size * this.seq_length
     plan = {
         "parameters": num_parameters,
@@ -39,19 +41,19 @@ def main() -> None:
         "tokens_per_step": tokens_per_step,
         "tokens": this.total_steps * tokens_per_step,
         "epochs": this.total_steps * train_params.total_batch_size / this.num_rows,
-        # Weights, gradients and the two means of AdamW, all fp32 and spread over all ranks. Activations come on top.
-        "training_state_bytes": 4 * _FP32 * num_parameters,
-        "checkpoint_bytes": 3 * _FP32 * num_parameters,
+        # Weights and gradients in fp32, and the means of AdamW, of one copy of the model. Activations come on top.
+        "training_state_bytes": int((2 * _FP32 + means) * num_parameters),
+        "checkpoint_bytes": int((_FP32 + means) * num_parameters),
         "model_bytes": _ITEM_SIZES[manifest.dtype] * num_parameters,
     }
     publish.write_json(Path("outputs") / train_params.experiment_name / "plan.json", plan)
 
-    # One checkpoint more than are kept lies on the disk while the newest is written.
-    disk = (runtime.keep_checkpoints + 1) * plan["checkpoint_bytes"] + plan["model_bytes"]
+    # Beside the newest ones lie the best, and the one that is being written.
+    disk = (runtime.keep_checkpoints + 2) * plan["checkpoint_bytes"] + plan["model_bytes"]
     print(
         f"plan: {plan['steps']:,} steps, {plan['tokens']:,} tokens ({plan['epochs']:.2f} epochs) of a model of "
-        f"{num_parameters:,} parameters: {_gib(plan['training_state_bytes'])} of memory over all ranks, beside "
-        f"activations; {_gib(disk)} of disk for checkpoints and model"
+        f"{num_parameters:,} parameters: {_gib(plan['training_state_bytes'])} of memory over the processes that share "
+        f"a copy of it, beside activations; {_gib(disk)} of disk for checkpoints and model"
     )
     checkpoints = _existing(root(train_params.experiment_name))
     if (free := shutil.disk_usage(checkpoints).free) < disk:

@@ -2,16 +2,20 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import yaml
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 REPO = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -156,3 +160,66 @@ def reproduced(_reproduced: Project, tmp_path: Path) -> Iterator[Project]:
     project = _reproduced.copy(tmp_path / "project")
     yield project
     shutil.rmtree(project.path)
+
+
+@pytest.fixture
+def mesh() -> Iterator["DeviceMesh"]:
+    """One process, as a mesh."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    # torch.empty gives NaN instead of what happens to lie there: nothing that is forgotten looks plausible.
+    torch.use_deterministic_algorithms(True)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    torch.use_deterministic_algorithms(False)
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """Starts trainings: see tests/ranks.py."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.ranks"], cwd=REPO, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def start(self, project: Project, faults: str = "", world_size: int = 2, **environment: str) -> list[int]:
+        """Start a training; returns the ids of its processes."""
+        self.output = self.folder / "output.txt"
+        self.output.unlink(missing_ok=True)
+        request = {"directory": str(project.path), "world_size": world_size, "faults": faults,
+                   "environment": environment, "output": str(self.output)}  # fmt: skip
+        assert self._server.stdin and self._server.stdout
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        pids: list[int] = json.loads(self._server.stdout.readline())
+        return pids
+
+    def wait(self) -> tuple[list[int], str]:
+        """The exit statuses of the training, and what it printed."""
+        assert self._server.stdout
+        statuses = json.loads(self._server.stdout.readline())
+        return statuses, self.output.read_text()
+
+    def run(self, project: Project, faults: str = "", status: int | None = 0, **options: Any) -> str:
+        """Run a training to its end; `status`: of the rank with the faults, or of all."""
+        self.start(project, faults, **options)
+        statuses, output = self.wait()
+        victim = re.search(r"rank (\d)", faults)
+        ended = [statuses[int(victim[1])]] if victim else statuses
+        assert set(ended) == {status}, (statuses, output)
+        return output
+
+    def close(self) -> None:
+        self._server.kill()
+        self._server.communicate()
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    ranks = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()

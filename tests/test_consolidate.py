@@ -120,7 +120,7 @@ def seal(source: Path, tensors: dict[str, Tensor], step: int = 3) -> None:
         "adopted": None,
         "packages": {"torch": torch.__version__},
     }
-    publish.write_json(source / checkpoint.MANIFEST, {"format": 1, **common, "files": files, "tensors": described})
+    checkpoint.write_manifest(source, {"format": 1, **common, "files": files, "tensors": described})
     pointer = {
         **common,
         "checkpoint": source.name,

@@ -713,6 +713,11 @@ def test_trap_21_a_killed_worker_leaves_nothing() -> None:
     assert content_of(CORPUS) == clean
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Where nobody collects orphans they stay as zombies."""
+    return bool(process.is_running()) and process.status() != psutil.STATUS_ZOMBIE
+
+
 def test_trap_21_workers_end_with_the_stage() -> None:
     put_slow_files()
     organize(OrganizeParams(4, "data/raw", False), OrganizeRuntime(1))
@@ -727,9 +732,10 @@ def test_trap_21_workers_end_with_the_stage() -> None:
     time.sleep(0.3)
     stage.send_signal(signal.SIGKILL)
     stage.wait()
-    time.sleep(1)
-    # Where nobody collects orphans they stay as zombies.
-    assert [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE] == []
+    deadline = time.monotonic() + 30  # one that is just starting has to get so far that it notices
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, workers))
     assert not CORPUS.exists()
 
 

@@ -2,58 +2,23 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from stages.artifacts import params, publish
+from stages.artifacts import params
 from stages.artifacts.command import StageError
-from stages.model import headers, meta
-from stages.model.manifest import FileEntry, ModelManifest
 from stages.training import model as training_model
 from stages.training.batch import loss_sum, make_batch
 from stages.training.params import TrainParams
 from tests.conftest import REPO
-
-CONFIGS = {
-    "llama": transformers.LlamaConfig(
-        vocab_size=101, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None,
-    ),
-    "llama untied, scaled rope": transformers.LlamaConfig(
-        vocab_size=101, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=False, eos_token_id=0, bos_token_id=None,
-        rope_parameters={"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                         "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
-    ),
-    "gpt2": transformers.GPT2Config(
-        vocab_size=101, n_embd=24, n_layer=2, n_head=3, n_positions=64, eos_token_id=0, bos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    ),
-    "qwen3": transformers.Qwen3Config(
-        vocab_size=101, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None,
-    ),
-}  # fmt: skip
+from tests.models import CONFIGS, manifest_of, whole
 
 
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    # torch.empty gives NaN instead of what happens to lie there: nothing that is forgotten looks plausible.
-    torch.use_deterministic_algorithms(True)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
-    torch.use_deterministic_algorithms(False)
-    dist.destroy_process_group()
-
-
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=["llama", "llama untied, scaled rope", "gpt2", "qwen3", "gemma3"])
 def reference(request: pytest.FixtureRequest, tmp_path: Path) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param])
@@ -61,25 +26,10 @@ def reference(request: pytest.FixtureRequest, tmp_path: Path) -> transformers.Pr
     return model
 
 
-def manifest_of(directory: Path, with_weights: bool) -> ModelManifest:
-    model = meta.build(directory)
-    files = {path.name: FileEntry(path.stat().st_size, publish.sha256_file(path)) for path in directory.iterdir()}
-    weights = headers.weight_files(directory) if with_weights else []
-    return ModelManifest(
-        str(directory), "main", None, type(model).__name__, model.config.model_type, "float32",
-        meta.num_parameters(model), files, weights, meta.tied_weights(model), meta.layer_classes(model), 101, 64, 0,
-        None, None,
-    )  # fmt: skip
-
-
 @pytest.fixture
 def train_params(monkeypatch: pytest.MonkeyPatch) -> TrainParams:
     monkeypatch.chdir(REPO)
     return params.load(TrainParams)
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def test_pretrained_weights_and_buffers_are_those_of_transformers(
@@ -141,15 +91,20 @@ def test_activation_checkpointing_changes_no_gradient(
     manifest = manifest_of(tmp_path, with_weights=True)
     batch = make_batch(torch.randint(1, 101, (2, 16)), eos_token_id=0, document_mask=True)
     gradients = []
-    for kind in ("none", "full"):
+    for kind in ("none", "full", "selective"):
         changed = dataclasses.replace(train_params, activation_checkpointing=kind)
         model = training_model.build(manifest, changed, mesh, initialize=True)
         model.train()
         loss_sum(model, batch).backward()
         gradients.append([whole(param.grad) for param in model.parameters()])
-        assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules()) == (kind == "full")
-    for plain, checkpointed in zip(*gradients, strict=True):
-        torch.testing.assert_close(plain, checkpointed)
+        layers = [module for module in model.modules() if type(module).__name__ in manifest.layer_classes]
+        checkpointed = [layer.gradient_checkpointing for layer in layers]
+        assert checkpointed == [
+            kind == "full" or (kind == "selective" and index % 2 == 0) for index in range(len(layers))
+        ]
+    for plain, full, selective in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, full)
+        torch.testing.assert_close(plain, selective)
 
 
 def test_no_token_attends_to_another_document(reference: transformers.PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from stages.artifacts.command import StageError
 from stages.artifacts.publish import read_json, sha256_file
-from stages.corpus import arrow, packing, workers
+from stages.corpus import arrow, packing
 from stages.corpus.text import TextWriter
 from stages.model import manifest
 from stages.pack import PackParams, PackRuntime, pack
@@ -299,8 +299,3 @@ def test_unknown_tokens_are_counted() -> None:
         "documents": 1, "characters": 7, "tokens": 5, "rows": 2, "characters_per_token": 1.75, "unknown_share": 0.5,
     }  # fmt: skip
     assert metrics["validation"]["unknown_share"] == 0
-
-
-def test_results_wait_for_their_turn() -> None:
-    """Few results are held at once, and they come in the order of the tasks."""
-    assert list(workers.ordered_map(abs, range(-9, 0), 2, ahead=2)) == list(range(9, 0, -1))

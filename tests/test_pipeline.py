@@ -130,7 +130,7 @@ def test_params_yaml_holds_what_the_stages_read_and_no_more() -> None:
     assert set(flatten(yaml.safe_load((REPO / "params.yaml").read_text()))) == declared
 
 
-@pytest.mark.parametrize("stage", [*STAGES, "launch"])
+@pytest.mark.parametrize("stage", [*STAGES, "launch", "checkpoints"])
 def test_every_stage_explains_itself(stage: str) -> None:
     output = subprocess.check_output([sys.executable, "-m", f"stages.{stage}", "--help"], cwd=REPO, text=True)
     assert "Reads" in output

@@ -226,7 +226,7 @@ def test_a_second_writer_is_refused(training: Project) -> None:
         ({"total_batch_size": 9}, "total_batch_size 9 is no multiple of batch_size 2: take 8 or 10"),
         ({"batch_size": 8}, "take total_batch_size 16"),
         ({"lr": "fast"}, "lr is 'fast'"),
-        ({"lr_schedule": "cosinus"}, "'linear' or 'constant'"),
+        ({"lr_schedule": "cosinus"}, "'constant' or 'wsd'"),
         ({"num_epoch": 2}, "unknown parameter 'num_epoch'; did you mean 'num_epochs'?"),
         ({"fsdp": {"sharding": 1}}, "unknown parameter 'fsdp.sharding'"),
         ({"runtime": {"keep_checkpoints": 1}}, "runtime.keep_checkpoints is 1: input should be greater"),

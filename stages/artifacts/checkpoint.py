@@ -4,7 +4,8 @@
         __0_0.distcp ...    tensors, as torch.distributed.checkpoint writes them, one file a rank
         .metadata           which tensor lies where
         lr_scheduler.pt  state.json  history.tsv
-        manifest.json       size and SHA-256 of every file above; written last: the checkpoint exists when this does
+        manifest.json       size and SHA-256 of every file above, and its own; written last: the checkpoint exists when
+                            this does
 
 They are no DVC outs: DVC deletes outs before a stage runs, and a resume needs them.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.artifacts.command import StageError
-from stages.artifacts.publish import read_json, sha256_file
+from stages.artifacts.publish import read_json, sha256_file, sha256_json, write_json
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-\d{8}")
@@ -33,16 +34,37 @@ def root(experiment_name: str) -> Path:
     return Path(os.environ.get("DVC_ROOT", ".")) / "outputs" / experiment_name / "checkpoints"
 
 
-def verify(checkpoint: Path) -> dict[str, Any]:
+def write_manifest(checkpoint: Path, content: dict[str, Any]) -> None:
+    """Write the manifest of a checkpoint: `content`, and the digest of it."""
+    write_json(checkpoint / MANIFEST, {**content, "sha256": sha256_json(content)})
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint.
+
+    Raises:
+        StageError: it is missing, or not as it was written.
+    """
+    try:
+        manifest: dict[str, Any] = read_json(checkpoint / MANIFEST)
+        if manifest.pop("sha256") == sha256_json(manifest):
+            return manifest
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise StageError(f"{checkpoint} is no whole checkpoint: {MANIFEST} is missing or damaged")
+
+
+def verify(checkpoint: Path, contents: bool = True) -> dict[str, Any]:
     """Hold every file of a checkpoint against its manifest and return the manifest.
+
+    Args:
+        checkpoint: Its directory.
+        contents: Whether to read the files, too, and not only look at their sizes.
 
     Raises:
         StageError: naming the file that is missing, has another size, or another SHA-256.
     """
-    try:
-        manifest: dict[str, Any] = read_json(checkpoint / MANIFEST)
-    except (OSError, ValueError):
-        raise StageError(f"{checkpoint} is no whole checkpoint: {MANIFEST} is missing or damaged") from None
+    manifest = read_manifest(checkpoint)
     for name, entry in manifest["files"].items():
         path = checkpoint / name
         size = path.stat().st_size if path.is_file() else None
@@ -50,7 +72,7 @@ def verify(checkpoint: Path) -> dict[str, Any]:
             raise StageError(f"{path} is missing")
         if size != entry["size"]:
             raise StageError(f"{path} has {size} bytes instead of {entry['size']}: it was truncated or changed")
-        if sha256_file(path) != entry["sha256"]:
+        if contents and sha256_file(path) != entry["sha256"]:
             raise StageError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
     return manifest
 

@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 from stages.artifacts import process
 
+USER_ERROR = 2
+"""Exit status after a `StageError`."""
+
 
 class StageError(Exception):
     """A mistake that the user can mend. Its message says what was given, what is allowed and what to do."""
@@ -40,4 +43,4 @@ def run(main: Callable[[], None]) -> None:
 def _fail(message: str) -> int:
     for line in message.splitlines():
         print(f"error: {line}", file=sys.stderr)
-    return 2
+    return USER_ERROR

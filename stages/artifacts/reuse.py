@@ -41,11 +41,12 @@ class Store(NamedTuple):
     path: Path
 
     def fetch(self, key: str, target: Path) -> Any | None:
-        """Lay the file stored under `key` at `target`, a path that is free, and return the value stored with it.
+        """Lay the file stored under `key` at `target`, in place of what is there, and return the value stored with it.
 
         None: there is no such entry, or not as it was stored; then it is removed, and nothing lies at `target`.
         """
         entry = self.path / key
+        target.unlink(missing_ok=True)
         try:
             content = json.loads((entry / _VALUE).read_bytes())
             _link(entry / _FILE, target)

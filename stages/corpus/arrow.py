@@ -61,6 +61,7 @@ class StreamWriter:
         self.path = path
         self.rows = 0
         self.schema = schema(features)
+        path.unlink(missing_ok=True)  # of a worker that is lost: it may still write, or have stored the file
         self._file = path.open("wb")
         self._file.write(self.schema.serialize())
 

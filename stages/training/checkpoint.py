@@ -5,10 +5,15 @@ renames it when its manifest is on the disk: torch's checkpoints, saved over an 
 after a crash, and they notice no damaged bit.
 """
 
+import copy
+import io
 import random
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -25,62 +31,123 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stages.artifacts import publish
-from stages.artifacts.checkpoint import MANIFEST, find
+from stages.artifacts.checkpoint import write_manifest
 from stages.artifacts.command import StageError
-from stages.training import distributed
+from stages.training import distributed, retention
+from stages.training.params import TrainRuntime
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def save(
-    directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, state: dict[str, Any],
-    history: str, manifest: dict[str, Any],
-) -> None:  # fmt: skip
-    """Publish the state of all ranks as `directory`, or raise the same `StageError` on all of them.
+class Saver:
+    """Publishes the state of all ranks, one checkpoint at a time; a context manager that ends when all is published.
 
-    Args:
-        directory: `.../<run_id>/step-N`.
-        state: What `state.json` shall hold, beside the states of the random number generators.
-        history: Content of `history.tsv`.
-        manifest: What the manifest shall hold, beside the list of files.
+    Asynchronous, training waits only for a copy of the state in memory, which is pinned where there is a GPU and kept
+    for the next save. The rest happens in a thread, whose collectives go through a group of their own.
     """
-    temporary = directory.with_name(directory.name + ".tmp")
 
-    def prepare() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    def __init__(self, runtime: TrainRuntime) -> None:
+        self._keep = runtime.keep_checkpoints
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=runtime.timeout_minutes))
+        cuda = torch.cuda.is_available()
+        # A thread begins with the first GPU, whichever is this rank's.
+        setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
+        self._thread = ThreadPoolExecutor(1, "saver", *setup) if runtime.async_checkpoint else None
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+            )
+        )
+        self._pending: Future[None] | None = None
 
-    distributed.from_main(prepare)
-    tensors = {"model": _model_state(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=_FLAT)}
-    try:
-        # One thread a rank: with two, a failed write is reported as a good one.
-        writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True, thread_count=1)
-        dcp.save(tensors, storage_writer=writer)
-    except CheckpointException as error:
-        raise _save_error(directory, error) from None
+    def __enter__(self) -> "Saver":
+        return self
 
-    # Each rank hashes what it wrote, before rank 0 writes the rest.
-    rank = dist.get_rank()
-    entries = distributed.on_all(lambda: _entries(sorted(temporary.glob(f"__{rank}_*.distcp"))))
-    generators = distributed.on_all(_rng_state)
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self.wait()
+        elif self._pending is not None:
+            wait([self._pending])
 
-    def finish() -> None:
-        torch.save(scheduler.state_dict(), temporary / "lr_scheduler.pt")
-        publish.write_json(temporary / "state.json", {**state, "rng": generators})
-        publish.write_text(temporary / "history.tsv", history)
-        others = [path for path in temporary.iterdir() if not path.name.endswith(".distcp")]
-        files = {name: entry for part in [*entries, _entries(others)] for name, entry in part.items()}
-        shapes = {
-            name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-            for name, tensor in tensors["model"].items()
-        }
-        content = {"format": 1, **manifest, "files": dict(sorted(files.items())), "tensors": shapes}
-        publish.write_json(temporary / MANIFEST, content)
-        publish.sync_tree(temporary)
-        temporary.rename(directory)
-        publish.sync_directory(directory.parent)
+    @property
+    def failed(self) -> bool:
+        """Whether the save under way has failed, as far as this rank knows."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
-    distributed.from_main(finish)
+    def wait(self) -> None:
+        """Wait until the save under way is published; if it fails, all ranks raise the same `StageError`."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def save(
+        self, directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, state: dict[str, Any],
+        history: str, manifest: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Publish the state of all ranks as `directory`, now or by and by, after the save before it.
+
+        Args:
+            directory: `.../<run_id>/step-N`.
+            model: The weights.
+            optimizer: Its state.
+            scheduler: Its state.
+            state: What `state.json` shall hold, beside the states of the random number generators.
+            history: Content of `history.tsv`.
+            manifest: What the manifest shall hold, beside the lists of files and tensors.
+
+        Raises:
+            StageError: this save, or the one before it, failed; on all ranks alike.
+        """
+        self.wait()
+        tensors = {"model": _model_state(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=_FLAT)}
+        rest = {"lr_scheduler": copy.deepcopy(scheduler.state_dict()), "state": copy.deepcopy(state),
+                "generators": _rng_state(), "history": history, "manifest": copy.deepcopy(manifest)}  # fmt: skip
+        if self._thread is None:
+            self._publish(directory, tensors, rest)
+        else:
+            staged = cast(dict[str, Any], self._stager.stage(tensors))
+            self._pending = self._thread.submit(self._publish, directory, staged, rest)
+
+    def _publish(self, directory: Path, tensors: dict[str, Any], rest: dict[str, Any]) -> None:
+        temporary = directory.with_name(directory.name + retention.TEMPORARY)
+
+        def prepare() -> None:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+
+        distributed.from_main(prepare, self._group)
+        try:
+            # One thread a rank: with two, a failed write is reported as a good one.
+            writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True, thread_count=1)
+            dcp.save(tensors, storage_writer=writer, process_group=self._group)
+        except CheckpointException as error:
+            raise _save_error(directory, error) from None
+
+        # Each rank hashes what it wrote, before rank 0 writes the rest.
+        rank = dist.get_rank()
+        entries = distributed.on_all(lambda: _entries(sorted(temporary.glob(f"__{rank}_*.distcp"))), self._group)
+        generators = distributed.on_all(lambda: rest["generators"], self._group)
+
+        def finish() -> None:
+            buffer = io.BytesIO()  # torch, given a path, would not raise OSError
+            torch.save(rest["lr_scheduler"], buffer)
+            (temporary / "lr_scheduler.pt").write_bytes(buffer.getvalue())
+            publish.write_json(temporary / "state.json", {**rest["state"], "rng": generators})
+            publish.write_text(temporary / "history.tsv", rest["history"])
+            others = [path for path in temporary.iterdir() if not path.name.endswith(".distcp")]
+            files = {name: entry for part in [*entries, _entries(others)] for name, entry in part.items()}
+            shapes = {
+                name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+                for name, tensor in tensors["model"].items()
+            }
+            content = {"format": 1, **rest["manifest"], "files": dict(sorted(files.items())), "tensors": shapes}
+            write_manifest(temporary, content)
+            publish.sync_tree(temporary)
+            temporary.rename(directory)
+            publish.sync_directory(directory.parent)
+            retention.prune(directory.parent, self._keep)
+
+        distributed.from_main(finish, self._group)
 
 
 def load(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> dict[str, Any]:
@@ -98,15 +165,6 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRS
     if len(generators) == dist.get_world_size():
         _set_rng_state(generators[dist.get_rank()])
     return state
-
-
-def prune(run_directory: Path, keep: int) -> None:
-    """Delete all but the `keep` newest published checkpoints of a run, and what a crash left half-written."""
-    for path in find(run_directory)[keep:]:
-        # Renamed first: a deletion that is cut short leaves no checkpoint with a manifest and without its files.
-        path.rename(path.with_name(path.name + ".tmp"))
-    for path in run_directory.glob("step-*.tmp"):
-        shutil.rmtree(path)
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:

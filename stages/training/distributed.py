@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -14,25 +15,39 @@ from stages.artifacts.command import StageError
 T = TypeVar("T")
 
 
+class LostConnection(Exception):
+    """Another rank has ended, or does not answer."""
+
+
 @contextmanager
-def process_group() -> Iterator[DeviceMesh]:
-    """Join the group that torchrun describes in the environment; yields its mesh, one axis named `fsdp`.
+def process_group(mesh_shape: Callable[[int, int], tuple[int, int]], timeout_minutes: float) -> Iterator[DeviceMesh]:
+    """Join the group that torchrun describes in the environment; yields the mesh of its ranks.
+
+    The mesh has one axis, `fsdp`, over which the model is sharded, and before it, where there are several copies of the
+    model, the axis `replicate`.
+
+    Args:
+        mesh_shape: Number of ranks, number of ranks on this machine -> copies of the model, ranks that share each.
+        timeout_minutes: How long a rank is waited for before it is given up.
 
     Raises:
-        StageError: the connection to another rank was lost, which says itself why, unless it was killed.
+        LostConnection: to another rank, which says itself why, unless it was killed.
     """
+    timeout = timedelta(minutes=timeout_minutes)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         # gloo beside NCCL: checkpoints and decisions are exchanged on the CPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
     try:
-        yield init_device_mesh(device_type(), (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+        copies, size = mesh_shape(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
+        shape, names = ((size,), ("fsdp",)) if copies == 1 else ((copies, size), ("replicate", "fsdp"))
+        yield init_device_mesh(device_type(), shape, mesh_dim_names=names)
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no class of its own for it
-            raise StageError(f"rank {dist.get_rank()} lost the connection to another rank") from None
+            raise LostConnection(f"rank {dist.get_rank()} lost the connection to another rank") from None
         raise
     finally:
         dist.destroy_process_group()
@@ -55,7 +70,7 @@ def all_reduce_sum(*values: float) -> list[float]:
     return [float(value) for value in total]
 
 
-def from_main(decide: Callable[[], T]) -> T:
+def from_main(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Call `decide` on rank 0 and return its result, or raise its `StageError`, on all ranks."""
     answer: list[Any] = [None, None]
     if is_main():
@@ -63,13 +78,13 @@ def from_main(decide: Callable[[], T]) -> T:
             answer[0] = decide()
         except (StageError, OSError) as error:
             answer[1] = _as_stage_error(error)
-    dist.broadcast_object_list(answer, src=0)
+    dist.broadcast_object_list(answer, src=0, group=group)
     if answer[1] is not None:
         raise answer[1]
     return answer[0]  # type: ignore[no-any-return]
 
 
-def on_all(action: Callable[[], T]) -> list[T]:
+def on_all(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Call `action` on every rank and return all results in rank order; if it fails on one rank, all of them raise."""
     outcome: Any
     try:
@@ -77,7 +92,7 @@ def on_all(action: Callable[[], T]) -> list[T]:
     except (StageError, OSError) as error:
         outcome = (None, _as_stage_error(error))
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome)
+    dist.all_gather_object(outcomes, outcome, group=group)
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             raise StageError(f"rank {rank}: {failure}")

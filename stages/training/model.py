@@ -10,44 +10,46 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from stages.artifacts.command import StageError
 from stages.model import headers, meta
 from stages.model import manifest as model_manifest
 from stages.model.headers import StoredTensor
 from stages.model.manifest import ModelManifest
-from stages.training import distributed
+from stages.training import distributed, sharding
 from stages.training.params import TrainParams
 
 
 def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh, initialize: bool) -> PreTrainedModel:
     """Build and shard the model that `manifest` describes.
 
-    Parameters are fp32 DTensors, sharded on their first dim over the mesh; layers compute in `params.precision`.
+    Parameters are fp32 DTensors, sharded on their first dim; layers compute in `params.precision`.
 
     Args:
         manifest: The model manifest.
         params: Precision, sharding, and the seed of random weights.
-        mesh: One axis.
+        mesh: The ranks of each copy of the model are its last axis.
         initialize: Whether to fill the parameters, pretrained or random. A checkpoint fills them otherwise; what no
             checkpoint holds, the buffers, is made in both cases.
     """
     directory = model_manifest.directory(manifest)
     model = meta.build(directory)
-    if params.activation_checkpointing == "full":
-        # Older releases have only the second name, newer ones warn that it goes.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    _shard(model, manifest.layer_classes, params, mesh)
-    model.to_empty(device=mesh.device_type)
+    layers = [module for module in model.modules() if type(module).__name__ in manifest.layer_classes]
+    _checkpoint_activations(model, layers, params.activation_checkpointing)
+    if params.compile:
+        for layer in layers:
+            layer.compile()
+    sharding.shard(model, manifest.layer_classes, params, mesh)
+    sharding.materialize(model, params, mesh)
     reference = meta.build(directory)
     if initialize and not manifest.weights:
         _initialize(model, reference, manifest.layer_classes, params.seed)
@@ -64,37 +66,26 @@ def _own_share(names: list[str]) -> list[str]:
     return names[dist.get_rank() :: dist.get_world_size()]
 
 
-def _shard(model: nn.Module, layer_classes: list[str], params: TrainParams, mesh: DeviceMesh) -> None:
-    policy = MixedPrecisionPolicy()
-    if params.precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    reshard = params.fsdp.sharding_strategy == "FULL_SHARD"
-    for layer in _layers(model, layer_classes):
-        if params.compile:
-            layer.compile()
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-
-
-def _layers(model: nn.Module, layer_classes: list[str]) -> list[nn.Module]:
-    return [module for module in model.modules() if type(module).__name__ in layer_classes]
-
-
-def _own_rows(param: DTensor) -> slice:
-    """Which rows of the whole tensor this rank holds. `fully_shard` cuts the first dim as `torch.chunk` does."""
-    (placement,) = param.placements
-    assert isinstance(placement, Shard) and placement.dim == 0
-    rows, size = param.shape[0], -(-param.shape[0] // param.device_mesh.size())
-    start = min(param.device_mesh.get_local_rank() * size, rows)
-    own = slice(start, min(start + size, rows))
-    assert own.stop - own.start == param.to_local().shape[0]
-    return own
+def _checkpoint_activations(model: PreTrainedModel, layers: list[Any], kind: str) -> None:
+    """Have all layers, or every second one, keep only their inputs for the backward pass."""
+    if kind == "none":
+        return
+    # Older releases have only the second name, newer ones warn that it goes.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    one_by_one = all(hasattr(layer, "gradient_checkpointing") for layer in layers)
+    if not model.supports_gradient_checkpointing or (kind == "selective" and not one_by_one):
+        possible = "none or full" if model.supports_gradient_checkpointing else "none"
+        raise StageError(f"activation_checkpointing {kind}: {type(model).__name__} cannot do it, take {possible}")
+    enable({"use_reentrant": False})
+    if kind == "selective":
+        for layer in layers[1::2]:
+            layer.gradient_checkpointing = False
 
 
 @torch.no_grad()
 def _fill(param: Tensor, whole: Tensor) -> None:
     assert isinstance(param, DTensor)
-    param.to_local().copy_(whole[_own_rows(param)])
+    param.to_local().copy_(whole[sharding.own_rows(param)])
 
 
 @torch.no_grad()
@@ -108,7 +99,7 @@ def _read_weights(model: nn.Module, directory: Path, stored: dict[str, StoredTen
         with safe_open(directory / file, framework="pt") as reader:
             for target, key in tensors:
                 if isinstance(target, DTensor):
-                    target.to_local().copy_(reader.get_slice(key)[_own_rows(target)])
+                    target.to_local().copy_(reader.get_slice(key)[sharding.own_rows(target)])
                 else:
                     target.copy_(reader.get_tensor(key))
 
@@ -164,9 +155,10 @@ def _rebuild_buffers(model: nn.Module, reference: PreTrainedModel) -> None:
     for name, module in reference.named_modules():
         if not module._buffers:
             continue
-        module.to_empty(device="cpu", recurse=False)
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = torch.empty_like(buffer, device="cpu")
         with torch.no_grad():
-            reference._init_weights(module)
-        for buffer_name, buffer in module.named_buffers(recurse=False):
-            buffers[f"{name}.{buffer_name}" if name else buffer_name].copy_(buffer)
-        module.to_empty(device="meta", recurse=False)
+            reference._init_weights(module)  # parameters beside the buffers stay on the meta device
+        for key, buffer in module.named_buffers(recurse=False):
+            buffers[f"{name}.{key}" if name else key].copy_(buffer)
+            module._buffers[key] = buffer.to("meta")

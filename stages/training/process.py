@@ -94,8 +94,18 @@ def single_writer(directory: Path, report: Callable[[str], None]) -> Iterator[Ca
 
 
 @contextmanager
+def is_only_writer(directory: Path) -> Iterator[bool]:
+    """Hold a run's directory if no training writes into it or reads it; yields whether it is held."""
+    with (directory / "writer.lock").open("a+") as lock, (directory / "ranks.lock").open("a+") as ranks:
+        yield _try_lock(lock) and _try_lock(ranks)
+
+
+@contextmanager
 def share_writing(directory: Path) -> Iterator[None]:
-    """Held by each rank while it lives: no other training begins before the last one of them has ended."""
+    """Held by each rank while it lives: no other training begins before the last one of them has ended.
+
+    One that goes on from another run's checkpoint holds that run's directory, too, while it reads.
+    """
     with (directory / "ranks.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         yield

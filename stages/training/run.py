@@ -5,7 +5,9 @@ can be killed at any time and go on, while a changed learning rate can never con
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +30,7 @@ VALIDATION = Path("data/tokens/validation")
 _FREE = {
     *("experiment_name", "batch_size", "num_epochs", "max_steps", "eval_freq", "history_freq"),
     *("activation_checkpointing", "compile", "fsdp"),
-    *("lr", "lr_schedule", "lr_decay_steps", "min_lr_ratio", "warmup_steps"),
+    *("lr", "lr_schedule", "lr_decay_steps", "lr_decay_ratio", "min_lr_ratio", "warmup_steps"),
 }
 
 
@@ -55,6 +57,11 @@ class Run:
     def directory(self) -> Path:
         """Where its checkpoints lie."""
         return checkpoint.root(self.params.experiment_name) / self.run_id
+
+    @property
+    def aside(self) -> Path:
+        """Where goes what is no result: logs, and what trackers write. As checkpoints do, it outlives a copy."""
+        return Path(os.environ.get("DVC_ROOT", ".")) / "outputs" / self.params.experiment_name
 
     @property
     def total_steps(self) -> int:
@@ -110,21 +117,27 @@ def starting_points(run: Run, runtime: TrainRuntime, report: Callable[[str], Non
     if runtime.resume == "never":
         return []
     if own := checkpoint.find(run.directory):
-        manifest = publish.read_json(own[0] / checkpoint.MANIFEST)
-        if manifest["identity"] != run.identity:
-            differences = "\n".join(_differences(manifest["identity"], run.identity))
-            raise StageError(f"{own[0]} belongs to another run; move it away. It differs in\n{differences}")
+        for path, manifest in _manifests(own):
+            if manifest["identity"] != run.identity:
+                differences = "\n".join(_differences(manifest["identity"], run.identity))
+                raise StageError(f"{path} belongs to another run; move it away. It differs in\n{differences}")
         return own
     siblings = []
     for directory in checkpoint.root(run.params.experiment_name).glob("*/"):
-        for path in checkpoint.find(directory):
-            manifest = publish.read_json(path / checkpoint.MANIFEST)
+        for path, manifest in _manifests(checkpoint.find(directory)):
             if _may_adopt(run, manifest, extend=runtime.resume == "extend"):
                 siblings.append((manifest["step"], path))
     siblings.sort(reverse=True)
     if siblings:
         report(f"going on from {siblings[0][1]}, whose run took the same path until there")
     return [path for _, path in siblings]
+
+
+def _manifests(paths: list[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Those of `paths` whose manifest is whole, each with it."""
+    for path in paths:
+        with suppress(StageError):
+            yield path, checkpoint.read_manifest(path)
 
 
 def _may_adopt(run: Run, manifest: dict[str, Any], extend: bool) -> bool:
@@ -147,7 +160,7 @@ def _may_adopt(run: Run, manifest: dict[str, Any], extend: bool) -> bool:
 
 
 def _schedule_params(params: TrainParams, theirs: dict[str, Any]) -> TrainParams:
-    names = ("lr", "lr_schedule", "lr_decay_steps", "min_lr_ratio", "warmup_steps")
+    names = ("lr", "lr_schedule", "lr_decay_steps", "lr_decay_ratio", "min_lr_ratio", "warmup_steps")
     return dataclasses.replace(params, **{name: theirs[name] for name in names})
 
 
@@ -177,7 +190,7 @@ def packages() -> dict[str, str]:
 
 def write_outs(run: Run, path: Path) -> None:
     """Write the outs of the train stage from the last checkpoint of a run: the same files whenever it is called."""
-    manifest = publish.read_json(path / checkpoint.MANIFEST)
+    manifest = checkpoint.read_manifest(path)
     state = publish.read_json(path / "state.json")
     outputs = Path("outputs") / run.params.experiment_name
     publish.write_text(outputs / "history.tsv", (path / "history.tsv").read_text(encoding="utf-8"))

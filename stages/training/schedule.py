@@ -11,8 +11,10 @@ def lr_ratio(params: TrainParams, total_steps: int, step: int) -> float:
         return (step + 1) / params.warmup_steps
     if params.lr_schedule == "constant":
         return 1.0
-    decay_steps = params.lr_decay_steps or total_steps
-    progress = (step - params.warmup_steps) / max(1, decay_steps - params.warmup_steps)
-    progress = min(1.0, progress)
+    end = params.lr_decay_steps or total_steps
+    start = params.warmup_steps
+    if params.lr_schedule == "wsd":
+        start = max(start, end - round(params.lr_decay_ratio * end))
+    progress = min(1.0, max(0.0, (step - start) / max(1, end - start)))
     decayed = (1 + math.cos(math.pi * progress)) / 2 if params.lr_schedule == "cosine" else 1 - progress
     return params.min_lr_ratio + (1 - params.min_lr_ratio) * decayed

@@ -1,34 +1,22 @@
 """One optimizer step, and one validation."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
-from stages.artifacts.command import StageError
 from stages.training.batch import loss_sum, make_batch, num_labels
 from stages.training.data import TokenRows
 from stages.training.distributed import all_reduce_sum, device_type
 from stages.training.order import step_rows
 from stages.training.params import TrainParams
+from stages.training.precision import LossScaler
 from stages.training.telemetry import Timers
-
-
-def make_optimizer(model: nn.Module, params: TrainParams) -> Optimizer:
-    """AdamW whose weight decay spares norms and biases, that is, all that is no matrix."""
-    weights = [param for param in model.parameters() if param.requires_grad]
-    groups = [
-        {"params": [param for param in weights if param.dim() >= 2], "weight_decay": params.weight_decay},
-        {"params": [param for param in weights if param.dim() < 2], "weight_decay": 0.0},
-    ]
-    betas = (params.adam_beta1, params.adam_beta2)
-    return AdamW(
-        [group for group in groups if group["params"]], lr=params.lr, betas=betas, eps=params.adam_eps, fused=True
-    )
 
 
 class Batches:
@@ -44,10 +32,13 @@ class Batches:
 
     def of_step(self, step: int) -> list[dict[str, Tensor]]:
         """The batches of this rank for optimizer step `step`: `grad_accum_steps` of `batch_size` rows."""
+        return [self._batch(part) for part in self.rows_of_step(step)]
+
+    def rows_of_step(self, step: int) -> np.typing.NDArray[np.int64]:
+        """The indices of these rows: (grad_accum_steps, batch_size)."""
         params, rank = self._params, dist.get_rank()
         indices = step_rows(step, params.total_batch_size, len(self._rows), params.seed)
-        mine = indices.reshape(-1, dist.get_world_size(), params.batch_size)[:, rank]
-        return [self._batch(part) for part in mine]
+        return indices.reshape(-1, dist.get_world_size(), params.batch_size)[:, rank]
 
     def of_validation(self) -> Iterator[dict[str, Tensor]]:
         """This rank's share of all rows. Every rank gets as many batches, for each is a collective operation."""
@@ -64,16 +55,17 @@ class Batches:
 
 
 def train_step(
-    model: nn.Module, optimizer: Optimizer, batches: list[dict[str, Tensor]], labels: int, params: TrainParams,
-    timers: Timers,
-) -> tuple[float, float]:  # fmt: skip
+    model: nn.Module, optimizer: Optimizer, scaler: LossScaler, batches: list[dict[str, Tensor]], labels: int,
+    params: TrainParams, timers: Timers,
+) -> tuple[float | None, float | None]:  # fmt: skip
     """Forward, backward and update.
 
     Every token of the step weighs the same, whatever the number of ranks and forward passes: each loss is divided by
     `labels`, the number of tokens predicted by all ranks in this step.
 
     Returns:
-        Mean loss of the step in nats a token, and the L2 norm of its gradient before clipping.
+        Mean loss of the step in nats a token, and the L2 norm of its gradient before clipping; None where they are not
+        finite and `scaler` had the step skipped.
 
     Raises:
         StageError: the gradient is not finite, on all ranks alike; the weights were not updated.
@@ -84,28 +76,32 @@ def train_step(
             loss = loss_sum(model, batch)
         with timers.phase("backward"):
             # FSDP2 averages gradients over the ranks; the sum is wanted.
-            (loss * (dist.get_world_size() / labels)).backward()
+            (loss * (scaler.scale * dist.get_world_size() / labels)).backward()
         total += loss.item()
     with timers.phase("update"):
+        scaler.unscale(model)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), params.max_grad_norm)
         grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-        if not np.isfinite(grad_norm):
-            raise StageError(
-                f"the gradient norm is {grad_norm}: lower lr, raise warmup_steps, or look at the data of this step; "
-                "the newest checkpoint is from before it"
-            )
+        is_finite = math.isfinite(grad_norm)
+        scaler.update(grad_norm, is_finite)
+        if not is_finite:
+            optimizer.zero_grad()  # and without gradients, no weight is updated
         optimizer.step()
         optimizer.zero_grad()
     (total,) = all_reduce_sum(total)
-    return total / labels, grad_norm
+    return total / labels if math.isfinite(total) else None, grad_norm if is_finite else None
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, batches: Batches) -> float | None:
-    """Mean loss over all validation rows, in nats a token; None where there are no rows."""
+def validation_loss(model: nn.Module, batches: Batches, note: Callable[[], None]) -> float | None:
+    """Mean loss over all validation rows, in nats a token; None where there are no rows.
+
+    `note` is called before each forward pass.
+    """
     model.eval()
     total, labels = 0.0, 0
     for batch in batches.of_validation():
+        note()
         total += loss_sum(model, batch).item()
         labels += num_labels(batch)
     model.train()

@@ -1,10 +1,14 @@
 """What a person sees of a training: timers, lines, the history."""
 
+import faulthandler
+import logging
+import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -18,13 +22,15 @@ PHASES = ("data", "forward", "backward", "update")
 class Timers:
     """Seconds spent in each phase of a step. On a GPU the times are those of its work, not of its queueing."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to phase `name`."""
+        """Add the time of the block to phase `name`, which is noted as it begins."""
+        self._note(name)
         if torch.cuda.is_available():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -97,3 +103,27 @@ def memory_gib() -> tuple[float, float]:
     with open("/proc/self/status") as file:  # getrusage would count the parent's peak, too
         kib = {name: value.split()[0] for name, _, value in (line.partition(":") for line in file) if value.strip()}
     return int(kib["VmRSS"]) / 2**20, int(kib["VmHWM"]) / 2**20
+
+
+def reset_peak_memory() -> None:
+    """From here on, the highest memory is that since this call."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    # 5 resets VmHWM (see proc_pid_clear_refs(5)). Where /proc cannot be written to, the peak is that since the start.
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def log_to(path: Path) -> None:
+    """Append the debug messages of the training to a file, and the stacks of a crash or at SIGUSR2."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a", encoding="utf-8")
+    handler = logging.StreamHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s.%(msecs)03d %(message)s", "%Y-%m-%d %H:%M:%S"))
+    logger = logging.getLogger("stages")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR2, file)

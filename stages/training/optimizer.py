@@ -1,0 +1,81 @@
+"""AdamW, with its means in fp32 or in 8 bits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from stages.artifacts.command import StageError
+from stages.training.distributed import device_type
+from stages.training.params import TrainParams
+
+
+def make_optimizer(model: nn.Module, params: TrainParams) -> Optimizer:
+    """AdamW whose weight decay spares norms and biases, that is, all that is no matrix.
+
+    Raises:
+        StageError: `optimizer` is adamw_8bit, and torchao is not installed.
+    """
+    weights = [param for param in model.parameters() if param.requires_grad]
+    groups = [
+        {"params": [param for param in weights if param.dim() >= 2], "weight_decay": params.weight_decay},
+        {"params": [param for param in weights if param.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizer = _make(groups, params)
+    _allocate_state(optimizer)
+    return optimizer
+
+
+def _make(groups: list[dict[str, Any]], params: TrainParams) -> Optimizer:
+    options: dict[str, Any] = {"lr": params.lr, "betas": (params.adam_beta1, params.adam_beta2), "eps": params.adam_eps}
+    if params.optimizer == "adamw_8bit":
+        return _adamw_8bit(groups, options)
+    return AdamW(groups, fused=True, **options)
+
+
+def set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
+    """Set the learning rate of a parameter group; torchao keeps it in a tensor."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def _allocate_state(optimizer: Optimizer) -> None:
+    """Give the optimizer the state with which it begins, by a step that changes nothing.
+
+    torch does the same when it is asked to save an optimizer without a state, but then takes the step for made: a run
+    whose first steps are skipped would depend on when it was saved.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0 * group["lr"]
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr
+    for state in optimizer.state.values():
+        state["step"].zero_()
+
+
+def _adamw_8bit(groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        raise StageError(
+            "optimizer adamw_8bit needs torchao, which is not installed: run `pip install torchao`, or take adamw"
+        ) from None
+
+    class EagerAdamW8bit(AdamW8bit):  # type: ignore[misc]
+        """torchao compiles the update, once for each shape of a parameter; on CPUs that takes minutes."""
+
+        def step(self, closure: Any = None) -> Any:
+            with torch.compiler.set_stance("force_eager"):
+                return super().step(closure)
+
+    return (EagerAdamW8bit if device_type() == "cpu" else AdamW8bit)(groups, **options)

@@ -1,0 +1,115 @@
+"""Whether a model keeps the documents of a row apart, tried out before it is trained.
+
+Given positions that begin anew with each document, transformers masks the attention between documents in most
+architectures, and ignores them without a word in others (OPT, Falcon, BLOOM). So a small random copy of the
+architecture is asked: another first document must not move the logits of the second one at all.
+"""
+
+import copy
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from stages.artifacts.command import StageError
+from stages.model import manifest as model_manifest
+from stages.model.manifest import ModelManifest
+from stages.training import precision
+from stages.training.batch import make_batch
+from stages.training.distributed import device_type
+from stages.training.params import TrainParams
+
+_END = 0
+_LENGTH = 16
+_VOCAB_SIZE = 64
+_WIDTHS = ("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k")
+
+
+def check(manifest: ModelManifest, params: TrainParams) -> None:
+    """Refuse a document mask that the model would ignore. Seeds the random number generators of torch.
+
+    Raises:
+        StageError: naming `document_mask`.
+    """
+    if not params.document_mask:
+        return
+    remedy = "set document_mask to false, and let tokens attend across documents; or take another model"
+    try:
+        config = AutoConfig.from_pretrained(model_manifest.directory(manifest), local_files_only=True)
+        leaks = leaks_documents(config, params)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise StageError(
+            f"document_mask: cannot find out whether {manifest.architecture} keeps documents apart "
+            f"({type(error).__name__}: {reason}): {remedy}"
+        ) from None
+    if leaks:
+        raise StageError(f"document_mask: {manifest.architecture} lets tokens attend to other documents: {remedy}")
+
+
+def leaks_documents(config: PreTrainedConfig, params: TrainParams, attn_implementation: str | None = None) -> bool:
+    """Whether a token can tell what stands in the documents before its own.
+
+    Args:
+        config: Of a model of any size.
+        params: Rows at a time, as some implementations tell documents apart in a single row only; precision.
+        attn_implementation: `sdpa`, `eager` ...; None takes the one that training takes.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        shrunk(config), attn_implementation=attn_implementation, trust_remote_code=False
+    )
+    with torch.no_grad():
+        for param in model.parameters():  # nothing is zero, as some gates are in the beginning
+            param.uniform_(0.5, 1.5) if param.dim() < 2 else param.normal_(std=param.shape[-1] ** -0.5)
+    model.to(device_type(), precision.dtype(params.precision)).eval()
+
+    rows = torch.randint(1, _VOCAB_SIZE, (min(params.batch_size, 2), _LENGTH))
+    starts = torch.tensor([8, 5][: len(rows)])  # of the second documents
+    rows[range(len(rows)), starts - 1] = _END
+    is_first = torch.arange(_LENGTH) < starts[:, None]
+    changed = torch.where(is_first & (rows != _END), rows % (_VOCAB_SIZE - 1) + 1, rows)
+    masked, unmasked = (
+        not torch.equal(*(_logits(model, tokens, document_mask)[~is_first] for tokens in (rows, changed)))
+        for document_mask in (True, False)
+    )
+    if not unmasked:
+        raise ValueError("its logits do not depend on what stands before")
+    return masked
+
+
+def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of a small model of the same architecture: a layer of each kind, two heads, few tokens.
+
+    The size of a head stays, as tables of rotary embeddings have it.
+    """
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    num_layers = text.num_hidden_layers
+    lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == num_layers}
+    kinds = {tuple(map(repr, kind)): index for index, kind in reversed([*enumerate(zip(*lists.values(), strict=True))])}
+    layers = sorted(kinds.values()) or [0]
+    heads = getattr(text, "num_attention_heads", None)
+    sizes = {"num_hidden_layers": len(layers), "vocab_size": _VOCAB_SIZE, **dict.fromkeys(_WIDTHS, 64)}
+    # All tokens go to all experts: how many an expert gets would change how its results are rounded.
+    sizes |= {**dict.fromkeys(_EXPERTS, 2), "n_group": 1, "topk_group": 1}
+    if isinstance(heads, int):
+        width = 2 * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+        shared = min(2, getattr(text, "num_key_value_heads", None) or 2)
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": shared, "num_kv_heads": shared,
+                  "hidden_size": width, "word_embed_proj_dim": width}  # fmt: skip
+    for name, size in sizes.items():
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, size)
+    for name, value in lists.items():
+        setattr(text, name, [value[index] for index in layers])
+    text.pad_token_id = None  # it may be beyond the vocabulary
+    return config
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, input_ids: Tensor, document_mask: bool) -> Tensor:
+    batch = make_batch(input_ids.to(model.device), _END, document_mask)
+    logits: Tensor = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+    return logits.cpu()

@@ -1,0 +1,125 @@
+"""How a model is cut over the ranks: the `fsdp` section of params.yaml, in terms of FSDP2.
+
+All strategies are one mechanism, `fully_shard`, over different meshes: a model of which every rank holds a whole copy
+is one that is sharded over groups of one rank. So they compute alike, and each loads the checkpoints of the others.
+"""
+
+from itertools import pairwise
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from stages.artifacts.command import StageError
+from stages.model import meta
+from stages.training import precision
+from stages.training.params import FsdpParams, TrainParams
+
+
+def shard(model: nn.Module, layer_classes: list[str], params: TrainParams, mesh: DeviceMesh) -> None:
+    """Shard a meta model in place. It must be given memory by `materialize` afterwards.
+
+    Args:
+        model: On the meta device.
+        layer_classes: What to gather as a whole, where the parameters do not say.
+        params: Precision, and how to shard.
+        mesh: The ranks of each copy of the model are its last axis.
+    """
+    fsdp = params.fsdp.resolved()
+    if fsdp.sync_batchnorm:
+        _sync_batchnorm(model, mesh)
+    layers = wrapped(model, fsdp.wrap_layer_cls, layer_classes)
+    for module in [*reversed(layers), model]:  # those inside of others first
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=precision.policy(params.precision),
+            reshard_after_forward=fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+            offload_policy=CPUOffloadPolicy() if _offloads(fsdp, mesh) else OffloadPolicy(),
+        )
+    units = [module for module in [*layers, model] if isinstance(module, FSDPModule)]
+    if fsdp.forward_prefetch:
+        for layer, following in pairwise(units[:-1]):
+            layer.set_modules_to_forward_prefetch([following])
+    if fsdp.backward_prefetch == "NONE":
+        for unit in units:  # told to gather itself, it gathers no other
+            unit.set_modules_to_backward_prefetch([unit])
+
+
+def materialize(model: nn.Module, params: TrainParams, mesh: DeviceMesh) -> None:
+    """Give memory, without values, to each rank's part of a sharded meta model, and to its buffers."""
+    if not _offloads(params.fsdp.resolved(), mesh):
+        model.to_empty(device=mesh.device_type)
+        return
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(mesh.device_type)
+
+
+def wrapped(model: nn.Module, names: str | None, layer_classes: list[str]) -> list[nn.Module]:
+    """The modules to be gathered as a whole, in the order of the model.
+
+    Args:
+        model: Its parameters may be on the meta device.
+        names: `fsdp.wrap_layer_cls`.
+        layer_classes: Those to take where that is null.
+
+    Raises:
+        StageError: the model has no such class, or the classes would tear tied weights apart.
+    """
+    classes = [name.strip() for name in names.split(",")] if names else layer_classes
+    inner = [module for module in model.modules() if module is not model]
+    known = {type(module).__name__ for module in inner if any(True for _ in module.parameters())}
+    if unknown := sorted(set(classes) - known):
+        others = ", ".join(sorted(known - set(layer_classes)))
+        raise StageError(
+            f"fsdp.wrap_layer_cls: {type(model).__name__} has no {', '.join(unknown)}: take {','.join(layer_classes)} "
+            f"(its layers, as with null), or of {others}"
+        )
+    modules = [module for module in model.modules() if type(module).__name__ in classes]
+    _check_tied(model, modules, classes)
+    return modules
+
+
+def own_rows(param: DTensor) -> slice:
+    """Which rows of the whole tensor this rank holds. `fully_shard` cuts the first dim as `torch.chunk` does."""
+    placement, mesh = param.placements[-1], param.device_mesh
+    assert isinstance(placement, Shard) and placement.dim == 0
+    axis = mesh.ndim - 1
+    rows, size = param.shape[0], -(-param.shape[0] // mesh.size(axis))
+    start = min(mesh.get_local_rank(axis) * size, rows)
+    own = slice(start, min(start + size, rows))
+    assert own.stop - own.start == param.to_local().shape[0]
+    return own
+
+
+def _offloads(fsdp: FsdpParams, mesh: DeviceMesh) -> bool:
+    """Without a GPU, the weights are in the memory of the host as they are."""
+    return bool(fsdp.cpu_offload) and mesh.device_type != "cpu"
+
+
+def _check_tied(model: nn.Module, modules: list[nn.Module], classes: list[str]) -> None:
+    for name, canonical in meta.tied_weights(model).items():
+        first, second = (_innermost(model, modules, key) for key in (name, canonical))
+        if first is not second:
+            raise StageError(
+                f"fsdp.wrap_layer_cls {','.join(classes)} would gather {canonical} and {name} apart, but they are one "
+                "weight: take null"
+            )
+
+
+def _innermost(model: nn.Module, modules: list[nn.Module], name: str) -> nn.Module:
+    """The wrapped module to which the parameter `name` belongs: `model` where it is in none."""
+    path = name.split(".")[:-1]
+    ancestors = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), 0, -1)]
+    return next((module for module in ancestors if module in modules), model)
+
+
+def _sync_batchnorm(model: nn.Module, mesh: DeviceMesh) -> None:
+    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        return
+    if mesh.device_type == "cpu":
+        raise StageError("fsdp.sync_batchnorm: torch synchronizes BatchNorm on GPUs only: set it to false")
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -1,0 +1,95 @@
+"""The numbers of a training for TensorBoard or Weights & Biases, whose packages are extras of pyproject.toml.
+
+Both write below outputs/<experiment_name>/, and neither opens a connection. Only rank 0 has a tracker. A run that goes
+on appends, and no step of it is shown twice.
+"""
+
+import dataclasses
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from stages.artifacts.command import StageError
+from stages.training.run import Run
+
+
+class Tracker(Protocol):
+    """Takes the numbers of a training."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Take the numbers of a step; they may come in several calls."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+def check(name: str) -> None:
+    """Refuse a tracker whose package is not installed."""
+    if name != "none" and importlib.util.find_spec(name) is None:
+        raise StageError(
+            f"runtime.tracker is {name!r}, but the package {name} is not installed: `pip install {name}` (the extra "
+            f"`{name}` of pyproject.toml says which versions), or take 'none'"
+        )
+
+
+def start(name: str, run: Run, step: int) -> Tracker:
+    """The tracker `name` of `runtime.tracker`, for a run that goes on after `step`."""
+    if name == "tensorboard":
+        return _TensorBoard(run.aside / "tensorboard" / run.run_id, step)
+    if name == "wandb":
+        return _Wandb(run)
+    return _Nothing()
+
+
+class _Nothing:
+    def log(self, step: int, values: dict[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _TensorBoard:
+    def __init__(self, directory: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard drops what an earlier start of the run wrote of the steps that come again; step 0 is one of them.
+        self._writer = SummaryWriter(str(directory), purge_step=step + 1 if step else 0)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """Always offline. `wandb sync` uploads all starts of a run as one, as they have the same id."""
+
+    def __init__(self, run: Run) -> None:
+        import wandb
+
+        directory = run.aside / "wandb"
+        directory.mkdir(parents=True, exist_ok=True)
+        # What was logged cannot be taken back: steps that come again are left out.
+        self._steps = (directory / f"{run.run_id}.step").open("a+b", buffering=0)
+        self._last = int(os.pread(self._steps.fileno(), 20, 0) or -1)
+        self._run = wandb.init(
+            mode="offline", dir=run.aside, project=run.params.experiment_name, id=run.run_id, name=run.run_id,
+            config=dataclasses.asdict(run.params), settings=wandb.Settings(console="off", silent=True),
+        )  # fmt: skip
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        if step > self._last:
+            self._run.log(values, step=step)
+            os.pwrite(self._steps.fileno(), b"%20d" % step, 0)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def without_none(values: dict[str, Any]) -> dict[str, float]:
+    """Those of `values` that are there."""
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,10 @@
+"""Python runs this at its start where the folder is on PYTHONPATH: see tests/faults.py."""
+
+import os
+import sys
+
+if "FAULT" in os.environ and "RANK" in os.environ:
+    sys.path[:0] = [os.getcwd(), os.environ["FAULT_REPO"]]
+    from tests import faults
+
+    faults.plant(os.environ["FAULT"])

@@ -1,0 +1,414 @@
+"""Two ranks: every strategy gives the same weights, and loads the checkpoints of the others."""
+
+import dataclasses
+import importlib.util
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+import yaml
+from torch import multiprocessing, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from stages.artifacts import params
+from stages.artifacts.command import StageError
+from stages.model import meta
+from stages.training import checkpoint, sharding
+from stages.training import model as training_model
+from stages.training.batch import make_batch, num_labels
+from stages.training.distributed import all_reduce_sum
+from stages.training.optimizer import make_optimizer
+from stages.training.params import FSDP_PRESETS, FsdpParams, TrainParams, TrainRuntime
+from stages.training.precision import LossScaler
+from stages.training.schedule import lr_ratio
+from stages.training.step import train_step
+from stages.training.telemetry import Timers
+from tests.conftest import REPO
+from tests.models import CONFIGS, manifest_of, whole
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+    "ddp": {"strategy": "ddp"},
+    "HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD", "size": 1},
+    "multi_node_fsdp": {"preset": "multi_node_fsdp"},
+    "prefetch": {"forward_prefetch": True, "backward_prefetch": "NONE", "cpu_offload": True},
+    "wrap_layer_cls": {"wrap_layer_cls": "LlamaMLP, LlamaDecoderLayer"},
+}  # fmt: skip
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "bf16": {"precision": "bf16", "activation_checkpointing": "selective"},
+    "fp16": {"precision": "fp16"},
+}
+if importlib.util.find_spec("torchao"):
+    RESUMED["adamw_8bit"] = {"optimizer": "adamw_8bit"}
+
+
+class Training:
+    """A few steps of one model, as `stages.train` makes them."""
+
+    def __init__(self, directory: Path, train_params: TrainParams, initialize: bool = True) -> None:
+        self.params = train_params
+        mesh = make_mesh(train_params.fsdp)
+        self.model = training_model.build(manifest_of(directory, True), train_params, mesh, initialize)
+        self.optimizer = make_optimizer(self.model, train_params)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.scaler = LossScaler(train_params.precision)
+        self.step = 0
+
+    def train(self, steps: int) -> list[tuple[float | None, float | None]]:
+        results = []
+        for _ in range(steps):
+            generator = torch.Generator().manual_seed(10 * self.step + dist.get_rank())
+            batches = [make_batch(torch.randint(0, 101, (2, 16), generator=generator), 0, True) for _ in range(2)]
+            (labels,) = all_reduce_sum(sum(map(num_labels, batches)))
+            results.append(
+                train_step(
+                    self.model,
+                    self.optimizer,
+                    self.scaler,
+                    batches,
+                    int(labels),
+                    self.params,
+                    Timers(lambda phase: None),
+                )
+            )
+            self.scheduler.step()
+            self.step += 1
+        return results
+
+    def save(self, directory: Path) -> None:
+        state = {"step": self.step, "loss_scaler": self.scaler.state_dict()}
+        runtime = params.load(TrainRuntime, "runtime", path=REPO / "params.yaml")
+        with checkpoint.Saver(runtime) as saver:
+            saver.save(directory, self.model, self.optimizer, self.scheduler, state, "", {"validation_loss": None})
+
+    def load(self, directory: Path) -> None:
+        state = checkpoint.load(directory, self.model, self.optimizer, self.scheduler)
+        self.step = state["step"]
+        self.scaler.load_state_dict(state["loss_scaler"])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's part of the weights and of the state of the optimizer."""
+        tensors = {name: param.detach() for name, param in self.model.named_parameters()}
+        for name, param in self.model.named_parameters():
+            tensors |= {f"{name} {key}": value for key, value in self.optimizer.state[param].items()}
+        local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in tensors.items()}
+        return {name: value.dequantize() if hasattr(value, "codes") else value for name, value in local.items()}
+
+
+def make_mesh(fsdp: FsdpParams) -> DeviceMesh:
+    copies, size = fsdp.mesh_shape(dist.get_world_size(), dist.get_world_size())
+    if copies == 1:
+        return init_device_mesh("cpu", (size,), mesh_dim_names=("fsdp",))
+    return init_device_mesh("cpu", (copies, size), mesh_dim_names=("replicate", "fsdp"))
+
+
+def steps_of_all_strategies(directory: Path, train_params: TrainParams) -> dict[str, Any]:
+    results = {}
+    for name, changes in STRATEGIES.items():
+        training = Training(directory / "llama", with_fsdp(train_params, **changes))
+        steps = training.train(3)
+        weights = {key: whole(param.detach()) for key, param in training.model.named_parameters()}
+        local = sum(param.to_local().numel() for param in training.model.parameters())  # type: ignore[operator]
+        results[name] = {"steps": steps, "weights": weights, "local": local}
+    return results
+
+
+def checkpoints_across_strategies(directory: Path, train_params: TrainParams) -> dict[str, Any]:
+    results = {}
+    for saving, loading in (("FULL_SHARD", "NO_SHARD"), ("NO_SHARD", "HYBRID_SHARD"), ("HYBRID_SHARD", "FULL_SHARD")):
+        one = Training(directory / "llama", with_fsdp(train_params, **STRATEGIES[saving]))
+        one.train(1)
+        path = directory / f"{saving}-{loading}" / "step-00000001"
+        one.save(path)
+        two = Training(directory / "llama", with_fsdp(train_params, **STRATEGIES[loading]), initialize=False)
+        two.load(path)
+        results[f"{saving} {loading}"] = [
+            {name: whole(value) for param_name, param in training.model.named_parameters()
+             for name, value in ((param_name, param.detach()),
+                                 (f"{param_name} exp_avg", training.optimizer.state[param]["exp_avg"]))}
+            for training in (one, two)
+        ]  # fmt: skip
+    return results
+
+
+def resumed_and_not(directory: Path, train_params: TrainParams) -> dict[str, Any]:
+    results = {}
+    for name, changes in RESUMED.items():
+        changed = dataclasses.replace(train_params, **changes)
+        straight = Training(directory / "wide", changed)
+        if name == "fp16":  # so high that steps overflow on both sides of the checkpoint
+            straight.scaler.scale = 2.0**22
+        steps = straight.train(2)
+        path = directory / f"resumed-{name}" / "step-00000002"
+        straight.save(path)
+        steps += straight.train(3)
+        resumed = Training(directory / "wide", changed, initialize=False)
+        resumed.load(path)
+        results[name] = {
+            "straight": (steps, straight.tensors(), straight.scaler.state_dict()),
+            "resumed": (steps[:2] + resumed.train(3), resumed.tensors(), resumed.scaler.state_dict()),
+        }
+    return results
+
+
+def every_model(directory: Path, train_params: TrainParams) -> dict[str, Any]:
+    """What differs from `from_pretrained`, and how many bytes of the weights this rank read."""
+    results = {}
+    opened = training_model.safe_open
+    for name in CONFIGS:
+        read = 0
+
+        class Reader:
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                self.file = opened(*args, **kwargs)
+
+            def __enter__(self) -> Any:
+                self.file.__enter__()
+                return self
+
+            def __exit__(self, *args: object) -> None:
+                self.file.__exit__(*args)
+
+            def get_tensor(self, key: str) -> torch.Tensor:
+                return self.file.get_tensor(key)
+
+            def get_slice(self, key: str) -> Any:
+                whole_slice = self.file.get_slice(key)
+
+                class Slice:
+                    def __getitem__(self, rows: slice) -> torch.Tensor:
+                        nonlocal read
+                        part: torch.Tensor = whole_slice[rows]
+                        read += part.numel()
+                        return part
+
+                return Slice()
+
+        training_model.safe_open = Reader  # type: ignore[assignment]
+        model = training_model.build(
+            manifest_of(directory / name, True), train_params, make_mesh(train_params.fsdp), True
+        )
+        training_model.safe_open = opened
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(directory / name)
+        ours = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        expected = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
+        results[name] = {
+            "different": sorted(ours.keys() ^ expected.keys())
+            or [key for key in ours if not torch.equal(whole(ours[key]), expected[key])],
+            "read": read,
+            "local": sum(param.to_local().numel() for param in model.parameters()),
+            "all": sum(param.numel() for param in theirs.parameters()),
+        }
+    return results
+
+
+JOBS = (steps_of_all_strategies, checkpoints_across_strategies, resumed_and_not, every_model)
+
+
+def rank_main(rank: int, directory: Path, train_params: TrainParams) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN: nothing that is forgotten looks plausible
+    torch.save({job.__name__: job(directory, train_params) for job in JOBS}, directory / f"results-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def with_fsdp(train_params: TrainParams, **changes: Any) -> TrainParams:
+    return dataclasses.replace(train_params, fsdp=dataclasses.replace(train_params.fsdp, **changes))
+
+
+@pytest.fixture(scope="module")
+def train_params() -> TrainParams:
+    return params.load(TrainParams, path=REPO / "params.yaml")
+
+
+@pytest.fixture(scope="module")
+def results(train_params: TrainParams, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found, in one launch."""
+    directory = tmp_path_factory.mktemp("ranks")
+    wide = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    for name, config in {**CONFIGS, "wide": wide}.items():
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory / name)
+    multiprocessing.spawn(rank_main, (directory, train_params), nprocs=2)
+    return [torch.load(directory / f"results-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def loaded(tmp_path: Path, **fsdp: Any) -> FsdpParams:
+    values = yaml.safe_load((REPO / "params.yaml").read_text())
+    values["fsdp"] |= fsdp
+    (tmp_path / "params.yaml").write_text(yaml.safe_dump(values))
+    return params.load(TrainParams, path=tmp_path / "params.yaml").fsdp
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_gives_the_same_weights(results: list[dict[str, Any]], name: str) -> None:
+    for rank in results:
+        expected, found = (rank["steps_of_all_strategies"][key] for key in ("FULL_SHARD", name))
+        torch.testing.assert_close(found["steps"], expected["steps"])
+        torch.testing.assert_close(found["weights"], expected["weights"])
+        whole_model = sum(weight.numel() for weight in expected["weights"].values())
+        replicated = name in ("NO_SHARD", "ddp", "HYBRID_SHARD")
+        assert found["local"] == whole_model if replicated else found["local"] < 0.51 * whole_model
+
+
+def test_a_checkpoint_of_one_strategy_is_loaded_by_another(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        for saved, found in rank["checkpoints_across_strategies"].values():
+            assert saved.keys() == found.keys()
+            assert all(torch.equal(saved[name], found[name]) for name in saved)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_training_equals_an_uninterrupted_one(results: list[dict[str, Any]], name: str) -> None:
+    for rank in results:
+        (steps, tensors, scaler), (resumed_steps, resumed_tensors, resumed_scaler) = rank["resumed_and_not"][
+            name
+        ].values()
+        assert resumed_steps == steps
+        assert resumed_scaler == scaler
+        assert all(torch.equal(tensors[key], resumed_tensors[key]) for key in tensors)
+        if name == "fp16":
+            assert [norm is None for _, norm in steps] == [True, True, True, True, False]
+            assert scaler == {"scale": 2.0**18, "good_steps": 1, "skipped_steps": 4}
+            assert {value.item() for key, value in tensors.items() if key.endswith(" step")} == {1.0}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_rank_reads_its_own_bytes_of_any_model(results: list[dict[str, Any]], name: str) -> None:
+    for rank in results:
+        found = rank["every_model"][name]
+        assert found["different"] == []
+        assert found["read"] == found["local"] < 0.51 * found["all"]
+    assert sum(rank["every_model"][name]["read"] for rank in results) == results[0]["every_model"][name]["all"]
+
+
+def test_presets_can_be_overridden(tmp_path: Path) -> None:
+    for name, preset in FSDP_PRESETS.items():
+        resolved = loaded(tmp_path, preset=name).resolved()
+        values = dataclasses.asdict(resolved)
+        assert {key: values[key] for key in preset} == preset
+        assert [key for key, value in values.items() if value is None] == ["size", "wrap_layer_cls"]
+    changed = loaded(tmp_path, preset="multi_node_fsdp", sharding_strategy="SHARD_GRAD_OP", forward_prefetch=False)
+    assert (changed.resolved().sharding_strategy, changed.resolved().forward_prefetch) == ("SHARD_GRAD_OP", False)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"preset": "small"}, "fsdp.preset is 'small': input should be 'single_node_fsdp', 'multi_node_fsdp' or"),
+        ({"backward_prefetch": "BACKWARD_POST"}, "fsdp.backward_prefetch is 'BACKWARD_POST': in FSDP2 the weights"),
+        ({"limit_all_gathers": False}, "fsdp.limit_all_gathers is False: there is no FSDP2 without"),
+        ({"use_orig_params": False}, "fsdp.use_orig_params is False: in FSDP2 each"),
+        ({"flatten_parameters": True}, "fsdp.flatten_parameters is True: in FSDP2 every parameter is"),
+        ({"strategy": "ddp", "sharding_strategy": "FULL_SHARD"}, "strategy ddp shards nothing, but fsdp.sharding_str"),
+        ({"sharding_strategy": "NO_SHARD", "size": 2}, "NO_SHARD shards nothing, but fsdp.size is 2"),
+    ],
+)
+def test_what_fsdp2_cannot_honour_is_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(StageError, match=re.escape(message)):
+        loaded(tmp_path, **values)
+
+
+def test_what_has_no_meaning_in_fsdp2_is_taken(tmp_path: Path) -> None:
+    loaded(tmp_path, limit_all_gathers=True, use_orig_params=True, flatten_parameters=False, sync_module_states=False)
+
+
+def test_groups_of_ranks(tmp_path: Path) -> None:
+    shapes = {
+        (8, 4): ({"preset": "multi_node_fsdp"}, (2, 4)),
+        (8, 8): ({}, (1, 8)),
+        (8, 2): ({"size": 4}, (2, 4)),
+        (4, 4): ({"strategy": "ddp"}, (4, 1)),
+        (1, 1): ({"strategy": "none"}, (1, 1)),
+    }
+    for world, (values, shape) in shapes.items():
+        assert loaded(tmp_path, **values).mesh_shape(*world) == shape
+    with pytest.raises(StageError, match=r"fsdp.size 3 does not divide the 8 processes: take one of 1, 2, 4, 8"):
+        loaded(tmp_path, size=3).mesh_shape(8, 8)
+    with pytest.raises(StageError, match=r"strategy none trains in one process, but there are 2: set runtime.nproc"):
+        loaded(tmp_path, strategy="none").mesh_shape(2, 2)
+
+
+class Strange(nn.Linear):
+    """A layer whose name nobody knows."""
+
+
+class StrangeModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 3)
+        self.layers = nn.ModuleList(Strange(3, 3) for _ in range(2))
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_layers_are_found_or_named() -> None:
+    model = StrangeModel()
+    layers = meta.layer_classes(model)
+    assert sharding.wrapped(model, None, layers) == list(model.layers)
+    assert sharding.wrapped(model, "Strange", []) == list(model.layers)
+    with pytest.raises(StageError, match=r"has no Strangr: take Strange \(its layers, as with null\), or of Embedding"):
+        sharding.wrapped(model, "Strangr", layers)
+    with pytest.raises(StageError, match=r"gather embedding.weight and head.weight apart, but they are one weight"):
+        sharding.wrapped(model, "Strange, Embedding", layers)
+
+
+def test_batchnorm_cannot_be_synchronized_on_cpus(tmp_path: Path, train_params: TrainParams, mesh: DeviceMesh) -> None:
+    changed = with_fsdp(train_params, sync_batchnorm=True)
+    sharding.shard(nn.Sequential(nn.Linear(2, 2)), [], changed, mesh)
+    with pytest.raises(StageError, match="torch synchronizes BatchNorm on GPUs only"):
+        sharding.shard(nn.Sequential(nn.BatchNorm1d(2)), [], changed, mesh)
+
+
+def test_loss_scale_grows_and_falls() -> None:
+    scaler = LossScaler("fp16")
+    scaler.update(math.inf, is_finite=False)
+    for _ in range(2000):
+        assert scaler.scale == 2.0**15
+        scaler.update(1.0, is_finite=True)
+    assert scaler.state_dict() == {"scale": 2.0**16, "good_steps": 0, "skipped_steps": 1}
+    for _ in range(16):
+        scaler.update(math.nan, is_finite=False)
+    with pytest.raises(StageError, match="the gradient norm is nan"):
+        scaler.update(math.nan, is_finite=False)
+    with pytest.raises(StageError, match="the gradient norm is inf"):
+        LossScaler("bf16").update(math.inf, is_finite=False)
+
+
+def test_8_bit_optimizer_asks_for_its_library(train_params: TrainParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(StageError, match="adamw_8bit needs torchao, which is not installed: run `pip install torchao`"):
+        make_optimizer(StrangeModel(), dataclasses.replace(train_params, optimizer="adamw_8bit"))
+
+
+def ratios(train_params: TrainParams, steps: int, **changes: Any) -> list[float]:
+    changed = dataclasses.replace(train_params, warmup_steps=2, min_lr_ratio=0.5, **changes)
+    return [lr_ratio(changed, steps, step) for step in range(steps)]
+
+
+def test_schedules(train_params: TrainParams) -> None:
+    warmup = [0.5, 1.0]
+    assert ratios(train_params, 6, lr_schedule="constant") == [*warmup, 1, 1, 1, 1]
+    assert ratios(train_params, 6, lr_schedule="linear") == [*warmup, 1, 0.875, 0.75, 0.625]
+    assert ratios(train_params, 6, lr_schedule="linear", lr_decay_steps=4) == [*warmup, 1, 0.75, 0.5, 0.5]
+    assert ratios(train_params, 4, lr_schedule="cosine") == [*warmup, 1, 0.75]
+    wsd = {"lr_schedule": "wsd", "lr_decay_ratio": 0.4}
+    assert ratios(train_params, 10, **wsd) == [*warmup, 1, 1, 1, 1, 1, 0.875, 0.75, 0.625]
+    assert ratios(train_params, 12, **wsd, lr_decay_steps=10) == [*warmup, 1, 1, 1, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.5]
+    with pytest.raises(ValueError, match="lr_decay_steps 2 includes the warm-up, but warmup_steps is 2"):
+        ratios(train_params, 4, lr_decay_steps=2)
