@@ -13,6 +13,7 @@ The Trainer needs accelerate: `pip install .[bench]`.
 """
 
 import argparse
+import csv
 import itertools
 import json
 import os
@@ -37,6 +38,7 @@ from benchmarks.data import REPO, make_text
 from benchmarks.train_ranks import BETAS, EPS, LR, MAX_GRAD_NORM, SEED, WEIGHT_DECAY, Job
 
 SHAPES = {  # hidden, layers, heads, heads of keys and values, intermediate, vocabulary
+    "1M": (128, 4, 4, 2, 352, 4096),
     "12M": (384, 6, 6, 2, 1024, 8192),
     "100M": (768, 12, 12, 4, 2048, 32768),
     "1B": (2048, 16, 32, 8, 8192, 128256),
@@ -44,6 +46,7 @@ SHAPES = {  # hidden, layers, heads, heads of keys and values, intermediate, voc
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # bf16, dense
 LINE = re.compile(r"step (\d+)/\d+ .*peak ([\d.]+) GiB")
 INTERRUPTED = 75
+EXPERIMENT = "bench"
 
 
 class Launched(NamedTuple):
@@ -55,6 +58,8 @@ class Launched(NamedTuple):
     """GiB of rank 0, of the GPU where there is one."""
     loads: list[dict[str, float]]
     """What each rank said of its load."""
+    losses: list[float]
+    """Mean losses between two lines, from the first step on."""
 
     def step_seconds(self, skip: int) -> float:
         """Median time of a step, without the first `skip` and those of the last line, which follows a validation."""
@@ -71,8 +76,7 @@ class Bench:
         self.project, self.options = project, options
         self.ranks: int = options.ranks or torch.cuda.device_count() or 2
         self.batch_size: int = options.batch_size
-        self.total_batch_size = self.batch_size * self.ranks
-        self.tokens_per_step = self.total_batch_size * options.seq_length
+        self.tokens_per_step = self.batch_size * self.ranks * options.seq_length
         threads = str(max(1, len(os.sched_getaffinity(0)) // self.ranks))
         self.environment = {
             **os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1",
@@ -113,8 +117,8 @@ class Bench:
         """The parameters of a training of the pipeline that does what the others do."""
         content = yaml.safe_load((REPO / "params.yaml").read_text())
         content |= {
-            "raw_dir": "corpus", "num_splits": 20, "model_name": "model", "seq_length": self.options.seq_length,
-            "batch_size": self.batch_size, "total_batch_size": self.total_batch_size, "num_epochs": 10**6,
+            "experiment_name": EXPERIMENT, "raw_dir": "corpus", "num_splits": 20, "model_name": "model", "seq_length": self.options.seq_length,
+            "batch_size": self.batch_size, "total_batch_size": self.batch_size * self.ranks, "num_epochs": 10**6,
             "max_steps": steps, "lr": LR, "lr_schedule": "constant", "warmup_steps": 0, "weight_decay": WEIGHT_DECAY,
             "adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPS, "max_grad_norm": MAX_GRAD_NORM,
             "seed": SEED, "precision": self.options.precision, "compile": self.options.compile, "document_mask": False,
@@ -126,7 +130,7 @@ class Bench:
     def run(self, arguments: list[str], stop_at: int | None = None) -> Launched:
         """Run Python in the project; stop it with SIGTERM when the line of step `stop_at` arrives."""
         lines: dict[int, float] = {}
-        loads, peak = [], 0.0
+        loads, losses, peak = [], [], 0.0
         with tempfile.TemporaryFile("w+") as errors:
             start = time.perf_counter()
             process = subprocess.Popen(
@@ -138,6 +142,8 @@ class Bench:
                 now = time.perf_counter() - start
                 if line.startswith("load "):
                     loads.append(json.loads(line[5:]))
+                if line.startswith("losses "):
+                    losses = json.loads(line[7:])
                 if match := LINE.search(line):
                     step, peak = int(match[1]), float(match[2])
                     lines[step] = now
@@ -148,7 +154,7 @@ class Bench:
             errors.seek(0)
             if status not in (0, INTERRUPTED, -signal.SIGTERM) and not (lines and status == 1):
                 raise SystemExit(f"{arguments} ended with status {status}\n{errors.read()[-4000:]}")
-        return Launched(lines, peak, loads)
+        return Launched(lines, peak, loads, losses)
 
     def launch_ours(self, steps: int, stop_at: int | None = None, **runtime: Any) -> Launched:
         self.write_params(steps, **runtime)
@@ -157,13 +163,19 @@ class Bench:
     def launch(self, program: str, steps: int, log_freq: int = 1, stop_at: int | None = None, **job: Any) -> Launched:
         """Start the ranks of a program with torchrun."""
         told = Job(
-            program, str(self.project / "model"), self.batch_size, self.total_batch_size, steps, log_freq,
-            self.options.precision, self.options.compile, **job,
+            program, str(self.project / "model"), self.batch_size, steps, log_freq, self.options.precision,
+            self.options.compile, **job,
         )  # fmt: skip
         path = self.project / "job.json"
         path.write_text(json.dumps(asdict(told)))
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         return self.run([*torchrun, "-m", "benchmarks.train_ranks", str(path)], stop_at)
+
+    def history_losses(self, log_freq: int) -> list[float]:
+        """The losses of the pipeline's last training, as the others print them."""
+        with (self.project / "outputs" / EXPERIMENT / "history.tsv").open() as file:
+            losses = [float(row["loss"]) for row in csv.DictReader(file, delimiter="\t") if row["loss"]]
+        return [statistics.mean(losses[start : start + log_freq]) for start in range(0, len(losses), log_freq)]
 
     def clean(self) -> None:
         """Forget all checkpoints."""
@@ -191,7 +203,8 @@ def speed(bench: Bench) -> None:
 
     def ours() -> Launched:
         bench.clean()
-        return bench.launch_ours(steps, log_freq=log_freq, resume="never")
+        launched = bench.launch_ours(steps, log_freq=log_freq, resume="never")
+        return launched._replace(losses=bench.history_losses(log_freq))
 
     programs = {
         "(a) ours": ours,
@@ -200,6 +213,7 @@ def speed(bench: Bench) -> None:
         "(d) DDP": lambda: bench.launch("ddp", steps, log_freq),
     }
     results = rounds(bench.options.rounds, programs)
+    check_losses({name: launched[0].losses for name, launched in results.items()}, bench.options.precision)
     rates = {
         name: [bench.tokens_per_step / one.step_seconds(skip) for one in launched] for name, launched in results.items()
     }
@@ -213,6 +227,14 @@ def speed(bench: Bench) -> None:
         print(
             f"| {name} | {rate:,.0f} | {statistics.median(ratios):.1%} | {spread} | {mfu(bench, rate)} | {peak:.2f} |"
         )
+
+
+def check_losses(losses: dict[str, list[float]], precision: str) -> None:
+    """Refuse to compare programs that do not compute the same."""
+    tolerance = 1e-3 if precision == "fp32" else 3e-2
+    for values in zip(*losses.values(), strict=True):
+        if max(values) - min(values) > tolerance:
+            raise SystemExit("the losses differ:\n" + "\n".join(f"{name}: {row}" for name, row in losses.items()))
 
 
 def mfu(bench: Bench, rate: float) -> str:
@@ -270,11 +292,11 @@ def resume(bench: Bench) -> None:
 def load(bench: Bench) -> None:
     """What the ranks read and hold until the weights are where they belong."""
     bench.clean()
-    bench.write_params(2, resume="never")
+    bench.write_params(1, resume="never")
     launched = {
-        "(a) ours": bench.launch("stage", 2),
-        "(c) Trainer": bench.launch("trainer", 2),
-        "(c) Trainer, rank 0 reads for all": bench.launch("trainer", 2, main_loads=True),
+        "(a) ours": bench.launch("stage", 0),
+        "(c) Trainer": bench.launch("trainer", 0),
+        "(c) Trainer, rank 0 reads for all": bench.launch("trainer", 0, main_loads=True),
     }
     print(
         "\n| load | MiB of weights read, each rank | MiB read beside them | peak MiB, each rank | of it for the load |"
@@ -302,7 +324,7 @@ def main() -> None:
     parser.add_argument("--ckpt-steps", type=int, default=10, help="between two checkpoints, when they are measured")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, help="default: one a GPU, or 2")
-    parser.add_argument("--megabytes", type=int, default=4, help="of text")
+    parser.add_argument("--megabytes", type=int, default=1, help="of text")
     parser.add_argument("--work", type=Path, help="a folder for temporary files, on a fast disk")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.work) as folder:

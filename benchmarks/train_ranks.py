@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.train_ranks JOB.json
 
-All print `step K/N peak X GiB` every `log_freq` steps, and `load {...}` when the weights are where they belong. The
-pipeline's own training prints the first line by itself; here only its load is watched.
+All print `step K/N peak X GiB` every `log_freq` steps, `load {...}` when the weights are where they belong, and
+`losses [...]` at the end. The pipeline's own training prints the first line by itself; here only its load is watched.
 """
 
 import json
@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import AutoModelForCausalLM
 
 from stages.training.data import TokenRows
 from stages.training.order import step_rows
@@ -42,8 +43,9 @@ class Job:
     model: str
     """A directory with weights."""
     batch_size: int
-    total_batch_size: int
+    """Rows of a rank and step."""
     steps: int
+    """0: only the weights are loaded."""
     log_freq: int
     """Steps between two lines."""
     precision: str
@@ -54,11 +56,6 @@ class Job:
     """Whether the Trainer goes on from its newest checkpoint."""
     main_loads: bool = False
     """Whether rank 0 of the Trainer reads the weights for all (`cpu_ram_efficient_loading`)."""
-
-    @property
-    def accumulation(self) -> int:
-        """Forward passes a step and rank."""
-        return self.total_batch_size // self.batch_size // int(os.environ["WORLD_SIZE"])
 
 
 LR, BETAS, EPS, WEIGHT_DECAY, MAX_GRAD_NORM, SEED = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0, 0
@@ -76,6 +73,12 @@ def print_step(job: Job, step: int) -> None:
             print(f"step {step}/{job.steps} peak {memory_gib()[1]:.3f} GiB", flush=True)
 
 
+def print_losses(losses: list[float]) -> None:
+    """Print the mean losses between two lines, from the first step on, if this is rank 0."""
+    if int(os.environ["RANK"]) == 0:
+        print(f"losses {json.dumps(losses)}", flush=True)
+
+
 class LoadWatch:
     """Counts what is read, and the most memory that is held, while the weights are loaded.
 
@@ -85,6 +88,7 @@ class LoadWatch:
 
     def __init__(self) -> None:
         self.mapped = 0
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         self._start = {**_counters(), **_status()}
 
     def open(self, *args: Any, **kwargs: Any) -> "CountedFile":
@@ -156,18 +160,18 @@ def _status() -> dict[str, int]:
 
 
 def stage(job: Job) -> None:
-    """The pipeline's training, up to its first step."""
+    """The pipeline's training, until its weights are loaded."""
     from stages import train
     from stages.training import model
 
     build = model.build
 
-    def watched(*args: Any, **kwargs: Any) -> PreTrainedModel:
+    def watched(*args: Any, **kwargs: Any) -> None:
         watch = LoadWatch()
         model.safe_open = watch.open  # type: ignore[assignment]
-        built = build(*args, **kwargs)
+        build(*args, **kwargs)
         watch.report()
-        return built
+        sys.exit()
 
     model.build = watched
     sys.argv = sys.argv[:1]
@@ -219,27 +223,52 @@ def load(job: Job, device: torch.device) -> Any:
 
 
 def loop(job: Job, model: nn.Module, device: torch.device, autocast: bool) -> None:
-    optimizer = AdamW(model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
-    steps = [[rows.to(device) for rows in own_rows(job, step)] for step in range(job.steps)]
-    for step, batches in enumerate(steps, start=1):
-        for input_ids in batches:
-            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                logits = model(input_ids=input_ids, use_cache=False).logits
-            targets = nn.functional.pad(input_ids[:, 1:], (0, 1), value=-100)
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-            (loss / len(batches)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    weights = list(model.parameters())
+    groups = [
+        {"params": [weight for weight in weights if weight.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [weight for weight in weights if weight.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+    rows = RowsInOrder(job)
+    batches = [torch.stack(rows.of_step(step)).to(device) for step in range(job.steps)]
+    losses = []
+    for step, input_ids in enumerate(batches, start=1):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            logits = model(input_ids=input_ids, use_cache=False).logits
+        targets = nn.functional.pad(input_ids[:, 1:], (0, 1), value=-100)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.detach())
         print_step(job, step)
+    total = torch.stack(losses)
+    dist.all_reduce(total)
+    print_losses([part.mean().item() / dist.get_world_size() for part in total.split(job.log_freq)])
 
 
-def own_rows(job: Job, step: int) -> list[Tensor]:
-    """The rows that the stage gives this rank in a step: of each forward pass, (B, T) int64."""
-    rows = TokenRows(Path("data/tokens/train"))
-    indices = step_rows(step, job.total_batch_size, len(rows), SEED)
-    own = indices.reshape(job.accumulation, -1, job.batch_size)[:, int(os.environ["RANK"])]
-    return [torch.from_numpy(rows.rows(part)).long() for part in own]
+class RowsInOrder(Dataset[dict[str, Tensor]]):
+    """The rows of all steps, in the order in which the stage takes them: (T,) int64 each."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._rows = TokenRows(Path("data/tokens/train"))
+        self._size = job.batch_size * int(os.environ["WORLD_SIZE"])
+
+    def __len__(self) -> int:
+        return self._job.steps * self._size
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        step, place = divmod(number, self._size)
+        index = step_rows(step, self._size, len(self._rows), SEED)[place]
+        row = torch.from_numpy(self._rows.rows(np.array([index]))[0]).long()
+        return {"input_ids": row, "labels": row}
+
+    def of_step(self, step: int) -> list[Tensor]:
+        """The rows of this rank."""
+        start = step * self._size + int(os.environ["RANK"]) * self._job.batch_size
+        return [self[number]["input_ids"] for number in range(start, start + self._job.batch_size)]
 
 
 def trainer(job: Job) -> None:
@@ -254,8 +283,7 @@ def trainer(job: Job) -> None:
         output_dir="trainer",
         use_cpu=not on_gpu,
         per_device_train_batch_size=job.batch_size,
-        gradient_accumulation_steps=job.accumulation,
-        max_steps=job.steps,
+        max_steps=job.steps or 1,
         learning_rate=LR,
         lr_scheduler_type="constant",
         adam_beta1=BETAS[0],
@@ -271,9 +299,8 @@ def trainer(job: Job) -> None:
         save_steps=job.save_freq or 500,
         report_to=[],
         disable_tqdm=True,
-        fsdp="full_shard auto_wrap",
+        fsdp=True,
         fsdp_config={
-            "version": 2,
             "cpu_ram_efficient_loading": job.main_loads,
             "state_dict_type": "SHARDED_STATE_DICT",
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
@@ -285,18 +312,23 @@ def trainer(job: Job) -> None:
     class Lines(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             watch.report()
+            if job.steps == 0:
+                sys.exit()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             print_step(job, state.global_step)
 
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            print_losses([entry["loss"] for entry in state.log_history if "loss" in entry])
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *args: Any) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
-    rows = TokenRows(Path("data/tokens/train"))
-    dataset = [{"input_ids": row, "labels": row} for row in map(torch.from_numpy, all_rows(rows))]
-    Trainer(model, arguments, train_dataset=dataset, callbacks=[Lines()]).train(resume_from_checkpoint=job.resume)
-
-
-def all_rows(rows: TokenRows) -> np.typing.NDArray[np.int64]:
-    return rows.rows(np.arange(len(rows))).astype(np.int64)
+    InOrder(model, arguments, train_dataset=RowsInOrder(job), callbacks=[Lines()]).train(
+        resume_from_checkpoint=job.resume
+    )
 
 
 def shard_on_cpus() -> None:
