@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import safetensors
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.utils.data import Dataset, SequentialSampler
@@ -46,10 +46,10 @@ class Job:
     """Rows of a rank and step."""
     steps: int
     """0: only the weights are loaded."""
-    log_freq: int
-    """Steps between two lines."""
     precision: str
     compile: bool
+    log_freq: int = 1
+    """Steps between two lines."""
     save_freq: int | None = None
     """Steps between two checkpoints of the Trainer."""
     resume: bool = False
@@ -102,8 +102,7 @@ class LoadWatch:
             "rank": int(os.environ["RANK"]),
             "mapped_mib": self.mapped / MIB,
             "read_mib": (now["rchar"] - self._start["rchar"]) / MIB,
-            "peak_mib": now["VmHWM"] / 1024,
-            "before_mib": self._start["VmRSS"] / 1024,
+            "grown_mib": (now["VmHWM"] - self._start["VmRSS"]) / 1024,
         }
         os.write(1, f"load {json.dumps(values)}\n".encode())  # at once: the ranks share the pipe
 
@@ -162,18 +161,21 @@ def _status() -> dict[str, int]:
 def stage(job: Job) -> None:
     """The pipeline's training, until its weights are loaded."""
     from stages import train
-    from stages.training import model
+    from stages.artifacts import params
+    from stages.training import model, run
+    from stages.training.params import TrainParams
 
     build = model.build
 
     def watched(*args: Any, **kwargs: Any) -> None:
         watch = LoadWatch()
-        model.safe_open = watch.open  # type: ignore[assignment]
+        model.safe_open = watch.open  # type: ignore[assignment,attr-defined]
         build(*args, **kwargs)
         watch.report()
         sys.exit()
 
-    model.build = watched
+    model.build = watched  # type: ignore[assignment]
+    run.describe(params.load(TrainParams)).directory.mkdir(parents=True, exist_ok=True)  # as the launcher does
     sys.argv = sys.argv[:1]
     train.main()
 
@@ -215,7 +217,8 @@ def process_group() -> Iterator[torch.device]:
 
 
 def load(job: Job, device: torch.device) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
+    model.to(device)
     if job.compile:
         for layer in model.model.layers:
             layer.compile()
@@ -277,8 +280,6 @@ def trainer(job: Job) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     on_gpu = torch.cuda.is_available()
-    if not on_gpu:
-        shard_on_cpus()
     arguments = TrainingArguments(
         output_dir="trainer",
         use_cpu=not on_gpu,
@@ -299,18 +300,21 @@ def trainer(job: Job) -> None:
         save_steps=job.save_freq or 500,
         report_to=[],
         disable_tqdm=True,
-        fsdp=True,
+        fsdp=cast(Any, True),
         fsdp_config={
             "cpu_ram_efficient_loading": job.main_loads,
             "state_dict_type": "SHARDED_STATE_DICT",
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
         },
     )
+    if not on_gpu:
+        shard_on_cpus()
     watch = LoadWatch()
-    transformers.modeling_utils.safe_open = watch.open  # type: ignore[assignment]
+    transformers.modeling_utils.safe_open = watch.open  # type: ignore[assignment,misc]
 
     class Lines(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            assert isinstance(kwargs["model"], FSDPModule), "accelerate did not shard the model"
             watch.report()
             if job.steps == 0:
                 sys.exit()
@@ -323,7 +327,7 @@ def trainer(job: Job) -> None:
 
     class InOrder(Trainer):
         def _get_train_sampler(self, *args: Any) -> SequentialSampler:
-            return SequentialSampler(self.train_dataset)
+            return SequentialSampler(RowsInOrder(job))
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
     InOrder(model, arguments, train_dataset=RowsInOrder(job), callbacks=[Lines()]).train(
@@ -336,7 +340,7 @@ def shard_on_cpus() -> None:
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
-    PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+    PartialState().distributed_type = DistributedType.MULTI_GPU
 
 
 def main() -> None:
