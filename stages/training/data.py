@@ -22,7 +22,7 @@ class TokenRows:
         self.digest: str = state["_fingerprint"]
         """Identity of the content."""
         chunks = [chunk for table in tables for chunk in table.column("input_ids").chunks if len(chunk)]
-        self._chunks = [chunk.flatten().to_numpy().reshape(len(chunk), -1) for chunk in chunks]
+        self._chunks = [_values(chunk.flatten()).reshape(len(chunk), -1) for chunk in chunks]
         self._ends = np.cumsum([len(chunk) for chunk in self._chunks], dtype=np.int64)
         self.seq_length: int = self._chunks[0].shape[1] if self._chunks else 0
         """Tokens a row."""
@@ -38,6 +38,11 @@ class TokenRows:
             start = self._ends[chunk - 1] if chunk else 0
             result[position] = self._chunks[chunk][index - start]
         return result
+
+
+def _values(array: pa.Int32Array) -> NDArray[np.int32]:
+    """The values of an array, where they lie. `to_numpy` would import pandas."""
+    return np.frombuffer(array.buffers()[1], np.int32, len(array), offset=4 * array.offset)
 
 
 def _open(path: Path) -> pa.Table:

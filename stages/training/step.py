@@ -70,26 +70,28 @@ def train_step(
     Raises:
         StageError: the gradient is not finite, on all ranks alike; the weights were not updated.
     """
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=device_type())
     for batch in batches:
         with timers.phase("forward"):
             loss = loss_sum(model, batch)
         with timers.phase("backward"):
             # FSDP2 averages gradients over the ranks; the sum is wanted.
             (loss * (scaler.scale * dist.get_world_size() / labels)).backward()
-        total += loss.item()
+        total += loss.detach()
     with timers.phase("update"):
         scaler.unscale(model)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), params.max_grad_norm)
-        grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # Here alone the CPU waits for the GPU.
+        own_loss, grad_norm = torch.stack([total, norm.to(total)]).tolist()
         is_finite = math.isfinite(grad_norm)
         scaler.update(grad_norm, is_finite)
         if not is_finite:
             optimizer.zero_grad()  # and without gradients, no weight is updated
         optimizer.step()
         optimizer.zero_grad()
-    (total,) = all_reduce_sum(total)
-    return total / labels if math.isfinite(total) else None, grad_norm if is_finite else None
+    (loss_of_all,) = all_reduce_sum(own_loss)
+    return loss_of_all / labels if math.isfinite(loss_of_all) else None, grad_norm if is_finite else None
 
 
 @torch.no_grad()

@@ -1,0 +1,352 @@
+"""The programs that `benchmarks.train` compares, each as one of its ranks; torchrun starts them.
+
+    torchrun --nproc-per-node 2 -m benchmarks.train_ranks JOB.json
+
+All print `step K/N peak X GiB` every `log_freq` steps, `load {...}` when the weights are where they belong, and
+`losses [...]` at the end. The pipeline's own training prints the first line by itself; here only its load is watched.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import safetensors
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import AutoModelForCausalLM
+
+from stages.training.data import TokenRows
+from stages.training.order import step_rows
+from stages.training.telemetry import memory_gib
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a program is told. The batches, the optimizer and the precision are the same in all of them."""
+
+    program: str
+    """stage | bare | ddp | trainer."""
+    model: str
+    """A directory with weights."""
+    batch_size: int
+    """Rows of a rank and step."""
+    steps: int
+    """0: only the weights are loaded."""
+    precision: str
+    compile: bool
+    log_freq: int = 1
+    """Steps between two lines."""
+    save_freq: int | None = None
+    """Steps between two checkpoints of the Trainer."""
+    resume: bool = False
+    """Whether the Trainer goes on from its newest checkpoint."""
+    main_loads: bool = False
+    """Whether rank 0 of the Trainer reads the weights for all (`cpu_ram_efficient_loading`)."""
+
+
+LR, BETAS, EPS, WEIGHT_DECAY, MAX_GRAD_NORM, SEED = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0, 0
+
+
+# Reporting
+
+
+def print_step(job: Job, step: int) -> None:
+    """Print the line of a step, when the device has done its work."""
+    if step % job.log_freq == 0:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if int(os.environ["RANK"]) == 0:
+            print(f"step {step}/{job.steps} peak {memory_gib()[1]:.3f} GiB", flush=True)
+
+
+def print_losses(losses: list[float]) -> None:
+    """Print the mean losses between two lines, from the first step on, if this is rank 0."""
+    if int(os.environ["RANK"]) == 0:
+        print(f"losses {json.dumps(losses)}", flush=True)
+
+
+class LoadWatch:
+    """Counts what is read, and the most memory that is held, while the weights are loaded.
+
+    A file that is mapped into memory does not show in /proc/self/io. So what the tensors cut out of safetensors hold is
+    counted, and the rest, hashing above all, is taken from there.
+    """
+
+    def __init__(self) -> None:
+        self.mapped = 0
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        self._start = {**_counters(), **_status()}
+
+    def open(self, *args: Any, **kwargs: Any) -> "CountedFile":
+        """What stands in for `safe_open`."""
+        return CountedFile(self, safetensors.safe_open(*args, **kwargs))
+
+    def report(self) -> None:
+        """Print the counts of this rank, once."""
+        now = {**_counters(), **_status()}
+        values = {
+            "rank": int(os.environ["RANK"]),
+            "mapped_mib": self.mapped / MIB,
+            "read_mib": (now["rchar"] - self._start["rchar"]) / MIB,
+            "grown_mib": (now["VmHWM"] - self._start["VmRSS"]) / 1024,
+        }
+        os.write(1, f"load {json.dumps(values)}\n".encode())  # at once: the ranks share the pipe
+
+
+class CountedFile:
+    """A safetensors file whose tensors are counted as they are cut out."""
+
+    def __init__(self, watch: LoadWatch, file: Any) -> None:
+        self._watch, self._file = watch, file
+
+    def __enter__(self) -> "CountedFile":
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._file.__exit__(*exception)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def get_slice(self, key: str) -> "CountedSlice":
+        return CountedSlice(self._watch, self._file.get_slice(key))
+
+    def get_tensor(self, key: str) -> Tensor:
+        return CountedSlice(self._watch, self._file.get_slice(key))[...]
+
+
+class CountedSlice:
+    """A tensor of such a file."""
+
+    def __init__(self, watch: LoadWatch, whole: Any) -> None:
+        self._watch, self._whole = watch, whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part: Tensor = self._whole[index]
+        self._watch.mapped += part.nbytes
+        return part
+
+
+def _counters() -> dict[str, int]:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+
+
+def _status() -> dict[str, int]:
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Vm")]
+    return {name.removesuffix(":"): int(value) for name, value, _ in lines}
+
+
+# The programs
+
+
+def stage(job: Job) -> None:
+    """The pipeline's training, until its weights are loaded."""
+    from stages import train
+    from stages.artifacts import params
+    from stages.training import model, run
+    from stages.training.params import TrainParams
+
+    build = model.build
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        watch = LoadWatch()
+        model.safe_open = watch.open  # type: ignore[assignment,attr-defined]
+        build(*args, **kwargs)
+        watch.report()
+        sys.exit()
+
+    model.build = watched  # type: ignore[assignment]
+    run.describe(params.load(TrainParams)).directory.mkdir(parents=True, exist_ok=True)  # as the launcher does
+    sys.argv = sys.argv[:1]
+    train.main()
+
+
+def bare(job: Job) -> None:
+    """The shortest loop with FSDP2: no log, no checkpoint, no check."""
+    with process_group() as device:
+        model = load(job, device)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy()
+        if job.precision == "bf16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        loop(job, model, device, autocast=False)
+
+
+def ddp(job: Job) -> None:
+    """The same loop, each rank with the whole model."""
+    with process_group() as device:
+        model = load(job, device)
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        loop(job, wrapped, device, autocast=job.precision == "bf16")
+
+
+@contextmanager
+def process_group() -> Iterator[torch.device]:
+    """Join the ranks; yields the device of this one."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    yield device
+    dist.destroy_process_group()
+
+
+def load(job: Job, device: torch.device) -> Any:
+    model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
+    model.to(device)
+    if job.compile:
+        for layer in model.model.layers:
+            layer.compile()
+    return model
+
+
+def loop(job: Job, model: nn.Module, device: torch.device, autocast: bool) -> None:
+    weights = list(model.parameters())
+    groups = [
+        {"params": [weight for weight in weights if weight.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [weight for weight in weights if weight.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+    rows = RowsInOrder(job)
+    batches = [torch.stack(rows.of_step(step)).to(device) for step in range(job.steps)]
+    losses = []
+    for step, input_ids in enumerate(batches, start=1):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            logits = model(input_ids=input_ids, use_cache=False).logits
+        targets = nn.functional.pad(input_ids[:, 1:], (0, 1), value=-100)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        print_step(job, step)
+    total = torch.stack(losses)
+    dist.all_reduce(total)
+    print_losses([part.mean().item() / dist.get_world_size() for part in total.split(job.log_freq)])
+
+
+class RowsInOrder(Dataset[dict[str, Tensor]]):
+    """The rows of all steps, in the order in which the stage takes them: (T,) int64 each."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._rows = TokenRows(Path("data/tokens/train"))
+        self._size = job.batch_size * int(os.environ["WORLD_SIZE"])
+
+    def __len__(self) -> int:
+        return self._job.steps * self._size
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        step, place = divmod(number, self._size)
+        index = step_rows(step, self._size, len(self._rows), SEED)[place]
+        row = torch.from_numpy(self._rows.rows(np.array([index]))[0]).long()
+        return {"input_ids": row, "labels": row}
+
+    def of_step(self, step: int) -> list[Tensor]:
+        """The rows of this rank."""
+        start = step * self._size + int(os.environ["RANK"]) * self._job.batch_size
+        return [self[number]["input_ids"] for number in range(start, start + self._job.batch_size)]
+
+
+def trainer(job: Job) -> None:
+    """The Trainer of transformers, with the FSDP2 of accelerate."""
+    import transformers
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    on_gpu = torch.cuda.is_available()
+    arguments = TrainingArguments(
+        output_dir="trainer",
+        use_cpu=not on_gpu,
+        per_device_train_batch_size=job.batch_size,
+        max_steps=job.steps or 1,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_epsilon=EPS,
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=MAX_GRAD_NORM,
+        optim="adamw_torch_fused",
+        bf16=job.precision == "bf16",
+        torch_compile=job.compile,
+        logging_steps=job.log_freq,
+        save_strategy="steps" if job.save_freq else "no",
+        save_steps=job.save_freq or 500,
+        report_to=[],
+        disable_tqdm=True,
+        fsdp=cast(Any, True),
+        fsdp_config={
+            "cpu_ram_efficient_loading": job.main_loads,
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        },
+    )
+    if not on_gpu:
+        shard_on_cpus()
+    watch = LoadWatch()
+    transformers.modeling_utils.safe_open = watch.open  # type: ignore[assignment,misc]
+
+    class Lines(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            assert isinstance(kwargs["model"], FSDPModule), "accelerate did not shard the model"
+            watch.report()
+            if job.steps == 0:
+                sys.exit()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            print_step(job, state.global_step)
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            print_losses([entry["loss"] for entry in state.log_history if "loss" in entry])
+
+    class InOrder(Trainer):
+        def _get_train_sampler(self, *args: Any) -> SequentialSampler:
+            return SequentialSampler(RowsInOrder(job))
+
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
+    InOrder(model, arguments, train_dataset=RowsInOrder(job), callbacks=[Lines()]).train(
+        resume_from_checkpoint=job.resume
+    )
+
+
+def shard_on_cpus() -> None:
+    """Let accelerate shard on CPUs, which it does on accelerators only: tell it that its ranks had some."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState().distributed_type = DistributedType.MULTI_GPU
+
+
+def main() -> None:
+    job = Job(**json.loads(Path(sys.argv[1]).read_text()))
+    {"stage": stage, "bare": bare, "ddp": ddp, "trainer": trainer}[job.program](job)
+
+
+if __name__ == "__main__":
+    main()

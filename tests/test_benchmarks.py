@@ -1,0 +1,21 @@
+"""The benchmarks compare programs that do the same work."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPO
+
+
+@pytest.mark.slow
+def test_trainings_that_are_compared_have_the_same_losses(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    size = "--params 1M --seq-length 64 --batch-size 2 --rounds 2 --log-freq 2"
+    command = [sys.executable, "-m", "benchmarks.train", "--only", "speed", *size.split(), "--work", str(tmp_path)]
+    # It refuses to report where the losses differ.
+    output = subprocess.run(command, cwd=REPO, text=True, check=True, capture_output=True, timeout=280).stdout
+    rows = [line.split("|")[1].strip() for line in output.splitlines() if line.startswith("| (")]
+    assert rows == ["(a) ours", "(b) bare FSDP2", "(c) Trainer", "(d) DDP"]
+    assert list(tmp_path.iterdir()) == []
