@@ -74,8 +74,8 @@ class _Wandb:
         directory = run.aside / "wandb"
         directory.mkdir(parents=True, exist_ok=True)
         # What was logged cannot be taken back: steps that come again are left out.
-        self._steps = (directory / f"{run.run_id}.step").open("a+b", buffering=0)
-        self._last = int(os.pread(self._steps.fileno(), 20, 0) or -1)
+        self._steps = os.open(directory / f"{run.run_id}.step", os.O_RDWR | os.O_CREAT, 0o666)
+        self._last = int(os.pread(self._steps, 20, 0) or -1)
         self._run = wandb.init(
             mode="offline", dir=run.aside, project=run.params.experiment_name, id=run.run_id, name=run.run_id,
             config=dataclasses.asdict(run.params), settings=wandb.Settings(console="off", silent=True),
@@ -84,10 +84,11 @@ class _Wandb:
     def log(self, step: int, values: dict[str, float]) -> None:
         if step > self._last:
             self._run.log(values, step=step)
-            os.pwrite(self._steps.fileno(), b"%20d" % step, 0)
+            os.pwrite(self._steps, b"%20d" % step, 0)
 
     def close(self) -> None:
         self._run.finish()
+        os.close(self._steps)
 
 
 def without_none(values: dict[str, Any]) -> dict[str, float]:

@@ -1,0 +1,80 @@
+"""TensorBoard and Weights & Biases get each step of a run once, however often it is killed, and ask no network."""
+
+import dataclasses
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stages.artifacts.command import StageError
+from stages.training import trackers
+
+
+@dataclasses.dataclass
+class Params:
+    experiment_name: str = "test"
+    lr: float = 0.1
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """What a tracker reads of a `Run`."""
+    return SimpleNamespace(aside=tmp_path, run_id="0123456789abcdef", params=Params())
+
+
+def train(name: str, run: Any, start: int, steps: range) -> None:
+    """A start of the run, from the checkpoint of step `start`."""
+    tracker = trackers.start(name, run, start)
+    for step in steps:
+        tracker.log(step, {"loss": 10.0 - step})
+        tracker.log(step, {"tokens_per_second": 5.0})
+    tracker.close()
+
+
+def test_tensorboard_shows_each_step_once_after_a_kill(run: Any) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train("tensorboard", run, 0, range(6))  # killed after step 5; the last checkpoint is that of step 4
+    train("tensorboard", run, 4, range(5, 9))
+    shown = EventAccumulator(str(run.aside / "tensorboard" / run.run_id)).Reload()
+    assert [event.step for event in shown.Scalars("loss")] == list(range(9))
+    assert [event.value for event in shown.Scalars("loss")] == [10.0 - step for step in range(9)]
+
+
+def test_wandb_gets_each_step_once_after_a_kill_and_stays_offline(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    logged: list[tuple[int, dict[str, float]]] = []
+    asked: dict[str, Any] = {}
+
+    class Started:
+        def log(self, values: dict[str, float], step: int) -> None:
+            logged.append((step, values))
+
+        def finish(self) -> None:
+            pass
+
+    def init(**options: Any) -> Started:
+        asked.update(options)
+        return Started()
+
+    monkeypatch.setattr(wandb, "init", init)
+    train("wandb", run, 0, range(6))
+    train("wandb", run, 4, range(5, 9))
+    assert [step for step, values in logged if "loss" in values] == list(range(9))
+    assert (asked["mode"], asked["id"], asked["config"]["lr"]) == ("offline", run.run_id, 0.1)
+
+
+def test_no_tracker_writes_nothing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "socket", None)
+    train("none", run, 0, range(3))
+    assert list(run.aside.iterdir()) == []
+
+
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(StageError, match=r"runtime.tracker is 'wandb', but the package wandb is not installed"):
+        trackers.check("wandb")
+    trackers.check("none")
