@@ -27,6 +27,11 @@ REPO = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 LAUNCH = ("python", "-m", "stages.launch")
 
+_VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(path.name[6:] for path in Path("/dev").glob("nvidia[0-9]*")))
+GPUS = os.environ.setdefault("TEST_GPUS", _VISIBLE)  # this module is imported twice
+"""Those of this machine, for tests/gpu; all other tests train on CPUs, wherever they run."""
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 
 class Project:
     """A directory with params.yaml, dvc.yaml, stages and models, to run commands in."""

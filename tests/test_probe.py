@@ -1,7 +1,6 @@
 """Which architectures keep documents apart: found out by trying, on small random copies."""
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 
@@ -29,15 +28,6 @@ def train_params() -> TrainParams:
 @pytest.mark.parametrize("name", APART)
 def test_documents_are_kept_apart(train_params: TrainParams, name: str, attention: str | None) -> None:
     assert not probe.leaks_documents(AutoConfig.for_model(name), train_params, attention)
-
-
-@pytest.mark.skipif(
-    not (torch.cuda.is_available() and importlib.util.find_spec("flash_attn")), reason="needs a GPU and flash_attn"
-)
-@pytest.mark.parametrize("name", APART)
-def test_documents_are_kept_apart_by_flash_attention(train_params: TrainParams, name: str) -> None:
-    one_row = dataclasses.replace(train_params, precision="bf16", batch_size=1)
-    assert not probe.leaks_documents(AutoConfig.for_model(name), one_row, "flash_attention_2")
 
 
 @pytest.mark.parametrize("name", ["opt", "falcon", "bloom"])

@@ -1,0 +1,70 @@
+"""What only a GPU can show. On a machine without one, all of it is skipped; with several, the first is taken."""
+
+import importlib.util
+import re
+
+import numpy as np
+import pytest
+
+from tests.conftest import GPUS, LAUNCH, REPO, Project
+from tests.faults import environment
+
+pytestmark = [pytest.mark.skipif(not GPUS, reason="needs a GPU"), pytest.mark.timeout(900)]
+
+GPU = {"CUDA_VISIBLE_DEVICES": GPUS.split(",")[0]}
+PROBE = """
+import dataclasses
+from pathlib import Path
+from transformers import AutoConfig
+from stages.artifacts import params
+from stages.training import probe
+from stages.training.params import TrainParams
+one_row = dataclasses.replace(params.load(TrainParams), precision="bf16", batch_size=1)
+for name in ("llama", "qwen3", "mistral", "gemma", "phi3", "gpt_neox"):
+    print(name, probe.leaks_documents(AutoConfig.for_model(name), one_row, "{attention}"))
+"""
+
+
+def train(project: Project, fault: str = "", status: int = 0, **variables: str) -> str:
+    return project.run(*LAUNCH, status=status, timeout=600, **{**GPU, **variables, **environment(fault)})
+
+
+def losses(project: Project) -> np.ndarray:
+    return np.genfromtxt(project / "outputs/test/history.tsv", delimiter="\t", names=True)["loss"][1:]
+
+
+@pytest.mark.parametrize("compile_blocks", [False, True])
+def test_a_killed_training_goes_on(training: Project, compile_blocks: bool) -> None:
+    """To the same losses but for the rounding of kernels that add up in any order."""
+    training.set(precision="bf16", compile=compile_blocks)
+    undisturbed = training.copy(training.path.with_name("undisturbed"))
+    train(undisturbed)
+    train(training, "kill rank 0 at step 5", status=1)
+    assert re.search(r"resuming from step [24] of 12", train(training))
+    np.testing.assert_allclose(losses(training), losses(undisturbed), rtol=0.01)
+    metrics = training.json("outputs/test/train_metrics.json")
+    assert 0 < metrics["memory_peak_gib"] < 10
+    assert set(metrics["milliseconds"]) == {"data", "forward", "backward", "update"}
+
+
+def test_a_gpu_takes_the_same_rows_as_two_processes_on_the_cpu(training: Project) -> None:
+    training.set(precision="fp32")
+    cpu = training.copy(training.path.with_name("cpu"))
+    train(cpu, CUDA_VISIBLE_DEVICES="")
+    train(training)
+    np.testing.assert_allclose(losses(training), losses(cpu), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        "sdpa",
+        pytest.param(
+            "flash_attention_2",
+            marks=pytest.mark.skipif(not importlib.util.find_spec("flash_attn"), reason="needs flash_attn"),
+        ),
+    ],
+)
+def test_documents_are_kept_apart(training: Project, attention: str) -> None:
+    output = training.run("python", "-c", PROBE.format(attention=attention), **{**GPU, "PYTHONPATH": str(REPO)})
+    assert output.count("False") == 6, output
