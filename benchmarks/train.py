@@ -1,7 +1,8 @@
 """Speed, checkpoints, resume and load of the training, beside a bare FSDP2 loop, the Trainer of transformers and DDP.
 
-    python -m benchmarks.train                                    two ranks on the CPU, or all GPUs
+    python -m benchmarks.train                                               two ranks on the CPU, or all GPUs
     python -m benchmarks.train --only speed --rounds 20
+    python -m benchmarks.train --only checkpoints --ranks 1 --threads 1      a core is left for the saving
     python -m benchmarks.train --params 1B --seq-length 4096 --precision bf16 --compile --load-params 1B
 
 All train the same Llama from the same weights on the same rows (the sources of the Python packages around it), in the
@@ -153,9 +154,9 @@ class Bench:
         self.ranks: int = options.ranks or torch.cuda.device_count() or 2
         self.batch_size: int = options.batch_size
         self.tokens_per_step = self.batch_size * self.ranks * options.seq_length
-        threads = str(max(1, len(os.sched_getaffinity(0)) // self.ranks))
+        threads: int = options.threads or max(1, len(os.sched_getaffinity(0)) // self.ranks)
         self.environment = {
-            **os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1",
+            **os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
         self.trainings: list[Training] = []
@@ -401,6 +402,7 @@ def main() -> None:
     parser.add_argument("--ckpt-freq", type=int, default=5, help="steps of a turn, when checkpoints are measured")
     parser.add_argument("--launches", type=int, default=3, help="of each program, when resuming is measured")
     parser.add_argument("--ranks", type=int, help="default: one a GPU, or 2")
+    parser.add_argument("--threads", type=int, help="of a rank; default: the cores, shared out")
     parser.add_argument("--megabytes", type=int, default=1, help="of text")
     parser.add_argument("--work", type=Path, help="a folder for temporary files, on a fast disk")
     options = parser.parse_args()
