@@ -70,7 +70,9 @@ class Trainer:
         self.history = History()
         self.metrics: dict[str, Any] = {}
         self.validation_loss: float | None = None
-        self.saver = checkpoint.Saver(runtime)
+        # Of the state of the 8-bit optimizer torch makes no copy.
+        asynchronous = runtime.async_checkpoint and self.params.optimizer != "adamw_8bit"
+        self.saver = checkpoint.Saver(runtime, asynchronous)
         self.saved_step: int | None = None
         self.saved_at = time.monotonic()
         if start is not None:

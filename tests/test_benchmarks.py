@@ -9,6 +9,14 @@ import pytest
 from tests.conftest import REPO
 
 
+def test_losses_that_differ_are_refused() -> None:
+    from benchmarks.train import check_losses
+
+    check_losses({"ours": [2.0, 1.9], "bare": [2.0, 1.9001]}, "fp32")
+    with pytest.raises(SystemExit, match="differ"):
+        check_losses({"ours": [2.0, 1.9], "bare": [2.0, 1.95]}, "fp32")
+
+
 @pytest.mark.slow
 def test_trainings_that_are_compared_have_the_same_losses(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")

@@ -1,6 +1,5 @@
 """Which checkpoints stay, and the commands that look after them."""
 
-import dataclasses
 import os
 import shutil
 from pathlib import Path
@@ -80,8 +79,8 @@ def test_all_is_on_the_disk_before_the_rename_and_the_manifest_last(
     scheduler = LambdaLR(optimizer, lambda _: 1.0)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    runtime = dataclasses.replace(params.load(TrainRuntime, "runtime", REPO / "params.yaml"), async_checkpoint=False)
-    with Saver(runtime) as saver:
+    runtime = params.load(TrainRuntime, "runtime", REPO / "params.yaml")
+    with Saver(runtime, asynchronous=False) as saver:
         saver.save(
             tmp_path / "step-00000001", model, optimizer, scheduler, {}, "", {"step": 1, "validation_loss": None}
         )

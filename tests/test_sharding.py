@@ -89,7 +89,7 @@ class Training:
     def save(self, directory: Path) -> None:
         state = {"step": self.step, "loss_scaler": self.scaler.state_dict()}
         runtime = params.load(TrainRuntime, "runtime", path=REPO / "params.yaml")
-        with checkpoint.Saver(runtime) as saver:
+        with checkpoint.Saver(runtime, asynchronous=self.params.optimizer != "adamw_8bit") as saver:
             saver.save(directory, self.model, self.optimizer, self.scheduler, state, "", {"validation_loss": None})
 
     def load(self, directory: Path) -> None:
@@ -391,7 +391,8 @@ def test_loss_scale_grows_and_falls() -> None:
 
 
 def test_8_bit_optimizer_asks_for_its_library(train_params: TrainParams, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
+    for name in ("torchao", "torchao.optim"):  # the latter is found first, where it was imported before
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(StageError, match="adamw_8bit needs torchao, which is not installed: run `pip install torchao`"):
         make_optimizer(StrangeModel(), dataclasses.replace(train_params, optimizer="adamw_8bit"))
 

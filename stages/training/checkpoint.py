@@ -50,13 +50,13 @@ class Saver:
     for the next save. The rest happens in a thread, whose collectives go through a group of their own.
     """
 
-    def __init__(self, runtime: TrainRuntime) -> None:
+    def __init__(self, runtime: TrainRuntime, asynchronous: bool) -> None:
         self._keep = runtime.keep_checkpoints
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=runtime.timeout_minutes))
         cuda = torch.cuda.is_available()
         # A thread begins with the first GPU, whichever is this rank's.
         setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
-        self._thread = ThreadPoolExecutor(1, "saver", *setup) if runtime.async_checkpoint else None
+        self._thread = ThreadPoolExecutor(1, "saver", *setup) if asynchronous else None
         self._stager = _new_stager()
         self._pending: Future[None] | None = None
 

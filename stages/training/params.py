@@ -260,7 +260,7 @@ class TrainRuntime:
     """Minutes between two checkpoints, by the clock of rank 0; null: none by time."""
     async_checkpoint: bool
     """Whether training goes on while a checkpoint is written; it takes as much memory, of the CPU, as the weights and
-    the optimizer state."""
+    the optimizer state. Not with adamw_8bit."""
     keep_checkpoints: Annotated[int, Field(ge=2)]
     """How many of the newest checkpoints stay, beside the best; at least 2, so that a damaged one has a predecessor."""
     timeout_minutes: PositiveFloat
