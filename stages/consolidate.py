@@ -6,14 +6,15 @@ Writes    outputs/<experiment_name>/model/: config, tokenizer, generation config
 Command   python -m stages.consolidate
 
 Every tensor is held against the checkpoint's manifest and against the model that config.json describes, and the
-directory appears when all of it is written. Weights are stored in the dtype of the source model, tied ones once.
+directory appears when all of it is written. Weights are stored in the dtype of the source model, or in `export_dtype`,
+tied ones once.
 """
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -29,10 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConsolidateParams:
-    """The leaf of `params.yaml` that says which experiment is meant."""
+    """Which experiment is meant, and how its model is stored."""
 
     experiment_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the directory under outputs/."""
+    export_dtype: Literal["bf16", "fp16", "fp32"] | None
+    """Of the weights; None: that of the source model."""
+
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def main() -> None:
@@ -43,6 +49,8 @@ def main() -> None:
     pointer, source = _checkpoint(options.experiment_name)
     if pointer["identity"]["model"] != publish.sha256_file(manifest.MANIFEST):
         raise StageError(f"{manifest.MANIFEST} is not the one that the run was trained with: run `dvc repro train`")
+    if options.export_dtype is not None:
+        model = replace(model, dtype=_DTYPES[options.export_dtype])
     outputs = Path("outputs") / options.experiment_name
     weights = export(options.experiment_name, model, pointer, source, outputs / "model")
     size = sum((outputs / "model" / name).stat().st_size for name in weights)

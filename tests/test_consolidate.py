@@ -47,7 +47,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "argv", ["consolidate"])
     for name in ("DVC_ROOT", "CHECKPOINT_ROOT"):
         monkeypatch.delenv(name, raising=False)
-    Path("params.yaml").write_text("experiment_name: exp\n")
+    Path("params.yaml").write_text("experiment_name: exp\nexport_dtype: null\n")
     return tmp_path
 
 
@@ -373,6 +373,19 @@ print(peak() - before >> 10)
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert int(process.stdout) < 200  # MiB, of 384
+
+
+def test_weights_are_stored_in_the_dtype_that_is_asked_for() -> None:
+    config = CONFIGS["llama-tied"]
+    make_model(config, torch.bfloat16)
+    weights = trained(config)
+    make_checkpoint(weights)
+    Path("params.yaml").write_text("experiment_name: exp\nexport_dtype: fp32\n")
+    consolidate.main()
+    model = AutoModelForCausalLM.from_pretrained("outputs/exp/model")
+    assert model.dtype == torch.float32
+    stored = model.state_dict()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in weights.items())
 
 
 def test_the_same_checkpoint_gives_the_same_bytes() -> None:
