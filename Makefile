@@ -16,7 +16,7 @@ repro: setup ## Run the pipeline, on a sample corpus where data/raw is empty
 	.venv/bin/dvc repro
 
 test: setup ## Run the quick tests
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile
 
 faults: setup ## Kill, stop and starve trainings in every way of docs/faults.md
 	$(PY) -m pytest tests/test_checkpoints.py tests/test_resume.py tests/test_launch.py tests/test_faults.py
