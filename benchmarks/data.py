@@ -107,27 +107,32 @@ def complete(target: Path, megabytes: int) -> None:
     for old in target.glob(".*"):
         old.unlink()
     originals = files(target)
-    times = -(-megabytes * MB // size_of(target))
+    times = -(-megabytes * MB // total_size(originals))
     for copy in range(1, times):
         for path in originals:
             os.link(path, target / f"{copy}-{path.name}")
-    print(f"{target.name}: {size_of(target) / MB:.0f} MB in {len(files(target))} files, each original {times} x")
+    size = total_size(files(target)) / MB
+    print(f"{target.name}: {size:.0f} MB in {len(files(target))} files, each original {times} x")
 
 
 def files(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+def total_size(paths: list[Path]) -> int:
+    """Bytes of files, of each as often as it has a name."""
+    return sum(path.stat().st_size for path in paths)
+
+
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder, each once however many names it has."""
+    """Bytes that all files below a folder take on the disk: each once however many names it has."""
     found = (path.stat() for path in folder.rglob("*") if path.is_file())
     return sum({status.st_ino: status.st_size for status in found}.values())
 
 
 def some(paths: list[Path], megabytes: float) -> list[Path]:
     """Files spread over the corpus that together have about so many megabytes."""
-    total = sum(path.stat().st_size for path in paths)
-    return paths[:: max(1, round(total / megabytes / MB))]
+    return paths[:: max(1, round(total_size(paths) / megabytes / MB))]
 
 
 # What is measured. Each takes a directory to work in, the input and the number of processes.
@@ -156,7 +161,7 @@ def recipe(work: Path, paths: list[Path], processes: int, read: Callable[[Path],
         num_proc=processes if processes > 1 else None,
     )  # fmt: skip
     dataset.save_to_disk(str(work / "corpus"), num_proc=processes)
-    return time.perf_counter() - start, f"{sum(path.stat().st_size for path in paths)} {len(dataset)} rows"
+    return time.perf_counter() - start, f"{total_size(paths)} {len(dataset)} rows"
 
 
 def rows(paths: list[Path], read: list[Callable[[Path], Iterator[str]]]) -> Iterator[dict[str, str]]:
@@ -209,7 +214,7 @@ def ours(work: Path, corpus: Path, processes: int) -> tuple[float, str]:
     seconds = time.perf_counter() - start
     metrics = json.loads(Path("data/extract.json").read_text())
     note = f"{metrics['strings']} rows, {metrics['fallback_encoded_files']} not UTF-8; organize {organized:.2f} s"
-    return seconds, f"{size_of(corpus)} {note}"
+    return seconds, f"{total_size(files(corpus))} {note}"
 
 
 def project(work: Path, corpus: Path, processes: int, **values: Any) -> None:
@@ -241,7 +246,7 @@ def ceiling(parse: Callable[[Path], None], paths: list[Path], processes: int) ->
         start = time.perf_counter()
         pool.map(parse, paths, chunksize=-(-len(paths) // (8 * processes)))
         seconds = time.perf_counter() - start
-    return seconds, f"{sum(path.stat().st_size for path in paths)}"
+    return seconds, f"{total_size(paths)}"
 
 
 def start_parser() -> None:
