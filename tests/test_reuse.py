@@ -334,7 +334,7 @@ def test_trap_21_killed_at_any_moment_redoes_what_was_not_finished(number: int) 
             assert reused(output) == num_kept
             break
         num_kills += 1
-        assert not CORPUS.exists() or content_of(CORPUS) == clean  # killed between its last deed and its end
+        assert not CORPUS.exists() or result() == clean  # killed between its last deed and its end
         finished = [path for path in STORE.glob("*") if not path.name.startswith(reuse._TEMPORARY)]
         assert len(finished) >= num_kept
         num_kept = len(finished)
