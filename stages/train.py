@@ -31,7 +31,7 @@ from stages.training.data import TokenRows
 from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.precision import LossScaler
-from stages.training.process import INTERRUPTED, LAUNCHER, STOP_SIGNALS, StopSignal, share_writing
+from stages.training.process import INTERRUPTED, LAUNCHER, StopSignal, share_writing
 from stages.training.schedule import lr_ratio
 from stages.training.step import Batches, train_step, validation_loss
 from stages.training.telemetry import Console, History, Timers, log_to, memory_gib, reset_peak_memory
@@ -220,10 +220,7 @@ class Trainer:
         return by_step or (minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes)
 
     def save(self) -> None:
-        """Publish a checkpoint of this step, unless there is one, or nothing was learnt yet.
-
-        At step 0 the optimizer has no state, and torch would save one that has seen a step.
-        """
+        """Publish a checkpoint of this step, unless there is one, or nothing was learnt yet."""
         if self.step in (0, self.saved_step):
             return
         self.activity.note(f"saving step {self.step}")
@@ -271,8 +268,7 @@ def main() -> None:
                 finished = trainer.train()
     except distributed.LostConnection as error:
         sys.exit(f"error: {error}")  # status 1: unlike a StageError, it need not come again
-    for number in STOP_SIGNALS:  # all is saved, and while Python ends it would let them kill this process
-        signal.signal(number, signal.SIG_IGN)
+    stop.ignore()
     if not finished:
         sys.exit(INTERRUPTED)
 

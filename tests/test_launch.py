@@ -1,5 +1,7 @@
 """The launcher: what it does with a run that is finished, and with one that cannot go on."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,6 +26,19 @@ def test_a_finished_run_is_not_trained_again(finished: Given) -> None:
         pointer = project.json("outputs/test/run.json")
         assert pointer["manifest_sha256"] == publish.sha256_file(last / "manifest.json")
         assert (pointer["step"], pointer["adopted"]) == (12, None)
+
+
+def test_16_a_signal_while_a_rank_ends_kills_it_no_more() -> None:
+    code = """
+import os, signal
+from stages.training.process import StopSignal
+class Late:
+    def __del__(self):  # called when Python has given the signals back
+        os.kill(os.getpid(), signal.SIGTERM)
+stop, late = StopSignal(), Late()
+stop.ignore()
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 
 def test_what_the_user_must_mend_is_not_started_again(fresh: Given, ranks: Ranks) -> None:

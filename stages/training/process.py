@@ -33,6 +33,11 @@ class StopSignal:
             signal.signal(number, self._remember)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
+    def ignore(self) -> None:
+        """From here on the signals do nothing. Python gives them back their default while it ends, which is to kill."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
     def _remember(self, number: int, frame: object) -> None:
         self.received = True
 
