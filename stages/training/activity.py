@@ -29,16 +29,14 @@ class Activity:
     """What this rank is doing now, for its launcher and the log of a `debug` run. A note takes microseconds."""
 
     def __init__(self, rank: int) -> None:
-        self.now = "start"
         self._count = 0
         self._file = None
         if DIRECTORY in os.environ:
             self._file = (Path(os.environ[DIRECTORY]) / str(rank)).open("wb", buffering=0)
-        self.note(self.now)
+        self.note("start")
 
     def note(self, what: str) -> None:
         """This rank begins to do something else."""
-        self.now = what
         self._count += 1
         _LOG.debug(what)
         if self._file is not None:
@@ -89,9 +87,9 @@ class Watchdog:
     def _notes(self) -> Iterator[Note]:
         for path in sorted(Path(self._directory.name).iterdir()):
             pid, _, rest = path.read_text(encoding="utf-8", errors="replace").rstrip().partition(" ")
-            count, _, what = rest.partition(" ")
+            number, _, what = rest.partition(" ")
             if what:  # else it is being created
-                yield Note(int(path.name), int(pid), int(count), what)
+                yield Note(int(path.name), int(pid), int(number), what)
 
     def _watch(self) -> None:
         interval = min(1.0, self._limit / 20)
