@@ -64,7 +64,7 @@ class Training:
         """Mean losses between two lines, from the first step on."""
         self.computed: list[float] = []
         """CPU seconds of its processes until the begin and the end of each turn."""
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
         self._start = time.perf_counter()
         self._paused_at: float | None = None
         self._process = subprocess.Popen(

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import safetensors
@@ -169,15 +170,15 @@ def stage(job: Job) -> None:
 
     def watched(*args: Any, **kwargs: Any) -> None:
         watch = LoadWatch()
-        model.safe_open = watch.open  # type: ignore[assignment,attr-defined]
-        build(*args, **kwargs)
+        with mock.patch.object(model, "safe_open", watch.open):
+            build(*args, **kwargs)
         watch.report()
         sys.exit()
 
-    model.build = watched  # type: ignore[assignment]
     run.describe(params.load(TrainParams)).directory.mkdir(parents=True, exist_ok=True)  # as the launcher does
     sys.argv = sys.argv[:1]
-    train.main()
+    with mock.patch.object(model, "build", watched):
+        train.main()
 
 
 def bare(job: Job) -> None:
@@ -276,7 +277,6 @@ class RowsInOrder(Dataset[dict[str, Tensor]]):
 
 def trainer(job: Job) -> None:
     """The Trainer of transformers, with the FSDP2 of accelerate."""
-    import transformers
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     on_gpu = torch.cuda.is_available()
@@ -310,7 +310,7 @@ def trainer(job: Job) -> None:
     if not on_gpu:
         shard_on_cpus()
     watch = LoadWatch()
-    transformers.modeling_utils.safe_open = watch.open  # type: ignore[assignment,misc]
+    mock.patch("transformers.modeling_utils.safe_open", watch.open).start()
 
     class Lines(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:

@@ -96,17 +96,17 @@ def modules() -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, {"module": name, **documentation}
 
 
-def docstrings(node: ast.AST) -> dict[str, Any]:
-    """The docstring of a module, class or function, and those of what is public in it; no empty entries."""
+def docstrings(node: ast.Module | ast.ClassDef) -> dict[str, Any]:
+    """The docstring of a module or class, and those of what is public in it; no empty entries."""
     classes, functions = {}, {}
-    for child in getattr(node, "body", []):
+    for child in node.body:
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
             if isinstance(child, ast.ClassDef):
                 classes[child.name] = docstrings(child)
             else:
                 functions[child.name] = ast.get_docstring(child)
     members = "methods" if isinstance(node, ast.ClassDef) else "functions"
-    entries = {"doc": ast.get_docstring(node), "classes": _full(classes), members: _full(functions)}  # type: ignore[arg-type]
+    entries = {"doc": ast.get_docstring(node), "classes": _full(classes), members: _full(functions)}
     return _full(entries)
 
 

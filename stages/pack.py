@@ -8,6 +8,7 @@ Command  python -m stages.pack
 A split whose text, tokenizer and code were met before is not encoded again (docs/data.md, "What is not done twice").
 """
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -174,8 +175,6 @@ def key(shard_digest: str, coding: "Coding", code: str) -> str:
 
 def find_coding(options: PackParams) -> "Coding":
     """The model's tokenizer, checked against the manifest and the parameters."""
-    import json
-
     from stages.corpus.encoding import Coding
     from stages.model import manifest
 

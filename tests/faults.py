@@ -87,7 +87,7 @@ def _plant_step(what: str, where: str, step: int) -> None:
     def new_loss_sum(*args: Any) -> Any:
         return loss_sum(*args) * (float("nan") if now[0] == step and what == "nan" else 1)
 
-    module.Batches.of_step = new_of_step  # type: ignore[method-assign]
+    module.Batches.of_step = new_of_step
     module.torch.nn.utils.clip_grad_norm_ = new_clip
     module.loss_sum = new_loss_sum
 

@@ -455,9 +455,9 @@ class Model(torch.nn.Module):
 def test_layers_are_found_without_their_names() -> None:
     model = Model()
     assert meta.layer_classes(model) == ["Layer"]  # the longest list
-    model._no_split_modules = {"Embedding", "Linear", "Layer"}  # type: ignore[assignment]
+    model._no_split_modules = {"Embedding", "Linear", "Layer"}
     assert meta.layer_classes(model) == ["Layer"]  # neither what is in no list nor a part of a layer
-    model._no_split_modules = {"Conv1d", "Layer"}  # type: ignore[assignment]
+    model._no_split_modules = {"Conv1d", "Layer"}
     assert meta.layer_classes(model) == ["Conv1d", "Layer"]
     with pytest.raises(StageError, match="no list of layers"):
         meta.layer_classes(torch.nn.Linear(1, 1))

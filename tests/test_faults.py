@@ -136,7 +136,7 @@ def test_16_17_the_launcher_is_told_to_stop_at_any_moment(fresh: Given, ranks: R
         ended = {0, INTERRUPTED} if started else {0, INTERRUPTED, 130, -number}  # it does not listen yet
         assert process.returncode in ended, output
         assert "Traceback" not in output or not started  # Python's own, of a Ctrl-C while it imports
-        wait_for(lambda: not any(map(is_alive, started)), seconds=2)  # noqa: B023
+        wait_for(lambda started=started: not any(map(is_alive, started)), seconds=2)
     ranks.run(project)
     assert result(project) == reference
 

@@ -47,12 +47,12 @@ def imports(file: Path) -> Iterator[str]:
 def closure(stage: str) -> set[Path]:
     """All first-party files that a stage runs."""
     files: set[Path] = set()
-    todo = list(ENTRY[stage])
-    while todo:
-        file = module_file(todo.pop())
+    pending = list(ENTRY[stage])
+    while pending:
+        file = module_file(pending.pop())
         if file is not None and file not in files:
             files.add(file)
-            todo.extend(imports(file))
+            pending.extend(imports(file))
     return files - {REPO / "stages/__init__.py"}  # a docstring
 
 

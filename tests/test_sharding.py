@@ -119,7 +119,7 @@ def steps_of_all_strategies(directory: Path, train_params: TrainParams) -> dict[
         training = Training(directory / "llama", with_fsdp(train_params, **changes))
         steps = training.train(3)
         weights = {key: whole(param.detach()) for key, param in training.model.named_parameters()}
-        local = sum(param.to_local().numel() for param in training.model.parameters())  # type: ignore[operator]
+        local = sum(param.to_local().numel() for param in training.model.parameters())
         results[name] = {"steps": steps, "weights": weights, "local": local}
     return results
 
@@ -195,7 +195,7 @@ def every_model(directory: Path, train_params: TrainParams) -> dict[str, Any]:
 
                 return Slice()
 
-        training_model.safe_open = Reader  # type: ignore[assignment]
+        training_model.safe_open = Reader
         model = training_model.build(
             manifest_of(directory / name, True), train_params, make_mesh(train_params.fsdp), True
         )

@@ -174,7 +174,7 @@ def serve() -> None:
         sys.modules["__main__"] = importlib.import_module(module)  # whose names the task may hold
         function, task = pickle.load(sys.stdin.buffer)
         outcome = function(task), None, ""
-    except Exception as error:
+    except Exception as error:  # whatever it is, the stage raises it
         outcome = None, error, traceback.format_exc()
     with answer:
         pickle.dump(outcome, answer)

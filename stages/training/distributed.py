@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,7 @@ def from_main(decide: Callable[[], T], group: dist.ProcessGroup | None = None) -
     dist.broadcast_object_list(answer, src=0, group=group)
     if answer[1] is not None:
         raise answer[1]
-    return answer[0]  # type: ignore[no-any-return]
+    return cast(T, answer[0])
 
 
 def on_all(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
