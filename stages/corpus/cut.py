@@ -20,6 +20,11 @@ _ROUNDS = 32  # characters of white space that are passed in step, for all strin
 
 _strings = msgspec.json.Decoder(list[str])
 
+# NumPy keeps some freed arrays of each size below 1024 bytes. Kept one by one, they would come to lie between large
+# arrays, where what is freed around them cannot be joined: memory would grow with the corpus. So they come first.
+for _size in range(1024):
+    _ = [np.empty(_size, np.uint8) for _ in range(8)]
+
 
 def strings(documents: Sequence[bytes]) -> pa.StringArray:
     """The string values of some JSON documents, in order, without empty ones and without keys.
