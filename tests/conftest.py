@@ -33,6 +33,17 @@ GPUS = os.environ.setdefault("TEST_GPUS", _VISIBLE)  # this module is imported t
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def peak_memory(code: str) -> float:
+    """MiB that a new process holds at most, the interpreter included, while it runs some Python code.
+
+    Its `ru_maxrss` would not do: it is at least that of this process.
+    """
+    code += "\nwith open('/proc/self/status') as file: print(file.read())"
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, stdout=-1, text=True, check=True).stdout
+    return int(output.split("VmHWM:")[1].split()[0]) / 1024
+
+
 class Project:
     """A directory with params.yaml, dvc.yaml, stages and models, to run commands in."""
 

@@ -4,7 +4,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,7 +27,7 @@ from stages.extract import ExtractParams, ExtractRuntime, extract
 from stages.model import manifest
 from stages.organize import OrganizeParams, OrganizeRuntime, organize
 from stages.pack import PackParams, PackRuntime, pack
-from tests.conftest import REPO
+from tests.conftest import REPO, peak_memory
 from tests.test_extract import put, workers_of
 
 EOS, SPELLING = 0, "<|endoftext|>"
@@ -508,8 +507,5 @@ def test_a_document_of_20_mb_takes_bounded_memory() -> None:
     make_model()
     sentence = "".join(f"Line {number} of a long document, ab aab abb.\n" for number in range(25_000))
     make_corpus([[sentence * (20_000_000 // len(sentence))], ["validation"]])
-    code = "import resource; from stages.pack import *; print(pack(PackParams(8, 1), PackRuntime(1, 1)))"
-    code += "; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    output = subprocess.run([sys.executable, "-c", code], env=environment, stdout=-1, text=True, check=True).stdout
-    assert int(output.split()[-1]) < 600_000  # KiB: the document, its tokens in two bytes, a window, the libraries
+    peak = peak_memory("from stages.pack import *; pack(PackParams(8, 1), PackRuntime(1, 1))")
+    assert peak < 600  # the document, its tokens in two bytes, a window, the libraries
