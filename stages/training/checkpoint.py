@@ -9,6 +9,7 @@ import copy
 import io
 import random
 import shutil
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
@@ -22,11 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.torch_version import TorchVersion
@@ -35,9 +32,8 @@ from stages.artifacts import publish
 from stages.artifacts.checkpoint import write_manifest
 from stages.artifacts.command import StageError
 from stages.training import distributed, retention
+from stages.training.optimizer import set_lr
 from stages.training.params import TrainRuntime
-
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 _STAGER_LASTS = TorchVersion(torch.__version__) >= "2.13"
 """Older ones are closed by their first use."""
@@ -57,6 +53,9 @@ class Saver:
         # A thread begins with the first GPU, whichever is this rank's.
         setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
         self._thread = ThreadPoolExecutor(1, "saver", *setup) if asynchronous else None
+        if asynchronous:
+            # In seconds: training takes the interpreter back after each operation, and would wait 5 ms for it each time.
+            sys.setswitchinterval(0.0005)
         self._stager = _new_stager()
         self._pending: Future[None] | None = None
 
@@ -99,7 +98,9 @@ class Saver:
             StageError: this save, or the one before it, failed; on all ranks alike.
         """
         self.wait()
-        tensors = {"model": _model_state(model), "optimizer": get_optimizer_state_dict(model, optimizer, options=_FLAT)}
+        # Not its groups: the learning rate is in the scheduler's state, the rest in the parameters of the run.
+        optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
+        tensors = {"model": _model_state(model), "optimizer": optimizer_state}
         rest = {"lr_scheduler": copy.deepcopy(scheduler.state_dict()), "state": copy.deepcopy(state),
                 "generators": _rng_state(), "history": history, "manifest": copy.deepcopy(manifest)}  # fmt: skip
         if self._thread is None:
@@ -118,6 +119,7 @@ class Saver:
             temporary.mkdir(parents=True)
 
         distributed.from_main(prepare, self._group)
+        torch.serialization.set_crc32_options(False)  # in this thread; the manifest has the SHA-256 of each file
         try:
             # One thread a rank: with two, a failed write is reported as a good one.
             writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True, thread_count=1)
@@ -157,11 +159,13 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRS
 
     The number of ranks may be another than that which saved it.
     """
-    model_state = _model_state(model)
-    optimizer_state = get_optimizer_state_dict(model, optimizer, options=_FLAT)
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, storage_reader=dcp.FileSystemReader(directory))
-    set_optimizer_state_dict(model, optimizer, optimizer_state, options=_FLAT)
+    optimizer_state = get_optimizer_state_dict(model, optimizer)
+    tensors = {"model": _model_state(model), "optimizer": optimizer_state["state"]}
+    dcp.load(tensors, storage_reader=dcp.FileSystemReader(directory))
+    set_optimizer_state_dict(model, optimizer, optimizer_state)
     scheduler.load_state_dict(torch.load(directory / "lr_scheduler.pt", weights_only=True))
+    for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        set_lr(group, lr)
     state: dict[str, Any] = publish.read_json(directory / "state.json")
     generators = state.pop("rng")
     if len(generators) == dist.get_world_size():
