@@ -54,7 +54,7 @@ class Saver:
         setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
         self._thread = ThreadPoolExecutor(1, "saver", *setup) if asynchronous else None
         if asynchronous:
-            # In seconds: training takes the interpreter back after each operation, and would wait 5 ms for it each time.
+            # Seconds: after each operation training takes the interpreter back, and would wait 5 ms for it each time.
             sys.setswitchinterval(0.0005)
         self._stager = _new_stager()
         self._pending: Future[None] | None = None
