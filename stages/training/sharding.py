@@ -30,12 +30,13 @@ def shard(model: nn.Module, layer_classes: list[str], params: TrainParams, mesh:
     if fsdp.sync_batchnorm:
         _sync_batchnorm(model, mesh)
     layers = wrapped(model, fsdp.wrap_layer_cls, layer_classes)
+    reshards = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
     for module in [*reversed(layers), model]:  # those inside of others first
         fully_shard(
             module,
             mesh=mesh,
             mp_policy=precision.policy(params.precision),
-            reshard_after_forward=fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD"),
+            reshard_after_forward=reshards and module is not model,  # with which the backward pass begins
             offload_policy=CPUOffloadPolicy() if _offloads(fsdp, mesh) else OffloadPolicy(),
         )
     units = [module for module in [*layers, model] if isinstance(module, FSDPModule)]

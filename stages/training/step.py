@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -107,5 +108,8 @@ def validation_loss(model: nn.Module, batches: Batches, note: Callable[[], None]
         total += loss_sum(model, batch).item()
         labels += num_labels(batch)
     model.train()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # what stays gathered for a backward pass
     total, count = all_reduce_sum(total, labels)
     return total / count if count else None
