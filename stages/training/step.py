@@ -76,8 +76,7 @@ def train_step(
         with timers.phase("forward"):
             loss = loss_sum(model, batch)
         with timers.phase("backward"):
-            # FSDP2 averages gradients over the ranks; the sum is wanted.
-            (loss * (scaler.scale * dist.get_world_size() / labels)).backward()
+            (loss * (scaler.scale / labels)).backward()
         total += loss.detach()
     with timers.phase("update"):
         scaler.unscale(model)
