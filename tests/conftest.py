@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,8 @@ _VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(path.name[6:] for pat
 GPUS = os.environ.setdefault("TEST_GPUS", _VISIBLE)  # this module is imported twice
 """Those of this machine, for tests/gpu; all other tests train on CPUs, wherever they run."""
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what tests start would ignore it, too, where they run under nohup
 
 
 def peak_memory(code: str) -> float:
