@@ -60,7 +60,16 @@ def train_params() -> TrainParams:
 
 
 @pytest.mark.parametrize(
-    "allocate", [lambda: torch.empty(2**52), lambda: bytearray(2**62), lambda: _raise(torch.OutOfMemoryError("CUDA"))]
+    "allocate",
+    [
+        lambda: torch.empty(2**52),
+        lambda: bytearray(2**62),
+        lambda: _raise(torch.OutOfMemoryError("CUDA")),
+        lambda: _raise(torch.AcceleratorError("CUDA error: out of memory")),
+        lambda: _raise(torch.distributed.DistBackendError("NCCL error: Cuda failure 2 'out of memory'")),
+        lambda: _raise(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")),
+        lambda: _raise(RuntimeError("Registering memory failed with cudaError: 2")),
+    ],
 )
 def test_out_of_memory_is_one_clear_error(allocate: Callable[[], object], train_params: TrainParams) -> None:
     with (
@@ -70,9 +79,10 @@ def test_out_of_memory_is_one_clear_error(allocate: Callable[[], object], train_
         allocate()
 
 
-def test_other_errors_are_not_taken_for_it(train_params: TrainParams) -> None:
-    with pytest.raises(RuntimeError, match="gloo"), memory.explained(train_params, 3, 2):
-        raise RuntimeError("gloo: connection closed")
+@pytest.mark.parametrize("message", ["gloo: connection closed", "Registering memory failed with cudaError: 201"])
+def test_other_errors_are_not_taken_for_it(train_params: TrainParams, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message), memory.explained(train_params, 3, 2):
+        raise RuntimeError(message)
 
 
 def _raise(error: Exception) -> None:

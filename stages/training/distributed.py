@@ -47,10 +47,11 @@ def process_group(mesh_shape: Callable[[int, int], tuple[int, int]], timeout_min
         yield init_device_mesh(device_type(), shape, mesh_dim_names=names)
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo has no class of its own for it
-            raise LostConnection(f"rank {dist.get_rank()} lost the connection to another rank") from None
+            reason = f" ({str(error).partition(chr(10))[0]})" if isinstance(error, dist.DistError) else ""
+            raise LostConnection(f"rank {dist.get_rank()} lost the connection to another rank{reason}") from None
         raise
-    finally:
-        dist.destroy_process_group()
+    # Not after an error: NCCL would wait for ranks that wait for this one.
+    dist.destroy_process_group()
 
 
 def device_type() -> str:

@@ -1,10 +1,14 @@
 """What to do where memory does not suffice."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from stages.artifacts.command import StageError
 from stages.training.params import TrainParams
+
+_SIGNS = re.compile(r"DefaultCPUAllocator|out of memory|_ALLOC_FAILED|cudaError: 2\b")
+"""Of what has no class of its own: the CPU's allocator, CUDA itself and NCCL, cuBLAS, memory that cannot be pinned."""
 
 
 @contextmanager
@@ -29,7 +33,7 @@ def explained(params: TrainParams, rank: int, world_size: int) -> Iterator[None]
 def _is_out_of_memory(error: Exception) -> bool:
     import torch  # the launcher, which only wants the remedies, must not import it yet
 
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _SIGNS.search(str(error)) is not None
 
 
 def remedies(params: TrainParams, world_size: int) -> str:

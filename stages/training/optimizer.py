@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from stages.artifacts.command import StageError
-from stages.training.distributed import device_type
 from stages.training.params import TrainParams
 
 
@@ -78,4 +77,5 @@ def _adamw_8bit(groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimi
             with torch.compiler.set_stance("force_eager"):
                 return super().step(closure)
 
-    return (EagerAdamW8bit if device_type() == "cpu" else AdamW8bit)(groups, **options)
+    on_cpu = groups[0]["params"][0].device.type == "cpu"
+    return (EagerAdamW8bit if on_cpu else AdamW8bit)(groups, **options)
