@@ -115,7 +115,7 @@ def _initialize(model: nn.Module, reference: PreTrainedModel, layer_classes: lis
             reference.tie_weights()
         digest = hashlib.sha256(f"{seed}/{unit}".encode()).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.manual_seed(int.from_bytes(digest[:8], "big"))
+            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))  # not the GPU's, which is not forked
             for module in modules:
                 reference._init_weights(module)
         names = {module: name for name, module in reference.named_modules()}
