@@ -121,8 +121,14 @@ class Saver:
         distributed.from_main(prepare, self._group)
         torch.serialization.set_crc32_options(False)  # in this thread; the manifest has the SHA-256 of each file
         try:
-            # One thread a rank: with two, a failed write is reported as a good one.
-            writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, sync_files=True, thread_count=1)
+            writer = dcp.FileSystemWriter(
+                temporary,
+                single_file_per_rank=True,
+                sync_files=True,
+                thread_count=1,  # with two, a failed write is reported as a good one
+                # A staged copy is read as it is; by default each tensor would wait for the work of the GPU.
+                per_thread_copy_ahead=0 if self._thread else 10_000_000,
+            )
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
         except CheckpointException as error:
             raise _save_error(directory, error) from None

@@ -40,9 +40,10 @@ def shard(model: nn.Module, layer_classes: list[str], params: TrainParams, mesh:
             offload_policy=CPUOffloadPolicy() if _offloads(fsdp, mesh) else OffloadPolicy(),
         )
     units = [module for module in [*layers, model] if isinstance(module, FSDPModule)]
-    for unit in units:  # gradients are sums over the ranks, as the loss is; by default they are averages
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+    if mesh.size() > 1:
+        for unit in units:  # gradients are sums over the ranks, as the loss is; by default they are averages
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
     if fsdp.forward_prefetch:
         for layer, following in pairwise(units[:-1]):
             layer.set_modules_to_forward_prefetch([following])

@@ -72,7 +72,9 @@ def train_step(
         StageError: the gradient is not finite, on all ranks alike; the weights were not updated.
     """
     total = torch.zeros((), dtype=torch.float64, device=device_type())
-    for batch in batches:
+    for number, batch in enumerate(batches, start=1):
+        assert isinstance(model, FSDPModule)
+        model.set_requires_all_reduce(number == len(batches))  # over the copies of the model, once a step
         with timers.phase("forward"):
             loss = loss_sum(model, batch)
         with timers.phase("backward"):
@@ -82,7 +84,7 @@ def train_step(
         scaler.unscale(model)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), params.max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        # Here alone the CPU waits for the GPU.
+        # Here the CPU waits for the GPU.
         own_loss, grad_norm = torch.stack([total, norm.to(total)]).tolist()
         is_finite = math.isfinite(grad_norm)
         scaler.update(grad_norm, is_finite)
