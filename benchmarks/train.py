@@ -3,14 +3,15 @@
     python -m benchmarks.train                                               two ranks on the CPU, or all GPUs
     python -m benchmarks.train --only speed --rounds 20
     python -m benchmarks.train --only checkpoints --ranks 1 --threads 1      a core is left for the saving
-    python -m benchmarks.train --params 1B --seq-length 4096 --precision bf16 --compile --load-params 1B
+    python -m benchmarks.train --params 1B --seq-length 4096 --precision bf16 --compile --load-params 1B --ckpt-freq 100
 
 All train the same Llama from the same weights on the same rows (the sources of the Python packages around it), in the
 same order, with fused AdamW; where their losses differ, nothing is reported. They take turns of a few steps, and each
 number is the median over the turns. The clock is that of this process, read when a line of the training arrives; so
 the log, the data and the checks of the pipeline count as part of its steps.
 
-The Trainer needs accelerate: `pip install .[bench]`.
+With 1B parameters a checkpoint has 15 GB, and `--work` must have room for ten of them. The Trainer needs accelerate:
+`pip install .[bench]`.
 """
 
 import argparse

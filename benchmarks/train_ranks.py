@@ -241,6 +241,7 @@ def loop(job: Job, model: nn.Module, device: torch.device, autocast: bool) -> No
             logits = model(input_ids=input_ids, use_cache=False).logits
         targets = nn.functional.pad(input_ids[:, 1:], (0, 1), value=-100)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        del logits  # which would be held until there are new ones
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
         optimizer.step()

@@ -28,7 +28,8 @@ REPO = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 LAUNCH = ("python", "-m", "stages.launch")
 
-_VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(path.name[6:] for path in Path("/dev").glob("nvidia[0-9]*")))
+_NODES = len(list(Path("/dev").glob("nvidia[0-9]*")))  # their numbers are those of the machine, not of this container
+_VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(_NODES))))
 GPUS = os.environ.setdefault("TEST_GPUS", _VISIBLE)  # this module is imported twice
 """Those of this machine, for tests/gpu; all other tests train on CPUs, wherever they run."""
 os.environ["CUDA_VISIBLE_DEVICES"] = ""

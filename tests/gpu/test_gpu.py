@@ -25,6 +25,12 @@ for name in ("llama", "qwen3", "mistral", "gemma", "phi3", "gpt_neox"):
 """
 
 
+@pytest.fixture(autouse=True)
+def gpu(training: Project) -> None:
+    """What the tests start sees it: else all would train on the CPU, and pass."""
+    training.run("python", "-c", "import torch; assert torch.cuda.is_available()", **GPU)
+
+
 def train(project: Project, fault: str = "", status: int = 0, **variables: str) -> str:
     return project.run(*LAUNCH, status=status, timeout=600, **{**GPU, **variables, **environment(fault)})
 
