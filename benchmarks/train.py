@@ -332,14 +332,15 @@ def checkpoints(bench: Bench) -> None:
     }
     seconds, _ = in_turns(programs, size, size, number)
     lost = {
-        name: statistics.median(value - other for value, other in zip(values, seconds["none"], strict=True))
+        name: statistics.quantiles([value - other for value, other in zip(values, seconds["none"], strict=True)], n=4)
         for name, values in seconds.items()
     }
-    print(f"\n| checkpoint | seconds for {size} steps | seconds lost | of the synchronous one |")
-    print("|---|---|---|---|")
+    print(f"\n| checkpoint | seconds for {size} steps | seconds lost | quartiles | of the synchronous one |")
+    print("|---|---|---|---|---|")
     for name, values in seconds.items():
-        part = f"{lost[name] / lost['synchronous']:.0%}"
-        print(f"| {name} | {statistics.median(values):.2f} | {lost[name]:.2f} | {part} |")
+        low, middle, high = lost[name]
+        part = f"{middle / lost['synchronous'][1]:.0%}"
+        print(f"| {name} | {statistics.median(values):.2f} | {middle:.2f} | {low:.2f}, {high:.2f} | {part} |")
 
 
 def resume(bench: Bench) -> None:

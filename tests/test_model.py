@@ -66,13 +66,17 @@ def test_without_initialization_only_the_buffers_have_values(
 
 
 def test_random_weights_depend_on_the_seed_alone_and_follow_the_rules_of_the_model(
-    reference: transformers.PreTrainedModel, mesh: DeviceMesh, train_params: TrainParams, tmp_path: Path
-) -> None:
+    reference: transformers.PreTrainedModel, mesh: DeviceMesh, train_params: TrainParams, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     manifest = manifest_of(tmp_path, with_weights=False)
     torch.manual_seed(1)
     one = training_model.build(manifest, train_params, mesh, initialize=True)
     torch.manual_seed(2)
+    state = torch.get_rng_state()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", pytest.fail)  # nor does it seed the GPU, on all ranks alike
     two = training_model.build(manifest, train_params, mesh, initialize=True)
+    assert torch.equal(torch.get_rng_state(), state)
     theirs = reference.state_dict()
     for (name, first), (_, second) in zip(one.named_parameters(), two.named_parameters(), strict=True):
         values = whole(first.detach())
