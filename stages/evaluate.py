@@ -163,7 +163,7 @@ def _generate(model: "PreTrainedModel", prompt: "Tensor") -> "Tensor":
     import torch
 
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or PROMPT_TOKENS + NEW_TOKENS
-    output: Tensor = model.generate(  # type: ignore[operator]
+    output: Tensor = model.generate(  # type: ignore[operator]  # transformers types it as no callable
         prompt,
         attention_mask=torch.ones_like(prompt),
         do_sample=True,

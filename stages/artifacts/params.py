@@ -10,14 +10,17 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from stages.artifacts.command import StageError
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 PARAMS_FILE = Path("params.yaml")
 PIPELINE_FILE = Path("dvc.yaml")
@@ -36,7 +39,7 @@ def load(cls: type[T], section: str | None = None, path: Path = PARAMS_FILE) -> 
     _check_names(values, path)
     if section is not None:
         values = values.get(section) or {}
-    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    names = {field.name for field in dataclasses.fields(cls)}
     adapter: TypeAdapter[T] = TypeAdapter(cls, config=None)
     try:
         return adapter.validate_python({name: value for name, value in values.items() if name in names})
@@ -51,16 +54,10 @@ def leaves(cls: type[Any], prefix: str = "") -> Iterator[str]:
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
-        if dataclasses.is_dataclass(kind):
-            yield from leaves(kind, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield from leaves(kind, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name
-
-
-def forbid_unknown(cls: type[T]) -> type[T]:
-    """Class decorator for a nested group of parameters: a name it does not have is an error, not ignored."""
-    cls.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
-    return cls
 
 
 def _read(path: Path) -> dict[str, Any]:

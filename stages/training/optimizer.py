@@ -70,7 +70,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimi
             "optimizer adamw_8bit needs torchao, which is not installed: run `pip install torchao`, or take adamw"
         ) from None
 
-    class EagerAdamW8bit(AdamW8bit):  # type: ignore[misc]
+    class EagerAdamW8bit(AdamW8bit):  # type: ignore[misc]  # torchao has no types
         """torchao compiles the update, once for each shape of a parameter; on CPUs that takes minutes."""
 
         def step(self, closure: Any = None) -> Any:

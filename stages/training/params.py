@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from stages.artifacts.command import StageError
-from stages.artifacts.params import forbid_unknown
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -45,7 +44,6 @@ FSDP_PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@forbid_unknown
 @dataclass(frozen=True)
 class FsdpParams:
     """How the model is spread over the processes, in the words of FSDP. None of it changes more than rounding.
