@@ -54,7 +54,7 @@ def test_batch_restarts_positions_and_predicts_nothing_across_documents() -> Non
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
     assert batch["labels"].tolist() == [[6, 0, -100, 8, 9, 0, -100, -100]]
     batch = make_batch(rows, eos_token_id=0, document_mask=False)
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert "position_ids" not in batch
     assert batch["labels"].tolist() == [[6, 0, 7, 8, 9, 0, 4, -100]]
 
 

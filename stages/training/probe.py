@@ -15,7 +15,7 @@ from stages.artifacts.command import StageError
 from stages.model import manifest as model_manifest
 from stages.model.manifest import ModelManifest
 from stages.training import precision
-from stages.training.batch import make_batch
+from stages.training.batch import logits, make_batch
 from stages.training.distributed import device_type
 from stages.training.params import TrainParams
 
@@ -110,6 +110,4 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, input_ids: Tensor, document_mask: bool) -> Tensor:
-    batch = make_batch(input_ids.to(model.device), _END, document_mask)
-    logits: Tensor = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-    return logits.cpu()
+    return logits(model, make_batch(input_ids.to(model.device), _END, document_mask)).cpu()
