@@ -177,15 +177,20 @@ esac
 
 @pytest.fixture
 def machine(tmp_path):
-    """A copy of the set-up script with a pip that only takes notes, and a switch for the GPU."""
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts/setup.sh", tmp_path / "scripts")
+    """A copy of the set-up script with a pip that only takes notes, a switch for the GPU, and a place for its node."""
+    script, node = (ROOT / "scripts/setup.sh").read_text(), "/dev/nvidia0"
+    assert node in script
     for build in ["cpu", "cuda"]:
         (tmp_path / f"requirements-{build}.lock").write_text(build)
-    for path, script in [(".venv/bin/python", PIP), ("bin/nvidia-smi", '#!/bin/sh\n[ "$GPU" = 1 ]\n')]:
+    executables = {
+        "scripts/setup.sh": script.replace(node, f"{tmp_path}/nvidia0"),
+        ".venv/bin/python": PIP,
+        "bin/nvidia-smi": '#!/bin/sh\n[ "$GPU" = 1 ]\n',
+    }
+    for path, content in executables.items():
         executable = tmp_path / path
         executable.parent.mkdir(parents=True)
-        executable.write_text(script)
+        executable.write_text(content)
         executable.chmod(0o755)
 
     def setup(gpu, refused=""):
@@ -195,8 +200,6 @@ def machine(tmp_path):
         process = subprocess.run([tmp_path / "scripts/setup.sh"], env=environment, capture_output=True, text=True)
         return process.returncode, log.read_text().split("\n")[:-1]
 
-    if Path("/dev/nvidia0").exists():
-        pytest.skip("the CPU cases need a machine without a GPU")
     return setup
 
 
@@ -209,6 +212,11 @@ def test_setup_installs_the_build_that_fits(machine):
     assert machine(gpu=1) == (0, [CUDA])
     assert machine(gpu=1) == (0, [])
     assert machine(gpu=0) == (0, []), "a CPU node takes the build from the GPU node"
+
+
+def test_setup_takes_the_node_of_a_gpu_for_one(machine, tmp_path):
+    (tmp_path / "nvidia0").touch()
+    assert machine(gpu=0) == (0, [CUDA])
 
 
 def test_setup_falls_back_and_remembers_it(machine):
