@@ -53,7 +53,7 @@ LINE = re.compile(r"step (\d+)/\d+ .*peak ([\d.]+) GiB")
 class Training:
     """A training that was started, read line by line."""
 
-    def __init__(self, arguments: list[str], project: Path, environment: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str], project: Path, environment: dict[str, str], errors: Path) -> None:
         self.arguments = arguments
         self.lines: dict[int, float] = {}
         """Seconds from the launch to the line of a step, without those in which it was paused."""
@@ -65,13 +65,14 @@ class Training:
         """Mean losses between two lines, from the first step on."""
         self.computed: list[float] = []
         """CPU seconds of its processes until the begin and the end of each turn."""
-        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the process)
+        self._errors = errors
         self._start = time.perf_counter()
         self._paused_at: float | None = None
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments], cwd=project, env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=self._errors,
-        )  # fmt: skip
+        with errors.open("w") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments], cwd=project, env=environment, text=True,
+                stdout=subprocess.PIPE, stderr=stderr,
+            )  # fmt: skip
 
     def until(self, step: int) -> float:
         """Wait for the line of a step; returns its time."""
@@ -145,8 +146,7 @@ class Training:
 
     def _fail(self) -> NoReturn:
         status = self._process.wait()
-        self._errors.seek(0)
-        raise SystemExit(f"{self.arguments} ended with status {status}\n{self._errors.read()[-4000:]}")
+        raise SystemExit(f"{self.arguments} ended with status {status}\n{self._errors.read_text()[-4000:]}")
 
 
 class Bench:
@@ -210,7 +210,8 @@ class Bench:
 
     def start(self, arguments: list[str]) -> Training:
         """Start Python in the project."""
-        self.trainings.append(Training(arguments, self.project, self.environment))
+        errors = self.project / f"errors-{len(self.trainings)}.txt"
+        self.trainings.append(Training(arguments, self.project, self.environment, errors))
         return self.trainings[-1]
 
     def start_ours(self, steps: int, experiment: str = "bench", **runtime: Any) -> Training:
