@@ -72,8 +72,8 @@ def train_step(
         StageError: the gradient is not finite, on all ranks alike; the weights were not updated.
     """
     total = torch.zeros((), dtype=torch.float64, device=device_type())
+    assert isinstance(model, FSDPModule)
     for number, batch in enumerate(batches, start=1):
-        assert isinstance(model, FSDPModule)
         model.set_requires_all_reduce(number == len(batches))  # over the copies of the model, once a step
         with timers.phase("forward"):
             loss = loss_sum(model, batch)
