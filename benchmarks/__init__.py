@@ -1,1 +1,5 @@
-"""Measurements against the usual way to do the same, and against what the hardware allows."""
+"""Measurements compared with the usual way to do the same, and with what the hardware allows."""
+
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent

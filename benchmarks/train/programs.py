@@ -1,9 +1,10 @@
-"""The programs that `benchmarks.train` compares, each as one of its ranks; torchrun starts them.
+"""The programs that are compared; torchrun runs this module in each rank.
 
-    torchrun --nproc-per-node 2 -m benchmarks.train_ranks JOB.json
+    torchrun --nproc-per-node 2 -m benchmarks.train.programs JOB.json
 
-All print `step K/N peak X GiB` every `log_freq` steps, `load {...}` when the weights are where they belong, and
-`losses [...]` at the end. The pipeline's own training prints the first line by itself; here only its load is watched.
+They print `step K/N peak X GiB` every `log_freq` steps, `load {...}` when the weights are loaded (`stage` and
+`trainer`), and `losses [...]` at the end. The pipeline's own training prints the lines of its steps itself and is
+started without this module; only its load is watched here.
 """
 
 import json
@@ -11,13 +12,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
 import numpy as np
-import safetensors
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,45 +27,15 @@ from torch.optim import AdamW
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import AutoModelForCausalLM
 
-from stages.training.data import TokenRows
-from stages.training.order import step_rows
-from stages.training.telemetry import memory_gib
-
-MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a program is told. The batches, the optimizer and the precision are the same in all of them."""
-
-    program: str
-    """stage | bare | ddp | trainer."""
-    model: str
-    """A directory with weights."""
-    batch_size: int
-    """Rows of a rank and step."""
-    steps: int
-    """0: only the weights are loaded."""
-    precision: str
-    compile: bool
-    log_freq: int = 1
-    """Steps between two lines."""
-    save_freq: int | None = None
-    """Steps between two checkpoints of the Trainer."""
-    resume: bool = False
-    """Whether the Trainer goes on from its newest checkpoint."""
-    main_loads: bool = False
-    """Whether rank 0 of the Trainer reads the weights for all (`cpu_ram_efficient_loading`)."""
-
-
-LR, BETAS, EPS, WEIGHT_DECAY, MAX_GRAD_NORM, SEED = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0, 0
-
-
-# Reporting
+from benchmarks.train.job import BETAS, EPS, LR, MAX_GRAD_NORM, SEED, WEIGHT_DECAY, Job
+from benchmarks.train.load_watch import LoadWatch
+from stages.tokens.order import step_rows
+from stages.tokens.rows import TokenRows
+from stages.training.timers import memory_gib
 
 
 def print_step(job: Job, step: int) -> None:
-    """Print the line of a step, when the device has done its work."""
+    """Print the line of a step, when the device has finished it."""
     if step % job.log_freq == 0:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -80,109 +49,30 @@ def print_losses(losses: list[float]) -> None:
         print(f"losses {json.dumps(losses)}", flush=True)
 
 
-class LoadWatch:
-    """Counts what is read, and the most memory that is held, while the weights are loaded.
-
-    A file that is mapped into memory does not show in /proc/self/io. So what the tensors cut out of safetensors hold is
-    counted, and the rest, hashing above all, is taken from there.
-    """
-
-    def __init__(self) -> None:
-        self.mapped = 0
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        self._start = {**_counters(), **_status()}
-
-    def open(self, *args: Any, **kwargs: Any) -> "CountedFile":
-        """What stands in for `safe_open`."""
-        return CountedFile(self, safetensors.safe_open(*args, **kwargs))
-
-    def report(self) -> None:
-        """Print the counts of this rank, once."""
-        now = {**_counters(), **_status()}
-        values = {
-            "rank": int(os.environ["RANK"]),
-            "mapped_mib": self.mapped / MIB,
-            "read_mib": (now["rchar"] - self._start["rchar"]) / MIB,
-            "grown_mib": (now["VmHWM"] - self._start["VmRSS"]) / 1024,
-        }
-        os.write(1, f"load {json.dumps(values)}\n".encode())  # at once: the ranks share the pipe
-
-
-class CountedFile:
-    """A safetensors file whose tensors are counted as they are cut out."""
-
-    def __init__(self, watch: LoadWatch, file: Any) -> None:
-        self._watch, self._file = watch, file
-
-    def __enter__(self) -> "CountedFile":
-        self._file.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._file.__exit__(*exception)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def get_slice(self, key: str) -> "CountedSlice":
-        return CountedSlice(self._watch, self._file.get_slice(key))
-
-    def get_tensor(self, key: str) -> Tensor:
-        return CountedSlice(self._watch, self._file.get_slice(key))[...]
-
-
-class CountedSlice:
-    """A tensor of such a file."""
-
-    def __init__(self, watch: LoadWatch, whole: Any) -> None:
-        self._watch, self._whole = watch, whole
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        part: Tensor = self._whole[index]
-        self._watch.mapped += part.nbytes
-        return part
-
-
-def _counters() -> dict[str, int]:
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
-
-
-def _status() -> dict[str, int]:
-    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Vm")]
-    return {name.removesuffix(":"): int(value) for name, value, _ in lines}
-
-
-# The programs
-
-
 def stage(job: Job) -> None:
     """The pipeline's training, until its weights are loaded."""
     from stages import train
-    from stages.artifacts import params
-    from stages.training import model, run
+    from stages.artifacts.params_file import load_params
+    from stages.training import run, sharded_model
     from stages.training.params import TrainParams
 
-    build = model.build
+    build = sharded_model.build
 
     def watched(*args: Any, **kwargs: Any) -> None:
         watch = LoadWatch()
-        with mock.patch.object(model, "safe_open", watch.open):
+        with mock.patch.object(sharded_model, "safe_open", watch.open):
             build(*args, **kwargs)
         watch.report()
         sys.exit()
 
-    run.describe(params.load(TrainParams)).directory.mkdir(parents=True, exist_ok=True)  # as the launcher does
+    run.describe(load_params(TrainParams)).directory.mkdir(parents=True, exist_ok=True)  # the launcher makes it
     sys.argv = sys.argv[:1]
-    with mock.patch.object(model, "build", watched):
+    with mock.patch.object(sharded_model, "build", watched):
         train.main()
 
 
 def bare(job: Job) -> None:
-    """The shortest loop with FSDP2: no log, no checkpoint, no check."""
+    """The shortest loop with FSDP2, without logs, checkpoints and checks."""
     with process_group() as device:
         model = load(job, device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -196,7 +86,7 @@ def bare(job: Job) -> None:
 
 
 def ddp(job: Job) -> None:
-    """The same loop, each rank with the whole model."""
+    """The same loop with a full copy of the model in each rank."""
     with process_group() as device:
         model = load(job, device)
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -241,7 +131,7 @@ def loop(job: Job, model: nn.Module, device: torch.device, autocast: bool) -> No
             logits = model(input_ids=input_ids, use_cache=False).logits
         targets = nn.functional.pad(input_ids[:, 1:], (0, 1), value=-100)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        del logits  # which would be held until there are new ones
+        del logits  # otherwise their memory stays in use until the next step
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
         optimizer.step()
@@ -254,7 +144,7 @@ def loop(job: Job, model: nn.Module, device: torch.device, autocast: bool) -> No
 
 
 class RowsInOrder(Dataset[dict[str, Tensor]]):
-    """The rows of all steps, in the order in which the stage takes them: (T,) int64 each."""
+    """The rows of all steps, in the order of the stage: (T,) int64 each."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -303,7 +193,7 @@ def trainer(job: Job) -> None:
         disable_tqdm=True,
         fsdp=cast(Any, True),
         fsdp_config={
-            "cpu_ram_efficient_loading": job.main_loads,
+            "cpu_ram_efficient_loading": job.cpu_ram_efficient_loading,
             "state_dict_type": "SHARDED_STATE_DICT",
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
         },
@@ -334,10 +224,11 @@ def trainer(job: Job) -> None:
     InOrder(model, arguments, train_dataset=RowsInOrder(job), callbacks=[Lines()]).train(
         resume_from_checkpoint=job.resume
     )
+    dist.destroy_process_group()  # without it a rank sometimes hangs at exit
 
 
 def shard_on_cpus() -> None:
-    """Let accelerate shard on CPUs, which it does on accelerators only: tell it that its ranks had some."""
+    """Make accelerate, which shards on accelerators only, believe that each rank has one."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 

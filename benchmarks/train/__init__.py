@@ -1,0 +1,1 @@
+"""The benchmark of the training; `python -m benchmarks.train` runs it."""

@@ -1,0 +1,120 @@
+"""A project in which all programs train the same model on the same tokens."""
+
+import argparse
+import csv
+import json
+import os
+import shutil
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks import REPO
+from benchmarks.data.corpora import make_text
+from benchmarks.train.job import BETAS, EPS, LR, MAX_GRAD_NORM, SEED, WEIGHT_DECAY, Job
+from benchmarks.train.launched import Training
+from stages.training import flops
+
+SHAPES = {  # hidden size, layers, attention heads, key-value heads, intermediate size, vocabulary
+    "1M": (128, 4, 4, 2, 352, 4096),
+    "12M": (384, 6, 6, 2, 1024, 8192),
+    "100M": (768, 12, 12, 4, 2048, 32768),
+    "1B": (2048, 16, 32, 8, 8192, 128256),
+}
+
+
+class Bench:
+    """The project, and how its trainings are started. `args` are those of the command line."""
+
+    def __init__(self, project: Path, args: argparse.Namespace) -> None:
+        self.project, self.args = project, args
+        self.num_ranks: int = args.ranks or torch.cuda.device_count() or 2
+        self.batch_size: int = args.batch_size
+        self.tokens_per_step = self.batch_size * self.num_ranks * args.seq_length
+        num_threads: int = args.threads or max(1, len(os.sched_getaffinity(0)) // self.num_ranks)
+        self.environment = {
+            **os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": str(num_threads), "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        self.trainings: list[Training] = []
+        self.make_model(args.params)
+        self.make_tokens()
+
+    def make_model(self, shape: str) -> None:
+        """Write random weights in bf16, with the tokenizer of the embedded model."""
+        hidden, layers, heads, kv_heads, intermediate, vocabulary = SHAPES[shape]
+        config = LlamaConfig(
+            hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
+            intermediate_size=intermediate, vocab_size=vocabulary, tie_word_embeddings=True,
+            max_position_embeddings=self.args.seq_length, bos_token_id=None, eos_token_id=0,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        directory = self.project / "model"
+        model.save_pretrained(directory)
+        for path in (REPO / "models/tiny-llama").glob("*token*"):
+            shutil.copy(path, directory)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.flops_per_token = flops.flops_per_token(model, self.args.seq_length)
+
+    def make_tokens(self) -> None:
+        corpus = self.project / "corpus"
+        corpus.mkdir()
+        make_text(corpus, self.args.megabytes)
+        for name in ("dvc.yaml", "stages"):
+            (self.project / name).symlink_to(REPO / name)
+        self.write_params(1, "bench")
+        for name in ("organize", "extract", "download", "pack"):
+            self.start(["-m", f"stages.{name}"]).finish()
+
+    def write_params(self, steps: int, experiment: str, **runtime: Any) -> None:
+        """Write params.yaml such that the training of the pipeline does what the other programs do."""
+        content = yaml.safe_load((REPO / "params.yaml").read_text())
+        content |= {
+            "experiment_name": experiment, "raw_dir": "corpus", "model_name": "model",
+            "seq_length": self.args.seq_length, "batch_size": self.batch_size,
+            "total_batch_size": self.batch_size * self.num_ranks, "num_epochs": 10**6, "max_steps": steps, "lr": LR,
+            "lr_schedule": "constant", "warmup_steps": 0, "weight_decay": WEIGHT_DECAY, "adam_beta1": BETAS[0],
+            "adam_beta2": BETAS[1], "adam_eps": EPS, "max_grad_norm": MAX_GRAD_NORM,
+            "seed": SEED, "precision": self.args.precision, "compile": self.args.compile, "document_mask": False,
+            "eval_freq": 10**6,
+        }  # fmt: skip
+        content["runtime"] |= {"nproc_per_node": self.num_ranks, "log_freq": 1, "ckpt_freq": None, **runtime}
+        (self.project / "params.yaml").write_text(yaml.safe_dump(content))
+
+    def start(self, command: list[str]) -> Training:
+        """Start Python in the project."""
+        errors = self.project / f"errors-{len(self.trainings)}.txt"
+        self.trainings.append(Training(command, self.project, self.environment, errors))
+        return self.trainings[-1]
+
+    def start_ours(self, steps: int, experiment: str = "bench", **runtime: Any) -> Training:
+        self.write_params(steps, experiment, **runtime)
+        return self.start(["-m", "stages.launch"])
+
+    def start_other(self, program: str, steps: int, **fields: Any) -> Training:
+        """Start the ranks of a program with torchrun; `fields` are those of its `Job`."""
+        job = Job(
+            program, str(self.project / "model"), self.batch_size, steps, precision=self.args.precision,
+            compile=self.args.compile, **fields,
+        )  # fmt: skip
+        path = self.project / "job.json"
+        path.write_text(json.dumps(asdict(job)))
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_ranks}"]
+        return self.start([*torchrun, "-m", "benchmarks.train.programs", str(path)])
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        for training in self.trainings:
+            training.kill()
+
+    def history_losses(self, log_freq: int) -> list[float]:
+        """The losses of the pipeline's last training, averaged as the other programs print them."""
+        with (self.project / "outputs/bench/history.tsv").open() as file:
+            losses = [float(row["loss"]) for row in csv.DictReader(file, delimiter="\t") if row["loss"]]
+        return [statistics.mean(losses[start : start + log_freq]) for start in range(0, len(losses), log_freq)]
