@@ -3,7 +3,7 @@
     python -m models.make_tiny_llama
 
 The result is committed, so that every machine has the same vocabulary. Run it again only to change the model: the
-corpus holds the descriptions of what is installed, so another environment gives another vocabulary.
+corpus describes the installed packages, so another environment gives another vocabulary.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ SEQ_LENGTH = 1024
 
 
 def main() -> None:
-    """Write the directory and say what it holds."""
+    """Write the directory and print the size of the vocabulary."""
     tokenizer = train_tokenizer()
     tokenizer.save_pretrained(DIRECTORY)
     config = make_config(tokenizer)
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE: any text is encoded, and decodes to itself, to the byte."""
+    """Train a byte-level BPE: any text can be encoded, and decodes to the same bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -61,7 +61,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
-    """Small enough for two CPU cores, with what larger ones have: grouped-query attention and tied embeddings."""
+    """Small enough for two CPU cores, with features of larger models: grouped-query attention, tied weights."""
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=len(tokenizer),
@@ -74,7 +74,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=None,  # an embedding is not trained at `pad_token_id`, and this one ends the documents
+        pad_token_id=None,  # its embedding would not be trained, and this token ends the documents
         dtype="float32",
     )
 
@@ -87,7 +87,7 @@ def texts() -> Iterator[str]:
 
 
 def strings(value: Any) -> Iterator[str]:
-    """Every string value in a nest of dicts and lists."""
+    """Every string value in nested dicts and lists, in order."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

@@ -1,12 +1,12 @@
-"""Write a sample corpus into `data/raw`, unless something is there: Python's own documentation, found on this machine.
+"""Write a sample corpus into `data/raw`, unless it holds files already: Python's documentation as installed here.
 
     python -m scripts.sample_corpus
 
-    topics/*.txt           what `help("while")` and its like print, one file a topic
-    modules/*.json         the docstrings of the standard library, one file a module
+    topics/*.txt           what `help("while")` and the like print, one file per topic
+    modules/*.json         the docstrings of the standard library, one file per module
     distributions/*.yaml   the metadata and descriptions of the installed distributions, one file each
 
-Nothing is downloaded and nothing is imported: modules are parsed. The same environment gives the same bytes.
+Nothing is downloaded, and modules are parsed rather than imported. The same environment gives the same bytes.
 """
 
 import argparse
@@ -26,35 +26,35 @@ import yaml
 
 from stages.artifacts import publish
 
-# What in the standard library is a program, a test, a table, a drawing board or on its way out.
+# Parts of the standard library that are programs, tests, tables, GUI toolkits or deprecated.
 NOT_LIBRARY = {"antigravity", "ensurepip", "idlelib", "pydoc_data", "test", "tests", "this"}
 NOT_LIBRARY |= {"distutils", "encodings", "lib2to3", "tkinter", "turtle", "turtledemo"}
 
-# The beginning says what a distribution is; what follows, change logs above all, would outweigh the documentation.
+# The beginning describes the distribution; the rest, mostly change logs, would outweigh the documentation.
 MAX_DESCRIPTION_CHARS = 1000
 METADATA_FIELDS = ["name", "version", "summary", "keywords", "requires_python", "requires_dist", "description"]
 
 
 def main() -> None:
-    """Write the corpus and say what was written."""
+    """Write the corpus and print its size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--raw-dir", type=Path, default=Path("data/raw"), help="default: %(default)s")
     raw_dir = parser.parse_args().raw_dir
     if not is_empty(raw_dir):
-        print(f"sample corpus: {raw_dir} already holds files; left as it is")
+        print(f"sample corpus: {raw_dir} already holds files; left unchanged")
         return
     sizes = write(raw_dir)
     print(f"sample corpus: {len(sizes)} files, {sum(sizes):,} bytes in {raw_dir}")
 
 
 def is_empty(raw_dir: Path) -> bool:
-    """Whether nothing lies in `raw_dir` but directories and `.gitignore` files."""
+    """Whether `raw_dir` holds nothing but directories and `.gitignore` files."""
     return all((path.is_dir() and not path.is_symlink()) or path.name == ".gitignore" for path in raw_dir.rglob("*"))
 
 
 def write(raw_dir: Path) -> list[int]:
-    """Write the corpus, whole or not at all, and return the size of each file in bytes."""
-    raw_dir = raw_dir.resolve()  # which may be a link to a larger disk
+    """Write all of the corpus or nothing; returns the size of each file in bytes."""
+    raw_dir = raw_dir.resolve()  # may be a link to a larger disk, which the rename below must not replace
     sizes = []
     with publish.directory(raw_dir) as root:
         if (ignored := raw_dir / ".gitignore").exists():
@@ -82,7 +82,7 @@ def topics() -> Iterator[tuple[str, str]]:
 
 
 def modules() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and docstrings of each public module of the standard library that has any."""
+    """Name and docstrings of each public module of the standard library that has docstrings."""
     root = Path(sysconfig.get_path("stdlib"))
     sources = {}
     for name in sys.stdlib_module_names:
@@ -97,7 +97,7 @@ def modules() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def docstrings(node: ast.Module | ast.ClassDef) -> dict[str, Any]:
-    """The docstring of a module or class, and those of what is public in it; no empty entries."""
+    """The docstring of a module or class and those of its public members, without empty entries."""
     classes, functions = {}, {}
     for child in node.body:
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not child.name.startswith("_"):
@@ -106,8 +106,8 @@ def docstrings(node: ast.Module | ast.ClassDef) -> dict[str, Any]:
             else:
                 functions[child.name] = ast.get_docstring(child)
     members = "methods" if isinstance(node, ast.ClassDef) else "functions"
-    entries = {"doc": ast.get_docstring(node), "classes": _full(classes), members: _full(functions)}
-    return _full(entries)
+    entries = {"doc": ast.get_docstring(node), "classes": _drop_empty(classes), members: _drop_empty(functions)}
+    return _drop_empty(entries)
 
 
 def distributions() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -115,14 +115,14 @@ def distributions() -> Iterator[tuple[str, dict[str, Any]]]:
     found: dict[str, dict[str, Any]] = {}
     for distribution in importlib.metadata.distributions():
         metadata = distribution.metadata.json
-        # Of two by one name, the first on the path is what Python would import.
+        # Of two with the same name, Python would import the first on the path.
         found.setdefault(re.sub(r"[-_.]+", "-", str(metadata["name"])).lower(), metadata)
     for name, metadata in sorted(found.items()):
         metadata["description"] = metadata.get("description", "")[:MAX_DESCRIPTION_CHARS]
-        yield name, _full({field: metadata.get(field) for field in METADATA_FIELDS})
+        yield name, _drop_empty({field: metadata.get(field) for field in METADATA_FIELDS})
 
 
-def _full(entries: dict[str, Any]) -> dict[str, Any]:
+def _drop_empty(entries: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if value}
 
 

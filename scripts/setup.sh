@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Install into .venv the lock that fits this machine: the CUDA build of torch where there is an NVIDIA GPU, else the CPU
-# build; the other one where that cannot be had. Does nothing when that was done before and the lock is the same.
-# pip takes its settings (index, wheel folder, certificates) from PIP_* and its own config, as always.
+# Install the lock that fits this machine into .venv: the CUDA build of torch if there is an NVIDIA GPU, the CPU build
+# otherwise, and the other build if that one cannot be installed. Does nothing if the build is installed and its lock
+# has not changed. pip reads its settings (index, directory of wheels, certificates) from PIP_* and its own config.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-stamp=.venv/.setup # the build that was wanted, the build that was installed, the digest of its lock
+stamp=.venv/.setup # the preferred build, the installed build, the digest of the lock of the installed one
 
 fits=(cpu cuda)
 if [[ -e /dev/nvidia0 ]] || nvidia-smi &> /dev/null; then fits=(cuda cpu); fi
@@ -12,14 +12,14 @@ if [[ -e /dev/nvidia0 ]] || nvidia-smi &> /dev/null; then fits=(cuda cpu); fi
 digest() { sha256sum < "requirements-$1.lock" | cut -d' ' -f1; }
 
 read -r wanted build installed 2> /dev/null < "$stamp" || true
-# The CUDA build runs on CPUs as well: a CPU node never takes it from the GPU node with which it shares this directory.
+# The CUDA build runs on CPUs as well: a CPU node that shares this directory with a GPU node keeps that node's build.
 if [[ -n ${build:-} && $installed == "$(digest "$build")" && (${fits[0]} == cpu || $wanted == cuda) ]]; then exit; fi
 
 [[ -x .venv/bin/python ]] || "${PYTHON:-python3}" -m venv .venv
 for build in "${fits[@]}"; do
-    echo "setup: installing requirements-$build.lock into .venv, which takes some minutes"
+    echo "setup: installing requirements-$build.lock into .venv (some minutes)"
     rm -f "$stamp"
-    # pip would take an installed torch 2.13.0+cpu for the 2.13.0 of the other lock.
+    # For pip, an installed torch 2.13.0+cpu satisfies the 2.13.0 of the other lock: without this it would stay.
     other=$(.venv/bin/python -m pip freeze | sed -n 's/^torch==.*+cpu$/cpu/p; s/^torch==[^+]*$/cuda/p')
     [[ ${other:-$build} == "$build" ]] || .venv/bin/python -m pip uninstall --quiet --yes torch
     if .venv/bin/python -m pip install -qq --require-hashes --requirement "requirements-$build.lock"; then
@@ -29,5 +29,5 @@ for build in "${fits[@]}"; do
     fi
     echo "setup: requirements-$build.lock cannot be installed here" >&2
 done
-echo "setup: neither build of torch can be had; see CONTRIBUTING.md, \"Setting up\"" >&2
+echo "setup: neither build of torch could be installed; see CONTRIBUTING.md, \"Setting up\"" >&2
 exit 1

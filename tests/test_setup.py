@@ -11,9 +11,9 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from scripts import sample_corpus
+from tests.project import REPO
 
-ROOT = Path(__file__).parents[1]
-TINY_LLAMA = ROOT / "models" / "tiny-llama"
+TINY_LLAMA = REPO / "models" / "tiny-llama"
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +27,14 @@ def contents(directory):
     return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_corpus_has_three_formats_and_one_to_three_megabytes(corpus):
+def test_the_corpus_has_three_formats_and_one_to_three_megabytes(corpus):
     files = contents(corpus)
     assert 1e6 < sum(map(len, files.values())) < 3e6
     assert {path.parts[0] + path.suffix for path in files} == {"topics.txt", "modules.json", "distributions.yaml"}
     assert all(files.values())
 
 
-def test_corpus_says_what_python_documents(corpus):
+def test_the_corpus_contains_what_python_documents(corpus):
     assert (corpus / "topics/while.txt").read_text(encoding="utf-8").startswith('The "while" statement')
     heapq = json.loads((corpus / "modules/heapq.json").read_text(encoding="utf-8"))
     assert heapq["functions"]["heappush"] == "Push item onto heap, maintaining the heap invariant."
@@ -42,34 +42,34 @@ def test_corpus_says_what_python_documents(corpus):
     assert metadata["name"] == "PyYAML"
 
 
-def test_corpus_is_the_same_each_time(corpus, tmp_path):
+def test_the_corpus_is_the_same_each_time(corpus, tmp_path):
     sample_corpus.write(tmp_path / "raw")
     assert contents(tmp_path / "raw") == contents(corpus)
 
 
-def test_corpus_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    def stops():
+def test_an_interrupted_corpus_leaves_nothing_behind(tmp_path, monkeypatch):
+    def interrupted():
         yield "topics/while.txt", "text"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sample_corpus, "files", stops)
+    monkeypatch.setattr(sample_corpus, "files", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sample_corpus.write(tmp_path / "raw")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["mine.txt", "deep/er/mine.bin", ".hidden"])
-def test_own_files_are_left_alone(tmp_path, monkeypatch, capsys, name):
+def test_own_files_are_left_unchanged(tmp_path, monkeypatch, capsys, name):
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("mine")
     monkeypatch.setattr("sys.argv", ["sample_corpus", "--raw-dir", str(tmp_path)])
     sample_corpus.main()
     assert contents(tmp_path) == {Path(name): b"mine"}
-    assert "left as it is" in capsys.readouterr().out
+    assert "left unchanged" in capsys.readouterr().out
 
 
-def test_empty_directories_and_a_gitignore_are_no_corpus(tmp_path):
+def test_empty_directories_and_a_gitignore_do_not_count_as_files(tmp_path):
     assert sample_corpus.is_empty(tmp_path / "missing")
     (tmp_path / "sub").mkdir()
     (tmp_path / ".gitignore").write_text("*\n")
@@ -89,7 +89,7 @@ def test_a_gitignore_and_a_link_to_another_disk_survive(tmp_path, monkeypatch):
     assert contents(disk) == {Path(".gitignore"): b"*\n", Path("topics/while.txt"): b"text"}
 
 
-def test_docstrings_nest_and_leave_out_what_is_private_or_empty():
+def test_docstrings_nest_and_omit_what_is_private_or_empty():
     source = '''
 """Module."""
 class A:
@@ -116,7 +116,7 @@ def test_tiny_llama_is_small_and_tied():
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY_LLAMA))
     assert 1e6 < sum(parameter.numel() for parameter in model.parameters()) < 5e6
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    assert model.get_input_embeddings().padding_idx is None  # or the token that ends documents would not be trained
+    assert model.get_input_embeddings().padding_idx is None  # otherwise the EOS token would not be trained
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,8 @@ plots:
 """
 
 
-def test_plots_page_asks_no_network(tmp_path):
-    shutil.copytree(ROOT / ".dvc", tmp_path / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache"))
+def test_plots_page_needs_no_network(tmp_path):
+    shutil.copytree(REPO / ".dvc", tmp_path / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache"))
     (tmp_path / "dvc.yaml").write_text(PLOTS)
     (tmp_path / "history.tsv").write_text("step\tloss\tvalidation_loss\n1\t8.5\t\n2\t7.5\t7.75\n")
     (tmp_path / "picture.png").write_bytes(b"a picture")
@@ -155,8 +155,8 @@ def test_plots_page_asks_no_network(tmp_path):
 
 
 @pytest.mark.parametrize("build", ["cpu", "cuda"])
-def test_locks_are_complete_and_name_no_place(build):
-    lock = (ROOT / f"requirements-{build}.lock").read_text(encoding="utf-8")
+def test_locks_are_complete_and_name_neither_urls_nor_paths(build):
+    lock = (REPO / f"requirements-{build}.lock").read_text(encoding="utf-8")
     assert not re.search(r"://|^\s*-|/", re.sub(r"--hash=sha256:[0-9a-f]{64}", "", lock), re.MULTILINE)
     requirements = re.split(r"^(?=\w)", lock, flags=re.MULTILINE)[1:]
     assert all("==" in requirement and "--hash=sha256:" in requirement for requirement in requirements)
@@ -166,7 +166,7 @@ def test_locks_are_complete_and_name_no_place(build):
 
 
 PIP = """#!/usr/bin/env bash
-# Stands for the python of a virtual environment: it notes what pip is asked to install, and may refuse one lock.
+# Replaces the python of the virtual environment: logs what pip is asked to install, and fails for the locks in REFUSED.
 case "$*" in
     *freeze*) cat torch 2> /dev/null || true ;;
     *uninstall*) rm torch; echo uninstall torch >> log ;;
@@ -176,14 +176,17 @@ esac
 
 
 @pytest.fixture
-def machine(tmp_path):
-    """A copy of the set-up script with a pip that only takes notes, a switch for the GPU, and a place for its node."""
-    script, node = (ROOT / "scripts/setup.sh").read_text(), "/dev/nvidia0"
-    assert node in script
+def run_setup(tmp_path):
+    """A function that runs a copy of the set-up script, with a pip that only logs, a simulated GPU and its device file.
+
+    Returns the exit status and the lines of the log.
+    """
+    script, device_file = (REPO / "scripts/setup.sh").read_text(), "/dev/nvidia0"
+    assert device_file in script
     for build in ["cpu", "cuda"]:
         (tmp_path / f"requirements-{build}.lock").write_text(build)
     executables = {
-        "scripts/setup.sh": script.replace(node, f"{tmp_path}/nvidia0"),
+        "scripts/setup.sh": script.replace(device_file, f"{tmp_path}/nvidia0"),
         ".venv/bin/python": PIP,
         "bin/nvidia-smi": '#!/bin/sh\n[ "$GPU" = 1 ]\n',
     }
@@ -193,47 +196,47 @@ def machine(tmp_path):
         executable.write_text(content)
         executable.chmod(0o755)
 
-    def setup(gpu, refused=""):
+    def run(*, gpu, refused=""):
         log = tmp_path / "log"
         log.write_text("")
         environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "GPU": str(gpu), "REFUSED": refused}
         process = subprocess.run([tmp_path / "scripts/setup.sh"], env=environment, capture_output=True, text=True)
         return process.returncode, log.read_text().split("\n")[:-1]
 
-    return setup
+    return run
 
 
 CPU, CUDA = "requirements-cpu.lock", "requirements-cuda.lock"
 
 
-def test_setup_installs_the_build_that_fits(machine):
-    assert machine(gpu=0) == (0, [CPU])
-    assert machine(gpu=0) == (0, [])
-    assert machine(gpu=1) == (0, [CUDA])
-    assert machine(gpu=1) == (0, [])
-    assert machine(gpu=0) == (0, []), "a CPU node takes the build from the GPU node"
+def test_setup_installs_the_build_that_fits(run_setup):
+    assert run_setup(gpu=0) == (0, [CPU])
+    assert run_setup(gpu=0) == (0, [])
+    assert run_setup(gpu=1) == (0, [CUDA])
+    assert run_setup(gpu=1) == (0, [])
+    assert run_setup(gpu=0) == (0, []), "a CPU node replaces the build of the GPU node"
 
 
-def test_setup_takes_the_node_of_a_gpu_for_one(machine, tmp_path):
+def test_setup_detects_a_gpu_by_its_device_file(run_setup, tmp_path):
     (tmp_path / "nvidia0").touch()
-    assert machine(gpu=0) == (0, [CUDA])
+    assert run_setup(gpu=0) == (0, [CUDA])
 
 
-def test_setup_falls_back_and_remembers_it(machine):
-    assert machine(gpu=0, refused=CPU) == (0, [CPU, CUDA])
-    assert machine(gpu=0) == (0, [])
+def test_setup_falls_back_to_the_other_build_and_keeps_it(run_setup):
+    assert run_setup(gpu=0, refused=CPU) == (0, [CPU, CUDA])
+    assert run_setup(gpu=0) == (0, [])
 
 
-def test_setup_fails_where_neither_build_is_to_be_had(machine):
-    assert machine(gpu=0, refused="requirements-*") == (1, [CPU, CUDA])
+def test_setup_fails_if_neither_build_can_be_installed(run_setup):
+    assert run_setup(gpu=0, refused="requirements-*") == (1, [CPU, CUDA])
 
 
-def test_setup_runs_again_where_the_lock_changed(machine, tmp_path):
-    machine(gpu=0)
+def test_setup_runs_again_if_the_lock_changed(run_setup, tmp_path):
+    run_setup(gpu=0)
     (tmp_path / CPU).write_text("changed")
-    assert machine(gpu=0) == (0, [CPU])
+    assert run_setup(gpu=0) == (0, [CPU])
 
 
-def test_setup_removes_the_other_build_first(machine, tmp_path):
+def test_setup_removes_the_other_build_first(run_setup, tmp_path):
     (tmp_path / "torch").write_text("torch==2.13.0+cpu\n")
-    assert machine(gpu=1) == (0, ["uninstall torch", CUDA])
+    assert run_setup(gpu=1) == (0, ["uninstall torch", CUDA])
