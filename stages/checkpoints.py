@@ -1,13 +1,13 @@
 """List, verify and delete the checkpoints of an experiment.
 
-Reads    outputs/<experiment_name>/checkpoints/, outputs/<experiment_name>/run.json, and what tells the current run:
-         params.yaml, data/tokens, data/model.json
+Reads    outputs/<experiment_name>/checkpoints/, outputs/<experiment_name>/run.json, and what identifies the current
+         run: params.yaml, data/tokens, data/model.json
 Writes   nothing; `prune --yes` deletes
 Command  python -m stages.checkpoints list | verify | prune [--other-runs] [--yes]
 
-prune leaves each run its newest whole checkpoint and its best, one that is not finished also `runtime.keep_checkpoints`
-of the newest; with --other-runs, all checkpoints go but those of the current run. A run that is being trained is left
-alone, and so is the checkpoint that run.json points to.
+prune keeps the newest valid checkpoint of each run and its best; of an unfinished run also the newest
+`runtime.keep_checkpoints`. With --other-runs, it deletes all checkpoints but those of the current run. It never touches
+a run that is being trained, nor the checkpoint that run.json points to.
 """
 
 import argparse
@@ -16,128 +16,137 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-from stages.artifacts import checkpoint, command, params, publish
-from stages.artifacts.command import StageError
-from stages.training import retention, run
+from stages.artifacts import command
+from stages.artifacts.command import format_gib
+from stages.artifacts.errors import StageError
+from stages.artifacts.params_file import load_params
+from stages.checkpointing import retention
+from stages.checkpointing.layout import (
+    CheckpointManifest,
+    checkpoint_root,
+    latest_valid,
+    list_checkpoints,
+    verify,
+)
+from stages.checkpointing.lock import try_writer_lock
+from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.training.params import TrainParams, TrainRuntime
-from stages.training.process import is_only_writer
+from stages.training.run import Run, describe
 
 
 def main() -> None:
     parser = command.parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="run, step, size, age, validation loss and state of each checkpoint")
-    commands.add_parser("verify", help="hold every file against its manifest")
-    pruning = commands.add_parser("prune", help="say what can go")
+    commands.add_parser("verify", help="compare every file with its manifest")
+    pruning = commands.add_parser("prune", help="show what can be deleted")
     pruning.add_argument("--other-runs", action="store_true", help="all checkpoints but those of the current run")
     pruning.add_argument("--yes", action="store_true", help="delete it")
-    options = parser.parse_args()
-    train_params = params.load(TrainParams)
-    root = checkpoint.root(train_params.experiment_name)
+    arguments = parser.parse_args()
+    params = load_params(TrainParams)
+    root = checkpoint_root(params.experiment_name)
     runs = sorted(path for path in root.glob("*/") if path.is_dir())
     if not runs:
-        raise StageError(f"{root} holds no checkpoints")
-    if options.command == "list":
+        raise StageError(f"{root} contains no checkpoints")
+    if arguments.command == "list":
         _list(runs)
-    elif options.command == "verify":
+    elif arguments.command == "verify":
         _verify(runs)
     else:
-        _prune(runs, run.describe(train_params), options)
+        _prune(runs, describe(params), arguments)
 
 
 def _list(runs: list[Path]) -> None:
     print(f"{'run':16}  {'checkpoint':21}  {'size':>10}  {'age':>17}  {'validation loss':>15}  state")
     for directory in runs:
-        complete = dict(retention.complete(directory))
-        for path in sorted([*retention.leftovers(directory), *checkpoint.find(directory)]):
-            loss = complete.get(path, {}).get("validation_loss")
+        complete = dict(retention.list_complete(directory))
+        for path in sorted([*retention.list_leftovers(directory), *list_checkpoints(directory)]):
+            loss = complete[path].validation_loss if path in complete else None
             with suppress(FileNotFoundError):  # where a training deletes it meanwhile
                 age = timedelta(seconds=int(time.time() - path.stat().st_mtime))
                 print(
-                    f"{directory.name:16}  {path.name:21}  {_gib(_size(path)):>10}  {age!s:>17}  "
+                    f"{directory.name:16}  {path.name:21}  {format_gib(_size(path)):>10}  {age!s:>17}  "
                     f"{'' if loss is None else f'{loss:.4f}':>15}  {_state(path, complete)}"
                 )
 
 
-def _state(path: Path, complete: dict[Path, dict[str, Any]]) -> str:
+def _state(path: Path, complete: dict[Path, CheckpointManifest]) -> str:
     if path in complete:
         return "complete"
-    states = {retention.TEMPORARY: "being written, or left by a crash", retention.DAMAGED: "damaged, set aside"}
+    states = {retention.TEMPORARY: "being written, or left by a crash", retention.DAMAGED: "damaged, in quarantine"}
     return states.get(path.suffix, "incomplete")
 
 
 def _verify(runs: list[Path]) -> None:
     damaged = []
-    for path in (path for directory in runs for path in checkpoint.find(directory)):
+    for path in (path for directory in runs for path in list_checkpoints(directory)):
         try:
-            checkpoint.verify(path)
+            verify(path)
         except StageError as error:
-            if path.exists():  # else a training has deleted it meanwhile
+            if path.exists():  # otherwise a training has deleted it meanwhile
                 damaged.append(str(error))
         else:
-            print(f"{path} is whole")
+            print(f"{path} is valid")
     if damaged:
         raise StageError("\n".join(damaged))
 
 
-def _prune(runs: list[Path], current: run.Run, options: argparse.Namespace) -> None:
+def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> None:
     pointed = _pointed(current)
     freed = 0
     for directory in runs:
-        with is_only_writer(directory) as alone:
-            if not alone:
-                print(f"{directory} is being trained: left alone")
+        # The locks are held while it deletes: a training that starts now is refused, and could otherwise resume from
+        # a checkpoint that is about to go.
+        with try_writer_lock(directory) as is_locked:
+            if not is_locked:
+                print(f"{directory} is being trained: skipped")
                 continue
-            all_of_it = options.other_runs and directory.name != current.run_id
-            all_paths = [*retention.leftovers(directory), *checkpoint.find(directory)]
-            for path in all_paths if all_of_it else _expendable(directory):
-                if path == pointed:
+            if arguments.other_runs and directory.name != current.run_id:
+                paths = [*retention.list_leftovers(directory), *list_checkpoints(directory)]
+            else:
+                paths = list(_expendable(directory))
+            for path in paths:
+                if path == pointed:  # DVC has no copy of it, and could only train it again
                     continue
                 size = _size(path)
                 freed += size
-                print(f"{'deleting' if options.yes else 'would delete'} {path}, {_gib(size)}")
-                if options.yes:
+                print(f"{'deleting' if arguments.yes else 'would delete'} {path}, {format_gib(size)}")
+                if arguments.yes:
                     retention.delete([path])
-    print(f"{_gib(freed)} {'are free' if options.yes else 'would be free: say prune --yes'}")
+    print(f"{format_gib(freed)} {'freed' if arguments.yes else 'would be freed: run prune --yes'}")
 
 
-def _pointed(current: run.Run) -> Path | None:
+def _pointed(current: Run) -> Path | None:
     """The checkpoint that run.json points to, from which the model is consolidated."""
     experiment_name = current.params.experiment_name
-    try:
-        pointer = publish.read_json(Path("outputs") / experiment_name / "run.json")
-    except FileNotFoundError:
-        return None
-    path: Path = checkpoint.root(experiment_name) / pointer["run_id"] / pointer["checkpoint"]
-    return path
+    path = pointer_path(experiment_name)
+    return RunPointer.read(path).path(experiment_name) if path.exists() else None
 
 
 def _expendable(directory: Path) -> Iterator[Path]:
-    """What one run does not need any more."""
-    yield from retention.leftovers(directory)
-    published = checkpoint.find(directory)
+    """What one run no longer needs."""
+    yield from retention.list_leftovers(directory)
+    published = list_checkpoints(directory)
+    # Every byte of it is verified before any other checkpoint goes: sizes alone do not show a flipped bit.
     try:
-        newest = checkpoint.newest_whole(published, print)
+        newest = latest_valid(published, print)
     except StageError as error:
-        print(f"{error}: left alone")
+        print(f"{error}: skipped")  # left for a person to look at
         return
     if newest is None:
         return
-    manifest = checkpoint.read_manifest(newest)
-    finished = manifest["step"] >= manifest["total_steps"]
-    keep = 1 if finished else params.load(TrainRuntime, "runtime").keep_checkpoints
-    damaged = set(published) - {path for path, _ in retention.complete(directory)}
-    yield from (path for path in published if path in damaged.union(retention.superfluous(directory, keep)) - {newest})
+    manifest = CheckpointManifest.read(newest)
+    is_finished = manifest.step >= manifest.total_steps
+    # Older ones are for the case that the newest turns out damaged on a resume; a finished run is not resumed.
+    keep = 1 if is_finished else load_params(TrainRuntime, "runtime").keep_checkpoints
+    damaged = set(published) - {path for path, _ in retention.list_complete(directory)}
+    expendable = damaged.union(retention.prunable(directory, keep)) - {newest}
+    yield from (path for path in published if path in expendable)
 
 
 def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.3f} GiB"
 
 
 if __name__ == "__main__":

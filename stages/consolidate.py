@@ -1,154 +1,197 @@
 """Turn the sharded checkpoint of a training into a Hugging Face model directory.
 
 Reads     outputs/<experiment_name>/run.json, the checkpoint it points to, data/model.json and the files it lists
-Writes    outputs/<experiment_name>/model/: config, tokenizer, generation config, safetensors (with an index where they
+Writes    outputs/<experiment_name>/model/: config, tokenizer, generation config, safetensors (with an index if there
           are several), README.md (the model card), lineage.json
 Command   python -m stages.consolidate
 
-Every tensor is held against the checkpoint's manifest and against the model that config.json describes, and the
-directory appears when all of it is written. Weights are stored in the dtype of the source model, or in `export_dtype`,
-tied ones once.
+Every tensor is compared with the checkpoint's manifest and with the model that config.json describes, and the directory
+appears only when all files are written. Weights are stored in the dtype of the source model, or in `export_dtype`; tied
+weights are stored once.
 """
 
-import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
-
-from stages.artifacts import checkpoint, command, params, publish
-from stages.artifacts.command import StageError
-from stages.export import card, history
-from stages.model import headers, manifest
-from stages.model.manifest import ModelManifest
+from stages.artifacts import command, history, publish
+from stages.artifacts.dtypes import PRECISIONS
+from stages.artifacts.errors import StageError
+from stages.artifacts.model_files import CONFIG, GENERATION_CONFIG, LINEAGE, WEIGHTS_INDEX
+from stages.artifacts.params_file import ExperimentName, load_params
+from stages.checkpointing import layout
+from stages.checkpointing.layout import TensorEntry
+from stages.checkpointing.pointer import RunPointer, resolve
+from stages.export import card
+from stages.export.lineage import Lineage, SourceModel
+from stages.model import headers
+from stages.model.manifest import MANIFEST, ModelManifest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from stages.export.stream import TensorSpec
+
+MAX_FILE_BYTES = 1 << 30
+"""Tensors share a file up to this size; a larger tensor has a file of its own."""
+
+_OUTDATED_CONFIG_KEYS = {"torch_dtype", "_name_or_path"}
+"""An older name of `dtype`, and where somebody's copy of the source model was."""
 
 
 @dataclass(frozen=True)
 class ConsolidateParams:
-    """Which experiment is meant, and how its model is stored."""
+    """Which experiment is exported, and how its weights are stored."""
 
-    experiment_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    experiment_name: ExperimentName
     """Name of the directory under outputs/."""
     export_dtype: Literal["bf16", "fp16", "fp32"] | None
-    """Of the weights; None: that of the source model."""
-
-
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    """Dtype of the stored weights; null: that of the source model."""
 
 
 def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
-    options = params.load(ConsolidateParams)
-    model = manifest.read()
-    pointer, source = _checkpoint(options.experiment_name)
-    if pointer["identity"]["model"] != publish.sha256_file(manifest.MANIFEST):
-        raise StageError(f"{manifest.MANIFEST} is not the one that the run was trained with: run `dvc repro train`")
-    if options.export_dtype is not None:
-        model = replace(model, dtype=_DTYPES[options.export_dtype])
-    outputs = Path("outputs") / options.experiment_name
-    weights = export(options.experiment_name, model, pointer, source, outputs / "model")
-    size = sum((outputs / "model" / name).stat().st_size for name in weights)
+    params = load_params(ConsolidateParams)
+    model = ModelManifest.read()
+    pointer, checkpoint = resolve(params.experiment_name)
+    # Config and tokenizer come from the model that data/model.json describes now, the weights from the run.
+    if pointer.identity.model != publish.sha256_file(MANIFEST):
+        raise StageError(f"{MANIFEST} is not the one that the run was trained with: run `dvc repro train`")
+    target = Path("outputs") / params.experiment_name / "model"
+    dtype = PRECISIONS[params.export_dtype] if params.export_dtype else model.dtype
+    weights = export(params.experiment_name, model, dtype, pointer, checkpoint, target)
+    size = sum((target / name).stat().st_size for name in weights)
     print(
-        f"consolidate: {outputs / 'model'}: step {pointer['step']} of run {pointer['run_id']}, {model.dtype}, "
+        f"consolidate: {target}: step {pointer.step} of run {pointer.run_id}, {dtype}, "
         f"{size:,} bytes in {len(weights)} files"
     )
 
 
-def _checkpoint(experiment_name: str) -> tuple[dict[str, Any], Path]:
-    """Content of run.json, and the directory of the checkpoint that it points to."""
-    path = Path("outputs") / experiment_name / "run.json"
-    try:
-        pointer: dict[str, Any] = publish.read_json(path)
-    except FileNotFoundError:
-        raise StageError(f"{path} is missing: run `dvc repro train`") from None
-    source = checkpoint.root(experiment_name) / pointer["run_id"] / pointer["checkpoint"]
-    if not (source / checkpoint.MANIFEST).is_file():
-        raise StageError(
-            f"the checkpoint {source}, to which {path} points, is gone: set CHECKPOINT_ROOT to where it lies, "
-            "or run `dvc repro -f train`"
-        )
-    if publish.sha256_file(source / checkpoint.MANIFEST) != pointer["manifest_sha256"]:
-        raise StageError(f"{source / checkpoint.MANIFEST} is not the one that {path} names: run `dvc repro -f train`")
-    return pointer, source
+def export(
+    experiment_name: str,
+    model: ModelManifest,
+    dtype: str,
+    pointer: RunPointer,
+    checkpoint: Path,
+    target: Path,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> list[str]:
+    """Write a model directory from a checkpoint.
 
+    Args:
+        experiment_name: The title of the model card.
+        model: The model that the run started from.
+        dtype: PyTorch's name of the dtype in which floating-point weights are stored.
+        pointer: The result of the run.
+        checkpoint: The directory that `pointer` points to.
+        target: The model directory, replaced if it exists.
+        max_file_bytes: Limit for a weight file of several tensors.
 
-def export(name: str, model: ModelManifest, pointer: dict[str, Any], source: Path, target: Path) -> list[str]:
-    """Write the model directory `target` from the checkpoint `source`; return the names of its weight files."""
+    Returns:
+        The names of the weight files.
+
+    Raises:
+        StageError: naming the file or the tensor that is missing, damaged or not the expected one.
+    """
+    # Here, not above: they take seconds, and --help and the checks of `main` need neither.
     import torch
 
     from stages.export import stream
     from stages.model import meta
 
-    content = checkpoint.verify(source)
-    described = [file for file in model.files if file not in model.weights and file != headers.INDEX]
-    directory = manifest.verify(model, described)
-    reference = meta.build(directory)
+    # All inputs are verified before the first byte is written: an error costs no time, and names its cause.
+    manifest = layout.verify(checkpoint)
+    # Not the old index: it would name the files of the source model's weights.
+    copied = [file for file in model.files if file not in model.weights and file != WEIGHTS_INDEX]
+    source = model.verify(copied)
+    reference = meta.build(source)
     tied = meta.tied_weights(reference)
     expected = {
-        key: stream.TensorSpec(tuple(tensor.shape), tensor.dtype)
-        for key, tensor in reference.state_dict().items()
-        if key not in tied
+        name: stream.TensorSpec(tuple(tensor.shape), tensor.dtype)
+        for name, tensor in reference.state_dict().items()
+        if name not in tied  # stored once, as save_pretrained does; loading ties them again
     }
-    _check_manifest(source / checkpoint.MANIFEST, content["tensors"], expected)
-    weights = stream.ShardedWeights(source)
+    # Twice, because the manifest lists what the training meant to save, and the shards contain what it did save.
+    _check_listed(checkpoint / layout.MANIFEST, manifest.tensors, expected)
+    weights = stream.ShardedWeights(checkpoint)
     weights.check(expected)
 
+    # The directory gets its final name after its last file, so a killed run leaves no model that looks finished.
     with publish.directory(target) as temporary:
-        digests = stream.write_safetensors(weights, expected, getattr(torch, model.dtype), temporary)
-        meta.check_headers(reference, headers.read(temporary, list(digests)))  # it loads as transformers would
-        for file in described:
-            shutil.copyfile(directory / file, temporary / file)
-        _write_config(temporary / "config.json", model)
-        if "generation_config.json" not in described and reference.generation_config is not None:
+        digests = stream.write_safetensors(weights, expected, getattr(torch, dtype), temporary, max_file_bytes)
+        # Read the files back as the download stage would: the model can be the start of another training.
+        meta.check_headers(reference, headers.read(temporary, list(digests)))
+        for file in copied:
+            shutil.copyfile(source / file, temporary / file)  # the content: files in HF_HOME are links into its blobs
+        _write_config(temporary / CONFIG, model.architecture, dtype)
+        if GENERATION_CONFIG not in copied and reference.generation_config is not None:
             reference.generation_config.save_pretrained(temporary)
-        parent = _parent(directory, model)
-        lineage = card.lineage(pointer, model.model_name, model.model_revision, model.commit, parent, digests)
-        publish.write_json(temporary / "lineage.json", lineage)
-        _, losses = history.values(history.read(source / "history.tsv"), "validation_loss")
-        loss = losses[-1] if losses else None
-        text = card.readme(name, lineage, model.architecture, not model.weights, loss)
+        lineage = _lineage(pointer, model, source, digests)
+        lineage.write(temporary / LINEAGE)  # over the copied file of that name, if the source model has one
+        loss = _last_validation_loss(checkpoint)
+        text = card.readme(experiment_name, lineage, model.architecture, not model.weights, loss)
         publish.write_text(temporary / "README.md", text)
     return list(digests)
 
 
-def _check_manifest(path: Path, tensors: dict[str, Any], expected: dict[str, "TensorSpec"]) -> None:
-    """Hold the list of tensors in a checkpoint's manifest against the model."""
-    wanted = {
-        name: {"shape": list(spec.shape), "dtype": str(spec.dtype).removeprefix("torch.")}
-        for name, spec in expected.items()
-    }
-    differing = sorted(name for name in wanted.keys() | tensors.keys() if wanted.get(name) != tensors.get(name))
+def _check_listed(path: Path, listed: dict[str, TensorEntry], expected: "Mapping[str, TensorSpec]") -> None:
+    """Compare the tensors that a checkpoint's manifest lists with those of the model."""
+    wanted = {name: TensorEntry(list(spec.shape), spec.dtype_name) for name, spec in expected.items()}
+    differing = sorted(name for name in wanted.keys() | listed.keys() if wanted.get(name) != listed.get(name))
     if differing:
-        lines = [f"  {name}: {tensors.get(name)} instead of {wanted.get(name)}" for name in differing[:5]]
+        lines = [f"  {name}: {_text(listed.get(name))} instead of {_text(wanted.get(name))}" for name in differing[:5]]
         raise StageError("\n".join([f"{path}: {len(differing)} tensors are not those of the model", *lines]))
 
 
-def _parent(directory: Path, model: ModelManifest) -> dict[str, Any] | None:
-    """The lineage of the model that the run started from, where its lineage.json speaks of these very weights."""
-    if "lineage.json" not in model.files or not model.weights:
+def _text(entry: TensorEntry | None) -> str:
+    return f"{entry.dtype} {entry.shape}" if entry else "no tensor"
+
+
+def _lineage(pointer: RunPointer, model: ModelManifest, source: Path, weights: dict[str, str]) -> Lineage:
+    return Lineage(
+        run_id=pointer.run_id,
+        step=pointer.step,
+        adopted=pointer.adopted,
+        model=SourceModel(
+            name=model.model_name,
+            revision=model.model_revision,
+            commit=model.commit,
+            manifest=pointer.identity.model,
+            lineage=_source_lineage(source, model),
+        ),
+        data=pointer.identity.data,
+        params=pointer.identity.params,
+        code=pointer.identity.code,
+        packages=pointer.packages,
+        checkpoint_manifest=pointer.manifest_sha256,
+        weights=weights,
+    )
+
+
+def _source_lineage(source: Path, model: ModelManifest) -> Lineage | None:
+    """The lineage of the source model, if its lineage.json describes the very weights that the run started from."""
+    if LINEAGE not in model.files or not model.weights:  # random weights have no ancestor, whatever file is there
         return None
     try:
-        lineage: dict[str, Any] = publish.read_json(directory / "lineage.json")
-        described = lineage["weights"]
-    except (ValueError, KeyError, TypeError):  # a file of the same name that another program wrote
+        lineage = Lineage.read(source / LINEAGE)
+    except StageError:  # a file of the same name that another program wrote
         return None
-    return lineage if described == {name: model.files[name].sha256 for name in model.weights} else None
+    # Somebody may have trained these weights further and left the file where it was.
+    return lineage if lineage.weights == {name: model.files[name].sha256 for name in model.weights} else None
 
 
-def _write_config(path: Path, model: ModelManifest) -> None:
-    """Keep the source's config, and say which class and which dtype the weights now have."""
-    config = {key: value for key, value in json.loads(path.read_bytes()).items() if key not in _OF_THE_SOURCE}
-    publish.write_json(path, {**config, "architectures": [model.architecture], "dtype": model.dtype})
+def _write_config(path: Path, architecture: str, dtype: str) -> None:
+    """Keep the source's config, but name the class and the dtype of these weights."""
+    config = {key: value for key, value in publish.read_json(path).items() if key not in _OUTDATED_CONFIG_KEYS}
+    publish.write_json(path, {**config, "architectures": [architecture], "dtype": dtype})
 
 
-# An older name of `dtype`, and where somebody's copy of the model lay.
-_OF_THE_SOURCE = {"torch_dtype", "_name_or_path"}
+def _last_validation_loss(checkpoint: Path) -> float | None:
+    # The checkpoint's own copy, which `layout.verify` has compared with the manifest.
+    _, losses = history.series(history.read(checkpoint / history.HISTORY), "validation_loss")
+    return losses[-1] if losses else None
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Find the model, check it, and write down what it is.
+"""Find the model, check it, and write its manifest.
 
 Reads     a local directory, or a model of the Hugging Face Hub in HF_HOME (fetched where the cache lacks it)
-Writes    data/model.json: commit, size and SHA-256 of each file, what later stages need to know of the model
+Writes    data/model.json: commit, size and SHA-256 of each file, what later stages need to know about the model
 Command   python -m stages.download
 
-The weights stay where they are. Their names, shapes and dtypes are held against the model that config.json describes,
-from the headers of the files alone. With HF_HUB_OFFLINE=1, or a complete cache, no socket is opened.
+The weights stay where they are. The headers of their files suffice to compare names, shapes and dtypes with the model
+that config.json describes. With HF_HUB_OFFLINE=1, or a complete cache, no socket is opened.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from tqdm import tqdm
 
-from stages.artifacts import command, params
-from stages.artifacts.command import StageError
-from stages.artifacts.publish import sha256_file
-from stages.model import headers, hub, manifest
-from stages.model.manifest import FileEntry, ModelManifest
+from stages.artifacts import command
+from stages.artifacts.errors import StageError
+from stages.artifacts.model_files import TOKENIZER
+from stages.artifacts.params_file import load_params
+from stages.artifacts.record import FileEntry
+from stages.model import headers, hub
+from stages.model.manifest import ModelManifest
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,14 @@ class DownloadParams:
     model_revision: Annotated[str, Field(min_length=1)]
     """Branch, tag or commit of a Hub id; a directory has none."""
     initial_weights: Literal["auto", "pretrained", "random"]
-    """auto: pretrained where the model has weights, else random. Weights that are not needed are not fetched."""
+    """auto: pretrained where the model has weights, else random. With random no weights are fetched."""
 
 
 def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
-    model = describe(params.load(DownloadParams))
-    manifest.write(model)
+    model = describe(load_params(DownloadParams))
+    model.write()
     origin = "a local directory" if model.commit is None else f"commit {model.commit}"
     weights = f"{model.dtype} weights in {len(model.weights)} files" if model.weights else "random weights"
     print(
@@ -47,28 +49,33 @@ def main() -> None:
     )
 
 
-def describe(options: DownloadParams) -> ModelManifest:
-    """Find the model that `options` asks for, check it and describe it."""
-    source = hub.resolve(options.model_name, options.model_revision, options.initial_weights != "random")
-    if options.initial_weights == "pretrained" and not source.weights:
+def describe(params: DownloadParams) -> ModelManifest:
+    """Find the model that `params` names, check it and describe it.
+
+    Raises:
+        StageError: it is not found, cannot be loaded, or its weights do not fit its config.
+    """
+    source = hub.resolve(params.model_name, params.model_revision, want_weights=params.initial_weights != "random")
+    # With auto the run would start from random weights.
+    if params.initial_weights == "pretrained" and not source.weights:
         raise StageError(
-            f"initial_weights is 'pretrained', but {options.model_name!r} has no safetensors files: "
-            "add them, or take 'random' or 'auto'"
+            f"initial_weights is 'pretrained', but {params.model_name!r} has no safetensors files: "
+            "add them, or set it to 'random' or 'auto'"
         )
     directory = source.directory
-    eos, bos, pad = _special_tokens(options.model_name, directory)
+    eos, bos, pad = _special_tokens(params.model_name, directory)
 
     from stages.model import meta  # torch and transformers take seconds to import: not for --help
 
     model = meta.build(directory)
     stored = headers.read(directory, source.weights)
-    if stored:
+    if stored:  # else the run starts from random weights
         meta.check_headers(model, stored)
         meta.check_tied(model, stored, directory)
-    config = model.config.get_text_config()
+    config = model.config.get_text_config()  # a multimodal config has the decoder's values one level below
     return ModelManifest(
-        model_name=options.model_name,
-        model_revision=options.model_revision,
+        model_name=params.model_name,
+        model_revision=params.model_revision,
         commit=source.commit,
         architecture=type(model).__name__,
         model_type=config.model_type,
@@ -87,11 +94,11 @@ def describe(options: DownloadParams) -> ModelManifest:
 
 
 def _special_tokens(model_name: str, directory: Path) -> tuple[int | None, int | None, int | None]:
-    """The ids of EOS, BOS and padding, as the tokenizer has them."""
-    if not (directory / "tokenizer.json").is_file():
+    """The ids of EOS, BOS and padding in the tokenizer, which decides what `pack` writes; the config may differ."""
+    if not (directory / TOKENIZER).is_file():
         raise StageError(
-            f"model_name is {model_name!r}: it has no tokenizer.json. Convert its tokenizer in a local copy of the "
-            "model (pip install sentencepiece tiktoken), and give that directory as model_name:\n"
+            f"model_name is {model_name!r}: it has no {TOKENIZER}. Convert its tokenizer in a local copy of the "
+            "model (pip install sentencepiece tiktoken), and set model_name to that directory:\n"
             "  from transformers import AutoTokenizer\n"
             "  AutoTokenizer.from_pretrained('<copy>').save_pretrained('<copy>')"
         )
@@ -99,13 +106,13 @@ def _special_tokens(model_name: str, directory: Path) -> tuple[int | None, int |
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, ImportError) as error:
+    except (ValueError, KeyError, TypeError, ImportError) as error:  # what transformers raises on files it cannot use
         raise StageError(f"{directory}: the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}") from None
     return tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
 
 
 def _first(token_id: int | None, configured: int | list[int] | None) -> int | None:
-    """The tokenizer's id, else that of the config, which may list several."""
+    """The tokenizer's id, else that of the config: of several the first."""
     if token_id is not None:
         return token_id
     return configured[0] if isinstance(configured, list) else configured
@@ -116,7 +123,7 @@ def _hash(directory: Path, names: list[str]) -> dict[str, FileEntry]:
     entries = {}
     with tqdm(total=sum(sizes.values()), desc="sha256", unit="B", unit_scale=True, disable=None) as progress:
         for name, size in sizes.items():
-            entries[name] = FileEntry(size, sha256_file(directory / name))
+            entries[name] = FileEntry.of(directory / name)
             progress.update(size)
     return entries
 

@@ -1,46 +1,58 @@
-"""Take all text out of the raw files: a row for each text file and for each string in JSON and YAML.
+"""Extract all text from the raw files: a row for each text file and for each string in JSON and YAML.
 
 Reads    data/splits/ and the raw files that it lists
 Writes   data/corpus/: a Hugging Face dataset with the column `text`, one Arrow file a split
          data/extract.json: counts, and the files or parts of files that could not be read, with position and reason
 Command  python -m stages.extract
 
-A split whose files, parameters and code were met before is not read again (docs/data.md, "What is not done twice").
+A split with the same files, parameters and code as in an earlier run is not read again (docs/data.md, "What is not done
+twice").
 """
 
 import codecs
+import dataclasses
 import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, Field
 from tqdm import tqdm
 
-from stages.artifacts import command, params, publish, reuse
-from stages.artifacts.command import StageError
-from stages.corpus import formats, splits, tree, workers
+from stages.artifacts import code, command, publish, reuse
+from stages.artifacts.dataset import Dataset, Shard
+from stages.artifacts.errors import StageError
+from stages.artifacts.params_file import load_params
+from stages.artifacts.record import Record
+from stages.corpus import splits, workers
+from stages.corpus.formats import suffixes
+from stages.corpus.formats.readers import READERS
+from stages.corpus.limits import LIMITS, Limits
 from stages.corpus.source import Changed, Rejected, Source
 
-SPLITS = Path("data/splits")
+if TYPE_CHECKING:
+    from stages.corpus.arrow import Features
+
 CORPUS = Path("data/corpus")
 METRICS = Path("data/extract.json")
 
 NUM_PRINTED = 20
 """Rejected files named in the error message; all of them are in the metrics."""
-NUM_LISTED = 1000
-"""Rejections listed of one file; all are counted."""
 
 
 def _encoding(name: str | None) -> str | None:
-    """A name that Python knows of an encoding of text, spelt in the usual way."""
+    """Python's own name of a text encoding.
+
+    Raises:
+        ValueError: Python does not know the encoding, or it is not one of text.
+    """
     try:
         if name is not None:
-            "".encode(name)
-            name = codecs.lookup(name).name
+            "".encode(name)  # a LookupError for codecs such as `base64`, which codecs.lookup alone would accept
+            name = codecs.lookup(name).name  # one name for all spellings, as it is part of the key in the store
     except LookupError:
         raise ValueError("must be an encoding that Python knows, such as cp1252, or null") from None
     return name
@@ -53,15 +65,15 @@ class ExtractParams:
     fallback_encoding: Annotated[str | None, AfterValidator(_encoding)]
     """For files that are neither UTF-8 nor begin with a byte order mark; None rejects them."""
     max_rejected_files: Annotated[int, Field(ge=0)]
-    """More files than this that are unreadable, as a whole or in part, fail the stage."""
+    """The stage fails if more files than this cannot be read, entirely or in part."""
     min_chars: Annotated[int, Field(ge=1)]
     """Strings with fewer characters are dropped."""
     raw_dir: str
-    """The folder of raw files, relative to the root of the project, or absolute."""
+    """The directory of raw files, relative to the root of the project, or absolute."""
     deduplicate_strings: bool
     """Of equal strings only the first is kept, in the order of the splits and their rows."""
     keep_source: bool
-    """Of each string, keep in a second column `source` which file it is from, and where in it it stands."""
+    """Keep for each string, in a second column `source`, its file and its place in the file."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,46 @@ class ExtractRuntime(workers.Runtime):
     """What changes no result."""
 
     reuse_gib: Annotated[float, Field(ge=0)]
-    """What results of earlier runs may take on the disk, in GiB, besides what outputs and DVC's cache hold anyway."""
+    """Limit of the disk space, in GiB, for results of earlier runs that are not also outputs or in DVC's cache."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A file, or a document in it, that could not be read."""
+
+    path: str
+    """Printable."""
+    position: str | None
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Metrics(Record):
+    """`data/extract.json`."""
+
+    STAGE: ClassVar[str] = "extract"
+
+    files: int
+    fallback_encoded_files: int
+    rejected_files: int
+    documents: int
+    duplicate_strings: int
+    strings: int
+    characters: int
+    rejected: dict[str, int]
+    """Files or documents, by reason."""
+    rejections: list[Rejection]
+
+
+@dataclass(frozen=True)
+class StoredSplit:
+    """What the store keeps beside the shard of a split."""
+
+    rows: int
+    sha256: str
+    counts: dict[str, int]
+    rejected: list[Rejection]
 
 
 class Task(NamedTuple):
@@ -80,55 +131,61 @@ class Task(NamedTuple):
     """Of the manifest."""
     shard: Path
     """The Arrow file to write."""
-    options: ExtractParams
-    store: reuse.Store
+    params: ExtractParams
+    limits: Limits
+    store: reuse.Store[StoredSplit]
     key: str
     """Of the split's result in the store."""
 
 
 class SplitResult(NamedTuple):
-    """What became of a split."""
+    """The shard of a split, and what was counted."""
 
-    shard: Any  # an arrow.Shard
+    shard: Shard
     counts: Counter[str]
-    rejected: list[dict[str, Any]]
+    """`rejected` and a reason, for each reason; otherwise named as in `Metrics`."""
+    rejected: list[Rejection]
     changed: list[str]
+    """Files that are not those that were organized. If there are any, the result is not used."""
     is_reused: bool
 
 
 def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
-    print(extract(params.load(ExtractParams), params.load(ExtractRuntime, "runtime")))
+    print(extract(load_params(ExtractParams), load_params(ExtractRuntime, "runtime")))
 
 
-def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
-    """Write the corpus and the metrics; return a line that says what was found.
+def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIMITS) -> str:
+    """Write the corpus and the metrics; return a line that describes them.
 
     Raises:
         StageError: files changed after `organize`, or too many cannot be read. All files are tried before.
     """
     from stages.corpus import arrow
 
-    summary = publish.read_json(SPLITS / splits.SUMMARY)
-    parts = summary["splits"]
-    store = reuse.Store(reuse.root())
-    code = reuse.digest_of_code("stages.extract")
-    features = arrow.TEXT_AND_SOURCE if options.keep_source else arrow.TEXT
+    parts = splits.Summary.read(splits.SPLITS / splits.SUMMARY).splits
+    store = reuse.Store(reuse.root(), StoredSplit)
+    # With the versions of packages, unlike run_id: another parser may read other text, and a split costs only minutes.
+    code_digest = code.digest_with_packages("stages.extract")
+    features = arrow.TEXT_AND_SOURCE if params.keep_source else arrow.TEXT
     shard_names = [arrow.shard_name(index, len(parts)) for index in range(len(parts))]
     with publish.directory(CORPUS) as directory:
         tasks = [
             Task(
-                manifest=SPLITS / part["manifest"],
-                digest=part["digest"],
-                shard=directory / (f"whole-{index}" if options.deduplicate_strings else shard_names[index]),
-                options=options,
+                manifest=splits.SPLITS / part.manifest,
+                digest=part.digest,
+                # Under another name first, as `deduplicate` cannot drop rows from the file that it reads.
+                shard=directory / (f"whole-{index}" if params.deduplicate_strings else shard_names[index]),
+                params=params,
+                limits=limits,
                 store=store,
-                key=key(part["digest"], options, code),
+                key=key(part.digest, params, limits, code_digest),
             )
             for index, part in enumerate(parts)
         ]
-        results = run(tasks, [part["bytes"] for part in parts], runtime)
+        results = run(tasks, [part.bytes for part in parts], runtime)
+        # The manifest has other digests than the files now: this text would mix two states of raw_dir.
         if changed := [path for result in results for path in result.changed]:
             raise StageError(
                 f"{len(changed)} files were changed or removed after organize, the first is {changed[0]}: "
@@ -136,14 +193,16 @@ def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
             )
         counts = sum((result.counts for result in results), Counter())
         shards = [result.shard for result in results]
-        if options.deduplicate_strings:
+        if params.deduplicate_strings:
             targets = [directory / name for name in shard_names]
-            shards = deduplicate([task.shard for task in tasks], shards, targets, features, runtime, counts)
-        rejected = sorted((entry for result in results for entry in result.rejected), key=lambda entry: entry["path"])
-        publish.write_json(METRICS, metrics(counts, rejected))
-        if counts["rejected_files"] > options.max_rejected_files:
-            raise StageError(too_many(counts["rejected_files"], rejected, options.max_rejected_files))
-        arrow.write_metadata(directory, features, shards)
+            shards = deduplicate(tasks, shards, targets, features, runtime, counts)
+        rejected = sorted((entry for result in results for entry in result.rejected), key=lambda entry: entry.path)
+        # Before the error, which refers the user to this file for all rejections.
+        metrics(counts, rejected).write(METRICS)
+        if counts["rejected_files"] > params.max_rejected_files:
+            raise StageError(too_many(counts["rejected_files"], rejected, params.max_rejected_files))
+        Dataset(features, shards).write(directory)
+    # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     return (
         f"extract: {counts['strings']} strings, {counts['characters'] / 1e6:.1f} M characters, "
@@ -153,150 +212,154 @@ def extract(options: ExtractParams, runtime: ExtractRuntime) -> str:
 
 
 def deduplicate(
-    sources: Sequence[Path],
-    shards: Sequence[Any],
+    tasks: Sequence[Task],
+    shards: Sequence[Shard],
     targets: Sequence[Path],
-    features: dict[str, Any],
+    features: "Features",
     runtime: ExtractRuntime,
     counts: Counter[str],
-) -> list[Any]:
-    """Turn the shards of all strings into those of different strings, and take the duplicates off the counts."""
+) -> list[Shard]:
+    """Write `targets`, the shards without duplicate strings, remove those of `tasks`, and correct the counts."""
     from stages.corpus import duplicates
 
+    sources = [task.shard for task in tasks]
     digests = list(workers.ordered_map(duplicates.write_digests, sources, runtime))
-    flags = duplicates.find(digests, [shard.rows for shard in shards])
-    tasks = [(source, target, features, flag) for source, target, flag in zip(sources, targets, flags, strict=True)]
-    filtered = list(workers.ordered_map(duplicates.drop, tasks, runtime))
-    for path in (*sources, *digests):
+    # In the stage, not by workers: what occurs first depends on all splits.
+    flags = duplicates.find(digests, [shard.rows for shard in shards], tasks[0].limits.digests)
+    filters = [
+        duplicates.Filter(source, target, features, flag)
+        for source, target, flag in zip(sources, targets, flags, strict=True)
+    ]
+    filtered = list(workers.ordered_map(duplicates.drop, filters, runtime))
+    for path in (*sources, *digests):  # `publish.directory` publishes whatever is in the directory
         path.unlink()
-    for result in filtered:
+    for result in filtered:  # splits are stored and counted with their duplicates
         counts["duplicate_strings"] += result.duplicates
         counts["strings"] -= result.duplicates
         counts["characters"] -= result.characters
     return [result.shard for result in filtered]
 
 
-def key(manifest_digest: str, options: ExtractParams, code: str) -> str:
-    """The digest of all that decides what becomes of a split: its files, the parameters and the code.
+def key(manifest_digest: str, params: ExtractParams, limits: Limits, code_digest: str) -> str:
+    """The digest of everything that decides the result of a split: its files, the parameters and the code.
 
-    Where the raw files lie is no part of it, as the manifest has their digests, nor how many may be rejected.
-    Duplicate strings are dropped afterwards, as that depends on all splits.
+    It leaves out where the raw files are, as the manifest has their digests, and how many may be rejected. Duplicate
+    strings are dropped afterwards, as that depends on all splits.
     """
-    decisive = {name: getattr(options, name) for name in ("fallback_encoding", "keep_source", "min_chars")}
-    return publish.sha256_json(["extract", manifest_digest, decisive, code])
+    decisive = {name: getattr(params, name) for name in ("fallback_encoding", "keep_source", "min_chars")}
+    return publish.sha256_json(["extract", manifest_digest, decisive, dataclasses.asdict(limits), code_digest])
 
 
 def run(tasks: Sequence[Task], sizes: Sequence[int], runtime: workers.Runtime) -> list[SplitResult]:
-    """Extract all splits and return the results in their order. The largest begins first, so that none ends late."""
+    """Extract all splits; return the results in their order. The largest begins first, so that none ends late."""
     order = sorted(range(len(tasks)), key=lambda index: -sizes[index])
     results: dict[int, SplitResult] = {}
     with tqdm(total=sum(sizes), desc="extract", unit="B", unit_scale=True, disable=None) as progress:
         computed = workers.ordered_map(extract_split, [tasks[index] for index in order], runtime)
-        for index, result in zip(order, computed, strict=True):
+        for index, result in zip(order, computed, strict=True):  # by index: the corpus keeps the order of the splits
             results[index] = result
             progress.update(sizes[index])
     return [results[index] for index in range(len(tasks))]
 
 
 def extract_split(task: Task) -> SplitResult:
-    """Write the shard of one split, or take it from the store."""
-    from stages.corpus import arrow
-
+    """Write the shard of one split, or fetch it from the store."""
     if found := task.store.fetch(task.key, task.shard):
-        shard = arrow.Shard(task.shard.name, found["rows"], found["sha256"])
-        return SplitResult(shard, Counter(found["counts"]), found["rejected"], [], is_reused=True)
+        shard = Shard(task.shard.name, found.rows, found.sha256)
+        return SplitResult(shard, Counter(found.counts), found.rejected, [], is_reused=True)
     result = read_split(task)
-    if not result.changed:
+    if not result.changed:  # the key has the digests of the files as organized, and these are others
         _, rows, sha256 = result.shard
-        value = {"rows": rows, "sha256": sha256, "counts": result.counts, "rejected": result.rejected}
-        task.store.put(task.key, task.shard, sha256, value)
+        stored = StoredSplit(rows=rows, sha256=sha256, counts=result.counts, rejected=result.rejected)
+        task.store.put(task.key, task.shard, sha256, stored)
     return result
 
 
 def read_split(task: Task) -> SplitResult:
     """Write the shard of one split from its raw files."""
-    from stages.corpus import arrow
-    from stages.corpus.text import TextWriter
+    from stages.corpus import arrow, json_values
+    from stages.corpus.writer import TextWriter
 
     counts: Counter[str] = Counter()
-    rejected: list[dict[str, Any]] = []
+    rejected: list[Rejection] = []
     changed: list[str] = []
-    path = ""
+    path = ""  # printable, of the current file
     num_rejected = 0  # of the current file
 
     def report(what: Rejected) -> None:
         nonlocal num_rejected
         num_rejected += 1
         counts[f"rejected {what.reason}"] += 1
-        if num_rejected <= NUM_LISTED:
-            where = {"path": tree.printable(path), "position": what.position}
-            rejected.append({**where, "reason": what.reason, "detail": what.detail})
+        if num_rejected <= task.limits.num_listed:  # a JSON Lines file in a wrong format has millions
+            rejected.append(Rejection(path=path, position=what.position, reason=what.reason, detail=what.detail))
 
-    keep_source = task.options.keep_source
-    features = arrow.TEXT_AND_SOURCE if keep_source else arrow.TEXT
+    json_values.fill_array_cache()  # before the first large array (see there)
+    params = task.params
+    features = arrow.TEXT_AND_SOURCE if params.keep_source else arrow.TEXT
     with without_collector(), arrow.StreamWriter(task.shard, features) as stream:
-        writer = TextWriter(stream, task.options.min_chars, report, keep_source)
-        for path, _, digest in splits.read_manifest(task.manifest, task.digest):
+        writer = TextWriter(stream, params.min_chars, report, params.keep_source, task.limits)
+        for file in splits.read_manifest(task.manifest, task.digest):
             num_rejected = 0
-            writer.path = tree.printable(path)
-            found = formats.find(path)
-            assert found, "organize takes no other files"
+            writer.path = path = splits.printable(file.path)
+            found = suffixes.find(file.path)
+            assert found, "organize lists no other files"
             format, compression = found
             counts["files"] += 1
             try:
-                source = Source(Path(task.options.raw_dir, path), compression, digest, task.options.fallback_encoding)
+                source = Source(
+                    Path(params.raw_dir, file.path), compression, file.digest, params.fallback_encoding, task.limits
+                )
                 counts["fallback_encoded_files"] += source.used_fallback
-                format.read(source, writer)
+                READERS[format](source, writer)
             except Rejected as reason:
                 writer.reject(reason)
-            except (Changed, FileNotFoundError):
-                changed.append(tree.printable(path))
+            except (Changed, FileNotFoundError):  # continue: one run finds all files that changed
+                changed.append(path)
             counts["rejected_files"] += num_rejected > 0
         shard = writer.close()
+    # |= keeps the larger of two counts, and these names have none yet.
     counts |= Counter(documents=writer.documents, strings=shard.rows, characters=writer.characters)
     return SplitResult(shard, counts, rejected, changed, is_reused=False)
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Spare the objects of a parsed file, which hold no cycles, being looked through again and again."""
+    """Disable garbage collection: it would traverse the objects of a parsed file many times, and none is in a cycle."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
+        if was_enabled:  # with one worker this process is the stage itself, or a test
             gc.enable()
 
 
-def metrics(counts: Counter[str], rejected: list[dict[str, Any]]) -> dict[str, Any]:
+def metrics(counts: Counter[str], rejected: list[Rejection]) -> Metrics:
     """The content of `data/extract.json`."""
-    names = (
-        "files",
-        "fallback_encoded_files",
-        "rejected_files",
-        "documents",
-        "duplicate_strings",
-        "strings",
-        "characters",
-    )
     prefix = "rejected "
-    return {
-        **{name: counts[name] for name in names},
-        "rejected": {name.removeprefix(prefix): counts[name] for name in sorted(counts) if name.startswith(prefix)},
-        "rejections": rejected,
-    }
+    by_reason = {name.removeprefix(prefix): counts[name] for name in sorted(counts) if name.startswith(prefix)}
+    return Metrics(
+        files=counts["files"],
+        fallback_encoded_files=counts["fallback_encoded_files"],
+        rejected_files=counts["rejected_files"],
+        documents=counts["documents"],
+        duplicate_strings=counts["duplicate_strings"],
+        strings=counts["strings"],
+        characters=counts["characters"],
+        rejected=by_reason,
+        rejections=rejected,
+    )
 
 
-def too_many(number: int, rejected: list[dict[str, Any]], limit: int) -> str:
+def too_many(number: int, rejected: list[Rejection], limit: int) -> str:
     """The error message for more rejected files than are allowed."""
-    first_of_file = {entry["path"]: entry for entry in reversed(rejected)}
+    first_of_file = {entry.path: entry for entry in reversed(rejected)}  # of equal keys the last stays: the first
     lines = [
-        f"{path}: {entry['reason']}" + f" at {entry['position']}" * bool(entry["position"]) + f": {entry['detail']}"
+        f"{path}: {entry.reason}" + f" at {entry.position}" * bool(entry.position) + f": {entry.detail}"
         for path, entry in sorted(first_of_file.items())[:NUM_PRINTED]
     ]
     more = [f"... and {number - NUM_PRINTED} more"] * (number > NUM_PRINTED)
-    remedy = f"{number} files could not be read, max_rejected_files is {limit}: mend them, or raise it (all: {METRICS})"
+    remedy = f"{number} files could not be read, max_rejected_files is {limit}: fix them, or raise it (all: {METRICS})"
     return "\n".join([*lines, *more, remedy])
 
 

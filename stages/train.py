@@ -6,35 +6,48 @@ Command  torchrun --nproc-per-node 2 -m stages.train
 """
 
 import logging
-import math
 import os
 import signal
 import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
-from stages.artifacts import checkpoint as published
-from stages.artifacts import command, params, process
-from stages.artifacts.command import StageError
-from stages.model import manifest as model_manifest
-from stages.training import checkpoint, distributed, flops, memory, model, probe, retention, run, trackers
-from stages.training.activity import Activity
-from stages.training.batch import num_labels
-from stages.training.data import TokenRows
+from stages.artifacts import command, process
+from stages.artifacts.errors import StageError
+from stages.artifacts.history import HISTORY, History
+from stages.artifacts.identity import Adoption
+from stages.artifacts.params_file import load_params
+from stages.checkpointing import retention
+from stages.checkpointing.layout import FORMAT, CheckpointManifest, latest_valid, list_checkpoints, step_name
+from stages.checkpointing.lock import rank_lock
+from stages.model.manifest import ModelManifest
+from stages.tokens.batch import count_labels
+from stages.tokens.packed import TRAIN, VALIDATION
+from stages.tokens.rows import TokenRows
+from stages.training import flops, saver, sharded_model, trackers
+from stages.training.console import Console, log_to, print_line
+from stages.training.distributed import LostConnection, all_reduce_sum, is_rank0, process_group, run_on_rank0
+from stages.training.document_mask import check_document_mask
+from stages.training.loader import BatchLoader
+from stages.training.memory import explain_out_of_memory
+from stages.training.metrics import MetricsLogger
 from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainParams, TrainRuntime
-from stages.training.precision import LossScaler
-from stages.training.process import INTERRUPTED, LAUNCHER, StopSignal, share_writing
+from stages.training.precision import load_scaler_state, make_grad_scaler, scaler_state
+from stages.training.run import Run, adoption, describe, packages, resume_candidates
 from stages.training.schedule import lr_ratio
-from stages.training.step import Batches, train_step, validation_loss
-from stages.training.telemetry import Console, History, Timers, log_to, memory_gib, reset_peak_memory
+from stages.training.signals import INTERRUPTED, LAUNCHER, StopSignal
+from stages.training.state import TrainState
+from stages.training.step import StepResult, train_step, validation_loss
+from stages.training.timers import Timers, memory_gib
+from stages.training.watchdog import Heartbeat
 
 _LOG = logging.getLogger("stages.train")
 
@@ -43,233 +56,217 @@ class Trainer:
     """The state of a training, and its loop."""
 
     def __init__(
-        self, this: run.Run, runtime: TrainRuntime, mesh: DeviceMesh, stop: StopSignal, activity: Activity
+        self, run: Run, runtime: TrainRuntime, mesh: DeviceMesh, stop_signal: StopSignal, heartbeat: Heartbeat
     ) -> None:
-        self.run, self.params, self.runtime, self.stop = this, this.params, runtime, stop
-        self.activity = activity
-        self.params.grad_accum_steps(dist.get_world_size())
-        manifest = model_manifest.read()
-        assert manifest.eos_token_id is not None  # pack refuses a model without one
-        distributed.from_main(lambda: probe.check(manifest, self.params))
+        self.run, self.params, self.runtime = run, run.params, runtime
+        self.stop_signal, self.heartbeat = stop_signal, heartbeat
+        self.params.grad_accum_steps(dist.get_world_size())  # fails where the ranks cannot share a step evenly
+        model_manifest = ModelManifest.read()
+        eos_token_id = model_manifest.eos_token_id
+        assert eos_token_id is not None, "pack refuses a model without one"
+        # Before the seeds are set, because the check seeds torch itself; on one rank, as its answer is the same on all.
+        run_on_rank0(lambda: check_document_mask(model_manifest, self.params))
+        # Dropout must differ between ranks, which train on different rows. Times the number of ranks: seed + rank would
+        # give rank 1 of seed 0 the masks of rank 0 of seed 1.
         torch.manual_seed(self.params.seed * dist.get_world_size() + dist.get_rank())
 
-        train_rows, validation_rows = TokenRows(run.TRAIN), TokenRows(run.VALIDATION)
-        self.batches = Batches(train_rows, self.params, manifest.eos_token_id)
-        self.validation_batches = Batches(validation_rows, self.params, manifest.eos_token_id)
-        self.tokens_per_step = self.params.total_batch_size * train_rows.seq_length
-        activity.note("choice of the checkpoint to start from")
-        start = distributed.from_main(self.find_start)
-        activity.note("building the model")
-        self.model = model.build(manifest, self.params, mesh, initialize=start is None)
+        train_rows = TokenRows(TRAIN)
+        self.train_loader = BatchLoader(train_rows, self.params, eos_token_id)
+        self.validation_loader = BatchLoader(TokenRows(VALIDATION), self.params, eos_token_id)
+        heartbeat.note("choosing the checkpoint to start from")
+        # Before the model is built: where there is a checkpoint, the weights of the model files are not read at all.
+        start = run_on_rank0(self.find_start)
+        heartbeat.note("building the model")
+        self.model = sharded_model.build(model_manifest, self.params, mesh, initialize=start is None)
         self.optimizer = make_optimizer(self.model, self.params)
-        self.scaler = LossScaler(self.params.precision)
-        self.scheduler = LambdaLR(self.optimizer, lambda step: lr_ratio(self.params, this.total_steps, step))
+        self.scaler = make_grad_scaler(self.params.precision, next(self.model.parameters()).device)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: lr_ratio(self.params, run.total_steps, step))
+        # torch's stager cannot copy the state of the 8-bit optimizer.
+        asynchronous = runtime.async_checkpoint and self.params.optimizer != "adamw_8bit"
+        self.saver = saver.Saver(runtime, asynchronous)
 
         self.step = 0
-        self.adopted: dict[str, Any] | None = None
-        self.history = History()
-        self.metrics: dict[str, Any] = {}
+        self.adopted: Adoption | None = None
         self.validation_loss: float | None = None
-        # Of the state of the 8-bit optimizer torch makes no copy.
-        asynchronous = runtime.async_checkpoint and self.params.optimizer != "adamw_8bit"
-        self.saver = checkpoint.Saver(runtime, asynchronous)
+        """Of this very step, if it was validated."""
         self.saved_step: int | None = None
         self.saved_at = time.monotonic()
-        if start is not None:
-            self.resume(start)
-        self.console = Console(dist.get_rank(), self.step, this.total_steps)
-        tracker = runtime.tracker if distributed.is_main() else "none"
-        self.tracker = trackers.start(tracker, this, self.step)
-        self.timers = Timers(lambda phase: activity.note(f"step {self.step + 1}, {phase}"))
-        self.timed_steps = 0
-        self.flops_per_token = flops.flops_per_token(self.model, train_rows.seq_length)
+        state, history = (None, History()) if start is None else self.resume(start)
+        self.timers = Timers(lambda phase: heartbeat.note(f"step {self.step + 1}, {phase}"))
+        self.tracker = trackers.start_tracker(runtime.tracker if is_rank0() else "none", run, self.step)
+        self.metrics = MetricsLogger(
+            run, runtime.log_freq, Console(dist.get_rank(), self.step, run.total_steps), self.tracker, self.timers,
+            flops.flops_per_token(self.model, train_rows.seq_length), history, state.metrics if state else None,
+        )  # fmt: skip
 
     def train(self) -> bool:
         """Train to the last step; False where a signal asked to stop before. Either way the state is saved."""
         self.model.train()
         with self.saver:
-            if self.step == 0:
-                self.record(loss=None, grad_norm=None)
+            if self.step == 0:  # the loss before training, with which `evaluate` compares
+                self.validate()
+                self.record(StepResult(loss=None, grad_norm=None))
             while self.step < self.run.total_steps:
-                with self.timers.phase("data"):
-                    batches = self.batches.of_step(self.step)
-                    self.activity.note(f"step {self.step + 1}, agreement with the other ranks")
-                    # What one rank knows, all must know, at the same step.
-                    labels, stop, failed, save = distributed.all_reduce_sum(
-                        sum(map(num_labels, batches)), self.stop.received, self.saver.failed, self.is_time_to_save()
-                    )
-                if stop or failed:
+                batches, num_labels, must_stop, must_save = self.next_batches()
+                if must_stop:
                     break
-                if save:
+                if must_save:  # the step before this one; its batches are already there, but draw no random numbers
                     self.save()
-                try:
-                    loss, grad_norm = train_step(
-                        self.model, self.optimizer, self.scaler, batches, int(labels), self.params, self.timers
-                    )
-                except StageError as error:
-                    raise StageError(f"step {self.step + 1}: {error}") from None
-                self.scheduler.step()
-                self.step += 1
-                if self.runtime.debug:
-                    self.log_step(loss, grad_norm)
-                self.record(loss, grad_norm)
-            self.save()
-        self.console.close()
+                result = self.train_step(batches, num_labels)
+                self.validate()
+                self.record(result)
+            self.save()  # where a save has failed on any rank, all raise here, as they left the loop at the same step
+        self.metrics.console.close()
         return self.step == self.run.total_steps
 
-    def record(self, loss: float | None, grad_norm: float | None) -> None:
-        """Validate where it is time to; add to the history; tell the person who watches."""
-        last = self.step == self.run.total_steps
-        self.validation_loss = validation = None
-        if self.step % self.params.eval_freq == 0 or last:
-            self.validation_loss = validation = validation_loss(
-                self.model, self.validation_batches, lambda: self.activity.note(f"validation after step {self.step}")
+    def next_batches(self) -> tuple[list[dict[str, Tensor]], int, bool, bool]:
+        """This rank's batches, the labels of all ranks in this step, and whether to stop or to save before it.
+
+        What one rank knows, all must know at the same step: a signal reaches one process, a save fails on one rank,
+        and the clock for saving is that of rank 0. A rank that acted alone would leave the others waiting in the next
+        collective. So each step has one all-reduce of four numbers on the CPU. With that of the loss it takes 4 ms of a
+        step of 970 ms of the default model on two cores (docs/benchmarks.md).
+        """
+        with self.timers.phase("data"):
+            batches = self.train_loader.step_batches(self.step)
+            self.heartbeat.note(f"step {self.step + 1}, agreeing with the other ranks")
+            num_labels, stop, failed, save = all_reduce_sum(
+                sum(map(count_labels, batches)), self.stop_signal.received, self.saver.failed, self.is_time_to_save()
             )
-            self.metrics["validation_loss"] = validation
-            if validation is not None:
-                self.console.line(f"step {self.step}: validation loss {validation:.4f}")
-        lr = self.params.lr * lr_ratio(self.params, self.run.total_steps, max(0, self.step - 1))
-        tokens = self.step * self.tokens_per_step
-        if self.step % self.params.history_freq == 0 or validation is not None or last:
-            epoch = self.step * self.params.total_batch_size / self.run.num_rows
-            values = {"epoch": epoch, "tokens": tokens, "loss": loss, "lr": lr if self.step else None,
-                      "grad_norm": grad_norm, "validation_loss": validation}  # fmt: skip
-            self.history.add(step=self.step, **values)
-            self.tracker.log(self.step, trackers.without_none(values))
-        if self.step:
-            self.timed_steps += 1
-            self.console.step()
-            self.metrics |= {"loss": loss, "steps": self.step, "tokens": tokens}
-            self.metrics["skipped_steps"] = self.scaler.skipped_steps
-            if self.step % self.runtime.log_freq == 0 or last:
-                self.report(loss, lr, grad_norm)
+        return batches, int(num_labels), bool(stop or failed), bool(save)
 
-    def report(self, loss: float | None, lr: float, grad_norm: float | None) -> None:
-        """The line of every `log_freq` steps: all that is timed is since the line before."""
-        loss, grad_norm = (math.nan if value is None else value for value in (loss, grad_norm))
-        seconds = self.timers.take()
-        steps, self.timed_steps = self.timed_steps, 0
-        rate = steps * self.tokens_per_step / sum(seconds.values())
-        mfu = flops.utilisation(rate, self.flops_per_token, self.params.precision)
-        now, peak = memory_gib()
-        reset_peak_memory()
-        times = {name: 1000 * value / steps for name, value in seconds.items()}
-        self.metrics |= {
-            "tokens_per_second": round(rate, 1),
-            **({} if mfu is None else {"mfu": round(mfu, 4)}),
-            "memory_peak_gib": round(max(peak, self.metrics.get("memory_peak_gib", 0)), 3),
-            "milliseconds": {name: round(value, 3) for name, value in times.items()},
-        }
-        speed = {"tokens_per_second": rate, "mfu": mfu, "memory_gib": now, "memory_peak_gib": peak}
-        self.tracker.log(self.step, trackers.without_none(speed | {f"{name}_ms": time for name, time in times.items()}))
-        self.console.line(
-            f"step {self.step}/{self.run.total_steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  "
-            f"{rate:,.0f} tokens/s  "
-            + ("" if mfu is None else f"MFU {mfu:.1%}  ")
-            + "  ".join(f"{name} {value:.1f} ms" for name, value in times.items())
-            + f"  memory {now:.2f} GiB, peak {peak:.2f} GiB"
-            + (f"  {self.scaler.skipped_steps} steps skipped" if self.scaler.skipped_steps else "")
-        )
+    def train_step(self, batches: list[dict[str, Tensor]], num_labels: int) -> StepResult:
+        """Update the weights with one step."""
+        try:
+            result = train_step(self.model, self.optimizer, self.scaler, batches, num_labels, self.params, self.timers)
+        except StageError as error:
+            raise StageError(f"step {self.step + 1}: {error}") from None
+        self.scheduler.step()
+        self.step += 1
+        return result
 
-    def log_step(self, loss: float | None, grad_norm: float | None) -> None:
-        """What the log of this rank says of a step, beside the times at which its phases began."""
-        rows = self.batches.rows_of_step(self.step - 1).tolist()
-        now, peak = memory_gib()
-        _LOG.debug(
-            f"step {self.step} done: rows {rows}, loss {loss!r}, grad norm {grad_norm!r}, memory {now:.3f} GiB, "
-            f"peak {peak:.3f} GiB"
-        )
+    def is_time_to_validate(self) -> bool:
+        """Whether a validation is due after this step."""
+        return self.step % self.params.eval_freq == 0 or self.step == self.run.total_steps
+
+    def validate(self) -> None:
+        """Measure the loss on the validation rows, where it is due."""
+        self.validation_loss = None
+        if self.is_time_to_validate():
+            self.validation_loss = validation_loss(
+                self.model,
+                self.validation_loader,
+                before_forward=lambda: self.heartbeat.note(f"validation after step {self.step}"),
+            )
+
+    def record(self, result: StepResult) -> None:
+        """Report the step and its validation."""
+        if self.runtime.debug and self.step:
+            rows = self.train_loader.step_indices(self.step - 1).tolist()
+            now, peak = memory_gib()
+            _LOG.debug(
+                f"step {self.step} done: rows {rows}, loss {result.loss!r}, grad norm {result.grad_norm!r}, "
+                f"memory {now:.3f} GiB, peak {peak:.3f} GiB"
+            )
+        self.metrics.log(self.step, result, self.validation_loss, self.is_time_to_validate())
 
     def find_start(self) -> Path | None:
-        """The checkpoint to go on from, or None for step 0. Rank 0 alone decides."""
+        """The checkpoint to continue from, or None for step 0. Called on rank 0 alone."""
+        directory = self.run.directory
+        # `prune` would count the old steps as the newest, and a rename could not replace them.
         if self.runtime.resume == "never":
-            for old in published.find(self.run.directory):
-                retention.delete([old])
-        path = published.newest_whole(run.starting_points(self.run, self.runtime, say), say)
-        for newer in published.find(self.run.directory):  # damaged: out of the way of those to come
+            retention.delete(list_checkpoints(directory))
+        path = latest_valid(resume_candidates(self.run, self.runtime, print_line), print_line)
+        for newer in list_checkpoints(directory):
+            # Damaged: the run will publish this step again, and a rename cannot replace a directory.
             if path is None or newer.name > path.name:
-                retention.set_aside(newer)
-        retention.prune(self.run.directory, self.runtime.keep_checkpoints)
+                retention.quarantine(newer)
+        retention.prune(directory, self.runtime.keep_checkpoints)
         return path
 
-    def resume(self, path: Path) -> None:
-        """Go on from a checkpoint of this run, or of one that took the same path."""
-        with share_writing(path.parent):
-            state = checkpoint.load(path, self.model, self.optimizer, self.scheduler)
-        manifest = published.read_manifest(path)
-        self.scaler.load_state_dict(state["loss_scaler"])
-        self.step, self.metrics, self.adopted = state["step"], state["metrics"], manifest["adopted"]
-        self.validation_loss = manifest["validation_loss"]
-        self.history = History((path / "history.tsv").read_text(encoding="utf-8"))
+    def resume(self, path: Path) -> tuple[TrainState, History]:
+        """Continue from a checkpoint of this run, or of one that was identical until there."""
+        with rank_lock(path.parent):  # of another run, perhaps: `checkpoints prune` must not delete it meanwhile
+            state = saver.load(path, self.model, self.optimizer, self.scheduler)
+            history = History((path / HISTORY).read_text(encoding="utf-8"))
+            manifest = CheckpointManifest.read(path)
+        load_scaler_state(self.scaler, state.loss_scaler)
+        self.step, self.adopted, self.validation_loss = state.step, manifest.adopted, manifest.validation_loss
         if path.parent == self.run.directory:
-            self.saved_step = self.step
+            self.saved_step = self.step  # nothing to publish before the next step
         else:
-            self.adopted = run.adoption(self.run, manifest)
-            # Its learning rate is this run's from here on, also where `resume=extend` took another one until here.
+            self.adopted = adoption(self.run, manifest)
+            # From here on the learning rate is this run's, also where `resume=extend` had another one until here.
             for group, lr in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
                 set_lr(group, lr * lr_ratio(self.params, self.run.total_steps, self.step))
-        if distributed.is_main():
-            say(f"resuming from step {self.step} of {self.run.total_steps}: {path}")
+        if is_rank0():
+            print_line(f"resuming from step {self.step} of {self.run.total_steps}: {path}")
+        return state, history
 
     def is_time_to_save(self) -> bool:
-        """Whether rank 0, whose clock counts, wants a checkpoint of this step; the other ranks leave it to it."""
-        if not distributed.is_main():
+        """Whether rank 0, whose clock counts, wants a checkpoint of this step; False on the other ranks."""
+        if not is_rank0():
             return False
         freq, minutes = self.runtime.ckpt_freq, self.runtime.ckpt_minutes
         by_step = freq is not None and self.step % freq == 0
         return by_step or (minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes)
 
     def save(self) -> None:
-        """Publish a checkpoint of this step, unless there is one, or nothing was learnt yet."""
+        """Publish a checkpoint of this step, unless there is one, or nothing was trained yet."""
         if self.step in (0, self.saved_step):
             return
-        self.activity.note(f"saving step {self.step}")
-        state = {"step": self.step, "epoch": self.step * self.params.total_batch_size / self.run.num_rows,
-                 "metrics": self.metrics, "loss_scaler": self.scaler.state_dict()}  # fmt: skip
-        manifest = {
-            "run_id": self.run.run_id,
-            "step": self.step,
-            "total_steps": self.run.total_steps,
-            "identity": self.run.identity,
-            "validation_loss": self.validation_loss,
-            "adopted": self.adopted,
-            "packages": run.packages(),
-        }
-        path = self.run.directory / published.step_name(self.step)
-        self.saver.save(path, self.model, self.optimizer, self.scheduler, state, self.history.text(), manifest)
+        self.heartbeat.note(f"saving step {self.step}")
+        state = TrainState(
+            step=self.step,
+            epoch=self.step * self.params.total_batch_size / self.run.num_rows,
+            metrics=self.metrics.metrics,
+            loss_scaler=scaler_state(self.scaler),
+            rng=[],
+        )
+        manifest = CheckpointManifest(
+            format=FORMAT,
+            run_id=self.run.run_id,
+            step=self.step,
+            total_steps=self.run.total_steps,
+            identity=self.run.identity,
+            validation_loss=self.validation_loss,
+            adopted=self.adopted,
+            packages=packages(),
+            files={},
+            tensors={},
+        )
+        path = self.run.directory / step_name(self.step)
+        history = self.metrics.history.text()
+        self.saver.save(path, self.model, self.optimizer, self.scheduler, state, history, manifest)
         self.saved_step, self.saved_at = self.step, time.monotonic()
-
-
-def say(text: str) -> None:
-    """Print one line at once."""
-    print(text, flush=True)
 
 
 def main() -> None:
     command.parser(__doc__).parse_args()
-    if LAUNCHER in os.environ:  # a rank whose launcher is gone must not write
+    if LAUNCHER in os.environ:  # a rank whose launcher is gone must not write: the next launch may have started
         process.die_with_parent(signal.SIGKILL, int(os.environ[LAUNCHER]))
-    stop = StopSignal()
-    this = run.describe(params.load(TrainParams))
-    runtime = params.load(TrainRuntime, "runtime")
+    stop_signal = StopSignal()  # early: a signal that came since the launcher blocked them is delivered here
+    run = describe(load_params(TrainParams))
+    runtime = load_params(TrainRuntime, "runtime")
     trackers.check(runtime.tracker)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if runtime.debug:
-        log_to(this.aside / "logs" / this.run_id / f"rank-{rank}.log")
-    activity = Activity(rank)
+        log_to(run.log_directory / "logs" / run.run_id / f"rank-{rank}.log")
+    heartbeat = Heartbeat(rank)
     try:
         with (
-            share_writing(this.directory),
-            distributed.process_group(this.params.fsdp.mesh_shape, runtime.timeout_minutes) as mesh,
-            memory.explained(this.params, rank, world_size),
+            # Outermost: held until the process group has ended and the last checkpoint is published.
+            rank_lock(run.directory),
+            process_group(run.params.fsdp.mesh_shape, runtime.timeout_minutes) as mesh,
+            explain_out_of_memory(run.params, rank, world_size),
         ):
-            trainer = Trainer(this, runtime, mesh, stop, activity)
+            trainer = Trainer(run, runtime, mesh, stop_signal, heartbeat)
             with closing(trainer.tracker):
-                finished = trainer.train()
-    except distributed.LostConnection as error:
-        sys.exit(f"error: {error}")  # status 1: unlike a StageError, it need not come again
-    stop.ignore()
-    if not finished:
+                is_finished = trainer.train()
+    except LostConnection as error:
+        sys.exit(f"error: {error}")  # status 1: unlike a StageError, it may not occur again
+    stop_signal.ignore()
+    if not is_finished:
         sys.exit(INTERRUPTED)
 
 

@@ -1,20 +1,20 @@
-"""Faults that tests plant in a rank, each named by a line of text. The stages know nothing of them.
+"""Faults that tests inject into a rank, each described by a line of text. The stages do not know them.
 
-tests/ranks.py plants them itself; where a launcher starts the ranks, tests/faults_site/sitecustomize.py does, which
-runs in each of them in the `environment` of the faults.
+tests/ranks.py injects them itself. Where a launcher starts the ranks, tests/faults_site/sitecustomize.py does: Python
+runs it at the start of each rank, given the `environment` of the faults.
 
     kill rank 1 at step 5            when it fetches the rows of the step after step 5
     kill rank 1 in update 5          between gradient and update
     nan rank 1 at step 5             its loss is not finite
-    memory rank 1 at step 5          there is none left; and it ends later than those who lose the connection
-    delay rank 1 at step 5           it takes two seconds
-    stop rank 1 at step 5            SIGSTOP, but only the first time that it comes there
-    kill rank 0 at file 17           before it touches a file of a checkpoint for the 17th time since it wrote to one
-    kill rank 0 at os.rename:.*tmp$  before the first such time whose event (see Python's audit events) and path match
+    memory rank 1 at step 5          it is out of memory, and exits after the ranks that lose the connection
+    delay rank 1 at step 5           the step needs two seconds more
+    stop rank 1 at step 5            SIGSTOP, only the first time that it reaches the step
+    kill rank 0 at file 17           before its 17th access to a file of a checkpoint, counted from the first write
+    kill rank 0 at os.rename:.*tmp$  before the first access whose event (see Python's audit events) and path match
     kill rank 0 in write of __0_0    by the kernel, after 100 000 bytes of a file whose path matches
     full rank 0 at state.json        the disk is full for files whose path matches
-    limit rank 0 at __0_0            a file size limit of 100 000 bytes, from the file on whose path matches
-    log rank 0 at FILE               the times that it touches a checkpoint, one line each
+    limit rank 0 at __0_0            a file size limit of 100 000 bytes, from the first file whose path matches
+    log rank 0 at FILE               writes each access to a checkpoint into FILE, one a line
 """
 
 import atexit
@@ -32,8 +32,8 @@ _TEXT = re.compile(
 )
 
 
-def plant(text: str) -> None:
-    """Plant the faults of `text`, one a line, in this process, if it is the rank that they name."""
+def inject(text: str) -> None:
+    """Inject the faults of `text`, one a line, into this process, if it is the rank that they name."""
     for line in filter(None, text.splitlines()):
         match = _TEXT.fullmatch(line)
         assert match, line
@@ -41,9 +41,9 @@ def plant(text: str) -> None:
         if rank != os.environ.get("RANK"):
             continue
         if where in ("at step", "in update"):
-            _plant_step(what, where, int(value))
+            _inject_step(what, where, int(value))
         else:
-            _plant_file(what, where, value)
+            _inject_file(what, where, value)
 
 
 def environment(text: str) -> dict[str, str]:
@@ -52,7 +52,7 @@ def environment(text: str) -> dict[str, str]:
     return {"FAULT": text, "FAULT_REPO": str(site.parent.parent), "PYTHONPATH": str(site)}
 
 
-def _strike(what: str) -> None:
+def _cause(what: str) -> None:
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "memory":
@@ -67,32 +67,34 @@ def _strike(what: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _plant_step(what: str, where: str, step: int) -> None:
-    from stages.training import step as module
+def _inject_step(what: str, where: str, step: int) -> None:
+    from stages.training import step as step_module
+    from stages.training.loader import BatchLoader
 
     now = [-1]
-    of_step, clip, loss_sum = module.Batches.of_step, module.torch.nn.utils.clip_grad_norm_, module.loss_sum
+    step_batches, loss_sum = BatchLoader.step_batches, step_module.loss_sum
+    clip = step_module.torch.nn.utils.clip_grad_norm_
 
-    def new_of_step(self: Any, number: int) -> Any:
+    def new_step_batches(self: Any, number: int) -> Any:
         now[0] = number
         if number == step and where == "at step":
-            _strike(what)
-        return of_step(self, number)
+            _cause(what)
+        return step_batches(self, number)
 
     def new_clip(*args: Any, **kwargs: Any) -> Any:
         if now[0] == step and where == "in update":
-            _strike(what)
+            _cause(what)
         return clip(*args, **kwargs)
 
     def new_loss_sum(*args: Any) -> Any:
         return loss_sum(*args) * (float("nan") if now[0] == step and what == "nan" else 1)
 
-    module.Batches.of_step = new_of_step
-    module.torch.nn.utils.clip_grad_norm_ = new_clip
-    module.loss_sum = new_loss_sum
+    BatchLoader.step_batches = new_step_batches
+    step_module.torch.nn.utils.clip_grad_norm_ = new_clip
+    step_module.loss_sum = new_loss_sum
 
 
-def _plant_file(what: str, where: str, value: str) -> None:
+def _inject_file(what: str, where: str, value: str) -> None:
     number = 0
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -100,7 +102,7 @@ def _plant_file(what: str, where: str, value: str) -> None:
         if event not in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"):
             return
         path = os.fspath(args[0]) if isinstance(args[0], (str, os.PathLike)) else ""
-        if event != "os.remove" and not re.search(r"/step-\d{8}(\.tmp(/|$)|$)", path):  # removed by a bare name
+        if event != "os.remove" and not re.search(r"/step-\d{8}(\.tmp(/|$)|$)", path):  # removals have bare names
             return
         writes = event == "open" and args[2] & os.O_WRONLY
         number += number > 0 or event == "os.mkdir" or bool(writes)
@@ -110,9 +112,9 @@ def _plant_file(what: str, where: str, value: str) -> None:
                 file.write(f"{event}:{path}\n")
         elif where == "at file":
             if number == int(value):
-                _strike(what)
+                _cause(what)
         elif found and what == "kill" and where == "at":
-            _strike(what)
+            _cause(what)
         elif found and event == "open" and what == "full":
             if not os.path.lexists(path):
                 os.symlink("/dev/full", path)

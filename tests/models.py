@@ -1,15 +1,20 @@
-"""Tiny models of every family that the training is tested with."""
+"""Tiny models of each family that the training is tested with."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
 
-from stages.artifacts import publish
-from stages.model import headers, meta
-from stages.model.manifest import FileEntry, ModelManifest
+from stages.artifacts.record import FileEntry
+from stages.model import hub, meta
+from stages.model.manifest import ModelManifest
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
+LAYERS: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+"""Of models that are downloaded and exported, but not trained."""
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 101, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3,
@@ -54,15 +59,36 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
 
 
 def manifest_of(directory: Path, with_weights: bool) -> ModelManifest:
+    """The manifest that `download` would write for a model of CONFIGS in `directory`."""
     model = meta.build(directory)
-    files = {path.name: FileEntry(path.stat().st_size, publish.sha256_file(path)) for path in directory.iterdir()}
-    weights = headers.weight_files(directory) if with_weights else []
     return ModelManifest(
-        str(directory), "main", None, type(model).__name__, model.config.model_type, "float32",
-        meta.num_parameters(model), files, weights, meta.tied_weights(model), meta.layer_classes(model), 101, 64, 0,
-        None, None,
-    )  # fmt: skip
+        model_name=str(directory),
+        model_revision="main",
+        commit=None,
+        architecture=type(model).__name__,
+        model_type=model.config.model_type,
+        dtype="float32",
+        num_parameters=meta.num_parameters(model),
+        files={path.name: FileEntry.of(path) for path in directory.iterdir()},
+        weights=hub.weight_files(directory) if with_weights else [],
+        tied_weights=meta.tied_weights(model),
+        layer_classes=meta.layer_classes(model),
+        vocab_size=101,
+        max_seq_length=64,
+        eos_token_id=0,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def write_tokenizer(directory: Path, words: list[str]) -> None:
+    """Write a tokenizer of words, with `<eos>` as EOS; unknown words become the first one."""
+    tokenizer = Tokenizer(models.WordLevel({word: token for token, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
+
+
+def full_value(tensor: torch.Tensor) -> torch.Tensor:
+    """The full value of a parameter, which may be a DTensor sharded over the ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Ranks of a training without torchrun, as forks of a process that has imported torch: one second, and not ten.
+"""Ranks of a training without torchrun, as forks of a process that has imported torch: one second instead of ten.
 
 A request is a line of JSON on stdin: `directory` of the project, `world_size`, `faults`, `environment`, and `output`,
 the file that the ranks print into. The answer is two lines: the ids of their processes, then their exit statuses.
@@ -6,23 +6,69 @@ the file that the ranks print into. The answer is two lines: the ids of their pr
 
 import json
 import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
-from stages.training.process import STOP_SIGNALS
+from stages.training.signals import STOP_SIGNALS
 from tests import faults
+from tests.project import REPO, Project
+
+
+class Ranks:
+    """Starts trainings: the client of this module, which runs as a server."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.ranks"], cwd=REPO, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def start(self, project: Project, faults: str = "", world_size: int = 2, **environment: str) -> list[int]:
+        """Start a training, and return the ids of its processes."""
+        self.output = self.directory / "output.txt"
+        self.output.unlink(missing_ok=True)
+        request = {"directory": str(project.path), "world_size": world_size, "faults": faults,
+                   "environment": environment, "output": str(self.output)}  # fmt: skip
+        assert self._server.stdin and self._server.stdout
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        pids: list[int] = json.loads(self._server.stdout.readline())
+        return pids
+
+    def wait(self) -> tuple[list[int], str]:
+        """The exit statuses of the training, and what it printed."""
+        assert self._server.stdout
+        statuses = json.loads(self._server.stdout.readline())
+        return statuses, self.output.read_text()
+
+    def run(self, project: Project, faults: str = "", status: int | None = 0, **options: Any) -> str:
+        """Run a training to its end; `status` is that of the rank with the faults, or of all."""
+        self.start(project, faults, **options)
+        statuses, output = self.wait()
+        victim = re.search(r"rank (\d)", faults)
+        ended = [statuses[int(victim[1])]] if victim else statuses
+        assert set(ended) == {status}, (statuses, output)
+        return output
+
+    def close(self) -> None:
+        self._server.kill()
+        self._server.communicate()
 
 
 def main() -> None:
-    import pandas  # pyarrow does at its first array
+    import pandas  # as pyarrow does at its first array
     import transformers.models.llama.modeling_llama
 
     import stages.train
 
-    assert pandas and transformers.models.llama.modeling_llama and stages.train  # for the forks
+    assert pandas and transformers.models.llama.modeling_llama and stages.train  # before the forks
     for line in sys.stdin:
         request = json.loads(line)
         with socket.socket() as probe:
@@ -48,7 +94,7 @@ def _fork(request: dict[str, Any], rank: int, port: int) -> int:
         descriptor = os.open(request["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         for standard in (1, 2):
             os.dup2(descriptor, standard)
-        faults.plant(request["faults"])
+        faults.inject(request["faults"])
         status = _train()
     except BaseException:
         traceback.print_exc()
@@ -60,11 +106,12 @@ def _fork(request: dict[str, Any], rank: int, port: int) -> int:
 
 def _train() -> Any:
     from stages import train
-    from stages.artifacts import command, params
+    from stages.artifacts import command
+    from stages.artifacts.params_file import load_params
     from stages.training import run
 
     def main() -> None:
-        run.describe(params.load(train.TrainParams)).directory.mkdir(parents=True, exist_ok=True)  # as the launcher
+        run.describe(load_params(train.TrainParams)).directory.mkdir(parents=True, exist_ok=True)  # as the launcher
         train.main()
 
     sys.argv = ["stages.train"]

@@ -1,4 +1,4 @@
-"""What tests have worker processes do. Apart from the tests, whose imports take long."""
+"""Functions that tests run in worker processes. In a module of their own, as the tests' imports are slow."""
 
 import os
 import signal
@@ -6,7 +6,17 @@ import sys
 import time
 from pathlib import Path
 
-from stages.artifacts.command import StageError
+from stages.artifacts.errors import StageError
+
+
+def prepare() -> None:
+    """Set a variable for `is_prepared`."""
+    os.environ["TEST_PREPARED"] = "yes"
+
+
+def is_prepared(_: int) -> bool:
+    """Whether `prepare` was called in this process."""
+    return "TEST_PREPARED" in os.environ
 
 
 def place(_: int) -> tuple[str, int, int]:
@@ -16,7 +26,7 @@ def place(_: int) -> tuple[str, int, int]:
 
 def fail(kind: str) -> None:
     """End in one of the ways that a task may end in."""
-    print("a task speaks")
+    print("printed by a task")
     if kind == "StageError":
         raise StageError("the value is 1, at most 0 are allowed: lower it")
     if kind == "OSError":
@@ -27,7 +37,7 @@ def fail(kind: str) -> None:
 
 
 def wait(directory: Path) -> bool:
-    """Say that the task has begun, by a file, and wait for another file, `go`."""
+    """Create a file, to show that the task has begun, and wait for another file, `go`."""
     (directory / f"{os.getpid()}").touch()
     while not (directory / "go").exists():
         time.sleep(0.02)
@@ -35,7 +45,7 @@ def wait(directory: Path) -> bool:
 
 
 def be_slow(number: int) -> int:
-    """Take longer the smaller the number is, so that results come in another order than tasks."""
+    """Return last if the number is 0, so that the results are there in another order than that of the tasks."""
     time.sleep(0.2 * (number == 0))
     print(f"task {number}", file=sys.stderr)
     return -number

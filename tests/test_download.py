@@ -1,4 +1,4 @@
-"""Finding and checking a model: from a directory or the cache, without a socket, or a clear error."""
+"""Finding and checking a model: from a directory or the cache, without a socket, or with a clear error."""
 
 import json
 import os
@@ -13,36 +13,25 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
 
 from stages import download
 from stages.artifacts import publish
-from stages.artifacts.command import StageError
+from stages.artifacts.errors import StageError
+from stages.artifacts.model_files import WEIGHTS, WEIGHTS_INDEX
 from stages.download import DownloadParams
-from stages.model import headers, hub, manifest, meta
+from stages.model import headers, hub, meta
+from stages.model.manifest import MANIFEST, ModelManifest
+from tests.models import LAYERS, SIZES, write_tokenizer
+from tests.project import REPO, flip_bit
 
-ROOT = Path(download.__file__).parents[1]
-REPO, COMMIT = "someone/tiny", "0123456789abcdef0123456789abcdef01234567"
+pytestmark = pytest.mark.usefixtures("empty_project")
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
-LAYERS: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+HUB_ID, COMMIT = "someone/tiny", "0123456789abcdef0123456789abcdef01234567"
+
 LLAMA = LlamaConfig(**SIZES, **LAYERS, tie_word_embeddings=True)
 GPT2 = GPT2Config(**SIZES, n_embd=16, n_layer=2, n_head=2, n_positions=32)
-
-
-@pytest.fixture(autouse=True)
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def write_tokenizer(directory: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<eos>": 2}, unk_token="a"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
 
 
 def write_model(
@@ -50,22 +39,22 @@ def write_model(
     config: PretrainedConfig = LLAMA,
     weights: bool = True,
     dtype: torch.dtype = torch.float32,
-    **how: Any,
+    max_shard_size: str = "4KB",
 ) -> Path:
-    """A model directory as `save_pretrained` makes it; several shards of about 4 kB where there are weights."""
+    """Make a model directory with `save_pretrained`; the weights are in several files of about `max_shard_size`."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if weights:
-        model.save_pretrained(directory, **{"max_shard_size": "4KB", **how})
+        model.save_pretrained(directory, max_shard_size=max_shard_size)
     else:
         model.config.save_pretrained(directory)
         model.generation_config.save_pretrained(directory)
-    write_tokenizer(directory)
+    write_tokenizer(directory, ["a", "b", "<eos>"])
     return directory
 
 
 def cached(source: Path, home: Path) -> Path:
-    """Lay `source` into a HF_HOME as huggingface_hub does; returns the snapshot's directory."""
+    """Copy `source` into an HF_HOME with the layout of huggingface_hub; returns the snapshot's directory."""
     repo = home / "hub" / "models--someone--tiny"
     snapshot = repo / "snapshots" / COMMIT
     for directory in (repo / "blobs", repo / "refs", snapshot):
@@ -95,8 +84,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def describe(name: str = "model", initial_weights: Any = "auto") -> manifest.ModelManifest:
-    return download.describe(DownloadParams(name, "main", initial_weights))
+def describe(name: str = "model", initial_weights: Any = "auto") -> ModelManifest:
+    params = DownloadParams(model_name=name, model_revision="main", initial_weights=initial_weights)
+    return download.describe(params)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +99,7 @@ def describe(name: str = "model", initial_weights: Any = "auto") -> manifest.Mod
     ],
     ids=["llama-tied", "llama-untied", "gpt2", "qwen3"],
 )
-def test_the_manifest_says_what_the_model_is(config: PretrainedConfig, layer: str, tied: dict[str, str]) -> None:
+def test_the_manifest_describes_the_model(config: PretrainedConfig, layer: str, tied: dict[str, str]) -> None:
     write_model(Path("model"), config, dtype=torch.bfloat16)
     found = describe()
     model = AutoModelForCausalLM.from_pretrained("model")
@@ -118,91 +108,87 @@ def test_the_manifest_says_what_the_model_is(config: PretrainedConfig, layer: st
     assert (found.layer_classes, found.tied_weights) == ([layer], tied)
     assert (found.dtype, found.vocab_size, found.commit) == ("bfloat16", 64, None)
     assert found.max_seq_length == config.max_position_embeddings
-    assert found.eos_token_id == 2  # the tokenizer's, which ends the documents, not the config's
+    assert found.eos_token_id == 2  # of the tokenizer, which ends the documents, not of the config
     assert len(found.weights) > 1
     assert set(found.files) == {path.name for path in Path("model").iterdir()}
     assert found.files["config.json"].sha256 == publish.sha256_file(Path("model/config.json"))
 
 
-def test_the_stage_writes_a_manifest_that_can_be_read_and_repeated() -> None:
+def test_the_stage_writes_a_manifest_that_is_reproducible() -> None:
     write_model(Path("model"), weights=False)
     Path("params.yaml").write_text("model_name: model\nmodel_revision: main\ninitial_weights: auto\n")
     command = [sys.executable, "-m", "stages.download"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_TOKEN": "hf_SENTINEL"}
+    env = {**os.environ, "PYTHONPATH": str(REPO), "HF_TOKEN": "hf_SENTINEL"}
     process = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert process.stdout.startswith("download: model (a local directory): LlamaForCausalLM, 5,")
     assert "random weights" in process.stdout
-    first = manifest.MANIFEST.read_bytes()
-    assert manifest.read() == describe()
-    assert manifest.directory(manifest.read()) == Path("model")
-    manifest.write(describe())
-    assert manifest.MANIFEST.read_bytes() == first
+    first = MANIFEST.read_bytes()
+    assert ModelManifest.read() == describe()
+    assert ModelManifest.read().directory() == Path("model")
+    describe().write()
+    assert MANIFEST.read_bytes() == first
     assert b"SENTINEL" not in first + process.stdout.encode() + process.stderr.encode()
 
 
-def test_initial_weights_decides_what_is_read() -> None:
+def test_initial_weights_decides_which_files_are_needed() -> None:
     write_model(Path("full"))
     write_model(Path("bare"), weights=False)
     assert describe("full", "pretrained").weights == describe("full", "auto").weights != []
     assert describe("bare", "auto").weights == describe("full", "random").weights == []
-    assert headers.INDEX not in describe("full", "random").files
+    assert WEIGHTS_INDEX not in describe("full", "random").files
     with pytest.raises(StageError, match="initial_weights is 'pretrained', but 'bare' has no safetensors"):
         describe("bare", "pretrained")
 
 
-def test_help_does_not_wait_for_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     script = "import sys; sys.argv = ['download']; import stages.download; print('torch' in sys.modules)"
-    process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    process = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, check=True)
     assert process.stdout == "False\n"
 
 
 def test_a_cached_hub_model_needs_no_socket(home: Path) -> None:
     snapshot = cached(write_model(Path("source")), home)
-    found = describe(REPO)
+    found = describe(HUB_ID)
     assert found.commit == COMMIT
-    assert found.weights == headers.weight_files(snapshot) != []
-    assert manifest.directory(found) == manifest.verify(found) == snapshot
-    assert str(home) not in json.dumps(publish.read_json(_written(found)))
+    assert found.weights == hub.weight_files(snapshot) != []
+    assert found.directory() == found.verify() == snapshot
+    found.write()
+    assert str(home) not in MANIFEST.read_text()
 
     blob = (snapshot / found.weights[0]).resolve()
     blob.write_bytes(blob.read_bytes()[:-1] + b"\x01")
     with pytest.raises(StageError, match=f"{found.weights[0]} was changed since the download"):
-        manifest.verify(found)
-    assert manifest.verify(found, ["config.json"]) == snapshot  # only what is asked for is read
+        found.verify()
+    assert found.verify(["config.json"]) == snapshot  # no other file is read
     shutil.rmtree(home)
-    with pytest.raises(StageError, match=f"{REPO} at commit {COMMIT} is not in HF_HOME"):
-        manifest.directory(found)
+    with pytest.raises(StageError, match=f"{HUB_ID} at commit {COMMIT} is not in HF_HOME"):
+        found.directory()
 
 
-def test_the_commit_stays_the_same_when_the_branch_moves_on(home: Path) -> None:
+def test_the_commit_does_not_change_when_the_branch_moves(home: Path) -> None:
     snapshot = cached(write_model(Path("source")), home)
-    found = describe(REPO)
+    found = describe(HUB_ID)
     other = snapshot.with_name("f" * 40)
     shutil.copytree(snapshot, other, symlinks=True)
     (home / "hub" / "models--someone--tiny" / "refs" / "main").write_text(other.name)
-    assert manifest.directory(found) == snapshot
-    assert describe(REPO).commit == other.name
+    assert found.directory() == snapshot
+    assert describe(HUB_ID).commit == other.name
 
 
-def _written(found: manifest.ModelManifest) -> Path:
-    manifest.write(found)
-    return manifest.MANIFEST
-
-
-def test_offline_and_not_cached_is_one_clear_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_cached_is_one_clear_error_offline(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(StageError) as error:
-        describe(REPO)
-    for part in (REPO, "'main'", str(home), "config.json", "HF_HUB_OFFLINE", f"hf download {REPO}"):
+        describe(HUB_ID)
+    for part in (HUB_ID, "'main'", str(home), "config.json", "HF_HUB_OFFLINE", f"hf download {HUB_ID}"):
         assert part in str(error.value)
-    with pytest.raises(StageError, match="no such directory, and a Hub id looks otherwise"):
+    with pytest.raises(StageError, match="no such directory, and it is not a valid Hub id"):
         describe("models/that/is/not/there")
 
 
 @pytest.mark.parametrize("lacking", ["config.json", "tokenizer.json", "weights"])
-def test_a_cache_that_lacks_a_file_is_not_taken_for_complete(
+def test_a_cache_that_lacks_a_file_is_refused_offline(
     home: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
     """Above all: weights that are not in the cache must not mean random weights."""
@@ -213,17 +199,17 @@ def test_a_cache_that_lacks_a_file_is_not_taken_for_complete(
     name = "model.safetensors" if lacking == "weights" else lacking
     (snapshot / name).unlink()
     with pytest.raises(StageError, match=f"lacks .*{name}"):
-        describe(REPO)
+        describe(HUB_ID)
 
 
 def resolve_in_a_process(endpoint: str, token: str) -> subprocess.CompletedProcess[str]:
     script = (
-        "from stages.model import hub; from stages.artifacts import command; hub._TIMEOUT = 1\n"
-        f"command.run(lambda: hub.resolve({REPO!r}, 'main', True))"
+        "from stages.model import hub; from stages.artifacts import command\n"
+        f"command.run(lambda: hub.resolve({HUB_ID!r}, 'main', want_weights=True, timeout=1))"
     )
     env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     env |= {"HF_HOME": str(Path("home").resolve()), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_TOKEN": token}
-    return subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", script], cwd=REPO, env=env, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("answer", ["refused", "silent"])
@@ -242,8 +228,8 @@ def test_a_hub_that_cannot_be_reached_fails_within_seconds(answer: str) -> None:
     assert "SENTINEL" not in process.stdout + process.stderr
 
 
-def test_a_token_that_no_header_can_hold_is_not_shown() -> None:
-    """The HTTP client's own error for such a token quotes it."""
+def test_a_token_with_invalid_characters_is_not_shown() -> None:
+    """The HTTP client quotes such a token in its error, because no header may contain it."""
     server = socket.create_server(("127.0.0.1", 0))
     for token in ("hf_SENTINEL\u00cf", "hf_SENTINEL\x01"):
         process = resolve_in_a_process(f"http://127.0.0.1:{server.getsockname()[1]}", token)
@@ -253,40 +239,94 @@ def test_a_token_that_no_header_can_hold_is_not_shown() -> None:
 
 
 def first_shard(directory: Path) -> Path:
-    return directory / headers.weight_files(directory)[0]
+    return directory / hub.weight_files(directory)[0]
 
 
-def test_a_shard_that_is_missing_truncated_or_damaged_is_named() -> None:
+def change_header(content: bytes, change: Callable[[list[dict[str, Any]]], object]) -> bytes:
+    """The content of a safetensors file after a change to the entries of its tensors, in the order of their offsets."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    change([entry for key, entry in header.items() if key != "__metadata__"])
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + content[end:]
+
+
+def _move(entry: dict[str, Any], begin: int, end: int) -> None:
+    entry["data_offsets"] = [entry["data_offsets"][0] + begin, entry["data_offsets"][1] + end]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "one byte missing": lambda content: content[:-1],
+    "one byte more": lambda content: content + b"\0",
+    "ends in the header": lambda content: content[:100],
+    "ends in the length": lambda content: content[:4],
+    "empty": lambda content: b"",
+    "not safetensors": lambda content: b"\xff" * 99,
+    "header is not a dict": lambda content: (2).to_bytes(8, "little") + b"[]",
+    "lacks a key": lambda content: content.replace(b"data_offsets", b"data_offsetz", 1),
+    "unknown dtype": lambda content: change_header(content, lambda entries: entries[0].update(dtype="F33")),
+    "other dtype": lambda content: change_header(content, lambda entries: entries[0].update(dtype="BF16")),
+    "other shape": lambda content: change_header(content, lambda entries: entries[0]["shape"].append(2)),
+    "gap at the start": lambda content: change_header(content, lambda entries: _move(entries[0], 4, 0)),
+    "gap": lambda content: change_header(content, lambda entries: _move(entries[1], 4, 4)) + bytes(4),
+    "overlap": lambda content: change_header(content, lambda entries: _move(entries[1], -4, -4))[:-4],
+    "ends before it begins": lambda content: change_header(
+        content, lambda entries: entries[0]["data_offsets"].reverse()
+    ),
+    "negative offset": lambda content: change_header(content, lambda entries: _move(entries[0], -4, -4)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named(damage: str) -> None:
+    tensors = {"a": torch.zeros(2, 3), "b": torch.ones(4)}
+    save_file(tensors, WEIGHTS, {"format": "pt"})
+    assert headers.read(Path(), files=[WEIGHTS]).keys() == tensors.keys()
+    content = Path(WEIGHTS).read_bytes()
+    Path(WEIGHTS).write_bytes(change_header(content, lambda entries: None))
+    assert headers.read(Path(), files=[WEIGHTS]).keys() == tensors.keys()  # it is not the rewriting that is refused
+    Path(WEIGHTS).write_bytes(DAMAGES[damage](content))
+    with pytest.raises(StageError, match=f"{WEIGHTS} is incomplete or damaged .*: fetch it again"):
+        headers.read(Path(), files=[WEIGHTS])
+
+
+def test_a_shard_that_is_missing_or_truncated_is_named() -> None:
     write_model(Path("model"))
     shard = first_shard(Path("model"))
-    whole = shard.read_bytes()
-    for content in (
-        whole[:-1],
-        whole + b"\0",
-        whole[:100],
-        whole[:4],
-        b"\xff" * 99,
-        whole.replace(b"data_offsets", b"data_offsetz", 1),
-    ):
-        shard.write_bytes(content)
-        with pytest.raises(StageError, match=shard.name):
-            describe()
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    with pytest.raises(StageError, match=f"{shard.name} is incomplete or damaged"):
+        describe()
     shard.unlink()
     with pytest.raises(StageError, match=f"{shard.name} is missing"):
         describe()
-    shard.write_bytes(whole)
+    shard.write_bytes(content)
     describe()
 
 
-def test_one_flipped_bit_is_noticed_after_the_download() -> None:
+def test_a_tensor_in_two_files_is_refused() -> None:
+    for name in ("one", "two"):
+        save_file({"a": torch.zeros(1), name: torch.zeros(1)}, name)
+    with pytest.raises(StageError, match="'a' is in both one and two"):
+        headers.read(Path(), files=["one", "two"])
+
+
+def test_a_dtype_that_neither_numpy_nor_torch_has_is_read() -> None:
+    """It may belong to a tensor that the model ignores."""
+    entry = {"dtype": "F6_E2M3", "shape": [8], "data_offsets": [0, 6]}
+    text = json.dumps({"a": entry}).encode()
+    Path(WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + bytes(6))
+    stored = headers.read(Path(), files=[WEIGHTS])
+    assert stored == {"a": headers.StoredTensor(file=WEIGHTS, key="a", dtype="F6_E2M3", shape=(8,))}
+
+
+def test_one_flipped_bit_is_found_after_the_download() -> None:
     write_model(Path("model"))
     found = describe()
     shard = first_shard(Path("model"))
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
+    flip_bit(shard, -1)
     with pytest.raises(StageError, match=f"{shard.name} was changed since the download"):
-        manifest.verify(found)
+        found.verify()
 
 
 def _drop(tensors: dict[str, torch.Tensor]) -> None:
@@ -314,9 +354,9 @@ def _retype(tensors: dict[str, torch.Tensor]) -> None:
         (_retype, r"1 of another type:\n  model\.norm\.weight is I8 in model\.safetensors"),
     ],
 )
-def test_headers_are_held_against_the_config(change: Callable[[dict[str, torch.Tensor]], None], message: str) -> None:
+def test_headers_are_compared_with_the_config(change: Callable[[dict[str, torch.Tensor]], None], message: str) -> None:
     write_model(Path("model"), max_shard_size="1GB")
-    path = Path("model/model.safetensors")
+    path = Path("model", WEIGHTS)
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, {"format": "pt"})
@@ -325,7 +365,7 @@ def test_headers_are_held_against_the_config(change: Callable[[dict[str, torch.T
 
 
 def test_no_weight_is_read_to_check_the_headers() -> None:
-    """All but the header of the file is a hole of the disk, far larger than it."""
+    """Behind its header the file is a hole of more than 10 GiB, which is slow to read."""
     config = LlamaConfig(**{**SIZES, "vocab_size": 1 << 16}, **{**LAYERS, "hidden_size": 1 << 14})
     write_model(Path("model"), LLAMA, weights=False)
     config.save_pretrained("model")
@@ -336,39 +376,40 @@ def test_no_weight_is_read_to_check_the_headers() -> None:
         header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
         end += tensor.nbytes
     text = json.dumps(header).encode()
-    with open("model/model.safetensors", "wb") as file:
+    with Path("model", WEIGHTS).open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)
     assert end > 10 * 2**30
     began = time.monotonic()
     built = meta.build(Path("model"))
-    found = meta.check_headers(built, headers.read(Path("model"), ["model.safetensors"]))
+    found = meta.check_headers(built, headers.read(Path("model"), files=[WEIGHTS]))
     assert found.keys() == model.state_dict().keys()
     assert time.monotonic() - began < 5
 
 
-def test_names_of_older_checkpoints_are_found() -> None:
-    """GPT-2 on the Hub has no prefix `transformer.`, and stores masks that the model no longer has."""
+def test_tensors_are_found_under_the_names_of_older_checkpoints() -> None:
+    """GPT-2 on the Hub lacks the prefix `transformer.`, and has masks that the model no longer has."""
     write_model(Path("model"), GPT2, max_shard_size="1GB")
-    path = Path("model/model.safetensors")
+    path = Path("model", WEIGHTS)
     old = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
     save_file({**old, "h.0.attn.bias": torch.ones(1, 1, 32, 32)}, path, {"format": "pt"})
     describe()
-    found = meta.check_headers(meta.build(Path("model")), headers.read(Path("model"), ["model.safetensors"]))
+    found = meta.check_headers(meta.build(Path("model")), headers.read(Path("model"), files=[WEIGHTS]))
     assert found["transformer.wte.weight"].key == "wte.weight"
     assert "lm_head.weight" not in found
 
 
 def test_a_tied_parameter_stored_twice_must_be_the_same() -> None:
     write_model(Path("model"), max_shard_size="1GB")
-    path = Path("model/model.safetensors")
+    path = Path("model", WEIGHTS)
     tensors = load_file(path)
     embedding = tensors["model.embed_tokens.weight"]
     save_file({**tensors, "lm_head.weight": embedding.clone()}, path, {"format": "pt"})
     describe()
-    save_file({**tensors, "lm_head.weight": embedding + 1}, path, {"format": "pt"})
-    with pytest.raises(StageError, match=r"config\.json ties them"):
-        describe()
+    for other in (embedding + 1, embedding.to(torch.bfloat16), embedding[1:].clone()):
+        save_file({**tensors, "lm_head.weight": other}, path, {"format": "pt"})
+        with pytest.raises(StageError, match=r"config\.json ties them"):
+            describe()
     del tensors["model.embed_tokens.weight"]
     save_file({**tensors, "lm_head.weight": embedding}, path, {"format": "pt"})  # under the other name only
     describe()
@@ -388,7 +429,7 @@ def test_pickled_weights_are_refused(where: str, request: pytest.FixtureRequest)
     name = "model"
     if where == "cache":
         cached(Path("model"), request.getfixturevalue("home"))
-        name = REPO
+        name = HUB_ID
     with pytest.raises(StageError, match=r"weights are pickles \(pytorch_model.bin\)"):
         describe(name)
     assert "pytorch_model.bin" not in describe(name, "random").files
@@ -404,16 +445,16 @@ def test_a_model_with_code_of_its_own_is_refused(name: str) -> None:
         describe()
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_a_directory_without_a_causal_language_model_is_refused() -> None:
     Path("empty").mkdir()
     with pytest.raises(StageError, match=r"no config\.json"):
         describe("empty")
     write_model(Path("model"), weights=False)
     publish.write_json(Path("model/config.json"), {"model_type": "t5"})
-    with pytest.raises(StageError, match="no causal language model that transformers"):
+    with pytest.raises(StageError, match="does not describe a causal language model that transformers"):
         describe()
-    publish.write_json(Path("model/config.json"), {"model_type": "nothing-of-the-kind"})
-    with pytest.raises(StageError, match="no causal language model that transformers"):
+    publish.write_json(Path("model/config.json"), {"model_type": "unknown-to-transformers"})
+    with pytest.raises(StageError, match="does not describe a causal language model that transformers"):
         describe()
     write_model(Path("quantized"))
     publish.write_json(
@@ -427,7 +468,7 @@ def test_what_is_no_model_is_refused() -> None:
         describe("quantized")
 
 
-def test_a_tokenizer_json_is_needed() -> None:
+def test_a_model_without_a_valid_tokenizer_json_is_refused() -> None:
     write_model(Path("model"))
     path = Path("model/tokenizer.json")
     path.write_text(path.read_text()[:-20])
@@ -452,11 +493,11 @@ class Model(torch.nn.Module):
         self.many = torch.nn.ModuleList([Layer(), Layer()])
 
 
-def test_layers_are_found_without_their_names() -> None:
+def test_layers_are_found_in_the_lists_of_a_model() -> None:
     model = Model()
     assert meta.layer_classes(model) == ["Layer"]  # the longest list
     model._no_split_modules = {"Embedding", "Linear", "Layer"}
-    assert meta.layer_classes(model) == ["Layer"]  # neither what is in no list nor a part of a layer
+    assert meta.layer_classes(model) == ["Layer"]  # neither a module outside of the lists nor a part of a layer
     model._no_split_modules = {"Conv1d", "Layer"}
     assert meta.layer_classes(model) == ["Conv1d", "Layer"]
     with pytest.raises(StageError, match="no list of layers"):

@@ -1,10 +1,11 @@
-"""The numbers are those of the model, and the report opens anywhere and is the same each time."""
+"""The loss is that of the model; the report needs no network and has the same bytes each time."""
 
 import html.parser
 import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,12 +19,16 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from stages import download, evaluate
-from stages.artifacts import publish
-from stages.artifacts.command import StageError
-from stages.export import history, report
-from stages.model import manifest
+from stages.artifacts import history, publish
+from stages.artifacts.dataset import Dataset, Shard
+from stages.artifacts.errors import StageError
+from stages.artifacts.identity import TokenFingerprints
+from stages.export import report
+from stages.export.lineage import Lineage, SourceModel
+from stages.tokens.packed import VALIDATION
+from tests.models import write_tokenizer
+from tests.project import REPO, flip_bit
 
-ROOT = Path(evaluate.__file__).parents[1]
 LENGTH, EOS = 24, 2
 HISTORY = """step\tepoch\ttokens\tloss\tlr\tgrad_norm\tvalidation_loss
 0\t0.0\t0\t\t\t\t4.5
@@ -34,16 +39,9 @@ HISTORY = """step\tepoch\ttokens\tloss\tlr\tgrad_norm\tvalidation_loss
 
 
 @pytest.fixture(autouse=True)
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def project(empty_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that the stage reads, with rows of random words."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["evaluate"])
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    words = {"<unk>": 0, "<b>": 1, "<eos>": EOS} | {f"w{number}": number for number in range(3, 64)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.Fuse()
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         bos_token_id=None, eos_token_id=EOS, max_position_embeddings=48, initializer_range=0.5,
@@ -51,22 +49,38 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     directory = Path("outputs/exp/model")
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
-    manifest.write(download.describe(download.DownloadParams(str(directory), "main", "auto")))
-    lineage = {
-        "run_id": "0123", "step": 3, "model": {"name": "<tiny & small>"},
-        "weights": {"model.safetensors": publish.sha256_file(directory / "model.safetensors")},
-    }  # fmt: skip
-    publish.write_json(directory / "lineage.json", lineage)
+    write_tokenizer(directory, ["<unk>", "<b>", "<eos>", *(f"w{number}" for number in range(3, 64))])
+    params = download.DownloadParams(model_name=str(directory), model_revision="main", initial_weights="auto")
+    download.describe(params).write()
+    lineage = Lineage(
+        run_id="0123",
+        step=3,
+        adopted=None,
+        model=SourceModel(name="<tiny & small>", revision="main", commit=None, manifest="m", lineage=None),
+        data=TokenFingerprints(train="t", validation="v"),
+        params={},
+        code="c",
+        packages={},
+        checkpoint_manifest="cm",
+        weights={"model.safetensors": publish.sha256_file(directory / "model.safetensors")},
+    )
+    lineage.write(directory / "lineage.json")
     Path("outputs/exp/history.tsv").write_text(HISTORY)
     write_rows(7)
     write_params()
 
 
-def write_rows(count: int) -> None:
-    rows = np.random.default_rng(0).integers(1, 64, (count, LENGTH), dtype=np.int32)
-    feature = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=LENGTH)})
-    datasets.Dataset.from_dict({"input_ids": list(rows)}, features=feature).save_to_disk(str(evaluate.VALIDATION))
+def write_rows(num_rows: int, length: int = LENGTH) -> None:
+    """Write rows of random tokens as the pack stage does: with the digests of the shard in state.json."""
+    shutil.rmtree(VALIDATION, ignore_errors=True)
+    rows = np.random.default_rng(0).integers(1, 64, (num_rows, length), dtype=np.int32)
+    rows[:1][rows[:1] == EOS] = 3  # the first row is a part of one document
+    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=length)})
+    datasets.Dataset.from_dict({"input_ids": list(rows)}, features=features).save_to_disk(str(VALIDATION))
+    files = sorted(VALIDATION.glob("*.arrow"))  # one, or none where there are no rows
+    shards = [Shard(filename=file.name, rows=num_rows, sha256=publish.sha256_file(file)) for file in files]
+    info = publish.read_json(VALIDATION / "dataset_info.json")
+    Dataset(features=info["features"], shards=shards).write(VALIDATION)
 
 
 def write_params(**changed: Any) -> None:
@@ -74,16 +88,17 @@ def write_params(**changed: Any) -> None:
     Path("params.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()))
 
 
-def metrics() -> dict[str, Any]:
+def run_stage() -> dict[str, Any]:
+    """Run the stage; returns the content of metrics.json."""
     evaluate.main()
-    found: dict[str, Any] = publish.read_json(Path("outputs/exp/metrics.json"))
-    return found
+    metrics: dict[str, Any] = publish.read_json(Path("outputs/exp/metrics.json"))
+    return metrics
 
 
 def reference_loss(document_mask: bool) -> tuple[float, int]:
-    """The loss, one document, or one row, and one token at a time."""
+    """The loss of one document, or one row, at a time, and the number of tokens."""
     model = AutoModelForCausalLM.from_pretrained("outputs/exp/model")
-    rows = np.asarray(datasets.load_from_disk(str(evaluate.VALIDATION))["input_ids"])
+    rows = np.asarray(datasets.load_from_disk(str(VALIDATION))["input_ids"])
     losses = []
     for row in rows:
         ends = [index + 1 for index in np.flatnonzero(row == EOS)] if document_mask else []
@@ -100,17 +115,17 @@ def reference_loss(document_mask: bool) -> tuple[float, int]:
 @pytest.mark.parametrize("batch_size", [2, 7, 100])
 def test_loss_and_perplexity_are_those_of_each_document_alone(document_mask: bool, batch_size: int) -> None:
     write_params(document_mask=document_mask, batch_size=batch_size)
-    found = metrics()
+    metrics = run_stage()
     loss, tokens = reference_loss(document_mask)
-    assert found["validation_tokens"] == tokens
-    assert found["validation_loss"] == pytest.approx(loss, abs=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
-    assert (found["untrained_validation_loss"], found["validation_rows"], found["step"]) == (4.5, 7, 3)
+    assert metrics["validation_tokens"] == tokens
+    assert metrics["validation_loss"] == pytest.approx(loss, abs=1e-5)
+    assert metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+    assert (metrics["untrained_validation_loss"], metrics["validation_rows"], metrics["step"]) == (4.5, 7, 3)
 
 
-def test_the_two_kinds_of_mask_differ_here() -> None:
-    """Or the test above could not tell them apart."""
-    assert abs(reference_loss(True)[0] - reference_loss(False)[0]) > 1e-3
+def test_the_two_kinds_of_mask_give_different_losses() -> None:
+    """Otherwise the test above would pass with either."""
+    assert abs(reference_loss(document_mask=True)[0] - reference_loss(document_mask=False)[0]) > 1e-3
 
 
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -119,7 +134,7 @@ def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     paths = [outputs / "metrics.json", *sorted((outputs / "report").iterdir())]
     assert {path.name for path in paths} >= {"index.html", "loss.svg", "schedule.svg", "sample.md"}
     first = [path.read_bytes() for path in paths]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "SOURCE_DATE_EPOCH": "1", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
+    env = {**os.environ, "PYTHONPATH": str(REPO), "SOURCE_DATE_EPOCH": "1", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
     command = [sys.executable, "-m", "stages.evaluate"]
     process = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert [path.read_bytes() for path in paths] == first
@@ -127,8 +142,8 @@ def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     assert not any(str(tmp_path).encode() in content for content in first)
 
 
-class Outside(html.parser.HTMLParser):
-    """Collects whatever a page would fetch, and the text it shows."""
+class PageReader(html.parser.HTMLParser):
+    """Collects all links of a page, its tags, and the text that it shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,10 +159,10 @@ class Outside(html.parser.HTMLParser):
         self.text += data
 
 
-def test_the_page_needs_nothing_but_itself() -> None:
+def test_the_page_needs_no_other_file() -> None:
     evaluate.main()
     content = Path("outputs/exp/report/index.html").read_text()
-    page = Outside()
+    page = PageReader()
     page.feed(content)
     assert page.links, "the pictures refer to their own parts"
     assert all(link.startswith("#") for link in page.links)
@@ -158,15 +173,16 @@ def test_the_page_needs_nothing_but_itself() -> None:
     assert "4.5000 nats per token (perplexity 90.0)" in page.text
 
 
-def test_a_sample_continues_the_beginning_of_a_held_out_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "PROMPT_TOKENS", 9)
+def test_a_sample_continues_the_beginning_of_a_held_out_document() -> None:
+    write_rows(7, length=44)
     evaluate.main()
-    rows = np.asarray(datasets.load_from_disk(str(evaluate.VALIDATION))["input_ids"])
+    rows = np.asarray(datasets.load_from_disk(str(VALIDATION))["input_ids"])
     tokenizer = transformers.AutoTokenizer.from_pretrained("outputs/exp/model")
     text = Path("outputs/exp/report/sample.md").read_text()
-    for index in (0, 3, 6):
-        documents = np.split(rows[index], np.flatnonzero(rows[index] == EOS) + 1)
-        prompt = tokenizer.decode(max(documents, key=len)[:9])
+    longest = [max(np.split(row, np.flatnonzero(row == EOS) + 1), key=len) for row in rows[[0, 3, 6]]]
+    assert max(map(len, longest)) > evaluate.PROMPT_TOKENS > min(map(len, longest))
+    for document in longest:
+        prompt = tokenizer.decode(document[: evaluate.PROMPT_TOKENS])
         assert f"Prompt:\n\n    {prompt}\n\nContinuation:\n\n    " in text
     written = re.findall(r"Continuation:\n\n    (.*)", text)
     assert len(written) == 3
@@ -176,17 +192,15 @@ def test_a_sample_continues_the_beginning_of_a_held_out_document(monkeypatch: py
 def test_without_held_out_rows_there_is_a_note_and_no_loss() -> None:
     write_rows(0)
     Path("outputs/exp/history.tsv").write_text(HISTORY.replace("4.5", "").replace("3.75", ""))
-    found = metrics()
-    assert found["validation_loss"] is found["perplexity"] is found["untrained_validation_loss"] is None
-    assert "validation_splits" in found["note"]
+    metrics = run_stage()
+    assert metrics["validation_loss"] is metrics["perplexity"] is metrics["untrained_validation_loss"] is None
+    assert "validation_splits" in metrics["note"]
     assert "not measured" in Path("outputs/exp/report/index.html").read_text()
 
 
 def test_weights_that_are_not_those_of_the_lineage_are_refused() -> None:
     path = Path("outputs/exp/model/model.safetensors")
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    flip_bit(path, -1)
     with pytest.raises(StageError, match=r"model\.safetensors is missing or was changed"):
         evaluate.main()
     Path("outputs/exp/model/lineage.json").unlink()
@@ -195,10 +209,10 @@ def test_weights_that_are_not_those_of_the_lineage_are_refused() -> None:
     assert not Path("outputs/exp/report").exists()
 
 
-def test_the_pictures_show_what_the_history_says() -> None:
+def test_the_pictures_show_the_history() -> None:
     rows = history.read(Path("outputs/exp/history.tsv"))
-    assert history.values(rows, "loss") == ([1, 2, 3], [4.25, 4.0, 3.5])
-    assert history.values(rows, "validation_loss") == ([0, 2], [4.5, 3.75])
+    assert history.series(rows, "loss") == ([1, 2, 3], [4.25, 4.0, 3.5])
+    assert history.series(rows, "validation_loss") == ([0, 2], [4.5, 3.75])
     changed = [*rows, {**rows[-1], "step": 4.0, "loss": 3.0, "lr": 0.0005}]
     assert report.loss_picture(rows) != report.loss_picture(changed)
     assert report.schedule_picture(rows) != report.schedule_picture(changed)
@@ -206,7 +220,7 @@ def test_the_pictures_show_what_the_history_says() -> None:
     assert report.schedule_picture([]).startswith("<?xml")
 
 
-def test_help_does_not_wait_for_torch() -> None:
+def test_help_does_not_import_torch_or_matplotlib() -> None:
     script = "import sys; import stages.evaluate, stages.consolidate; print({'torch', 'matplotlib'} & set(sys.modules))"
-    process = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    process = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, check=True)
     assert process.stdout == "set()\n"

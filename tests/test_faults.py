@@ -8,22 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from stages.training.process import INTERRUPTED, single_writer
-from tests.conftest import (
-    LAUNCH,
-    Given,
-    Project,
-    Ranks,
-    is_alive,
-    names,
-    published,
-    ranks_of,
-    result,
-    steps,
-    wait_for,
-    weights,
-)
+from stages.checkpointing.lock import writer_lock
+from stages.training.signals import INTERRUPTED
 from tests.faults import environment
+from tests.project import LAUNCH, Project, is_alive, ranks_of, wait_for
+from tests.ranks import Ranks
+from tests.trainings import Given, names, published, result, steps, weights
 
 
 def test_13_no_rank_outlives_a_killed_launcher(fresh: Given, ranks: Ranks) -> None:
@@ -41,14 +31,14 @@ def test_13_no_rank_outlives_a_killed_launcher(fresh: Given, ranks: Ranks) -> No
 
 def test_14_a_second_writer_is_refused(finished: Given) -> None:
     project, _ = finished
-    with single_writer(project.checkpoints(), print):
+    with writer_lock(project.checkpoints(), print):
         assert "another training writes into" in project.run(*LAUNCH, status=2)
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGKILL, signal.SIGHUP))]
 )
-def test_14_dvc_is_ended_and_started_again_at_once(
+def test_14_dvc_is_stopped_and_started_again_at_once(
     reproduced: Project, uninterrupted: dict[str, str], number: signal.Signals
 ) -> None:
     reproduced.set(seed=1)
@@ -76,12 +66,12 @@ def test_15_26_a_rank_that_hangs_and_one_that_dies_are_named_and_there_is_one_re
     project.set(runtime={"timeout_minutes": 0.15, "max_restarts": 1, "debug": True})
     output = project.run(*LAUNCH, status=1, **environment("stop rank 1 at step 4\nkill rank 1 at step 5"))
     assert (
-        "rank 1 has not moved for 8 s: step 5, data (the process is stopped, as by SIGSTOP); waiting for it: rank 0 in "
-        "step 5, agreement with the other ranks; restart 1 of 1\n"
+        "rank 1 made no progress for 8 s: step 5, data (the process is stopped, as by SIGSTOP); waiting for it: rank 0 "
+        "in step 5, agreeing with the other ranks; restart 1 of 1\n"
     ) in output
     assert "resuming from step 2 of 12" in output
-    assert "rank 1 was killed by signal 9: step 6, data (if the machine ran out of memory, take batch_size 1" in output
-    assert "error: after 1 restarts, the training failed; the next launch goes on from its newest checkpoint" in output
+    assert "rank 1 was killed by signal 9: step 6, data (if the machine ran out of memory, use batch_size 1" in output
+    assert "error: after 1 restarts, the training failed; the next launch continues from its newest" in output
     assert "Traceback" not in output
     assert "resuming from step 4 of 12" in ranks.run(project)
     assert result(project) == reference  # so `debug` changes nothing, too
@@ -94,7 +84,7 @@ def test_15_26_a_rank_that_hangs_and_one_that_dies_are_named_and_there_is_one_re
 
 
 @pytest.mark.slow
-def test_26_a_rank_that_always_dies_is_restarted_so_often_and_no_more(fresh: Given, ranks: Ranks) -> None:
+def test_26_a_rank_that_always_dies_is_restarted_max_restarts_times(fresh: Given, ranks: Ranks) -> None:
     project, reference = fresh
     project.set(runtime={"max_restarts": 2})
     output = project.run(*LAUNCH, status=1, **environment("kill rank 1 at step 5"))
@@ -105,7 +95,7 @@ def test_26_a_rank_that_always_dies_is_restarted_so_often_and_no_more(fresh: Giv
     assert result(project) == reference
 
 
-def test_16_17_the_launcher_is_told_to_stop_twice(fresh: Given, ranks: Ranks) -> None:
+def test_16_17_a_launcher_that_gets_two_signals_saves_and_stops(fresh: Given, ranks: Ranks) -> None:
     project, reference = fresh
     process = project.popen(*LAUNCH, **environment("delay rank 1 at step 5"))
     wait_for(lambda: list(project.path.glob("outputs/test/checkpoints/*/step-00000004")))
@@ -121,8 +111,8 @@ def test_16_17_the_launcher_is_told_to_stop_twice(fresh: Given, ranks: Ranks) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
-def test_16_17_the_launcher_is_told_to_stop_at_any_moment(fresh: Given, ranks: Ranks, number: signal.Signals) -> None:
-    """While it starts, while the ranks start, and while they train; half of the times it is told twice."""
+def test_16_17_the_launcher_can_be_stopped_at_any_moment(fresh: Given, ranks: Ranks, number: signal.Signals) -> None:
+    """While it starts, while the ranks start, and while they train; half of the times it gets two signals."""
     project, reference = fresh
     for delay in (0.1, 2, 4, 6):
         process = project.popen(*LAUNCH)
@@ -133,7 +123,7 @@ def test_16_17_the_launcher_is_told_to_stop_at_any_moment(fresh: Given, ranks: R
             time.sleep(0.1)
             process.send_signal(number)
         output, _ = process.communicate(timeout=100)
-        ended = {0, INTERRUPTED} if started else {0, INTERRUPTED, 130, -number}  # it does not listen yet
+        ended = {0, INTERRUPTED} if started else {0, INTERRUPTED, 130, -number}  # before it handles signals
         assert process.returncode in ended, output
         assert "Traceback" not in output or not started  # Python's own, of a Ctrl-C while it imports
         wait_for(lambda started=started: not any(map(is_alive, started)), seconds=2)
@@ -141,13 +131,13 @@ def test_16_17_the_launcher_is_told_to_stop_at_any_moment(fresh: Given, ranks: R
     assert result(project) == reference
 
 
-def test_28_two_trainings_share_a_machine_and_a_port_is_taken(fresh: Given, tmp_path: Path) -> None:
+def test_28_two_trainings_share_a_machine_although_a_port_is_in_use(fresh: Given, tmp_path: Path) -> None:
     project, reference = fresh
     other = project.copy(tmp_path / "other")
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
+    with socket.socket() as occupied:
+        occupied.bind(("", 0))
+        occupied.listen()
+        port = str(occupied.getsockname()[1])
         process = other.popen(*LAUNCH, MASTER_PORT=port)
         project.run(*LAUNCH, MASTER_PORT=port)
         output, _ = process.communicate(timeout=100)

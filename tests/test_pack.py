@@ -4,8 +4,10 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 import time
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +20,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from stages.artifacts import reuse
-from stages.artifacts.command import StageError
+from stages.artifacts import code, reuse
+from stages.artifacts.dataset import Dataset
+from stages.artifacts.errors import StageError
 from stages.artifacts.publish import read_json, sha256_file
-from stages.corpus import arrow, encoding, packing
-from stages.corpus.text import TextWriter
-from stages.extract import ExtractParams, ExtractRuntime, extract
-from stages.model import manifest
-from stages.organize import OrganizeParams, OrganizeRuntime, organize
-from stages.pack import PackParams, PackRuntime, pack
-from tests.conftest import REPO, peak_memory
-from tests.test_extract import put, workers_of
+from stages.artifacts.record import FileEntry
+from stages.corpus import arrow, packing
+from stages.corpus.encoding import Encoder, EncoderLimits, TokenizerSpec
+from stages.extract import ExtractRuntime, extract
+from stages.model.manifest import ModelManifest
+from stages.pack import PackParams, PackRuntime, find_tokenizer_spec, pack
+from tests.corpus import CORPUS, PARAMS, organize_raw, put, put_numbered, wait_for_workers
+from tests.project import REPO, peak_memory, start_stage
+
+pytestmark = pytest.mark.usefixtures("empty_project")
 
 EOS, SPELLING = 0, "<|endoftext|>"
 BOS, BOS_SPELLING = 1, "<|begin|>"
@@ -46,49 +51,59 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def make_model(tokenizer: Tokenizer | None = None, **changes: Any) -> manifest.ModelManifest:
+def make_model(tokenizer: Tokenizer | None = None, **changes: Any) -> ModelManifest:
     """A model that is only a tokenizer, and its manifest."""
     directory = Path("model")
     directory.mkdir(exist_ok=True)
     path = directory / "tokenizer.json"
     tokenizer = tokenizer or byte_tokenizer()
     tokenizer.save(str(path))
-    encoding._tokenizer.cache_clear()
-    model = manifest.ModelManifest(
+    model = ModelManifest(
         model_name=str(directory), model_revision="main", commit=None, architecture="", model_type="", dtype="float32",
-        num_parameters=0, files={"tokenizer.json": manifest.FileEntry(path.stat().st_size, sha256_file(path))},
+        num_parameters=0, files={"tokenizer.json": FileEntry.of(path)},
         weights=[], tied_weights={}, layer_classes=[], vocab_size=tokenizer.get_vocab_size(), max_seq_length=None,
         eos_token_id=EOS, bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     model = dataclasses.replace(model, **changes)
-    manifest.write(model)
+    model.write()
     return model
 
 
-def make_corpus(splits: list[list[str]]) -> None:
+def spec_of_model() -> TokenizerSpec:
+    return find_tokenizer_spec(PackParams(seq_length=4, validation_splits=0))
+
+
+def make_corpus(splits: list[list[str]], batch_size: int = 1000) -> None:
+    """Write the corpus, with so many documents in a record batch."""
     directory = Path("data/corpus")
     directory.mkdir(parents=True, exist_ok=True)
     shards = []
     for index, documents in enumerate(splits):
         stream = arrow.StreamWriter(directory / arrow.shard_name(index, len(splits)), arrow.TEXT)
-        writer = TextWriter(stream, 1, print)
-        for document in documents:
-            writer.add([document])
-            writer.end()
-        shards.append(writer.close())
-    arrow.write_metadata(directory, arrow.TEXT, shards)
+        for start in range(0, len(documents), batch_size):
+            stream.write(pa.array(documents[start : start + batch_size]))
+        shards.append(stream.close())
+    Dataset(arrow.TEXT, shards).write(directory)
 
 
-def run(seq_length: int = 4, validation_splits: int = 1, num_workers: int = 1) -> dict[str, Any]:
+def run(**arguments: Any) -> dict[str, Any]:
+    """Run the stage with nothing in the store; return the metrics."""
     shutil.rmtree("data/.reuse", ignore_errors=True)
-    encode(seq_length, validation_splits, num_workers)
+    encode(**arguments)
     metrics: dict[str, Any] = json.loads(Path("data/pack.json").read_text())
     return metrics
 
 
-def encode(seq_length: int = 4, validation_splits: int = 1, num_workers: int = 1, reuse_gib: float = 1) -> int:
-    """Run the stage with what is in the store; return how many splits were encoded anew."""
-    output = pack(PackParams(seq_length, validation_splits), PackRuntime(num_workers, reuse_gib))
+def encode(
+    seq_length: int = 4,
+    validation_splits: int = 1,
+    num_workers: int = 1,
+    reuse_gib: float = 1,
+    max_batch_tokens: int = packing.MAX_BATCH_TOKENS,
+) -> int:
+    """Run the stage with what is in the store; return how many splits were encoded."""
+    params = PackParams(seq_length=seq_length, validation_splits=validation_splits)
+    output = pack(params, PackRuntime(num_workers=num_workers, reuse_gib=reuse_gib), max_batch_tokens)
     [(reused, total)] = re.findall(r"(\d+) of (\d+) splits reused", output)
     return int(total) - int(reused)
 
@@ -104,13 +119,6 @@ def content() -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in paths if path.is_file()}
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty project to run in."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 DOCUMENT = st.text(st.characters(codec="utf-8") | st.sampled_from("ab \n"), min_size=1) | st.just(
     f"a{BOS_SPELLING} {SPELLING} b"
 )
@@ -122,11 +130,9 @@ def test_trap_25_decoding_gives_back_the_documents(splits: list[list[str]], seq_
     splits = [["long enough for a row", *documents] for documents in splits]
     make_model()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "BATCH", batch)  # tokens of a record batch of rows
-        patch.setattr("stages.corpus.text.BATCH", batch)  # characters of a record batch of text
-        patch.setattr(reuse, "digest_of_code", lambda module: "")  # which takes longer than all the rest
-        make_corpus(splits)
-        metrics = run(seq_length)
+        patch.setattr(code, "digest_with_packages", lambda module: "")  # slower than everything else in this test
+        make_corpus(splits, batch_size=batch)
+        metrics = run(seq_length=seq_length, max_batch_tokens=batch)
     tokenizer = byte_tokenizer()
     tokenizer.encode_special_tokens = True
     for name, part in (("train", splits[:-1]), ("validation", splits[-1:])):
@@ -138,8 +144,8 @@ def test_trap_25_decoding_gives_back_the_documents(splits: list[list[str]], seq_
         assert metrics[name]["documents"] == len(documents)
         assert metrics[name]["characters"] == sum(map(len, documents))
         assert metrics[name]["rows"] == len(stream) // seq_length
-        whole = found + stream[len(found) :]
-        assert decode_documents(tokenizer, whole) == documents
+        rest = stream[len(found) :]
+        assert decode_documents(tokenizer, found + rest) == documents
 
 
 def decode_documents(tokenizer: Tokenizer, stream: list[int]) -> list[str]:
@@ -162,7 +168,7 @@ def test_trap_25_validation_shares_no_document_with_training() -> None:
     assert "also" in byte_tokenizer().decode(tokens("train"))
 
 
-def test_trap_25_truncation_padding_and_added_tokens_of_the_tokenizer_are_off() -> None:
+def test_trap_25_truncation_padding_and_added_tokens_of_the_tokenizer_are_disabled() -> None:
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = byte_tokenizer()
@@ -177,7 +183,7 @@ def test_trap_25_truncation_padding_and_added_tokens_of_the_tokenizer_are_off() 
 
 @pytest.mark.parametrize("kind", ["unigram", "word"])
 def test_trap_25_eos_never_comes_from_a_text(kind: str) -> None:
-    """Models that look words up take the tag </s> in a text for the token."""
+    """Models that look up entire words confuse the tag </s> in a text with the token."""
     if kind == "unigram":
         pieces = [("</s>", 0.0), ("?", -9.0), *((letter, -5.0) for letter in "ab</s>")]
         tokenizer = Tokenizer(models.Unigram(pieces, unk_id=1))
@@ -204,18 +210,18 @@ def decode_documents_of_ids(stream: list[int]) -> list[list[int]]:
     return [document for document in documents if document]
 
 
-def test_trap_22_the_number_and_place_of_workers_change_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trap_22_the_number_of_workers_and_the_executor_change_no_byte() -> None:
     make_model()
-    monkeypatch.setattr("stages.corpus.text.BATCH", 100)
-    make_corpus([[f"document {split} {index} " * 9 for index in range(3)] for split in range(2)])
+    make_corpus([[f"document {split} {index} " * 9 for index in range(3)] for split in range(2)], batch_size=1)
     results = []
-    for runtime in (PackRuntime(1, 0), PackRuntime(3, 0), PackRuntime(2, 0, executor="dask")):
-        pack(PackParams(4, 1), runtime)
+    for num_workers, executor in ((1, "processes"), (3, "processes"), (2, "dask")):
+        runtime = PackRuntime(num_workers=num_workers, reuse_gib=0, executor=executor)
+        pack(PackParams(seq_length=4, validation_splits=1), runtime)
         results.append(content())
     assert results[0] == results[1] == results[2]
 
 
-def test_trap_23_rows_are_mapped_and_of_int32() -> None:
+def test_trap_23_rows_are_int32_and_memory_mapped() -> None:
     make_model()
     make_corpus([["train " * 50], ["validation " * 5]])
     run(seq_length=8)
@@ -233,12 +239,12 @@ def test_trap_23_rows_are_mapped_and_of_int32() -> None:
     assert values.tolist() == tokens("train")
 
 
-def test_the_fingerprint_follows_the_content() -> None:
+def test_the_fingerprint_depends_on_the_content_only() -> None:
     make_model()
     prints = []
     for text, seq_length in (("train " * 9, 4), ("train " * 9, 4), ("trail " * 9, 4), ("train " * 9, 2)):
         make_corpus([[text], ["validation"]])
-        run(seq_length)
+        run(seq_length=seq_length)
         loaded = datasets.load_from_disk("data/tokens/train")
         prints.append((read_json(Path("data/tokens/train/state.json"))["_fingerprint"], loaded._fingerprint))
     assert prints[0] == prints[1]
@@ -246,7 +252,7 @@ def test_the_fingerprint_follows_the_content() -> None:
     assert len(prints[0][0]) == 64
 
 
-def test_trap_26_no_eos() -> None:
+def test_trap_26_a_model_without_an_eos_token_is_refused() -> None:
     make_corpus([["train"], ["validation"]])
     make_model(eos_token_id=None)
     with pytest.raises(StageError, match=r"no EOS token.*set eos_token_id"):
@@ -259,10 +265,10 @@ def test_trap_26_no_eos() -> None:
         run()
 
 
-def test_trap_26_seq_length_above_the_limit_of_the_model() -> None:
+def test_trap_26_a_seq_length_above_the_limit_of_the_model_is_refused() -> None:
     make_corpus([["train"], ["validation"]])
     make_model(max_seq_length=8)
-    with pytest.raises(StageError, match="seq_length is 9, model takes at most 8: lower it"):
+    with pytest.raises(StageError, match="seq_length is 9, model allows at most 8: lower it"):
         run(seq_length=9)
 
 
@@ -278,20 +284,20 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("splits", "options", "message"),
+    ("splits", "arguments", "message"),
     [
-        ([[], []], {}, "holds no text: put files with text into raw_dir"),
+        ([[], []], {}, "contains no text: put files with text into raw_dir"),
         ([["a"], ["b"]], {"validation_splits": 2}, "validation_splits is 2 of num_splits = 2 splits"),
         ([["xy"], ["long enough"]], {}, "train has 3 tokens, too few for one row of seq_length 4: lower seq_length"),
         ([["long enough"], ["xy"]], {}, r"validation has 3 tokens, .* raise validation_splits \(now 1\)"),
         ([["long enough"], []], {}, "validation has 0 tokens"),
     ],
 )
-def test_too_little_text(splits: list[list[str]], options: dict[str, Any], message: str) -> None:
+def test_too_little_text_is_refused(splits: list[list[str]], arguments: dict[str, Any], message: str) -> None:
     make_model()
     make_corpus(splits)
     with pytest.raises(StageError, match=message):
-        run(**options)
+        run(**arguments)
     assert not list(Path("data").glob("tokens/*"))
 
 
@@ -300,7 +306,7 @@ def test_a_damaged_corpus_is_refused() -> None:
     make_corpus([["train " * 50], ["validation"]])
     path = Path("data/corpus/data-00000-of-00002.arrow")
     good = path.read_bytes()
-    # The last two would otherwise be read as a whole, shorter shard, and as another text.
+    # Without the check, the last two would be read as a valid, shorter shard and as another text.
     for bad in (good[:-1], good[:-8], good.replace(b"train", b"trail")):
         path.write_bytes(bad)
         with pytest.raises(StageError, match=r"data-00000-of-00002.arrow is damaged"):
@@ -325,7 +331,7 @@ def test_unknown_tokens_are_counted() -> None:
 SPLITS = [[f"document {split} {index} " * 9 for index in range(5)] for split in range(5)]
 
 
-def test_tokens_are_reused_whatever_the_rows() -> None:
+def test_tokens_are_reused_when_only_the_rows_change() -> None:
     make_model()
     make_corpus(SPLITS)
     assert encode() == 5
@@ -336,7 +342,7 @@ def test_tokens_are_reused_whatever_the_rows() -> None:
     assert content() == reused
 
 
-def test_the_text_of_a_split_the_tokenizer_and_the_code_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_reused_if_text_tokenizer_and_code_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     make_model()
     make_corpus(SPLITS)
     encode()
@@ -354,11 +360,11 @@ def test_the_text_of_a_split_the_tokenizer_and_the_code_decide(monkeypatch: pyte
     make_model(tokenizer)
     assert encode() == 5
     assert encode() == 0
-    monkeypatch.setattr(reuse, "digest_of_code", lambda module: "of an edit")
+    monkeypatch.setattr(code, "digest_with_packages", lambda module: "of an edit")
     assert encode() == 5
 
 
-def test_wide_and_narrow_tokens_are_the_same_rows() -> None:
+def test_tokens_of_two_and_four_bytes_give_the_same_rows() -> None:
     make_corpus(SPLITS)
     make_model()
     run()
@@ -368,20 +374,28 @@ def test_wide_and_narrow_tokens_are_the_same_rows() -> None:
     assert content() == narrow
 
 
-def test_one_file_added_to_many_encodes_a_quarter_of_the_splits_at_most() -> None:
+def test_one_added_file_encodes_a_quarter_of_the_splits_on_average_at_most() -> None:
+    def encode_raw() -> tuple[int, dict[str, bytes]]:
+        organize_raw(num_splits=20)
+        extract(PARAMS, ExtractRuntime(num_workers=1, reuse_gib=1))
+        shards = {path.name: path.read_bytes() for path in CORPUS.glob("*.arrow")}
+        return encode(), shards
+
     make_model()
-    put({f"folder{number % 7}/{number:05d}.txt": f"text {number}" for number in range(400)})
+    put_numbered(400)
+    num_encoded, shards = encode_raw()
+    assert num_encoded == 20
     counts = []
-    for _ in range(2):
-        organize(OrganizeParams(20, "data/raw", False), OrganizeRuntime(1))
-        extract(ExtractParams(None, 0, 1, "data/raw", False, False), ExtractRuntime(1, 1))
-        counts.append(encode())
-        put({"folder3/00005b.txt": "added"})
-    assert counts[0] == 20
-    assert 1 <= counts[1] <= 5
+    for name in ("aaa.txt", "folder1/00100b.txt", "folder3/00200b.txt", "folder5/00300b.txt", "zzz.txt"):
+        put({name: f"added as {name}"})
+        before = shards
+        num_encoded, shards = encode_raw()
+        assert 1 <= num_encoded <= sum(shards[shard] != before[shard] for shard in shards)
+        counts.append(num_encoded)
+    assert sum(counts) / len(counts) <= 20 / 4
 
 
-def test_what_was_finished_is_kept_when_a_split_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_splits_are_kept_when_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     make_model()
     make_corpus(SPLITS)
     run()
@@ -400,12 +414,12 @@ def test_what_was_finished_is_kept_when_a_split_fails(monkeypatch: pytest.Monkey
 def failing(function: Any, calls: int) -> Any:
     """The function, which fails after so many calls."""
 
-    def limited(task: packing.Task) -> packing.Encoded:
+    def limited(task: packing.Task) -> packing.Counts:
         nonlocal calls
         calls -= 1
         if calls < 0:
             raise RuntimeError
-        result: packing.Encoded = function(task)
+        result: packing.Counts = function(task)
         return result
 
     return limited
@@ -424,23 +438,22 @@ def test_the_store_of_tokens_is_bounded_and_verified() -> None:
     assert list(Path("data/.reuse").iterdir()) == []
 
 
-def test_what_a_lost_worker_left_is_not_written_to() -> None:
-    model = make_model()
+def test_the_file_of_a_lost_worker_is_not_written_to() -> None:
+    make_model()
     make_corpus([["text"]])
     [shard] = arrow.read_shards(Path("data/corpus"))
     path, target = Path("data/corpus", shard.filename), Path("tokens")
     target.write_bytes(b"of a lost worker")
-    coding = encoding.Coding(Path("model/tokenizer.json"), "", EOS, None, model.vocab_size)
     with target.open("rb") as left:
         [offset] = arrow.batch_offsets(path)
-        packing.encode(packing.Task(path, offset, coding, target))
+        packing.encode(packing.Task(shard=path, offset=offset, spec=spec_of_model(), target=target))
         assert left.read() == b"of a lost worker"
     assert target.stat().st_size == 2 * len("text.")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(10))
-def test_trap_21_killed_at_any_moment_encodes_what_was_not_finished(number: int) -> None:
+def test_trap_21_after_a_kill_only_unfinished_splits_are_encoded(number: int) -> None:
     """A SIGKILL of a worker, or of the stage, then a run to the end."""
     make_model()
     make_corpus([[f"document {split} {index} " * 900 for index in range(50)] for split in range(12)])
@@ -450,11 +463,8 @@ def test_trap_21_killed_at_any_moment_encodes_what_was_not_finished(number: int)
     shutil.rmtree("data/tokens")
     Path("params.yaml").write_text("seq_length: 4\nvalidation_splits: 1\nruntime: {num_workers: 2, reuse_gib: 1}\n")
     chance = random.Random(number)
-    stage = psutil.Popen(
-        [sys.executable, "-m", "stages.pack"], env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=-1, stderr=-1
-    )
-    while len(processes := workers_of(stage)) < 2:
-        time.sleep(0.01)
+    stage = start_stage("pack")
+    processes = wait_for_workers(stage, 2)
     time.sleep(chance.uniform(0.5, 4))
     if stage.poll() is None:
         (stage if chance.random() < 0.5 else chance.choice(processes)).kill()
@@ -465,47 +475,73 @@ def test_trap_21_killed_at_any_moment_encodes_what_was_not_finished(number: int)
     assert content() == clean
 
 
-@pytest.fixture
-def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "BATCH", 800)
-    monkeypatch.setattr(encoding, "WINDOW", 800)
-    monkeypatch.setattr(encoding, "OVERLAPS", (100, 200))
+SMALL = EncoderLimits(batch=800, window=800, overlaps=(100, 200))
 
 
-@pytest.mark.usefixtures("small_windows")
-def test_long_documents_are_encoded_as_if_they_were_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def tokens_of(documents: list[str]) -> list[list[int]]:
+    """What an encoder with small windows makes of documents, in its pieces."""
+    encoder = Encoder(spec_of_model(), SMALL)
+    return [piece.tolist() for piece in encoder.encode(pa.array(documents))]
+
+
+def test_long_documents_have_the_same_tokens_as_if_encoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     make_model()
     documents = ["ab a" * 3000, "short", f"{SPELLING}\n\n {BOS_SPELLING} é😀" * 99, "x", " " * 5000, "a b" * 200]
-    make_corpus([documents, ["validation"]])
-    run()
     tokenizer = byte_tokenizer()
     tokenizer.encode_special_tokens = True
     stream = [token for document in documents for token in (*tokenizer.encode(document).ids, EOS)]
-    assert tokens("train") == stream[: len(stream) - len(stream) % 4]
-    monkeypatch.setattr(Tokenizer, "encode_batch_fast", None)
-    coding = encoding.Coding(Path("model/tokenizer.json"), "", EOS, None, 1000)
-    pieces = encoding.encode(pa.array(["ab a" * 3000]), coding)  # no window gives way to the whole
-    assert len(list(pieces)) > 10
+    assert [*chain.from_iterable(tokens_of(documents))] == stream
+    monkeypatch.setattr(Tokenizer, "encode_batch_fast", None)  # what encodes a string at once
+    assert len(tokens_of(["ab a" * 3000])) > 10
 
 
-@pytest.mark.usefixtures("small_windows")
-def test_a_long_word_is_encoded_as_a_whole_where_windows_cannot_be_joined() -> None:
+def test_a_long_word_is_encoded_at_once_where_windows_cannot_be_joined() -> None:
     tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "?": 1, "a": 2, "b": 3}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     make_model(tokenizer)
-    make_corpus([["a b " * 500 + "a" * 5000 + " b" * 500, "b " * 900 + "</s> a" * 3], ["b b b b"]])
-    run(seq_length=2)
-    documents = decode_documents_of_ids(tokens("train"))
+    pieces = tokens_of(["a b " * 500 + "a" * 5000 + " b" * 500, "b " * 900 + "</s> a" * 3])
+    documents = decode_documents_of_ids([*chain.from_iterable(pieces)])
     assert documents[0] == [2, 3] * 500 + [1] + [3] * 500
     assert documents[1][:900] == [3] * 900
     assert documents[1][900:] == [1, 1, 2] * 3
 
 
+@pytest.mark.parametrize("setting", ["use_one_thread()", "pass"])
+def test_a_worker_encodes_with_one_thread(setting: str) -> None:
+    make_model()
+    script = f"""
+import psutil, pyarrow
+from stages.corpus.encoding import Encoder, use_one_thread
+from stages.pack import PackParams, find_tokenizer_spec
+{setting}
+spec = find_tokenizer_spec(PackParams(seq_length=4, validation_splits=0))
+encoder, process = Encoder(spec), psutil.Process()
+before = process.num_threads()
+list(encoder.encode(pyarrow.array([f"text {{number}}" for number in range(1000)])))
+print(process.num_threads() - before)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "RAYON_NUM_THREADS": "3"}
+    environment.pop("TOKENIZERS_PARALLELISM", None)
+    output = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
+    assert (int(output) == 0) == (setting != "pass")
+
+
+def test_the_stage_disables_the_threads_of_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    make_model()
+    make_corpus([["train " * 5], ["validation"]])
+    run()
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+
+
 @pytest.mark.slow
-def test_a_document_of_20_mb_takes_bounded_memory() -> None:
-    """As a whole it would take more than 2 GB."""
+def test_a_document_of_20_mb_needs_bounded_memory() -> None:
+    """Encoded at once it would need more than 2 GB."""
     make_model()
     sentence = "".join(f"Line {number} of a long document, ab aab abb.\n" for number in range(25_000))
     make_corpus([[sentence * (20_000_000 // len(sentence))], ["validation"]])
-    peak = peak_memory("from stages.pack import *; pack(PackParams(8, 1), PackRuntime(1, 1))")
+    peak = peak_memory(
+        "from stages.pack import *\n"
+        "pack(PackParams(seq_length=8, validation_splits=1), PackRuntime(num_workers=1, reuse_gib=1))"
+    )
     assert peak < 600  # the document, its tokens in two bytes, a window, the libraries

@@ -16,97 +16,139 @@ import psutil
 import pytest
 import yaml
 
-from stages.artifacts.params import leaves
-from tests.conftest import REPO, Project, ranks_of, steps, wait_for, weights
+from scripts import deps
+from stages.artifacts import code
+from stages.artifacts.params_file import leaves
+from tests.pipeline import DATA_STAGES, STAGES, ran
+from tests.project import REPO, Project, ranks_of, wait_for
+from tests.trainings import steps, weights
 
 PIPELINE = yaml.safe_load((REPO / "dvc.yaml").read_text())
-STAGES = ["organize", "extract", "download", "pack", "plan", "train", "consolidate", "evaluate"]
-DATA_STAGES = ["organize", "extract", "pack"]
-ENTRY = {stage: [f"stages.{stage}"] for stage in STAGES} | {"train": ["stages.launch", "stages.train"]}
 
 
-def module_file(name: str) -> Path | None:
-    path = REPO / name.replace(".", "/")
-    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+def entries(stage: str) -> set[str]:
+    return deps.entries(stage, PIPELINE["stages"][stage]["cmd"])
 
 
-def imports(file: Path) -> Iterator[str]:
-    """The first-party modules that a file imports, wherever in the file, and the packages that hold them."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "stages":
-                yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-
-
-def closure(stage: str) -> set[Path]:
-    """All first-party files that a stage runs."""
-    files: set[Path] = set()
-    pending = list(ENTRY[stage])
-    while pending:
-        file = module_file(pending.pop())
-        if file is not None and file not in files:
-            files.add(file)
-            pending.extend(imports(file))
-    return files - {REPO / "stages/__init__.py"}  # a docstring
-
-
-def ran(output: str) -> list[str]:
-    return re.findall(r"Running stage '(\w+)'", output)
+def declared_modules(stage: str) -> list[str]:
+    return [dep for dep in PIPELINE["stages"][stage]["deps"] if dep.startswith("stages/")]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_dvc_watches_every_module_that_a_stage_imports(stage: str) -> None:
-    watched = [REPO / dep for dep in PIPELINE["stages"][stage]["deps"] if dep.startswith("stages/")]
-    missing = [file for file in closure(stage) if not any(file == dep or dep in file.parents for dep in watched)]
-    assert not missing
-    unused = [dep for dep in watched if not any(file == dep or dep in file.parents for file in closure(stage))]
-    assert not unused
+def test_dvc_watches_exactly_the_modules_that_a_stage_can_reach(stage: str) -> None:
+    reached = [str(file.relative_to(REPO)) for file in code.reached(*entries(stage)).values()]
+    assert declared_modules(stage) == sorted(reached), "run `make deps`"
+
+
+def test_make_deps_repairs_a_list_with_a_module_too_many_or_too_few() -> None:
+    text = (REPO / "dvc.yaml").read_text()
+    line = "      - stages/corpus/tree.py\n"
+    too_few = text.replace(line, "", 1)
+    too_many = text.replace(line, "      - stages/launch.py\n" + line, 1)
+    assert text not in (too_few, too_many)
+    assert deps.with_deps(too_few) == deps.with_deps(too_many) == text
+
+
+def test_no_stage_imports_a_module_that_dvc_does_not_watch(reproduced: Project) -> None:
+    """What Python itself has imported when a stage ends: which reading the imports might miss."""
+    code = (
+        "import atexit, json, runpy, sys\n"
+        "atexit.register(lambda: print('modules', json.dumps([n for n in sys.modules if n[:6] == 'stages'])))\n"
+        "module, sys.argv = sys.argv[1], sys.argv[1:]\n"
+        "runpy.run_module(module, run_name='__main__', alter_sys=True)\n"
+    )
+    for stage in STAGES:
+        for entry in sorted(entries(stage) - {"stages.train"}):  # a rank, which torchrun starts
+            output = reproduced.run("python", "-c", code, entry)
+            names = json.loads(re.findall(r"^modules (.*)", output, re.MULTILINE)[-1])
+            files = [name.replace(".", "/") for name in names]
+            watched = {dep.removesuffix(".py").removesuffix("/__init__") for dep in declared_modules(stage)}
+            assert set(files) <= watched, stage
 
 
 @pytest.mark.parametrize("stage", [*DATA_STAGES, "download"])
-def test_no_data_stage_reaches_training(stage: str) -> None:
-    assert not [file for file in closure(stage) if REPO / "stages/training" in file.parents]
+def test_no_data_stage_reaches_training_or_its_checkpoints(stage: str) -> None:
+    floors = {name.split(".")[1] for name in code.reached(*entries(stage)) if "." in name}
+    assert not floors & {"training", "checkpointing"}
+
+
+def test_evaluate_reaches_no_training() -> None:
+    assert not [name for name in code.reached("stages.evaluate") if name.startswith("stages.training")]
 
 
 def test_floors_are_kept() -> None:
-    allowed = {"artifacts": set(), "corpus": {"artifacts"}, "model": {"artifacts"}, "export": {"artifacts"},
-               "training": {"artifacts", "model"}}  # fmt: skip
-    for floor, below in allowed.items():
+    ground = {"artifacts": set(), **{name: {"artifacts"} for name in ("corpus", "model", "tokens", "export")}}
+    floors = {**ground, "checkpointing": {"artifacts"},
+              "training": {"artifacts", "model", "tokens", "checkpointing"}}  # fmt: skip
+    directories = {path.name for path in (REPO / "stages").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert directories == floors.keys()
+    for floor, below in floors.items():
         for file in (REPO / "stages" / floor).rglob("*.py"):
-            used = {name.split(".")[1] for name in imports(file) if "." in name} - {floor}
+            module = ".".join(file.relative_to(REPO).with_suffix("").parts).removesuffix(".__init__")
+            used = {name.split(".")[1] for name in code.reached(module) if "." in name} - {floor}
             assert used <= below, f"{file} imports {used - below}"
+
+
+def test_no_two_modules_have_one_name() -> None:
+    paths = [path for path in (REPO / "stages").rglob("*.py") if path.stem != "__init__"]
+    directories = {path.parent.name for path in paths}
+    names = [path.stem for path in paths]
+    assert sorted(names) == sorted(set(names))
+    assert not directories & set(names)
+
+
+def test_no_test_imports_another_or_conftest() -> None:
+    """What several tests share is in the other modules of tests/, or a fixture."""
+    files = sorted((REPO / "tests").rglob("test_*.py"))
+    shared = {path.stem for path in (REPO / "tests").glob("*.py")} - {path.stem for path in files} - {"conftest"}
+    for file in files:
+        imported = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+        of_tests = {name.split(".")[1] for name in imported if name.startswith("tests.")}
+        assert of_tests <= shared, file
+        assert not any(re.match(r"(test_|conftest)", name) for name in imported), file
 
 
 def test_data_stages_import_no_torch() -> None:
     names = ", ".join(f"stages.{stage}" for stage in DATA_STAGES)
-    code = f"import sys, {names}; sys.exit(bool({{'torch', 'transformers', 'datasets'}} & set(sys.modules)))"
-    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
+    script = f"import sys, {names}; sys.exit(bool({{'torch', 'transformers', 'datasets'}} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", script], cwd=REPO, check=True)
+
+
+def test_no_stage_has_an_effect_when_it_is_imported() -> None:
+    """Neither the environment nor the interpreter's settings change, nor does a process or a thread start."""
+    names = ", ".join(f"stages.{stage}" for stage in [*STAGES, "launch", "checkpoints"])
+    script = f"""
+import os, signal, sys, threading
+import datasets, numpy, pyarrow, torch, torch._dynamo, transformers  # which may have effects of their own
+def state():
+    handlers = {{number: signal.getsignal(number) for number in signal.valid_signals()}}
+    return dict(os.environ), sys.getswitchinterval(), threading.active_count(), handlers, os.getcwd(), sys.path[:]
+before = state()
+import {names}
+assert state() == before
+"""
+    subprocess.run([sys.executable, "-c", script], cwd=REPO, check=True)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_dvc_watches_the_leaves_that_a_stage_reads(stage: str) -> None:
-    """Every `params.load(SomeParams)` in the stage's own modules, against `params` and `meta.runtime`."""
+    """Every `load_params(SomeParams)` in the stage's own modules, against `params` and `meta.runtime`."""
     watched, runtime = set(), set()
-    for name in ENTRY[stage]:
-        file = module_file(name)
-        assert file is not None
+    for name in entries(stage):
         module = __import__(name, fromlist=["_"])
-        for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
-            if ast.unparse(call.func) == "params.load":
-                cls = getattr(module, ast.unparse(call.args[0]))
-                (runtime if len(call.args) == 2 else watched).update(leaves(cls))
+        for cls, section in re.findall(r"load_params\((\w+)(, \"runtime\")?\)", Path(module.__file__).read_text()):
+            (runtime if section else watched).update(leaves(getattr(module, cls)))
     declared = PIPELINE["stages"][stage]
     assert set(declared["params"]) == watched
     assert set(declared.get("meta", {}).get("runtime", [])) == runtime
 
 
-def test_params_yaml_holds_what_the_stages_read_and_no_more() -> None:
+def test_params_yaml_has_exactly_what_the_stages_read() -> None:
     declared = {name for stage in PIPELINE["stages"].values() for name in stage["params"]}
     declared |= {
         f"runtime.{name}" for s in PIPELINE["stages"].values() for name in s.get("meta", {}).get("runtime", [])
@@ -133,7 +175,7 @@ def test_help_of_a_data_stage_answers_at_once() -> None:
     assert time.monotonic() - start < 2
 
 
-def test_reproduced_once_runs_nothing_twice(reproduced: Project) -> None:
+def test_a_second_repro_runs_nothing(reproduced: Project) -> None:
     assert ran(reproduced.run("dvc", "repro")) == []
     assert reproduced.run("git", "status", "--porcelain") == ""
     code = """
@@ -178,7 +220,7 @@ def test_another_lr_is_a_float_and_starts_at_step_0(reproduced: Project) -> None
     assert reproduced.json("outputs/test/run.json")["adopted"] is None
 
 
-def test_what_is_under_runtime_reruns_nothing(reproduced: Project) -> None:
+def test_a_change_under_runtime_reruns_nothing(reproduced: Project) -> None:
     assert ran(reproduced.run("dvc", "exp", "run", "-S", "runtime.log_freq=1")) == []
 
 
@@ -192,14 +234,84 @@ def test_a_misspelt_parameter_is_a_clear_error(reproduced: Project) -> None:
     assert "Traceback" not in output
 
 
+def dvc_outs(project: Project) -> dict[str, Any]:
+    """The digests of all outs, as DVC has recorded them."""
+    lock = yaml.safe_load((project / "dvc.lock").read_text())["stages"]
+    return {out["path"]: out["md5"] for stage in lock.values() for out in stage["outs"]}
+
+
+def stages_to_run(project: Project) -> set[str]:
+    """The stages that `dvc status` names."""
+    return set(json.loads(project.run("dvc", "status", "--json")))
+
+
+def modules_of(project: Project) -> list[Path]:
+    return sorted((project / "stages").rglob("*.py"))
+
+
+def test_a_comment_in_every_module_trains_nothing_and_reads_no_split(reproduced: Project) -> None:
+    outs = dvc_outs(reproduced)
+    checkpoints = {path: path.stat().st_mtime_ns for path in reproduced.checkpoints().rglob("*")}
+    for path in modules_of(reproduced):
+        path.write_text(path.read_text() + "# a comment\n")
+    output = reproduced.run("dvc", "repro")
+    assert ran(output) == STAGES
+    assert "has already finished, at step 12: nothing to train" in output
+    assert output.count("4 of 4 splits reused") == 2  # by extract and by pack
+    assert dvc_outs(reproduced) == outs
+    locks = {"writer.lock", "ranks.lock"}
+    after = {path: path.stat().st_mtime_ns for path in reproduced.checkpoints().rglob("*")}
+    assert {path for path in after if after[path] != checkpoints[path]} <= {
+        reproduced.checkpoints() / name for name in locks
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_comment_in_any_one_module_trains_nothing_and_reads_no_split(reproduced: Project) -> None:
+    outs = dvc_outs(reproduced)
+    for path in modules_of(reproduced):
+        path.write_text(path.read_text() + "# a comment\n")
+        output = reproduced.run("dvc", "repro")
+        is_reached = any(str(path.relative_to(reproduced.path)) in declared_modules(stage) for stage in STAGES)
+        assert bool(ran(output)) == is_reached, path
+        assert ("Running stage 'train'" in output) == ("nothing to train" in output)
+        assert output.count("4 of 4 splits reused") == len({"extract", "pack"} & set(ran(output))), path
+        assert dvc_outs(reproduced) == outs, path
+        assert len(list(reproduced.checkpoints().parent.iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_statement_makes_a_new_run_exactly_where_train_reaches_its_module(reproduced: Project) -> None:
+    reached = set(declared_modules("train"))
+    script = (
+        "from stages.artifacts.params_file import load_params; from stages.training import params, run;"
+        "print(run.describe(load_params(params.TrainParams)).run_id)"
+    )
+    run_id = reproduced.checkpoints().name
+    for path in modules_of(reproduced):
+        text = path.read_text()
+        path.write_text(text + "\nedited = 1\n")
+        is_reached = str(path.relative_to(reproduced.path)) in reached
+        assert ("train" in stages_to_run(reproduced)) == is_reached, path
+        assert (run_id not in reproduced.run("python", "-c", script)) == is_reached, path
+        path.write_text(text)
+
+
 def test_edits_rerun_what_depends_on_them(reproduced: Project) -> None:
     source = reproduced / "stages/training/schedule.py"
-    source.write_text(source.read_text() + "# an edit\n")
-    assert ran(reproduced.run("dvc", "repro")) == ["plan", "train", "consolidate", "evaluate"]
+    source.write_text(source.read_text() + "edited = 1\n")
+    output = reproduced.run("dvc", "repro")
+    assert ran(output) == ["plan", "train", "consolidate", "evaluate"]
+    assert "nothing to train" not in output
+    source = reproduced / "stages/model/hub.py"  # which the training never imports
+    source.write_text(source.read_text() + "edited = 1\n")
+    assert stages_to_run(reproduced) == {"download"}
     raw = reproduced / "data/raw/folder0/0.txt"
     raw.write_text("another text " * 40)
     output = ran(reproduced.run("dvc", "repro", "pack"))
-    assert output == ["organize", "extract", "pack"]
+    assert output == ["organize", "extract", "download", "pack"]
 
 
 def kill_training(process: "subprocess.Popen[str]") -> None:
@@ -214,7 +326,7 @@ def kill_training(process: "subprocess.Popen[str]") -> None:
     "command",
     [*(pytest.param(c, marks=pytest.mark.slow) for c in ("repro", "exp run")), "exp run --temp --allow-missing"],
 )
-def test_killed_midway_goes_on_and_ends_with_the_same_weights(
+def test_a_killed_repro_resumes_and_ends_with_the_same_weights(
     reproduced: Project, uninterrupted: dict[str, str], command: str
 ) -> None:
     if command == "repro":

@@ -1,4 +1,4 @@
-"""The `sh` blocks of README.md and docs/training.md are run, in order, in a project that was reproduced once."""
+"""Run the `sh` blocks of README.md and docs/training.md, in order, in a project that was reproduced once."""
 
 import json
 import re
@@ -6,8 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.conftest import REPO, Project
-from tests.test_pipeline import STAGES, ran
+from tests.pipeline import STAGES, ran
+from tests.project import REPO, Project
 
 
 def commands(document: str) -> list[str]:
@@ -21,11 +21,11 @@ def test_the_commands_of_the_readme_run(reproduced: Project) -> None:
     assert "make repro" in commands("README.md")
     assert "dvc exp run -S batch_size=4" in commands("README.md")
     for command in commands("README.md"):
-        # The environment is there: a test does not install another one.
+        # The environment exists already: `setup` must not install another one.
         reproduced.run("bash", "-c", command.replace("make ", "make --old-file setup "))
 
 
-def test_a_second_training_begins_with_the_weights_of_the_first(reproduced: Project) -> None:
+def test_a_second_training_starts_from_the_weights_of_the_first(reproduced: Project) -> None:
     """The commands of docs/training.md, with other files to train on and the same held-out ones."""
     reproduced.run("git", "reset", "-q", "--soft", "HEAD^")  # the first training is not committed yet
     last_split = (reproduced / "data/splits/split_03.jsonl").read_text()
@@ -34,7 +34,7 @@ def test_a_second_training_begins_with_the_weights_of_the_first(reproduced: Proj
     shutil.copytree(reproduced / "data/raw", raw)
     for file in raw.rglob("*.txt"):
         if str(file.relative_to(raw)) not in held_out:
-            file.write_text("Something else is written here. " * 40)
+            file.write_text("Another text to train on. " * 40)
     trained = reproduced.json("outputs/test/train_metrics.json")["validation_loss"]
     parent = reproduced.json("outputs/test/model/lineage.json")
 
@@ -52,10 +52,10 @@ def test_a_second_training_begins_with_the_weights_of_the_first(reproduced: Proj
     assert parent["run_id"] in (reproduced / "outputs/stage2/model/README.md").read_text()
 
 
-def test_every_file_that_the_readme_names_is_there() -> None:
+def test_every_file_that_the_readme_names_exists() -> None:
     text = (REPO / "README.md").read_text()
     for link in re.findall(r"\]\(([^)#:]+)[)#]", text):
         assert (REPO / link).exists(), link
     tree = text.split("## What is where")[1]
     for name in re.findall(r"[\w/-]+(?:\.py|\.md|\.yaml|/)(?=\s)", tree):
-        assert any((REPO / folder / name).exists() for folder in ("", "stages", "docs", "tests")), name
+        assert any((REPO / directory / name).exists() for directory in ("", "stages", "docs", "tests")), name

@@ -16,14 +16,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages.artifacts import checkpoint
-from tests.conftest import Given, Ranks, names, published, result
+from stages.checkpointing.layout import list_checkpoints, step_name
+from tests.project import flip_bit
+from tests.ranks import Ranks
+from tests.trainings import Given, names, published, result
 
 KILLED, REFUSED, STOPPED = -9, 2, 75
 
 
-def test_10_11_12_killed_again_and_again(fresh: Given, ranks: Ranks) -> None:
-    """All within one epoch, and with saves of either kind in turn."""
+def test_10_11_12_a_training_killed_many_times_ends_with_the_same_result(fresh: Given, ranks: Ranks) -> None:
+    """All within one epoch, with synchronous and asynchronous saves."""
     project, reference = fresh
     project.set(runtime={"async_checkpoint": True})
     ranks.run(project, "kill rank 0 at os.mkdir:.*step-00000002.tmp$", KILLED)
@@ -49,7 +51,7 @@ def test_10_11_12_killed_again_and_again(fresh: Given, ranks: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("where", ["at step", "in update"])
-def test_10_12_killed_at_every_step(
+def test_10_12_a_training_killed_at_every_step_ends_with_the_same_result(
     undisturbed: Callable[[str], Given], ranks: Ranks, tmp_path: Path, precision: str, where: str
 ) -> None:
     finished, reference = undisturbed(precision)
@@ -67,25 +69,25 @@ def test_10_12_killed_at_every_step(
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("save", [2, 6])
-def test_11_killed_at_every_point_of_a_save(
+def test_11_a_kill_at_any_point_of_a_save_leaves_valid_checkpoints(
     fresh: Given, ranks: Ranks, save: int, rank: int, asynchronous: bool
 ) -> None:
-    """At each time that a rank touches a file of a checkpoint; with none before it, and with two."""
+    """At each access to a file of a checkpoint; without an earlier checkpoint, and with two."""
     project, reference = fresh
     project.set(runtime={"async_checkpoint": asynchronous})
-    ranks.run(project, f"kill rank 0 at os.mkdir:.*{checkpoint.step_name(save)}.tmp$", KILLED)
+    ranks.run(project, f"kill rank 0 at os.mkdir:.*{step_name(save)}.tmp$", KILLED)
     before = published(project)
     assert before == names(*range(2, save, 2))
     start = project.copy(project.path.with_name("start"))
-    log = ranks.folder / "touched"
+    log = ranks.directory / "touched"
     for number in range(1, 100):
         log.write_text("")
         ranks.run(project, f"kill rank {rank} at file {number}\nlog rank {rank} at {log}", KILLED)
-        if checkpoint.step_name(save + 2) in log.read_text():
+        if step_name(save + 2) in log.read_text():
             break  # that was the next save
         found = published(project)
         assert found[: len(before)] == before or found == names(4, 6)
-        if found != before:  # it was published: the run goes on from there, and the next one from before it
+        if found != before:  # it was published: the run resumes from it, and the next one from the state before it
             ranks.run(project)
             assert result(project) == reference
             shutil.rmtree(project.path)
@@ -107,13 +109,13 @@ def test_11_killed_at_every_point_of_a_save(
         ("manifest.json", 0),
     ],
 )
-def test_18_19_20_a_save_that_fails_ends_the_training_and_harms_no_checkpoint(
+def test_18_19_20_a_failed_save_ends_the_training_and_damages_no_checkpoint(
     finished: Given, ranks: Ranks, name: str, rank: int
 ) -> None:
     project, reference = finished
     run = project.checkpoints()
     shutil.rmtree(run / "step-00000012")
-    for asynchronous in (True, False):  # the last save of all: nothing comes after it that could tell
+    for asynchronous in (True, False):  # the last save: no later step could detect the failure
         project.set(runtime={"async_checkpoint": asynchronous})
         ranks.start(project, f"full rank {rank} at step-00000012.tmp/{re.escape(name)}")
         statuses, output = ranks.wait()
@@ -131,7 +133,7 @@ def test_18_19_20_a_save_that_fails_ends_the_training_and_harms_no_checkpoint(
     assert result(project) == reference
 
 
-def test_20_a_failed_save_is_noticed_at_the_next_step(fresh: Given, ranks: Ranks) -> None:
+def test_20_a_failed_save_is_detected_at_one_of_the_next_steps(fresh: Given, ranks: Ranks) -> None:
     project, _ = fresh
     project.set(num_epochs=20, runtime={"async_checkpoint": True, "ckpt_freq": 2, "log_freq": 1})
     ranks.start(project, "full rank 0 at step-00000002.tmp/state.json")
@@ -141,12 +143,10 @@ def test_20_a_failed_save_is_noticed_at_the_next_step(fresh: Given, ranks: Ranks
     assert published(project) == []
 
 
-def flip(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-
-
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {"flip": flip, "truncate": lambda content: content[:-2]}
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "flip": lambda path: flip_bit(path, path.stat().st_size // 2),
+    "truncate": lambda path: os.truncate(path, path.stat().st_size - 2),
+}
 QUICK = [("manifest.json", "truncate"), ("__1_0.distcp", "flip")]
 
 
@@ -158,12 +158,11 @@ QUICK = [("manifest.json", "truncate"), ("__1_0.distcp", "flip")]
         for damage in DAMAGES
     ],
 )
-def test_21_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(
+def test_21_a_damaged_checkpoint_is_detected_and_the_previous_one_is_used(
     finished: Given, ranks: Ranks, name: str, damage: str
 ) -> None:
     project, reference = finished
-    file = project.checkpoints() / "step-00000012" / name
-    file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    DAMAGES[damage](project.checkpoints() / "step-00000012" / name)
     output = ranks.run(project)
     assert "skipping a damaged checkpoint" in output
     assert "resuming from step 10 of 12" in output
@@ -171,17 +170,17 @@ def test_21_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(
     assert (project.checkpoints() / "step-00000012.damaged").is_dir()
 
 
-def test_22_no_whole_checkpoint_is_an_error_and_never_a_start_at_step_0(finished: Given, ranks: Ranks) -> None:
+def test_22_without_a_valid_checkpoint_the_training_does_not_start_over(finished: Given, ranks: Ranks) -> None:
     project, _ = finished
     for shard in project.checkpoints().glob("*/*.distcp"):
         os.truncate(shard, shard.stat().st_size - 1)
     output = ranks.run(project, status=REFUSED)
-    assert "no checkpoint in" in output and "is whole; to start over, set runtime.resume=never" in output
+    assert "no checkpoint in" in output and "is valid; to start over, set runtime.resume=never" in output
     assert "Traceback" not in output
-    assert [path.name for path in checkpoint.find(project.checkpoints())] == names(12, 10)
+    assert [path.name for path in list_checkpoints(project.checkpoints())] == names(12, 10)
 
 
-def test_23_another_number_of_ranks_takes_the_same_rows(fresh: Given, ranks: Ranks) -> None:
+def test_23_another_number_of_ranks_trains_on_the_same_rows(fresh: Given, ranks: Ranks) -> None:
     """2 ranks, then 1, then 2; without dropout, whose masks depend on the number of ranks."""
     project, _ = fresh
     config = project / "models/nano/config.json"
@@ -204,20 +203,16 @@ def test_23_another_number_of_ranks_takes_the_same_rows(fresh: Given, ranks: Ran
 @pytest.mark.parametrize(
     "values", [{"seed": 1}, *(pytest.param(v, marks=pytest.mark.slow) for v in ({"total_batch_size": 16}, {"lr": 0.1}))]
 )
-def test_24_other_params_make_another_run(finished: Given, ranks: Ranks, values: dict[str, float]) -> None:
+def test_24_other_params_start_another_run(finished: Given, ranks: Ranks, values: dict[str, float]) -> None:
     project, _ = finished
     old = project.checkpoints()
     project.set(**values, max_steps=2)
     assert "resuming" not in ranks.run(project)
     assert len(list(old.parent.iterdir())) == 2
-    assert published_in(old) == names(10, 12)
+    assert [path.name for path in list_checkpoints(old)] == names(12, 10)
 
 
-def published_in(run: Path) -> list[str]:
-    return [path.name for path in reversed(checkpoint.find(run))]
-
-
-def test_25_a_loss_that_is_not_finite_on_one_rank_ends_all(fresh: Given, ranks: Ranks) -> None:
+def test_25_a_loss_that_is_not_finite_on_one_rank_stops_all(fresh: Given, ranks: Ranks) -> None:
     project, reference = fresh
     project.set(runtime={"async_checkpoint": True})
     ranks.start(project, "nan rank 1 at step 4")
@@ -225,12 +220,12 @@ def test_25_a_loss_that_is_not_finite_on_one_rank_ends_all(fresh: Given, ranks: 
     assert statuses == [REFUSED, REFUSED]
     assert "step 5: the gradient norm is nan" in output
     assert "Traceback" not in output
-    assert published(project) == names(2, 4)  # also the one that was being written
+    assert published(project) == names(2, 4)  # including the one that was being written
     ranks.run(project)
     assert result(project) == reference
 
 
-def test_checkpoints_come_by_the_clock_of_the_first_rank(fresh: Given, ranks: Ranks) -> None:
+def test_checkpoints_are_saved_by_the_clock_of_the_first_rank(fresh: Given, ranks: Ranks) -> None:
     project, reference = fresh
     project.set(runtime={"ckpt_freq": None, "ckpt_minutes": 1e-6, "keep_checkpoints": 100})
     ranks.run(project)

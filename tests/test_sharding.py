@@ -18,21 +18,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from stages.artifacts import params
-from stages.artifacts.command import StageError
+from stages.artifacts.errors import StageError
+from stages.artifacts.params_file import load_params
 from stages.model import meta
-from stages.training import checkpoint, sharding
-from stages.training import model as training_model
-from stages.training.batch import make_batch, num_labels
+from stages.tokens.batch import count_labels, make_batch
+from stages.training import saver, sharded_model, sharding
 from stages.training.distributed import all_reduce_sum
+from stages.training.fsdp import FSDP_PRESETS, FsdpParams
 from stages.training.optimizer import make_optimizer
-from stages.training.params import FSDP_PRESETS, FsdpParams, TrainParams, TrainRuntime
-from stages.training.precision import LossScaler
+from stages.training.params import TrainParams, TrainRuntime
+from stages.training.precision import load_scaler_state, make_grad_scaler, scaler_state
 from stages.training.schedule import lr_ratio
+from stages.training.state import ScalerState
 from stages.training.step import train_step
-from stages.training.telemetry import Timers
-from tests.conftest import REPO
-from tests.models import CONFIGS, manifest_of, whole
+from stages.training.timers import Timers
+from tests.models import CONFIGS, full_value, manifest_of
+from tests.project import REPO
+from tests.trainings import checkpoint_manifest, train_state
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},
@@ -56,28 +58,29 @@ if importlib.util.find_spec("torchao"):
 class Training:
     """A few steps of one model, as `stages.train` makes them."""
 
-    def __init__(self, directory: Path, train_params: TrainParams, initialize: bool = True) -> None:
-        self.params = train_params
-        mesh = make_mesh(train_params.fsdp)
-        self.model = training_model.build(manifest_of(directory, True), train_params, mesh, initialize)
-        self.optimizer = make_optimizer(self.model, train_params)
+    def __init__(self, directory: Path, params: TrainParams, initialize: bool = True) -> None:
+        self.params = params
+        mesh = make_mesh(params.fsdp)
+        self.model = sharded_model.build(manifest_of(directory, with_weights=True), params, mesh, initialize=initialize)
+        self.optimizer = make_optimizer(self.model, params)
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
-        self.scaler = LossScaler(train_params.precision)
+        self.scaler = make_grad_scaler(params.precision, next(self.model.parameters()).device)
         self.step = 0
 
     def train(self, steps: int) -> list[tuple[float | None, float | None]]:
         results = []
         for _ in range(steps):
             generator = torch.Generator().manual_seed(10 * self.step + dist.get_rank())
-            batches = [make_batch(torch.randint(0, 101, (2, 16), generator=generator), 0, True) for _ in range(2)]
-            (labels,) = all_reduce_sum(sum(map(num_labels, batches)))
+            rows = [torch.randint(0, 101, (2, 16), generator=generator) for _ in range(2)]
+            batches = [make_batch(part, eos_token_id=0, document_mask=True) for part in rows]
+            (num_labels,) = all_reduce_sum(sum(map(count_labels, batches)))
             results.append(
                 train_step(
                     self.model,
                     self.optimizer,
                     self.scaler,
                     batches,
-                    int(labels),
+                    int(num_labels),
                     self.params,
                     Timers(lambda phase: None),
                 )
@@ -87,15 +90,15 @@ class Training:
         return results
 
     def save(self, directory: Path) -> None:
-        state = {"step": self.step, "loss_scaler": self.scaler.state_dict()}
-        runtime = params.load(TrainRuntime, "runtime", path=REPO / "params.yaml")
-        with checkpoint.Saver(runtime, asynchronous=self.params.optimizer != "adamw_8bit") as saver:
-            saver.save(directory, self.model, self.optimizer, self.scheduler, state, "", {"validation_loss": None})
+        state = train_state(self.step, scaler_state(self.scaler))
+        runtime = load_params(TrainRuntime, "runtime", path=REPO / "params.yaml")
+        with saver.Saver(runtime, asynchronous=self.params.optimizer != "adamw_8bit") as writer:
+            writer.save(directory, self.model, self.optimizer, self.scheduler, state, "", checkpoint_manifest())
 
     def load(self, directory: Path) -> None:
-        state = checkpoint.load(directory, self.model, self.optimizer, self.scheduler)
-        self.step = state["step"]
-        self.scaler.load_state_dict(state["loss_scaler"])
+        state = saver.load(directory, self.model, self.optimizer, self.scheduler)
+        self.step = state.step
+        load_scaler_state(self.scaler, state.loss_scaler)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's part of the weights and of the state of the optimizer."""
@@ -113,28 +116,28 @@ def make_mesh(fsdp: FsdpParams) -> DeviceMesh:
     return init_device_mesh("cpu", (copies, size), mesh_dim_names=("replicate", "fsdp"))
 
 
-def steps_of_all_strategies(directory: Path, train_params: TrainParams) -> dict[str, Any]:
+def steps_of_all_strategies(directory: Path, params: TrainParams) -> dict[str, Any]:
     results = {}
     for name, changes in STRATEGIES.items():
-        training = Training(directory / "llama", with_fsdp(train_params, **changes))
+        training = Training(directory / "llama", with_fsdp(params, **changes))
         steps = training.train(3)
-        weights = {key: whole(param.detach()) for key, param in training.model.named_parameters()}
+        weights = {key: full_value(param.detach()) for key, param in training.model.named_parameters()}
         local = sum(param.to_local().numel() for param in training.model.parameters())
         results[name] = {"steps": steps, "weights": weights, "local": local}
     return results
 
 
-def checkpoints_across_strategies(directory: Path, train_params: TrainParams) -> dict[str, Any]:
+def checkpoints_across_strategies(directory: Path, params: TrainParams) -> dict[str, Any]:
     results = {}
     for saving, loading in (("FULL_SHARD", "NO_SHARD"), ("NO_SHARD", "HYBRID_SHARD"), ("HYBRID_SHARD", "FULL_SHARD")):
-        one = Training(directory / "llama", with_fsdp(train_params, **STRATEGIES[saving]))
+        one = Training(directory / "llama", with_fsdp(params, **STRATEGIES[saving]))
         one.train(1)
         path = directory / f"{saving}-{loading}" / "step-00000001"
         one.save(path)
-        two = Training(directory / "llama", with_fsdp(train_params, **STRATEGIES[loading]), initialize=False)
+        two = Training(directory / "llama", with_fsdp(params, **STRATEGIES[loading]), initialize=False)
         two.load(path)
         results[f"{saving} {loading}"] = [
-            {name: whole(value) for param_name, param in training.model.named_parameters()
+            {name: full_value(value) for param_name, param in training.model.named_parameters()
              for name, value in ((param_name, param.detach()),
                                  (f"{param_name} exp_avg", training.optimizer.state[param]["exp_avg"]))}
             for training in (one, two)
@@ -142,13 +145,13 @@ def checkpoints_across_strategies(directory: Path, train_params: TrainParams) ->
     return results
 
 
-def resumed_and_not(directory: Path, train_params: TrainParams) -> dict[str, Any]:
+def resumed_and_not(directory: Path, params: TrainParams) -> dict[str, Any]:
     results = {}
     for name, changes in RESUMED.items():
-        changed = dataclasses.replace(train_params, **changes)
+        changed = dataclasses.replace(params, **changes)
         straight = Training(directory / "wide", changed)
-        if name == "fp16":  # so high that steps overflow on both sides of the checkpoint
-            straight.scaler.scale = 2.0**23
+        if name == "fp16":  # so high that steps overflow before and after the checkpoint
+            load_scaler_state(straight.scaler, ScalerState(scale=2.0**23, good_steps=0))
         steps = straight.train(2)
         path = directory / f"resumed-{name}" / "step-00000002"
         straight.save(path)
@@ -156,16 +159,16 @@ def resumed_and_not(directory: Path, train_params: TrainParams) -> dict[str, Any
         resumed = Training(directory / "wide", changed, initialize=False)
         resumed.load(path)
         results[name] = {
-            "straight": (steps, straight.tensors(), straight.scaler.state_dict()),
-            "resumed": (steps[:2] + resumed.train(3), resumed.tensors(), resumed.scaler.state_dict()),
+            "straight": (steps, straight.tensors(), scaler_state(straight.scaler)),
+            "resumed": (steps[:2] + resumed.train(3), resumed.tensors(), scaler_state(resumed.scaler)),
         }
     return results
 
 
-def every_model(directory: Path, train_params: TrainParams) -> dict[str, Any]:
+def every_model(directory: Path, params: TrainParams) -> dict[str, Any]:
     """What differs from `from_pretrained`, and how many bytes of the weights this rank read."""
     results = {}
-    opened = training_model.safe_open
+    opened = sharded_model.safe_open
     for name in CONFIGS:
         read = 0
 
@@ -184,28 +187,27 @@ def every_model(directory: Path, train_params: TrainParams) -> dict[str, Any]:
                 return self.file.get_tensor(key)
 
             def get_slice(self, key: str) -> Any:
-                whole_slice = self.file.get_slice(key)
+                full_slice = self.file.get_slice(key)
 
                 class Slice:
                     def __getitem__(self, rows: slice) -> torch.Tensor:
                         nonlocal read
-                        part: torch.Tensor = whole_slice[rows]
+                        part: torch.Tensor = full_slice[rows]
                         read += part.numel()
                         return part
 
                 return Slice()
 
-        training_model.safe_open = Reader
-        model = training_model.build(
-            manifest_of(directory / name, True), train_params, make_mesh(train_params.fsdp), True
-        )
-        training_model.safe_open = opened
+        sharded_model.safe_open = Reader
+        manifest = manifest_of(directory / name, with_weights=True)
+        model = sharded_model.build(manifest, params, make_mesh(params.fsdp), initialize=True)
+        sharded_model.safe_open = opened
         theirs = transformers.AutoModelForCausalLM.from_pretrained(directory / name)
         ours = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         expected = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
         results[name] = {
             "different": sorted(ours.keys() ^ expected.keys())
-            or [key for key in ours if not torch.equal(whole(ours[key]), expected[key])],
+            or [key for key in ours if not torch.equal(full_value(ours[key]), expected[key])],
             "read": read,
             "local": sum(param.to_local().numel() for param in model.parameters()),
             "all": sum(param.numel() for param in theirs.parameters()),
@@ -216,25 +218,20 @@ def every_model(directory: Path, train_params: TrainParams) -> dict[str, Any]:
 JOBS = (steps_of_all_strategies, checkpoints_across_strategies, resumed_and_not, every_model)
 
 
-def rank_main(rank: int, directory: Path, train_params: TrainParams) -> None:
+def rank_main(rank: int, directory: Path, params: TrainParams) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
-    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN: nothing that is forgotten looks plausible
-    torch.save({job.__name__: job(directory, train_params) for job in JOBS}, directory / f"results-{rank}.pt")
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN: no uninitialized value looks plausible
+    torch.save({job.__name__: job(directory, params) for job in JOBS}, directory / f"results-{rank}.pt")
     dist.destroy_process_group()
 
 
-def with_fsdp(train_params: TrainParams, **changes: Any) -> TrainParams:
-    return dataclasses.replace(train_params, fsdp=dataclasses.replace(train_params.fsdp, **changes))
+def with_fsdp(params: TrainParams, **changes: Any) -> TrainParams:
+    return dataclasses.replace(params, fsdp=dataclasses.replace(params.fsdp, **changes))
 
 
 @pytest.fixture(scope="module")
-def train_params() -> TrainParams:
-    return params.load(TrainParams, path=REPO / "params.yaml")
-
-
-@pytest.fixture(scope="module")
-def results(train_params: TrainParams, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(params: TrainParams, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found, in one launch."""
     directory = tmp_path_factory.mktemp("ranks")
     wide = transformers.LlamaConfig(
@@ -244,7 +241,7 @@ def results(train_params: TrainParams, tmp_path_factory: pytest.TempPathFactory)
     for name, config in {**CONFIGS, "wide": wide}.items():
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory / name)
-    multiprocessing.spawn(rank_main, (directory, train_params), nprocs=2)
+    multiprocessing.spawn(rank_main, (directory, params), nprocs=2)
     return [torch.load(directory / f"results-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
@@ -252,7 +249,7 @@ def loaded(tmp_path: Path, **fsdp: Any) -> FsdpParams:
     values = yaml.safe_load((REPO / "params.yaml").read_text())
     values["fsdp"] |= fsdp
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(values))
-    return params.load(TrainParams, path=tmp_path / "params.yaml").fsdp
+    return load_params(TrainParams, path=tmp_path / "params.yaml").fsdp
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -261,9 +258,9 @@ def test_every_strategy_gives_the_same_weights(results: list[dict[str, Any]], na
         expected, found = (rank["steps_of_all_strategies"][key] for key in ("FULL_SHARD", name))
         torch.testing.assert_close(found["steps"], expected["steps"])
         torch.testing.assert_close(found["weights"], expected["weights"])
-        whole_model = sum(weight.numel() for weight in expected["weights"].values())
+        num_elements = sum(weight.numel() for weight in expected["weights"].values())
         replicated = name in ("NO_SHARD", "ddp", "HYBRID_SHARD")
-        assert found["local"] == whole_model if replicated else found["local"] < 0.51 * whole_model
+        assert found["local"] == num_elements if replicated else found["local"] < 0.51 * num_elements
 
 
 def test_a_checkpoint_of_one_strategy_is_loaded_by_another(results: list[dict[str, Any]]) -> None:
@@ -284,12 +281,12 @@ def test_a_resumed_training_equals_an_uninterrupted_one(results: list[dict[str, 
         assert all(torch.equal(tensors[key], resumed_tensors[key]) for key in tensors)
         if name == "fp16":
             assert [norm is None for _, norm in steps] == [True, True, True, True, False]
-            assert scaler == {"scale": 2.0**19, "good_steps": 1, "skipped_steps": 4}
+            assert scaler == ScalerState(scale=2.0**19, good_steps=1)
             assert {value.item() for key, value in tensors.items() if key.endswith(" step")} == {1.0}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_each_rank_reads_its_own_bytes_of_any_model(results: list[dict[str, Any]], name: str) -> None:
+def test_each_rank_reads_only_its_own_rows_of_any_model(results: list[dict[str, Any]], name: str) -> None:
     for rank in results:
         found = rank["every_model"][name]
         assert found["different"] == []
@@ -312,23 +309,24 @@ def test_presets_can_be_overridden(tmp_path: Path) -> None:
     [
         ({"preset": "small"}, "fsdp.preset is 'small': input should be 'single_node_fsdp', 'multi_node_fsdp' or"),
         ({"backward_prefetch": "BACKWARD_POST"}, "fsdp.backward_prefetch is 'BACKWARD_POST': in FSDP2 the weights"),
-        ({"limit_all_gathers": False}, "fsdp.limit_all_gathers is False: there is no FSDP2 without"),
+        ({"limit_all_gathers": False}, "fsdp.limit_all_gathers is False: in FSDP2 all-gathers are"),
         ({"use_orig_params": False}, "fsdp.use_orig_params is False: in FSDP2 each"),
+        ({"sync_module_states": False}, "fsdp.sync_module_states is False: all ranks start with the same weights"),
         ({"flatten_parameters": True}, "fsdp.flatten_parameters is True: in FSDP2 every parameter is"),
         ({"strategy": "ddp", "sharding_strategy": "FULL_SHARD"}, "strategy ddp shards nothing, but fsdp.sharding_str"),
         ({"sharding_strategy": "NO_SHARD", "size": 2}, "NO_SHARD shards nothing, but fsdp.size is 2"),
     ],
 )
-def test_what_fsdp2_cannot_honour_is_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+def test_values_without_equivalent_in_fsdp2_are_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(StageError, match=re.escape(message)):
         loaded(tmp_path, **values)
 
 
-def test_what_has_no_meaning_in_fsdp2_is_taken(tmp_path: Path) -> None:
-    loaded(tmp_path, limit_all_gathers=True, use_orig_params=True, flatten_parameters=False, sync_module_states=False)
+def test_values_that_describe_fsdp2_are_accepted(tmp_path: Path) -> None:
+    loaded(tmp_path, limit_all_gathers=True, use_orig_params=True, flatten_parameters=False, sync_module_states=True)
 
 
-def test_groups_of_ranks(tmp_path: Path) -> None:
+def test_the_mesh_has_the_shape_of_the_strategy(tmp_path: Path) -> None:
     shapes = {
         (8, 4): ({"preset": "multi_node_fsdp"}, (2, 4)),
         (8, 8): ({}, (1, 8)),
@@ -338,14 +336,14 @@ def test_groups_of_ranks(tmp_path: Path) -> None:
     }
     for world, (values, shape) in shapes.items():
         assert loaded(tmp_path, **values).mesh_shape(*world) == shape
-    with pytest.raises(StageError, match=r"fsdp.size 3 does not divide the 8 processes: take one of 1, 2, 4, 8"):
+    with pytest.raises(StageError, match=r"fsdp.size 3 does not divide the 8 ranks: use one of 1, 2, 4, 8"):
         loaded(tmp_path, size=3).mesh_shape(8, 8)
-    with pytest.raises(StageError, match=r"strategy none trains in one process, but there are 2: set runtime.nproc"):
+    with pytest.raises(StageError, match=r"strategy none trains on one rank, but there are 2: set runtime.nproc"):
         loaded(tmp_path, strategy="none").mesh_shape(2, 2)
 
 
 class Strange(nn.Linear):
-    """A layer whose name nobody knows."""
+    """A layer with a name that is in no list."""
 
 
 class StrangeModel(nn.Module):
@@ -357,59 +355,59 @@ class StrangeModel(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def test_layers_are_found_or_named() -> None:
+def test_layers_to_wrap_are_found_or_an_error_lists_the_choices() -> None:
     model = StrangeModel()
     layers = meta.layer_classes(model)
-    assert sharding.wrapped(model, None, layers) == list(model.layers)
-    assert sharding.wrapped(model, "Strange", []) == list(model.layers)
-    with pytest.raises(StageError, match=r"has no Strangr: take Strange \(its layers, as with null\), or of Embedding"):
-        sharding.wrapped(model, "Strangr", layers)
-    with pytest.raises(StageError, match=r"gather embedding.weight and head.weight apart, but they are one weight"):
-        sharding.wrapped(model, "Strange, Embedding", layers)
+    assert sharding.modules_to_wrap(model, None, layers) == list(model.layers)
+    assert sharding.modules_to_wrap(model, "Strange", []) == list(model.layers)
+    with pytest.raises(StageError, match=r"has no Strangr: use Strange \(its layers, as with null\), or of Embedding"):
+        sharding.modules_to_wrap(model, "Strangr", layers)
+    with pytest.raises(StageError, match=r"embedding.weight and head.weight separately, but they are one weight"):
+        sharding.modules_to_wrap(model, "Strange, Embedding", layers)
 
 
-def test_batchnorm_cannot_be_synchronized_on_cpus(tmp_path: Path, train_params: TrainParams, mesh: DeviceMesh) -> None:
-    changed = with_fsdp(train_params, sync_batchnorm=True)
+def test_batchnorm_cannot_be_synchronized_on_cpus(tmp_path: Path, params: TrainParams, mesh: DeviceMesh) -> None:
+    changed = with_fsdp(params, sync_batchnorm=True)
     sharding.shard(nn.Sequential(nn.Linear(2, 2)), [], changed, mesh)
     with pytest.raises(StageError, match="torch synchronizes BatchNorm on GPUs only"):
         sharding.shard(nn.Sequential(nn.BatchNorm1d(2)), [], changed, mesh)
 
 
-def test_loss_scale_grows_and_falls() -> None:
-    scaler = LossScaler("fp16")
-    scaler.update(math.inf, is_finite=False)
-    for _ in range(2000):
-        assert scaler.scale == 2.0**15
-        scaler.update(1.0, is_finite=True)
-    assert scaler.state_dict() == {"scale": 2.0**16, "good_steps": 0, "skipped_steps": 1}
-    for _ in range(16):
-        scaler.update(math.nan, is_finite=False)
+@pytest.mark.parametrize(("precision", "num_skipped"), [("fp16", 16), ("bf16", 0)])
+def test_a_gradient_that_is_not_finite_is_an_error_once_no_smaller_scale_helps(
+    params: TrainParams, mesh: DeviceMesh, tmp_path: Path, precision: str, num_skipped: int
+) -> None:
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    training = Training(tmp_path, dataclasses.replace(params, precision=precision))
+    with torch.no_grad():
+        next(training.model.parameters()).fill_(math.nan)
+    before = training.tensors()
+    assert training.train(num_skipped) == [(None, None)] * num_skipped  # from a scale of 2^16 to 1
     with pytest.raises(StageError, match="the gradient norm is nan"):
-        scaler.update(math.nan, is_finite=False)
-    with pytest.raises(StageError, match="the gradient norm is inf"):
-        LossScaler("bf16").update(math.inf, is_finite=False)
+        training.train(1)
+    assert all(torch.equal(before[key].nan_to_num(), value.nan_to_num()) for key, value in training.tensors().items())
 
 
-def test_8_bit_optimizer_asks_for_its_library(train_params: TrainParams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_8_bit_optimizer_names_its_missing_library(params: TrainParams, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torchao", "torchao.optim"):  # the latter is found first, where it was imported before
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(StageError, match="adamw_8bit needs torchao, which is not installed: run `pip install torchao`"):
-        make_optimizer(StrangeModel(), dataclasses.replace(train_params, optimizer="adamw_8bit"))
+        make_optimizer(StrangeModel(), dataclasses.replace(params, optimizer="adamw_8bit"))
 
 
-def ratios(train_params: TrainParams, steps: int, **changes: Any) -> list[float]:
-    changed = dataclasses.replace(train_params, warmup_steps=2, min_lr_ratio=0.5, **changes)
+def ratios(params: TrainParams, steps: int, **changes: Any) -> list[float]:
+    changed = dataclasses.replace(params, warmup_steps=2, min_lr_ratio=0.5, **changes)
     return [lr_ratio(changed, steps, step) for step in range(steps)]
 
 
-def test_schedules(train_params: TrainParams) -> None:
+def test_schedules_have_the_documented_ratios(params: TrainParams) -> None:
     warmup = [0.5, 1.0]
-    assert ratios(train_params, 6, lr_schedule="constant") == [*warmup, 1, 1, 1, 1]
-    assert ratios(train_params, 6, lr_schedule="linear") == [*warmup, 1, 0.875, 0.75, 0.625]
-    assert ratios(train_params, 6, lr_schedule="linear", lr_decay_steps=4) == [*warmup, 1, 0.75, 0.5, 0.5]
-    assert ratios(train_params, 4, lr_schedule="cosine") == [*warmup, 1, 0.75]
+    assert ratios(params, 6, lr_schedule="constant") == [*warmup, 1, 1, 1, 1]
+    assert ratios(params, 6, lr_schedule="linear") == [*warmup, 1, 0.875, 0.75, 0.625]
+    assert ratios(params, 6, lr_schedule="linear", lr_decay_steps=4) == [*warmup, 1, 0.75, 0.5, 0.5]
+    assert ratios(params, 4, lr_schedule="cosine") == [*warmup, 1, 0.75]
     wsd = {"lr_schedule": "wsd", "lr_decay_ratio": 0.4}
-    assert ratios(train_params, 10, **wsd) == [*warmup, 1, 1, 1, 1, 1, 0.875, 0.75, 0.625]
-    assert ratios(train_params, 12, **wsd, lr_decay_steps=10) == [*warmup, 1, 1, 1, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.5]
+    assert ratios(params, 10, **wsd) == [*warmup, 1, 1, 1, 1, 1, 0.875, 0.75, 0.625]
+    assert ratios(params, 12, **wsd, lr_decay_steps=10) == [*warmup, 1, 1, 1, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.5]
     with pytest.raises(ValueError, match="lr_decay_steps 2 includes the warm-up, but warmup_steps is 2"):
-        ratios(train_params, 4, lr_decay_steps=2)
+        ratios(params, 4, lr_decay_steps=2)

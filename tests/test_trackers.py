@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stages.artifacts.command import StageError
+from stages.artifacts.errors import StageError
 from stages.training import trackers
 
 
@@ -21,12 +21,12 @@ class Params:
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
     """What a tracker reads of a `Run`."""
-    return SimpleNamespace(aside=tmp_path, run_id="0123456789abcdef", params=Params())
+    return SimpleNamespace(log_directory=tmp_path, run_id="0123456789abcdef", params=Params())
 
 
 def train(name: str, run: Any, start: int, steps: range) -> None:
     """A start of the run, from the checkpoint of step `start`."""
-    tracker = trackers.start(name, run, start)
+    tracker = trackers.start_tracker(name, run, start)
     for step in steps:
         tracker.log(step, {"loss": 10.0 - step})
         tracker.log(step, {"tokens_per_second": 5.0})
@@ -39,7 +39,7 @@ def test_tensorboard_shows_each_step_once_after_a_kill(run: Any) -> None:
 
     train("tensorboard", run, 0, range(6))  # killed after step 5; the last checkpoint is that of step 4
     train("tensorboard", run, 4, range(5, 9))
-    shown = EventAccumulator(str(run.aside / "tensorboard" / run.run_id)).Reload()
+    shown = EventAccumulator(str(run.log_directory / "tensorboard" / run.run_id)).Reload()
     assert [event.step for event in shown.Scalars("loss")] == list(range(9))
     assert [event.value for event in shown.Scalars("loss")] == [10.0 - step for step in range(9)]
 
@@ -70,7 +70,7 @@ def test_wandb_gets_each_step_once_after_a_kill_and_stays_offline(run: Any, monk
 def test_no_tracker_writes_nothing(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "socket", None)
     train("none", run, 0, range(3))
-    assert list(run.aside.iterdir()) == []
+    assert list(run.log_directory.iterdir()) == []
 
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

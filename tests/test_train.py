@@ -1,4 +1,4 @@
-"""Training: the same rows, the same weights, whatever happens on the way."""
+"""Training: the same rows, the same weights, whatever happens meanwhile."""
 
 import shutil
 from pathlib import Path
@@ -7,18 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from stages.artifacts import checkpoint, params
+from stages.artifacts.params_file import load_params
+from stages.checkpointing.layout import CheckpointManifest, step_name
+from stages.tokens.batch import make_batch
+from stages.tokens.order import permute, step_rows
 from stages.training import run
-from stages.training.batch import make_batch
-from stages.training.order import permute, step_rows
 from stages.training.params import TrainParams, TrainRuntime
-from tests.conftest import Project, Ranks
-
-
-def newest(project: Project, step: int) -> Path:
-    """The checkpoint of a step: that of the newest run."""
-    found = project.path.glob(f"outputs/test/checkpoints/*/{checkpoint.step_name(step)}")
-    return max(found, key=lambda path: path.stat().st_mtime)
+from tests.project import Project
+from tests.ranks import Ranks
+from tests.trainings import checkpoint_manifest, newest_checkpoint
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -26,7 +23,7 @@ def content(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in (*path.glob("*.distcp"), path / "history.tsv")}
 
 
-def test_order_takes_every_row_once_in_each_epoch() -> None:
+def test_the_order_has_every_row_once_in_each_epoch() -> None:
     for num_rows in (1, 2, 3, 5, 8, 100, 1025):
         for epoch in (0, 1):
             assert sorted(permute(np.arange(num_rows), num_rows, 7, epoch)) == list(range(num_rows))
@@ -34,13 +31,13 @@ def test_order_takes_every_row_once_in_each_epoch() -> None:
     assert all(sorted(epoch) == list(range(10)) for epoch in steps.reshape(3, 10))
 
 
-def test_order_depends_on_seed_and_epoch_and_stays_the_same_for_ever() -> None:
+def test_the_order_depends_on_seed_and_epoch_and_never_changes() -> None:
     assert permute(np.arange(10), 10, 0, 0).tolist() == [1, 0, 9, 8, 5, 2, 7, 4, 6, 3]
     assert permute(np.arange(10), 10, 0, 1).tolist() == [8, 9, 6, 1, 4, 0, 3, 7, 2, 5]
     assert permute(np.arange(10), 10, 1, 0).tolist() == [0, 9, 7, 1, 8, 4, 2, 5, 3, 6]
 
 
-def test_order_is_even() -> None:
+def test_the_order_is_uniform() -> None:
     places = np.array([permute(np.arange(16), 16, seed, 0) for seed in range(3000)])
     counts = np.stack([(places == row).sum(0) for row in range(16)])
     expected = 3000 / 16
@@ -48,7 +45,7 @@ def test_order_is_even() -> None:
     assert chi_squared < 15 * 15 + 5 * (2 * 15 * 15) ** 0.5
 
 
-def test_batch_restarts_positions_and_predicts_nothing_across_documents() -> None:
+def test_a_batch_restarts_positions_and_has_no_label_across_documents() -> None:
     rows = torch.tensor([[5, 6, 0, 7, 8, 9, 0, 4]])
     batch = make_batch(rows, eos_token_id=0, document_mask=True)
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
@@ -58,27 +55,27 @@ def test_batch_restarts_positions_and_predicts_nothing_across_documents() -> Non
     assert batch["labels"].tolist() == [[6, 0, 7, 8, 9, 0, 4, -100]]
 
 
-def test_another_lr_starts_anew_and_more_epochs_go_on(training: Project, ranks: Ranks) -> None:
+def test_another_lr_starts_over_and_more_epochs_continue(training: Project, ranks: Ranks) -> None:
     training.set(lr_schedule="constant")
     ranks.run(training)
     training.set(num_epochs=2)
     output = ranks.run(training)
-    assert "took the same path until there" in output
+    assert "was identical until there" in output
     assert "resuming from step 12 of 24" in output
-    adopted = checkpoint.read_manifest(newest(training, 24))["adopted"]
-    assert adopted["step"] == 12
-    assert "params.num_epochs: 1 there, 2 here" in adopted["differences"]
-    continued = content(newest(training, 24))
+    adopted = CheckpointManifest.read(newest_checkpoint(training, 24)).adopted
+    assert adopted and adopted.step == 12
+    assert "params.num_epochs: 1 there, 2 here" in adopted.differences
+    continued = content(newest_checkpoint(training, 24))
 
     shutil.rmtree(training / "outputs")
     ranks.run(training)
-    assert checkpoint.read_manifest(newest(training, 24))["adopted"] is None
-    # As from scratch; nor does the validation that closed the shorter run show.
-    assert continued == content(newest(training, 24))
+    assert CheckpointManifest.read(newest_checkpoint(training, 24)).adopted is None
+    # As from scratch: the validation at the end of the shorter run is not in the history.
+    assert continued == content(newest_checkpoint(training, 24))
 
     training.set(lr=0.001)
     assert "resuming" not in ranks.run(training, "kill rank 0 at step 3", -9)
-    training.set(lr=0.002)  # the one before did not finish
+    training.set(lr=0.002)  # the previous run did not finish
     assert "resuming" not in ranks.run(training, "kill rank 0 at step 0", -9)
 
 
@@ -92,45 +89,62 @@ def test_another_lr_starts_anew_and_more_epochs_go_on(training: Project, ranks: 
         ({"lr_schedule": "linear"}, "extend", 12),
     ],
 )
-def test_more_epochs_go_on_from_where_the_learning_rate_parts(
+def test_more_epochs_continue_from_the_step_where_the_learning_rates_differ(
     training: Project, monkeypatch: pytest.MonkeyPatch, values: dict[str, object], resume: str, step: int
 ) -> None:
     monkeypatch.chdir(training.path)
     training.set(**values)
-    shorter = run.describe(params.load(TrainParams))
+    shorter = run.describe(load_params(TrainParams))
     for saved in range(2, 13, 2):
-        path = shorter.directory / checkpoint.step_name(saved)
+        path = shorter.directory / step_name(saved)
         path.mkdir(parents=True)
-        checkpoint.write_manifest(path, {"identity": shorter.identity, "step": saved, "total_steps": 12})
+        checkpoint_manifest(identity=shorter.identity, step=saved, total_steps=12).write(path)
     training.set(num_epochs=2, runtime={"resume": resume})
-    longer = run.describe(params.load(TrainParams))
-    found = run.starting_points(longer, params.load(TrainRuntime, "runtime"), print)
-    assert found[0].name == checkpoint.step_name(step)
+    longer = run.describe(load_params(TrainParams))
+    found = run.resume_candidates(longer, load_params(TrainRuntime, "runtime"), print)
+    assert found[0].name == step_name(step)
 
 
-def test_extend_goes_on_although_the_schedule_was_another(training: Project, ranks: Ranks) -> None:
+def test_no_checkpoint_of_a_finished_run_is_adopted_by_a_run_of_the_same_length(
+    training: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(training.path)
+    finished = run.describe(load_params(TrainParams))
+    training.set(batch_size=4)
+    other = run.describe(load_params(TrainParams))
+    runtime = load_params(TrainRuntime, "runtime")
+    for saved, adopted in ((10, ["step-00000010"]), (12, [])):  # 12 is the last step: step 10 no longer counts, either
+        path = finished.directory / step_name(saved)
+        path.mkdir(parents=True)
+        checkpoint_manifest(identity=finished.identity, step=saved, total_steps=12).write(path)
+        assert [path.name for path in run.resume_candidates(other, runtime, print)] == adopted
+
+
+def test_extend_continues_although_the_schedule_differs(training: Project, ranks: Ranks) -> None:
     ranks.run(training)
     training.set(num_epochs=2)
     assert "resuming" not in ranks.run(training, "kill rank 0 at step 0", -9)
     training.set(runtime={"resume": "extend"})
     assert "resuming from step 12 of 24" in ranks.run(training)
-    assert checkpoint.read_manifest(newest(training, 24))["adopted"]["step"] == 12
+    adopted = CheckpointManifest.read(newest_checkpoint(training, 24)).adopted
+    assert adopted and adopted.step == 12
 
 
 def test_a_changed_batch_size_adopts_an_unfinished_run(training: Project, ranks: Ranks) -> None:
     ranks.run(training, "kill rank 0 at step 5", -9)
     training.set(batch_size=4)
     output = ranks.run(training)
-    assert "took the same path until there" in output
-    adopted = checkpoint.read_manifest(newest(training, 12))["adopted"]
-    assert "params.batch_size: 2 there, 4 here" in adopted["differences"]
+    assert "was identical until there" in output
+    adopted = CheckpointManifest.read(newest_checkpoint(training, 12)).adopted
+    assert adopted
+    assert "params.batch_size: 2 there, 4 here" in adopted.differences
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"total_batch_size": 9}, "total_batch_size 9 is no multiple of batch_size 2: take 8 or 10"),
-        ({"batch_size": 8}, "take total_batch_size 16"),
+        ({"total_batch_size": 9}, "total_batch_size 9 is not a multiple of batch_size 2: use 8 or 10"),
+        ({"batch_size": 8}, "use total_batch_size 16"),
         ({"lr": "fast"}, "lr is 'fast'"),
         ({"lr_schedule": "cosinus"}, "'constant' or 'wsd'"),
         ({"num_epoch": 2}, "unknown parameter 'num_epoch'; did you mean 'num_epochs'?"),
@@ -154,5 +168,5 @@ def test_a_float_that_yaml_reads_as_a_string_is_a_float(training: Project, ranks
     training.set(max_steps=2)
     assert "lr: 2e-05" in file.read_text() or "lr: '2e-05'" in file.read_text()
     ranks.run(training)
-    last = (newest(training, 2) / "history.tsv").read_text().splitlines()[-1]
+    last = (newest_checkpoint(training, 2) / "history.tsv").read_text().splitlines()[-1]
     assert last.split("\t")[4] == "2e-05"

@@ -1,4 +1,4 @@
-"""Long strings: encoded in windows, the tokens are those of the whole."""
+"""Long strings: encoded in windows, the tokens are those of the entire string."""
 
 import random
 from functools import cache
@@ -75,7 +75,7 @@ PIECE = (
 @settings(deadline=None, max_examples=40)
 @given(st.lists(PIECE, min_size=1, max_size=8).map("".join), st.sampled_from([0, 1, 2, 3]))
 @example(prose(1, 2000), 0)
-def test_joined_windows_give_the_tokens_of_the_whole(kind: str, text: str, shift: int) -> None:
+def test_joined_windows_have_the_tokens_of_the_entire_string(kind: str, text: str, shift: int) -> None:
     tokenizer = make(kind)
     try:
         pieces = list(windows.encode(tokenizer, text.encode(), 800 + shift, 200))
@@ -92,14 +92,14 @@ def test_prose_is_joined(kind: str) -> None:
     assert np.concatenate(pieces).tolist() == make(kind).encode(text, add_special_tokens=False).ids
 
 
-def test_windows_that_cut_a_run_out_of_step_are_not_joined() -> None:
+def test_windows_that_divide_a_run_differently_are_not_joined() -> None:
     tokenizer = Tokenizer(models.BPE({"a": 0, "aa": 1}, [("a", "a")]))
     with pytest.raises(windows.NotJoined):  # one has pairs at even places, the other as many at odd ones
         list(windows.encode(tokenizer, b"a" * 1501, 802, 203))
 
 
-def test_a_word_longer_than_a_window_is_not_joined_at_a_guess() -> None:
-    """All ways to cut this one are equally good: rounding decides, and that turns on all that comes before."""
+def test_a_word_longer_than_a_window_is_not_joined() -> None:
+    """All ways to cut this one are equally good: rounding decides, which depends on all that precedes."""
     tokenizer = Tokenizer(models.Unigram([("?", -9.0), ("aa", -0.2), ("aaaa", -0.4)], unk_id=0))
     with pytest.raises(windows.NotJoined):
         list(windows.encode(tokenizer, b"a" * 420, 400, 100))

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,16 +19,17 @@ import psutil
 import pytest
 import yaml
 
-from stages.artifacts import reuse
-from stages.artifacts.command import StageError
+from stages.artifacts import code
+from stages.artifacts.errors import StageError
 from stages.artifacts.reuse import Store
 from stages.corpus import arrow, cluster
-from stages.corpus.workers import Runtime, ordered_map
-from stages.extract import ExtractParams, ExtractRuntime, extract
-from stages.organize import OrganizeParams, OrganizeRuntime, organize
+from stages.corpus.workers import Runtime, no_initializer, ordered_map
+from stages.extract import ExtractRuntime, extract
 from tests import tasks
-from tests.conftest import BIN, REPO, wait_for
-from tests.test_extract import CORPUS, content_of, put, put_slow_files
+from tests.corpus import CORPUS, PARAMS, SPLITS, content_of, organize_raw, put, put_slow_files
+from tests.project import BIN, REPO, start_stage, wait_for
+
+pytestmark = pytest.mark.usefixtures("empty_project")
 
 LOCAL = ("--host", "127.0.0.1", "--no-dashboard", "--dashboard-address", "127.0.0.1:0")
 EXECUTORS = ["processes", "dask"]
@@ -41,7 +43,7 @@ class DaskCluster(NamedTuple):
 
 
 def dask(*command: str, cwd: Path) -> psutil.Popen:
-    """Start `dask scheduler` or `dask worker`. `PYTHONPATH` is empty: this project is nothing that it could import."""
+    """Start `dask scheduler` or `dask worker`. `PYTHONPATH` is empty, so that it cannot import this project."""
     with (cwd / "log").open("a") as log:
         environment = {**os.environ, "PYTHONPATH": ""}
         return psutil.Popen([BIN / "dask", *command], cwd=cwd, stdout=log, stderr=log, env=environment)
@@ -65,40 +67,35 @@ def dask_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaskClust
         process.wait()
 
 
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty project to run in."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("DVC_ROOT", raising=False)
-    return tmp_path
-
-
 def outputs() -> dict[str, bytes]:
     """All outputs of organize and extract."""
-    return {**content_of(Path("data/splits")), **content_of(CORPUS), "": Path("data/extract.json").read_bytes()}
+    return {**content_of(SPLITS), **content_of(CORPUS), "": Path("data/extract.json").read_bytes()}
 
 
 def run(executor: str, address: str | None = None, *, deduplicate: bool = False) -> dict[str, bytes]:
     """Organize and extract with nothing kept of earlier runs; return all outputs."""
     shutil.rmtree("data/.reuse", ignore_errors=True)
     where = {"executor": executor, "dask_scheduler": address}
-    organize(OrganizeParams(2, "data/raw", False), OrganizeRuntime(1, **where))
-    extract(ExtractParams("cp1252", 0, 1, "data/raw", deduplicate, False), ExtractRuntime(1, 1, **where))
+    organize_raw(num_splits=2, **where)
+    extract(replace(PARAMS, deduplicate_strings=deduplicate), ExtractRuntime(num_workers=1, reuse_gib=1, **where))
     return outputs()
 
 
-def start_extract(**runtime: Any) -> "subprocess.Popen[str]":
+def start_extract(**runtime: Any) -> psutil.Popen:
     """Start the stage as DVC does, with nothing kept of earlier runs."""
     shutil.rmtree("data/.reuse", ignore_errors=True)
     content = yaml.safe_load((REPO / "params.yaml").read_text()) | {"deduplicate_strings": True}
     content["runtime"] |= runtime | {"executor": "dask"}
     Path("params.yaml").write_text(yaml.safe_dump(content))
-    command = [sys.executable, "-W", "error", "-m", "stages.extract"]
-    return psutil.Popen(command, env={**os.environ, "PYTHONPATH": str(REPO)}, text=True, stderr=subprocess.PIPE)
+    return start_stage("extract", "-W", "error")
+
+
+def dask_runtime(dask_cluster: DaskCluster) -> Runtime:
+    return Runtime(num_workers=None, executor="dask", dask_scheduler=dask_cluster.address)
 
 
 def task_processes() -> list[psutil.Process]:
-    """The processes that Dask workers started for tasks, whoever is the parent of those by now."""
+    """The processes that Dask workers started for tasks, whether or not these workers still run."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -108,15 +105,26 @@ def task_processes() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_results_wait_for_their_turn(executor: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """Few results are held at once, and they come in the order of the tasks."""
-    runtime = Runtime(2, executor=executor)
+def test_results_come_in_the_order_of_the_tasks(executor: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Few results are in memory at a time, and they have the order of the tasks."""
+    runtime = Runtime(num_workers=2, executor=executor)
     assert list(ordered_map(tasks.be_slow, range(5), runtime, ahead=1)) == [0, -1, -2, -3, -4]
     assert "task 3" in capfd.readouterr().err
 
 
-def test_no_more_tasks_are_under_way_than_asked_for(tmp_path: Path, dask_cluster: DaskCluster) -> None:
-    runtime = Runtime(None, executor="dask", dask_scheduler=dask_cluster.address)
+@pytest.mark.parametrize(("executor", "num_workers"), [("processes", 1), ("processes", 2), ("dask", 2)])
+def test_each_process_is_prepared_before_its_first_task(
+    executor: str, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_PREPARED", "")  # so that it is removed after the test
+    monkeypatch.delenv("TEST_PREPARED")
+    runtime = Runtime(num_workers=num_workers, executor=executor)
+    assert not any(ordered_map(tasks.is_prepared, range(3), runtime))
+    assert all(ordered_map(tasks.is_prepared, range(3), runtime, initializer=tasks.prepare))
+
+
+def test_only_the_requested_number_of_tasks_runs_at_a_time(tmp_path: Path, dask_cluster: DaskCluster) -> None:
+    runtime = dask_runtime(dask_cluster)
     results = ordered_map(tasks.wait, [tmp_path] * 9, runtime, ahead=1)
     thread = threading.Thread(target=lambda: next(results))
     thread.start()
@@ -128,17 +136,17 @@ def test_no_more_tasks_are_under_way_than_asked_for(tmp_path: Path, dask_cluster
     assert list(results) == [True] * 8
 
 
-def test_processes_open_no_socket_and_a_local_cluster_none_to_other_machines() -> None:
+def test_processes_open_no_socket_and_a_local_cluster_listens_on_loopback_only() -> None:
     def listening() -> set[Any]:
         return {socket.laddr for socket in psutil.Process().net_connections("inet") if socket.status == "LISTEN"}
 
     seen, others = {}, listening()  # of other tests
     for executor in EXECUTORS:
-        for _ in ordered_map(tasks.place, range(3), Runtime(2, executor=executor)):
+        for _ in ordered_map(tasks.place, range(3), Runtime(num_workers=2, executor=executor)):
             seen[executor] = {address.ip for address in listening() - others}
     assert seen["processes"] == set()
     assert seen["dask"] <= {"127.0.0.1"}
-    assert list(Path().iterdir()) == []  # nor is anything written
+    assert list(Path().iterdir()) == []  # and nothing is written
 
 
 def test_extract_gives_the_same_bytes_on_a_cluster(dask_cluster: DaskCluster) -> None:
@@ -174,7 +182,7 @@ def test_the_work_of_a_killed_dask_worker_is_done_by_another(dask_cluster: DaskC
 
 def test_task_processes_end_with_the_stage() -> None:
     put_slow_files()
-    organize(OrganizeParams(2, "data/raw", False), OrganizeRuntime(1))
+    organize_raw(num_splits=2)
     process = start_extract(num_workers=2)
     wait_for(lambda: len(list(Path("data/corpus.tmp").glob("whole-*"))) == 2)
     assert len(task_processes()) == 2
@@ -185,23 +193,23 @@ def test_task_processes_end_with_the_stage() -> None:
 
 
 def test_a_task_whose_worker_is_gone_does_not_begin(tmp_path: Path) -> None:
-    header = pickle.dumps(("tests.tasks", reuse.digest_of_code("tests.tasks")))
+    header = pickle.dumps(("tests.tasks", code.digest_with_packages("tests.tasks")))
     command = [sys.executable, "-c", cluster._SERVE, str(REPO)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdin and process.stdout
         process.stdout.close()
-        process.stdin.write(header + pickle.dumps((Path.touch, tmp_path / "file")))
+        process.stdin.write(header + pickle.dumps((Path.touch, no_initializer, tmp_path / "file")))
         process.stdin.close()
         assert process.wait(20) == 1
     assert not (tmp_path / "file").exists()
 
 
 def test_errors_of_tasks_reach_the_user(dask_cluster: DaskCluster, capfd: pytest.CaptureFixture[str]) -> None:
-    runtime = Runtime(None, executor="dask", dask_scheduler=dask_cluster.address)
+    runtime = dask_runtime(dask_cluster)
     with pytest.raises(StageError, match=r"^the value is 1, at most 0 are allowed: lower it$"):
         list(ordered_map(tasks.fail, ["StageError", "StageError"], runtime))
-    assert "a task speaks" in capfd.readouterr().err
+    assert "printed by a task" in capfd.readouterr().err
     with pytest.raises(FileNotFoundError) as missing:
         list(ordered_map(tasks.fail, ["OSError"], runtime))
     assert missing.value.filename == "gone"
@@ -215,13 +223,13 @@ def test_errors_of_tasks_reach_the_user(dask_cluster: DaskCluster, capfd: pytest
 def test_workers_with_other_code_or_packages_are_refused(
     dask_cluster: DaskCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reuse, "digest_of_code", lambda module: "of other versions")
+    monkeypatch.setattr(code, "digest_with_packages", lambda module: "of other versions")
     with pytest.raises(StageError, match=r"a Dask worker on \S+ finds other code or packages than the stage"):
-        list(ordered_map(abs, range(2), Runtime(None, executor="dask", dask_scheduler=dask_cluster.address)))
+        list(ordered_map(abs, range(2), dask_runtime(dask_cluster)))
 
 
 def test_machines_that_lack_the_project_are_named(dask_cluster: DaskCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = Runtime(None, executor="dask", dask_scheduler=dask_cluster.address)
+    runtime = dask_runtime(dask_cluster)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", "/elsewhere/python")
         with pytest.raises(StageError, match=r"/elsewhere/python.*share"):
@@ -238,40 +246,42 @@ def test_machines_that_lack_the_project_are_named(dask_cluster: DaskCluster, mon
         ("missing.json", r"missing.json.*within 1 seconds.*`dask scheduler --scheduler-file`"),
     ],
 )
-def test_a_scheduler_out_of_reach(scheduler: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "PATIENCE", 1.0)
+def test_a_scheduler_that_cannot_be_reached_is_a_clear_error(scheduler: str, message: str) -> None:
     start = time.monotonic()
-    with pytest.raises(StageError, match=message):
-        list(ordered_map(abs, range(2), Runtime(None, executor="dask", dask_scheduler=scheduler)))
+    with pytest.raises(StageError, match=message), cluster.connect(abs, 1, scheduler, no_initializer, patience=1):
+        pass
     assert time.monotonic() - start < 10
 
 
-def test_a_cluster_without_workers_and_one_that_is_lost(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = dask("scheduler", "--port", "0", "--scheduler-file", "scheduler.json", *LOCAL, cwd=place)
+def test_a_cluster_without_workers_and_a_lost_one_are_clear_errors(empty_project: Path) -> None:
+    scheduler = dask("scheduler", "--port", "0", "--scheduler-file", "scheduler.json", *LOCAL, cwd=empty_project)
     wait_for(Path("scheduler.json").exists)
-    monkeypatch.setattr(cluster, "PATIENCE", 3.0)
-    runtime = Runtime(None, executor="dask", dask_scheduler="scheduler.json")
+
+    def compute() -> None:
+        with cluster.connect(abs, 1, "scheduler.json", no_initializer, patience=3) as workers:
+            workers.submit(-1)()
+
     with pytest.raises(StageError, match=r"had no worker for 3 seconds.*`dask worker`"):
-        list(ordered_map(abs, range(2), runtime))
+        compute()
     timer = threading.Timer(2, scheduler.kill)
     timer.start()
     with pytest.raises(StageError, match=r"was lost; nothing was published"):
-        list(ordered_map(abs, range(2), runtime))
+        compute()
     scheduler.wait()
 
 
-def test_dask_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_dask_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(StageError, match=r"distributed is not installed: run `make setup`.*extra `dask`"):
-        list(ordered_map(abs, range(2), Runtime(2, executor="dask")))
+        list(ordered_map(abs, range(2), Runtime(num_workers=2, executor="dask")))
 
 
-def test_what_a_lost_worker_left_is_not_written_to(tmp_path: Path) -> None:
+def test_the_shard_of_a_lost_worker_is_not_written_to(tmp_path: Path) -> None:
     """The same task may run again while the lost worker still writes, or after it stored its file."""
-    target, store = tmp_path / "shard", Store(tmp_path / "store")
+    target, store = tmp_path / "shard", Store(tmp_path / "store", int)
     with arrow.StreamWriter(target, arrow.TEXT) as stream:
         store.put("key", target, stream.close().sha256, 1)
-    assert store.fetch("key", target) == 1  # although it lies there, and is the stored file itself
+    assert store.fetch("key", target) == 1  # although the target exists, and is the stored file itself
     with arrow.StreamWriter(target, arrow.TEXT):
         assert not target.samefile(tmp_path / "store/key/file")
     assert store.fetch("key", target) == 1

@@ -1,1 +1,1 @@
-"""What all stages share: parameters, the command line, and files that appear whole or not at all."""
+"""What all stages share: parameters, the command line, and files that appear complete or not at all."""

@@ -1,29 +1,31 @@
-"""Results that are kept under the digest of all that decides them, and used again when the digest is met again.
+"""Results that are kept under the digest of everything that decides them, and used again when the digest recurs.
 
 One store serves runs that were killed, small edits, and several machines or experiments that share a disk. A result is
-one file and a JSON value. It is published by rename, whole or not at all, and its SHA-256 is verified at each use.
+a file and a value of one type. It is published by rename, complete or not at all, and its SHA-256 is verified at each
+use.
 
 `rm -rf data/.reuse` clears the store at any time: what is not found is computed again.
 """
 
-import ast
-import importlib.metadata
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, TypeVar
+
+from pydantic import TypeAdapter
 
 from stages.artifacts import publish
 
-_SOURCES = Path(__file__).parents[2]
+Value = TypeVar("Value")
+
 _FILE, _VALUE = "file", "value.json"
 _TEMPORARY = ".tmp-"
-_ABANDONED = 24 * 3600  # seconds after which a temporary entry is taken for that of a killed process
+_SECONDS_TO_PUBLISH = 24 * 3600  # an older temporary entry belongs to a process that was killed
 
 
 def root() -> Path:
@@ -35,110 +37,88 @@ def root() -> Path:
     return Path(os.environ.get("DVC_ROOT", "."), "data", ".reuse").absolute()
 
 
-class Store(NamedTuple):
-    """A folder with an entry for each result."""
+@dataclass(frozen=True)
+class Store(Generic[Value]):
+    """A directory with an entry for each result: a directory with the file and the value."""
 
     path: Path
+    value_type: type[Value]
+    """What is stored beside a file: a dataclass, or another type that pydantic can write as JSON and read."""
 
-    def fetch(self, key: str, target: Path) -> Any | None:
-        """Lay the file stored under `key` at `target`, in place of what is there, and return the value stored with it.
+    def fetch(self, key: str, target: Path) -> Value | None:
+        """Put the file stored under `key` at `target`, replacing what is there; return the value stored with it.
 
-        None: there is no such entry, or not as it was stored; then it is removed, and nothing lies at `target`.
+        None: there is no such entry, or it is not as it was stored; then it is removed, and there is no `target`.
         """
         entry = self.path / key
-        target.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)  # os.link replaces nothing, and a lost Dask worker may have left a file
         try:
             content = json.loads((entry / _VALUE).read_bytes())
             _link(entry / _FILE, target)
-            if content["seal"] == _seal(content["value"], publish.sha256_file(target)):
-                os.utime(entry)
-                return content["value"]
+            # Hashed at each use: an output may be a link to the entry, and somebody may have edited it in place. At its
+            # new place, because another run may trim the entry at any time.
+            if content["checksum"] == _checksum(content["value"], publish.sha256_file(target)):
+                value = TypeAdapter(self.value_type).validate_python(content["value"])
+                os.utime(entry)  # `trim` removes what was not used for the longest time
+                return value
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             pass
         target.unlink(missing_ok=True)
         shutil.rmtree(entry, ignore_errors=True)
         return None
 
-    def put(self, key: str, file: Path, sha256: str, value: Any) -> None:
-        """Store a finished file and a JSON value. The file must never be written to again: the store may link to it."""
+    def put(self, key: str, file: Path, sha256: str, value: Value) -> None:
+        """Store a finished file and its value. The file must not be written to again: the store may link to it."""
+        # As JSON, because the checksum must be that of what `fetch` reads back.
+        content = TypeAdapter(self.value_type).dump_python(value, mode="json")
         self.path.mkdir(parents=True, exist_ok=True)
+        # In the store, as a rename works within a file system only; under a random name, as runs publish side by side.
         temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.path))
         try:
             _link(file, temporary / _FILE)
-            (temporary / _VALUE).write_text(json.dumps({"seal": _seal(value, sha256), "value": value}))
-            temporary.chmod(0o755)  # others who share the store may read it
+            (temporary / _VALUE).write_text(json.dumps({"checksum": _checksum(content, sha256), "value": content}))
+            temporary.chmod(0o755)  # mkdtemp gives 0o700, but others who share the store read it
+            # No fsync: after a power cut an entry may be incomplete, which `fetch` finds out by its checksum.
             temporary.rename(self.path / key)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            if not (isinstance(error, OSError) and (self.path / key).exists()):  # another run was faster
+            # Another run may have published the same result: a rename does not replace a directory with files in it.
+            if not (isinstance(error, OSError) and (self.path / key).exists()):
                 raise
 
     def trim(self, limit: int) -> None:
-        """Remove the entries that were not used for the longest time until all together take `limit` bytes at most.
+        """Remove the entries that were not used for the longest time until all together use at most `limit` bytes.
 
-        Files that also lie elsewhere, as an output of the stage or in DVC's cache, take nothing: they are links.
+        A file that exists elsewhere too, as an output of the stage or in DVC's cache, counts nothing: it is a link.
         """
-        entries = sorted(_entries(self.path), reverse=True)
+        entries = sorted(_entries(self.path), reverse=True)  # the last used first
         for used, _, entry in entries:
-            if entry.name.startswith(_TEMPORARY) and time.time() - used > _ABANDONED:
+            if entry.name.startswith(_TEMPORARY) and time.time() - used > _SECONDS_TO_PUBLISH:
                 shutil.rmtree(entry, ignore_errors=True)
         total = 0
         for _, size, entry in entries:
-            total += size
+            total += size  # temporary entries count, too, but belong to a run that is publishing
             if total > limit and not entry.name.startswith(_TEMPORARY):
                 shutil.rmtree(entry, ignore_errors=True)
 
 
-def digest_of_code(module: str) -> str:
-    """The SHA-256 of what runs when `module` does: the first-party files that it imports, and how far, and the versions
-    of the packages that these import.
-    """
-    files: dict[str, str] = {}
-    packages: set[str] = set()
-    names = [module]
-    while names:
-        name = names.pop()
-        place = _SOURCES / name.replace(".", "/")
-        file = next((file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()), None)
-        if file is None or name in files:  # None: a function of a module
-            continue
-        files[name] = publish.sha256_file(file)
-        for imported in _imports(file):
-            parts = imported.split(".")
-            if parts[0] == __name__.partition(".")[0]:
-                names += (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-            else:
-                packages.add(parts[0])
-    distributions = importlib.metadata.packages_distributions()
-    used = {name for package in packages - sys.stdlib_module_names for name in distributions.get(package, ())}
-    versions = {name: importlib.metadata.version(name) for name in used}
-    return publish.sha256_json([sys.version_info[:2], versions, files])
-
-
-def _imports(file: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 def _link(source: Path, target: Path) -> None:
-    """Make `target` a hard link to `source`, or a copy where that cannot be."""
+    """Make `target` a hard link to `source`, or a copy where that is not possible."""
     try:
         os.link(source, target)
-    except FileNotFoundError:
+    except FileNotFoundError:  # a copy would not find it either
         raise
-    except OSError:
+    except OSError:  # another file system, or one without links, or too many of them
         shutil.copyfile(source, target)
 
 
-def _seal(value: Any, sha256: str) -> str:
+def _checksum(value: Any, sha256: str) -> str:
+    """Of an entry: the value, and the SHA-256 of the file."""
     return publish.sha256_json([value, sha256])
 
 
 def _entries(path: Path) -> Iterator[tuple[float, int, Path]]:
-    """For each entry when it was used last, the bytes that only it takes, and its path."""
+    """For each entry the time of its last use, the bytes that only it uses, and its path."""
     for entry in path.iterdir() if path.exists() else ():
         try:
             files = [file.stat() for file in entry.iterdir()]

@@ -1,8 +1,14 @@
 """The tasks of a map on a Dask cluster, whose workers may run on many machines.
 
-A Dask worker outlives a run, has several threads and a working directory of its own. So it imports nothing of the
-project: it starts a process for each task, which works in the project's directory with the code as it is now, has its
-memory and its garbage collector for itself, and ends with the worker. That costs half a second a task.
+A Dask worker outlives a run, and has several threads and a working directory of its own. So it imports nothing of the
+project: it starts a Python process for each task, which runs in the project's directory with the code as it is now,
+has its memory and its garbage collector to itself, and ends with the worker. That costs 0.4 to 0.5 s a task, half of it
+to compare the code with that of the stage.
+
+Dask's own ways cost 2 to 3 ms, but fail at this (distributed 2026.8). Threads of the worker, and Nanny processes of one
+thread, ran the code from before an edit until `Client.restart` (4 s), which cancelled a task of another stage; threads
+also share the garbage collector. A `ProcessPoolExecutor` in the worker cannot start below a Nanny, the default; without
+one it ran old code as well, and its processes survived a killed worker; with `max_tasks_per_child=1` it costs 0.5 s.
 """
 
 import concurrent.futures
@@ -27,11 +33,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stages.artifacts import process, reuse
-from stages.artifacts.command import StageError
+from stages.artifacts import code, process
+from stages.artifacts.errors import StageError
 
 PATIENCE = 60.0
-"""Seconds that the scheduler's file, the scheduler, or all workers may be missing: they may start with the stage."""
+"""Seconds to wait for the scheduler's file, the scheduler, or any worker: they may start together with the stage."""
 
 _SETTINGS = {
     "distributed.admin.large-graph-warning-threshold": "1 TiB",  # Dask would warn of each larger task
@@ -45,46 +51,53 @@ _SERVE = "import sys; sys.path.insert(0, sys.argv[1]); from stages.corpus import
 class Cluster:
     """A Dask cluster that computes one function."""
 
-    def __init__(self, client: Any, place: str, function: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, client: Any, place: str, function: Callable[[Any], Any], initializer: Callable[[], None], patience: float
+    ) -> None:
         module = function.__module__
         if module == "__main__" and (spec := sys.modules[module].__spec__):
             module = spec.name  # as in `python -m stages.extract`
-        self._client, self._place, self._function = client, place, function
-        self._header = pickle.dumps((module, reuse.digest_of_code(module)))
+        self._client, self._place, self._patience = client, place, patience
+        self._function, self._initializer = function, initializer
+        # A pickle of its own: it can be read where the code differs, when that of the task perhaps cannot.
+        self._header = pickle.dumps((module, code.digest_with_packages(module)))
+        # By default an equal task that the cluster still knows is not run again; but a task also writes a file.
         self._pool = client.get_executor(pure=False)
         self._submitted = itertools.count()
 
     def submit(self, task: Any) -> Callable[[], Any]:
-        """Have a task computed, and return what waits for its result."""
+        """Start a task, and return a function that waits for its result."""
         future = self._pool.submit(
-            subprocess.run,
+            subprocess.run,  # pickled by name, so that the worker needs no module of the project
             [sys.executable, "-c", _SERVE, _ROOT],
-            input=self._header + pickle.dumps((self._function, task)),
+            input=self._header + pickle.dumps((self._function, self._initializer, task)),
             capture_output=True,
             cwd=os.getcwd(),
-            priority=-next(self._submitted),  # Dask alone keeps the order only by and large
+            # By default Dask only roughly keeps the order. A result that is late keeps all later ones in memory.
+            priority=-next(self._submitted),
         )
         return partial(self._wait, future)
 
     def num_workers(self) -> int:
-        """How many tasks the cluster computes at once, as matters stand."""
+        """The number of tasks that the cluster can compute at the same time now: workers come and go."""
         try:
-            return sum(self._client.nthreads().values())
+            return sum(self._client.nthreads().values())  # the worker runs a task, and so a process, in each thread
         except OSError:
             raise self.lost() from None
 
     def lost(self) -> StageError:
-        """The error for a scheduler that is gone."""
+        """The error for a scheduler that no longer answers."""
         return StageError(f"the Dask scheduler {self._place} was lost; nothing was published: start it and run again")
 
     def _wait(self, future: "Future[subprocess.CompletedProcess[bytes]]") -> Any:
         while True:
             try:
-                completed = future.result(PATIENCE)
+                completed = future.result(self._patience)
             except concurrent.futures.TimeoutError:
+                # A task of any length is allowed; a cluster without workers would wait forever.
                 if not self.num_workers():
                     raise StageError(
-                        f"the Dask scheduler {self._place} had no worker for {PATIENCE:g} seconds; nothing was "
+                        f"the Dask scheduler {self._place} had no worker for {self._patience:g} seconds; nothing was "
                         "published: start some with `dask worker` and run again"
                     ) from None
             except OSError as error:
@@ -97,13 +110,21 @@ class Cluster:
 
 
 @contextmanager
-def connect(function: Callable[[Any], Any], num_workers: int, scheduler: str | None) -> Iterator[Cluster]:
+def connect(
+    function: Callable[[Any], Any],
+    num_workers: int,
+    scheduler: str | None,
+    initializer: Callable[[], None],
+    patience: float = PATIENCE,
+) -> Iterator[Cluster]:
     """Yield a cluster for `function`, a module's function.
 
     Args:
         function: What to compute.
         num_workers: Processes of a cluster on this machine.
         scheduler: Address of a scheduler, or the file that it writes; None: a cluster in this process.
+        initializer: A module's function that each process calls before its task.
+        patience: Seconds to wait for the scheduler's file, the scheduler, or any worker.
 
     Raises:
         StageError: Dask, the scheduler or its workers are missing or were lost, or a worker cannot run the project.
@@ -111,28 +132,28 @@ def connect(function: Callable[[Any], Any], num_workers: int, scheduler: str | N
     dask, distributed = _import("dask"), _import("distributed")
     with ExitStack() as stack:
         stack.enter_context(dask.config.set(_SETTINGS))
-        # What matters is raised; Dask also logs what it cancels.
+        # What matters is raised as an exception; Dask also logs each task that it cancels.
         stack.enter_context(importlib.import_module("distributed.utils").silence_logging_cmgr(logging.CRITICAL))
         if scheduler is None:
             target, place = stack.enter_context(_local(num_workers)), "of this process"
         else:
-            target = _address(scheduler)
+            target = _address(scheduler, patience)
             place = f"at {target}"
         try:
-            client = stack.enter_context(distributed.Client(target, timeout=PATIENCE, set_as_default=False))
+            client = stack.enter_context(distributed.Client(target, timeout=patience, set_as_default=False))
         except OSError:
             raise StageError(
-                f"no Dask scheduler answers {place} within {PATIENCE:g} seconds: start one with `dask scheduler`, mend "
-                f"runtime.dask_scheduler, now {scheduler}, or set runtime.executor to processes"
+                f"no Dask scheduler answered {place} within {patience:g} seconds: start one with `dask scheduler`, "
+                f"correct runtime.dask_scheduler, now {scheduler}, or set runtime.executor to processes"
             ) from None
-        cluster = Cluster(client, place, function)
+        cluster = Cluster(client, place, function, initializer, patience)
         try:
             yield cluster
         except concurrent.futures.CancelledError:
             raise cluster.lost() from None
         except distributed.KilledWorker:
             raise StageError(
-                "several Dask workers were killed over the same task, most often because memory ran out; nothing was "
+                "several Dask workers were killed during the same task, most often because memory ran out; nothing was "
                 "published: start workers with fewer threads (`dask worker --nthreads`) and run again"
             ) from None
 
@@ -140,15 +161,15 @@ def connect(function: Callable[[Any], Any], num_workers: int, scheduler: str | N
 def _local(num_workers: int) -> Any:
     """A cluster in this process: a worker with a thread for each process that it may start.
 
-    Its parts talk without sockets. HTTP servers are all that Dask insists on: they have no pages, and listen to this
-    machine only (with `dashboard_address=None` they would listen to all).
+    Its parts communicate without sockets. Dask always starts HTTP servers: here they have no pages, and accept
+    connections of this machine only (with `dashboard_address=None`, of all).
     """
     return _import("distributed").LocalCluster(
         n_workers=1,
         threads_per_worker=num_workers,
         processes=False,
-        memory_limit=None,
-        silence_logs=False,  # they are
+        memory_limit=None,  # it counts this process only, not those of the tasks
+        silence_logs=False,  # `connect` does
         dashboard_address="127.0.0.1:0",
         worker_dashboard_address="127.0.0.1:0",
         scheduler_kwargs={"dashboard": False},
@@ -157,24 +178,30 @@ def _local(num_workers: int) -> Any:
 
 def serve() -> None:
     """Compute a task in this process: from standard input to standard output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # leave Ctrl-C to the stage
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all; the stage alone answers it
+    # Dask gives the task of a lost worker to another one, which writes the same file: this process must not continue.
+    # The kernel reports only an end that comes after the request. An earlier one is seen by the pipe that it closed.
     process.die_with_parent(signal.SIGKILL)
-    if _is_closed(1):  # the worker ended before the line above
+    if _is_closed(1):
         os._exit(1)
+    # The descriptors, not sys.stdout alone: C code and child processes print, too.
     answer = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a task prints is no part of it
+    os.dup2(2, 1)  # what a task prints must not mix with the answer
     outcome: tuple[Any, Exception | None, str]
     try:
+        # Two pickles in a row: the digest is compared before the task is read, which needs the same code.
         module, digest = pickle.load(sys.stdin.buffer)
-        if reuse.digest_of_code(module) != digest:
+        if code.digest_with_packages(module) != digest:
             raise StageError(
                 f"a Dask worker on {socket.gethostname()} finds other code or packages than the stage: let all "
                 f"machines share {_ROOT} and {sys.prefix}, do not edit the code while a stage runs, and run again"
             )
-        sys.modules["__main__"] = importlib.import_module(module)  # whose names the task may hold
-        function, task = pickle.load(sys.stdin.buffer)
+        # A stage runs as __main__, so the pickle may name its functions and classes as `__main__.x`.
+        sys.modules["__main__"] = importlib.import_module(module)
+        function, initializer, task = pickle.load(sys.stdin.buffer)
+        initializer()
         outcome = function(task), None, ""
-    except Exception as error:  # whatever it is, the stage raises it
+    except Exception as error:  # of any kind: the stage raises it
         outcome = None, error, traceback.format_exc()
     with answer:
         pickle.dump(outcome, answer)
@@ -183,12 +210,12 @@ def serve() -> None:
 def _is_closed(pipe: int) -> bool:
     """Whether nobody can read what is written to a pipe."""
     poll = select.poll()
-    poll.register(pipe, 0)
+    poll.register(pipe, 0)  # POLLERR, which is reported unasked: the other end is closed
     return bool(poll.poll(0))
 
 
 def _read(completed: "subprocess.CompletedProcess[bytes]") -> Any:
-    """The result that `serve` wrote; what it raised is raised."""
+    """The result that `serve` wrote; an exception that it caught is raised here."""
     messages = completed.stderr.decode(errors="replace")
     if completed.returncode < 0:
         raise StageError(
@@ -197,31 +224,31 @@ def _read(completed: "subprocess.CompletedProcess[bytes]") -> Any:
         )
     if completed.returncode > 0:
         raise StageError(f"a Dask worker cannot run {_ROOT}, which all machines must share:\n{messages}")
-    sys.stderr.write(messages)
+    sys.stderr.write(messages)  # warnings of the task: otherwise they would stay on the worker's machine
     result, error, trace = pickle.loads(completed.stdout)
     if error is not None:
-        raise error from RuntimeError(trace)
+        raise error from RuntimeError(trace)  # a traceback cannot be pickled, its text can
     return result
 
 
-def _address(scheduler: str) -> str:
+def _address(scheduler: str, patience: float) -> str:
     """The address of a scheduler, which may be given by the file that it writes."""
     if "://" in scheduler:
         return scheduler
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + patience
     while time.monotonic() < end:
         try:
             return str(json.loads(Path(scheduler).read_bytes())["address"])
-        except (OSError, ValueError, KeyError):  # not there yet, or not yet whole
+        except (OSError, ValueError, KeyError):  # not there yet, or only a part of it
             time.sleep(0.1)
     raise StageError(
-        f"runtime.dask_scheduler is {scheduler}, and no such file names a scheduler within {PATIENCE:g} seconds: start "
+        f"runtime.dask_scheduler is {scheduler}, and no such file named a scheduler within {patience:g} seconds: start "
         "one with `dask scheduler --scheduler-file`, or give an address such as tcp://host:8786"
     )
 
 
 def _import(name: str) -> ModuleType:
-    """Import a package whose version decides no result, so that `reuse.digest_of_code` need not know of it."""
+    """Import a package whose version decides no result, in a way that `code.digest_with_packages` does not see."""
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -1,7 +1,12 @@
-"""From a corpus to rows of tokens."""
+"""From a corpus to rows of tokens, in two steps: workers encode, then one process cuts rows.
+
+Between the two are files of bare tokens, which the store keeps. They need disk space, but a change of `seq_length` or
+`validation_splits` encodes nothing again, and encoding is nearly all of the time.
+"""
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,10 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from stages.corpus import arrow, encoding
-from stages.corpus.encoding import Coding, Tokens
+from stages.artifacts.dataset import Shard
+from stages.corpus import arrow
+from stages.corpus.encoding import Encoder, TokenizerSpec, Tokens
 
-BATCH = 4 << 20  # tokens of a record batch, at most
+MAX_BATCH_TOKENS = 4 << 20
+"""Tokens of a record batch of rows, at most, and of what is in memory: 16 MiB."""
 
 
 class Task(NamedTuple):
@@ -21,39 +28,48 @@ class Task(NamedTuple):
     shard: Path
     offset: int
     """In bytes, as `arrow.batch_offsets` gives it."""
-    coding: Coding
+    spec: TokenizerSpec
     target: Path
-    """The file to write: the documents' tokens, each document with EOS at its end, as an array of `coding.dtype`."""
+    """The file to write: the documents' tokens, each document with EOS at its end, as an array of `spec.dtype`."""
 
 
-class Encoded(NamedTuple):
-    """What became of a record batch."""
+@dataclass(frozen=True)
+class Counts:
+    """Of a part of a corpus."""
 
-    documents: int
-    characters: int
-    unknown: int
-    """How many of the tokens stand for what the vocabulary cannot express."""
+    num_documents: int = 0
+    num_characters: int = 0
+    num_unknown: int = 0
+    """Tokens that replace what the vocabulary cannot express."""
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(
+            self.num_documents + other.num_documents,
+            self.num_characters + other.num_characters,
+            self.num_unknown + other.num_unknown,
+        )
 
 
-def encode(task: Task) -> Encoded:
+def encode(task: Task) -> Counts:
     """Encode all documents of a record batch.
 
     Raises:
         StageError: the tokenizer does not fit the model, or gives the EOS token inside a document.
     """
-    texts = arrow.read_batch(task.shard, task.offset)["text"]
-    unknown = 0
-    task.target.unlink(missing_ok=True)  # of a worker that is lost and may still write
+    documents = arrow.read_batch(task.shard, task.offset)["text"]  # memory-mapped: a task is pickled without its text
+    num_unknown = 0
+    # A new file, not the old one emptied: a Dask worker that was given up for lost may still write to its own.
+    task.target.unlink(missing_ok=True)
     with task.target.open("wb") as file:
-        for tokens in encoding.encode(texts, task.coding):
-            tokens.tofile(file)
-            if task.coding.unk_token_id is not None:
-                unknown += int(np.count_nonzero(tokens == task.coding.unk_token_id))
-    return Encoded(len(texts), pc.sum(pc.utf8_length(texts)).as_py(), unknown)
+        for tokens in Encoder(task.spec).encode(documents):
+            tokens.tofile(file)  # (n,) of 2 or 4 bytes each; without a header, so that parts can be joined
+            if task.spec.unk_token_id is not None:
+                num_unknown += int(np.count_nonzero(tokens == task.spec.unk_token_id))
+    return Counts(len(documents), pc.sum(pc.utf8_length(documents)).as_py(), num_unknown)
 
 
 def join(parts: Iterable[Path], target: Path) -> str:
-    """Move the contents of files, one after the other, to a new file and return its SHA-256."""
+    """Move the contents of files, in order, to a new file and return its SHA-256."""
     digest = hashlib.sha256()
     with target.open("wb") as file:
         for part in parts:
@@ -61,24 +77,32 @@ def join(parts: Iterable[Path], target: Path) -> str:
                 while chunk := source.read(1 << 20):
                     file.write(chunk)
                     digest.update(chunk)
-            part.unlink()
+            part.unlink()  # at once, so that the disk has the tokens once
     return digest.hexdigest()
 
 
 class RowWriter:
-    """Cuts a stream of tokens into rows; where the stream comes in pieces makes no difference."""
+    """Cuts a stream of tokens into rows; how the stream is divided into pieces makes no difference.
 
-    def __init__(self, stream: arrow.StreamWriter, seq_length: int) -> None:
+    Args:
+        stream: Where to write the rows.
+        seq_length: Tokens of a row.
+        max_batch_tokens: Of a record batch, which has at least one row.
+    """
+
+    def __init__(self, stream: arrow.StreamWriter, seq_length: int, max_batch_tokens: int = MAX_BATCH_TOKENS) -> None:
         self.num_tokens = 0
         self._seq_length = seq_length
         self._stream = stream
-        self._batch = np.empty(max(1, BATCH // seq_length) * seq_length, np.int32)
+        # (rows * seq_length,) int32: the tokens of a record batch, filled again after each one.
+        self._batch = np.empty(max(1, max_batch_tokens // seq_length) * seq_length, np.int32)
         self._filled = 0
 
-    def add_file(self, path: Path, coding: Coding) -> None:
-        """Append all tokens of a file, as `encode` writes it, to the stream."""
+    def add_file(self, path: Path, spec: TokenizerSpec) -> None:
+        """Append all tokens of a file that `encode` wrote to the stream."""
         with path.open("rb") as file:
-            while len(tokens := np.fromfile(file, coding.dtype, BATCH)):
+            # In pieces of a batch: the tokens of a split may be more than fits into memory.
+            while len(tokens := np.fromfile(file, spec.dtype, len(self._batch))):
                 self.add(tokens)
 
     def add(self, tokens: Tokens) -> None:
@@ -92,7 +116,7 @@ class RowWriter:
             if self._filled == len(self._batch):
                 self._write()
 
-    def close(self) -> arrow.Shard:
+    def close(self) -> Shard:
         """Write the last rows; a partial one is dropped."""
         self._filled -= self._filled % self._seq_length
         if self._filled:

@@ -1,4 +1,8 @@
-"""The content of one raw file, decompressed and as UTF-8, after its digest and its encoding were checked."""
+"""The content of one raw file, decompressed and as UTF-8, after its digest and its encoding were checked.
+
+A parser never starts on a file that turns out to be truncated, changed or undecodable at its end, so such a file leaves
+no row. The price is a second pass over a large file; one of up to 64 MiB is kept in memory after the first.
+"""
 
 import codecs
 import gzip
@@ -12,9 +16,7 @@ from typing import Any, BinaryIO
 
 import zstandard
 
-CHUNK = 1 << 20  # bytes read at once
-WHOLE = 64 << 20  # bytes: larger contents are streamed, never held as a whole
-LONGEST_STRING = 2**31 - 1  # bytes of UTF-8: the offsets of Arrow's `string` have 32 bits
+from stages.corpus.limits import LIMITS, Limits
 
 # UTF-32 first: its little-endian mark begins with that of UTF-16. Decoders of these names drop the mark.
 _BYTE_ORDER_MARKS = (
@@ -32,10 +34,10 @@ class Rejected(Exception):
     def __init__(self, reason: str, detail: str, position: str | None = None) -> None:
         super().__init__(reason, detail, position)
         self.reason = reason
-        """One of a few, to be counted by."""
+        """One of a few, by which rejections are counted."""
         self.detail = detail
         self.position = position
-        """Where in the file, such as `line 3`; None: nowhere in particular."""
+        """Where in the file, such as `line 3`; None: the entire file."""
 
 
 class Changed(Exception):
@@ -43,9 +45,11 @@ class Changed(Exception):
 
 
 class Source:
-    """One raw file. Nothing of it reaches a parser before all of it was found to be whole and decodable."""
+    """One raw file. No parser reads any of it before all of it was found to be complete and decodable."""
 
-    def __init__(self, path: Path, compression: str, digest: str, fallback_encoding: str | None) -> None:
+    def __init__(
+        self, path: Path, compression: str, digest: str, fallback_encoding: str | None, limits: Limits = LIMITS
+    ) -> None:
         """Read the file once, and a large one a second time.
 
         Args:
@@ -53,17 +57,20 @@ class Source:
             compression: `.gz`, `.zst` or nothing.
             digest: SHA-256 of the file's bytes as they are stored.
             fallback_encoding: For content that is neither UTF-8 nor begins with a byte order mark.
+            limits: Also those of the reader of this source.
 
         Raises:
             Changed: the digest differs, or the file is gone.
             Rejected: the compressed data is damaged, or the content is in none of these encodings.
         """
+        self.limits = limits
         self._path, self._compression = path, compression
         self.size = 0
         """Bytes after decompression, in the file's own encoding."""
         content = self._check(digest)
         self._encoding = self._find_encoding(content, fallback_encoding)
-        self.used_fallback = self._encoding == fallback_encoding != "utf-8"
+        self.used_fallback = self._encoding == fallback_encoding != "utf-8"  # counted: it may decode wrongly
+        # UTF-8, the usual case, is neither decoded nor copied: its bytes are already what readers get.
         if content is not None and self._encoding != "utf-8":
             content = content.decode(self._encoding).encode()
         self.data = content
@@ -71,25 +78,29 @@ class Source:
 
     def stream(self) -> BinaryIO:
         """The content as UTF-8, without byte order mark, to be read in pieces."""
-        return io.BytesIO(self.data) if self.data is not None else io.BufferedReader(_Pieces(self._utf8()), CHUNK)
+        return io.BytesIO(self.data) if self.data is not None else self._stream_large()
 
     def text(self) -> str:
-        """The whole content.
+        """The entire content.
 
         Raises:
             Rejected: it is too long for one string.
         """
         if self.data is not None:
             return self.data.decode()
-        if self.size > LONGEST_STRING:
-            raise Rejected("string too long", f"{self.size} bytes; a string holds at most {LONGEST_STRING}: split it")
+        longest = self.limits.longest_string
+        if self.size > longest:
+            raise Rejected("string too long", f"{self.size} bytes; a string holds at most {longest}: split it")
         return self.stream().read().decode()
+
+    def _stream_large(self) -> BinaryIO:
+        return io.BufferedReader(_Pieces(self._utf8()), self.limits.chunk)
 
     def _check(self, digest: str) -> bytes | None:
         kept: list[bytes] | None = []
         damage = None
-        with open(self._path, "rb", buffering=0) as file:
-            if not self._compression and os.fstat(file.fileno()).st_size <= WHOLE:
+        with open(self._path, "rb", buffering=0) as file:  # pieces are large, so a buffer would only copy them
+            if not self._compression and os.fstat(file.fileno()).st_size <= self.limits.largest_held:
                 content = file.read()
                 if hashlib.sha256(content).hexdigest() != digest:
                     raise Changed
@@ -97,15 +108,15 @@ class Source:
                 return content
             hashed = _Hashed(file)
             try:
-                for chunk in _decompressed(hashed, self._compression):
+                for chunk in _decompressed(hashed, self._compression, self.limits.chunk):
                     self.size += len(chunk)
-                    if self.size > WHOLE:
-                        kept = None
+                    if self.size > self.limits.largest_held:
+                        kept = None  # too large: from here on only the digest and the damage matter
                     if kept is not None:
                         kept.append(chunk)
             except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-                damage = Rejected("damaged compression", str(error))
-            while hashed.read(CHUNK):
+                damage = Rejected("damaged compression", str(error))  # raised below: first of all, did the file change?
+            while hashed.read(self.limits.chunk):  # what follows damaged data belongs to the digest, too
                 pass
         if hashed.digest.hexdigest() != digest:
             raise Changed
@@ -116,8 +127,9 @@ class Source:
     def _find_encoding(self, content: bytes | None, fallback: str | None) -> str:
         head = content[:4] if content is not None else next(self._raw())[:4]
         marked = next((name for mark, name in _BYTE_ORDER_MARKS if head.startswith(mark)), None)
-        if content is not None and not marked and content.isascii():
+        if content is not None and not marked and content.isascii():  # most files: no decoder needed
             return "utf-8"
+        # A file with a mark is never tried in the fallback: cp1252 and latin-1 accept nearly any bytes.
         candidates = [marked] if marked else ["utf-8", *([fallback] if fallback else [])]
         objections = []
         for encoding in candidates:
@@ -126,17 +138,17 @@ class Source:
                 for chunk in [content] if content is not None else self._raw():
                     seen += len(chunk)
                     decoder.decode(chunk)
-                decoder.decode(b"", final=True)
+                decoder.decode(b"", final=True)  # a character cut off at the end of the file is an error only here
                 return encoding
             except UnicodeDecodeError as error:
-                # The error counts from the start of what the decoder held: bytes of the chunk before, and this one.
+                # The error counts from the first byte that the decoder had: those left of the chunk before come first.
                 place = max(0, seen - len(error.object)) + error.start
                 objections.append(f"{encoding}: {error.reason} at byte {place}")
         raise Rejected("unknown encoding", "; ".join(objections))
 
     def _raw(self) -> Iterator[bytes]:
         with self._path.open("rb", buffering=0) as file:
-            yield from _decompressed(file, self._compression)
+            yield from _decompressed(file, self._compression, self.limits.chunk)
 
     def _utf8(self) -> Iterator[bytes]:
         decoder = codecs.getincrementaldecoder(self._encoding)()
@@ -173,27 +185,31 @@ class _Pieces(io.RawIOBase):
             piece = next(self._pieces, None)
             if piece is None:
                 return 0
-            self._rest = memoryview(piece)
+            self._rest = memoryview(piece)  # sliced below without copying
         count = min(len(buffer), len(self._rest))
         buffer[:count], self._rest = self._rest[:count], self._rest[count:]
         return count
 
 
-def _decompressed(file: Any, compression: str) -> Iterator[bytes]:
-    """The content in pieces. Raises EOFError, gzip.BadGzipFile, zlib.error or zstandard.ZstdError on damage."""
+def _decompressed(file: io.RawIOBase, compression: str, size: int) -> Iterator[bytes]:
+    """The content in pieces, of `size` bytes unless it is Zstandard.
+
+    Raises EOFError, gzip.BadGzipFile, zlib.error or zstandard.ZstdError on damage.
+    """
     if compression == ".zst":
         yield from _zstandard(file)
         return
     content = gzip.GzipFile(fileobj=file, mode="rb") if compression == ".gz" else file
-    while chunk := content.read(CHUNK):
+    while chunk := content.read(size):  # GzipFile continues with the next member, and raises EOFError if one is cut
         yield chunk
 
 
-def _zstandard(file: Any) -> Iterator[bytes]:
-    # python-zstandard's own reader takes the end of the file for the end of the content, so a truncated file passes.
+def _zstandard(file: io.RawIOBase) -> Iterator[bytes]:
+    # python-zstandard's own reader is not used: it takes the end of a truncated file for the end of the content.
     frame = None
     while piece := file.read(4096):  # small: one call decompresses all of it, and 4 KiB can hold 128 MiB
         while piece:
+            # libzstd's default limit of 128 MiB rejects what `zstd --long=31` wrote. Each frame needs a new object.
             frame = frame or zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
             if content := frame.decompress(piece):
                 yield content

@@ -1,13 +1,19 @@
-"""Encoding one very long string with the memory of a window.
+"""Encoding one very long string with the memory of a window instead of a hundred times its length.
 
-The string is encoded in overlapping windows. Near the ends of a window tokens may be others than in the whole string:
-a word is cut, or a normalizer puts something before the first one. So two neighbours are joined only where both, one
-with all that comes before and one with all that comes after, give the same tokens at the same characters in the whole
-middle half of what they share.
+The string is encoded in overlapping windows. Near the ends of a window the tokens may differ from those of the entire
+string: a word is cut, or a normalizer inserts something before the first one.
 
-They are joined between two words, as words are encoded one by one. Byte-pair encoding may be joined within a word too:
-it merges from the left, and what follows a token changes it only from near by. The best path of a Unigram model may
-turn on how many characters a long run of the same one has.
+                    <------- overlap -------->
+    left   ---------|-------|---- X ----|-------|
+    right           |-------|---- X ----|-------|---------
+                     quarter middle half quarter
+
+So two neighbours are joined (at X) only where both, one with all that precedes and one with all that follows, have the
+same tokens at the same characters in the middle half of their overlap.
+
+They are joined between two words, as words are encoded independently. Byte-pair encoding may be joined within a word
+too: it merges from the left, and what follows a token changes it only from near by. The best path of a Unigram model
+may depend on the number of characters in a long run of the same one.
 """
 
 from collections.abc import Iterator
@@ -18,7 +24,7 @@ from tokenizers import Tokenizer, models
 
 
 class NotJoined(Exception):
-    """Two windows have other tokens where they overlap: they must share more."""
+    """Two windows have different tokens where they overlap: the overlap must be larger."""
 
 
 def encode(tokenizer: Tokenizer, text: bytes | memoryview, size: int, overlap: int) -> Iterator[NDArray[np.int64]]:
@@ -31,19 +37,20 @@ def encode(tokenizer: Tokenizer, text: bytes | memoryview, size: int, overlap: i
         overlap: Bytes that neighbours share.
 
     Raises:
-        NotJoined: perhaps after some ids.
+        NotJoined: possibly after some ids, which are then of no use.
     """
     windows = _windows(tokenizer, text, size, overlap)
-    left, _, end = next(windows)
+    left, _, end = next(windows)  # (tokens, 4)
     for right, begin, next_end in windows:
-        quarter = (end - begin) // 4
+        quarter = (end - begin) // 4  # of the overlap, in characters
         first, second = (_inside(tokens, begin + quarter, end - quarter) for tokens in (left, right))
-        places = np.flatnonzero(left[first, 3])
+        places = np.flatnonzero(left[first, 3])  # where a word begins
         if not len(places) and isinstance(tokenizer.model, models.BPE):
-            places = np.arange(first.stop - first.start)
+            places = np.arange(first.stop - first.start)  # between any two tokens (see above)
+        # Ids, characters and beginnings of words must all be equal: equal ids alone may be shifted by a repetition.
         if not len(places) or not np.array_equal(left[first], right[second]):
             raise NotJoined
-        place = places[len(places) // 2]
+        place = places[len(places) // 2]  # as far from both ends as possible
         yield left[: first.start + place, 0]
         left, end = right[second.start + place :], next_end
     yield left[:, 0]
@@ -52,16 +59,16 @@ def encode(tokenizer: Tokenizer, text: bytes | memoryview, size: int, overlap: i
 def _windows(
     tokenizer: Tokenizer, text: bytes | memoryview, size: int, overlap: int
 ) -> Iterator[tuple[NDArray[np.int64], int, int]]:
-    """Yield each window's tokens and where it begins and ends, in characters.
+    """Yield each window's tokens, (n, 4) int64, and where the window begins and ends, in characters.
 
-    A token is a row of four: its id, where it begins and ends, and whether a word begins with it.
+    The columns are a token's id, the characters where it begins and ends, and whether a word begins with it.
     """
     start = begin = 0
     while True:
         stop = _border(text, start + size)
-        string = str(text[start:stop], "utf-8")
+        string = str(text[start:stop], "utf-8")  # a copy of the window only: `text` is a view of Arrow's buffer
         encoding = tokenizer.encode(string, add_special_tokens=False)
-        # Offsets are those in the string itself, whatever a normalizer made of it.
+        # Offsets refer to the string itself, not to what a normalizer made of it.
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2) + begin
         begins_word = np.diff(np.array(encoding.word_ids, np.int64), prepend=-1) != 0
         yield np.column_stack([np.array(encoding.ids, np.int64), offsets, begins_word]), begin, begin + len(string)
@@ -73,15 +80,15 @@ def _windows(
 
 
 def _border(text: bytes | memoryview, index: int) -> int:
-    """The last place up to `index` where a character begins, or the end."""
+    """The last byte up to `index` that begins a character, or the end."""
     if index >= len(text):
         return len(text)
-    while text[index] & 0xC0 == 0x80:
+    while text[index] & 0xC0 == 0x80:  # UTF-8: 10xxxxxx continues a character
         index -= 1
     return index
 
 
 def _inside(tokens: NDArray[np.int64], low: int, high: int) -> slice:
-    """Which tokens lie between two characters."""
+    """Which tokens are between two characters."""
     [indices] = np.nonzero((tokens[:, 1] >= low) & (tokens[:, 2] <= high))
     return slice(int(indices[0]), int(indices[-1]) + 1) if len(indices) else slice(0, 0)

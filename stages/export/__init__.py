@@ -1,1 +1,1 @@
-"""From a sharded checkpoint to a directory that others can read, and to a report."""
+"""The finished model: its weights as safetensors, its lineage, the model card, and a report on its training."""

@@ -1,6 +1,7 @@
-"""What a person looks at: pictures of the training, samples of text, and a page that holds both.
+"""The report on a training: pictures of its course, samples of text, and a page that contains both.
 
-The page needs no network and no second file. The same numbers give the same bytes: no dates, no random ids.
+The page needs no network and no other file. The same numbers give the same bytes, without dates or random ids, so DVC
+sees a change only where there is one.
 """
 
 import io
@@ -15,14 +16,14 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
+from stages.artifacts import history
+from stages.artifacts.history import Row
 from stages.artifacts.publish import write_text
-from stages.export import history
-from stages.export.history import Row
 
 _BLUE, _LIGHT_BLUE, _ORANGE, _GREY = "#1f5fa8", "#a9c8e8", "#d1570b", "#6b7280"
 
 _STYLE: Any = {
-    "svg.hashsalt": "report",  # ids in the picture do not change from run to run
+    "svg.hashsalt": "report",  # ids in the picture are random without it
     "svg.fonttype": "path",  # looks the same where the font is missing
     "font.family": "DejaVu Sans",  # comes with matplotlib
     "font.size": 10,
@@ -44,16 +45,14 @@ _STYLE: Any = {
 
 @dataclass(frozen=True)
 class Sample:
-    """A text that the model went on with."""
+    """A prompt, and what the model wrote after it."""
 
     prompt: str
-    """What it was given."""
     continuation: str
-    """What it wrote."""
 
 
 def write(
-    directory: Path, name: str, rows: list[Row], facts: Sequence[tuple[str, str]], samples: Sequence[Sample], how: str
+    directory: Path, name: str, rows: list[Row], facts: Sequence[tuple[str, str]], samples: Sequence[Sample], note: str
 ) -> None:
     """Write `loss.svg`, `schedule.svg`, `sample.md` and `index.html` into a directory.
 
@@ -61,26 +60,27 @@ def write(
         directory: An empty directory.
         name: Of the experiment.
         rows: The history of the training.
-        facts: Names and values for the table on top.
+        facts: Names and values for the table at the top.
         samples: What the model wrote.
-        how: A sentence that says how the samples came about.
+        note: A sentence above the samples: how they were made, or why there are none.
     """
     pictures = {"loss.svg": loss_picture(rows), "schedule.svg": schedule_picture(rows)}
     for file, picture in pictures.items():
         write_text(directory / file, picture)
-    write_text(directory / "sample.md", _markdown(name, samples, how))
-    write_text(directory / "index.html", _page(name, list(pictures.values()), facts, samples, how))
+    write_text(directory / "sample.md", _markdown(name, samples, note))
+    write_text(directory / "index.html", _page(name, list(pictures.values()), facts, samples, note))
 
 
 def loss_picture(rows: list[Row]) -> str:
     """SVG of the training loss and the validation loss over the steps."""
     with mpl.rc_context(_STYLE):
+        # Figure, not pyplot: no backend is chosen, no display needed, and nothing is kept in global state.
         figure = Figure(figsize=(8, 4.2), layout="constrained")
         axes = figure.add_subplot()
-        steps, losses = history.values(rows, "loss")
+        steps, losses = history.series(rows, "loss")
         axes.plot(steps, losses, color=_LIGHT_BLUE, linewidth=0.9, label="training, each step")
         axes.plot(steps, _smooth(losses), color=_BLUE, linewidth=1.8, label="training, running mean")
-        steps, losses = history.values(rows, "validation_loss")
+        steps, losses = history.series(rows, "validation_loss")  # fewer points, and none without held-out rows
         if steps:
             axes.plot(steps, losses, color=_ORANGE, linewidth=1.6, marker="o", markersize=4, label="validation")
             name = "before training " if steps[0] == 0 else ""
@@ -94,18 +94,18 @@ def loss_picture(rows: list[Row]) -> str:
 
 
 def schedule_picture(rows: list[Row]) -> str:
-    """SVG of the learning rate and the norm of the gradient over the steps."""
+    """SVG of the learning rate and the gradient norm over the steps."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(8, 4.6), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True)
-        top.plot(*history.values(rows, "lr"), color=_BLUE, linewidth=1.8)
+        top.plot(*history.series(rows, "lr"), color=_BLUE, linewidth=1.8)
         top.set(title="Learning rate", ylim=(0, None))
         top.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-        steps, norms = history.values(rows, "grad_norm")
+        steps, norms = history.series(rows, "grad_norm")
         bottom.plot(steps, norms, color=_LIGHT_BLUE, linewidth=0.9)
         bottom.plot(steps, _smooth(norms), color=_BLUE, linewidth=1.8)
-        bottom.set(title="Norm of the gradient, before clipping", xlabel="step")
-        if norms and min(norms) > 0:
+        bottom.set(title="Gradient norm, before clipping", xlabel="step")
+        if norms and min(norms) > 0:  # a logarithmic axis has no place for 0
             bottom.set_yscale("log")
             bottom.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             bottom.yaxis.set_major_formatter("{x:g}")
@@ -114,7 +114,7 @@ def schedule_picture(rows: list[Row]) -> str:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """An exponential running mean over about a fiftieth of the values, without the lag of its start."""
+    """An exponential moving average over about a fiftieth of the values, corrected for its start as in Adam."""
     decay = 1 - 1 / max(1.0, len(values) / 50)
     mean, weight, result = 0.0, 0.0, []
     for value in values:
@@ -126,12 +126,12 @@ def _smooth(values: list[float]) -> list[float]:
 
 def _svg(figure: Figure) -> str:
     file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None})
+    figure.savefig(file, format="svg", metadata={"Date": None})  # matplotlib would write the time of day
     return file.getvalue()
 
 
-def _markdown(name: str, samples: Sequence[Sample], how: str) -> str:
-    blocks = [f"# What {name} writes\n\n{how}\n"]
+def _markdown(name: str, samples: Sequence[Sample], note: str) -> str:
+    blocks = [f"# Samples from {name}\n\n{note}\n"]
     for number, sample in enumerate(samples, 1):
         blocks.append(
             f"## {number}\n\nPrompt:\n\n{_quote(sample.prompt)}\n\nContinuation:\n\n{_quote(sample.continuation)}\n"
@@ -140,13 +140,15 @@ def _markdown(name: str, samples: Sequence[Sample], how: str) -> str:
 
 
 def _quote(text: str) -> str:
+    # Indented code, not a fence: a sample may contain any number of backticks.
     return "\n".join(f"    {line}" for line in text.splitlines()) or "    "
 
 
 def _page(
-    name: str, pictures: Sequence[str], facts: Sequence[tuple[str, str]], samples: Sequence[Sample], how: str
+    name: str, pictures: Sequence[str], facts: Sequence[tuple[str, str]], samples: Sequence[Sample], note: str
 ) -> str:
     table = "\n".join(f"<tr><th>{escape(label)}</th><td>{escape(value)}</td></tr>" for label, value in facts)
+    # From `<svg` on: the XML declaration and the doctype before it are not valid inside of HTML.
     figures = "\n".join(f"<figure>{picture[picture.index('<svg') :]}</figure>" for picture in pictures)
     texts = "\n".join(
         f"<pre><span>{escape(sample.prompt)}</span>{escape(sample.continuation)}</pre>" for sample in samples
@@ -178,8 +180,8 @@ def _page(
 </table>
 <h2>Training</h2>
 {figures}
-<h2>What it writes</h2>
-<p>{escape(how)}</p>
+<h2>Samples</h2>
+<p>{escape(note)}</p>
 {texts}
 </body>
 </html>
@@ -187,10 +189,10 @@ def _page(
 
 
 def loss_text(loss: float | None) -> str:
-    """A loss and its perplexity, for people."""
+    """A loss and its perplexity, for people to read."""
     return "not measured" if loss is None else f"{loss:.4f} nats per token (perplexity {perplexity(loss):,.1f})"
 
 
 def perplexity(loss: float | None) -> float | None:
-    """The number of tokens among which a model with this loss is as good as guessing."""
-    return None if loss is None else math.exp(min(loss, 700.0))  # beyond, it is no number that JSON can hold
+    """exp(loss): a model with this loss is as uncertain as a uniform choice among that many tokens."""
+    return None if loss is None else math.exp(min(loss, 700.0))  # above 709, exp overflows a float

@@ -1,1 +1,1 @@
-"""The model that a run starts from: its files, what they hold, and the manifest that says so."""
+"""The model that a run starts from: its files, the tensors in them, and the manifest that lists both."""

@@ -1,7 +1,7 @@
 """From a model's name to the directory of its files: a local one, or a snapshot in `HF_HOME`.
 
-The cache comes first: where it holds all that is needed, no socket is opened. So a branch such as `main` stays at the
-commit that was fetched first; to move on, give the commit in `model_revision`, or run `hf download` by hand.
+The cache comes first: where it has all that is needed, no socket is opened. The price is that a branch such as `main`
+stays at the commit that was fetched first. For a newer one, set `model_revision` to the commit, or run `hf download`.
 """
 
 import json
@@ -9,81 +9,102 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts.command import StageError
-from stages.model import headers
+from stages.artifacts.errors import StageError
+from stages.artifacts.model_files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    LINEAGE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+)
 
-DESCRIPTION_FILES = ("config.json", "generation_config.json", "chat_template*", "lineage.json", headers.INDEX)
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt")
-
-_TIMEOUT = 10.0  # seconds to wait for the Hub's first answer; huggingface_hub's own call has no limit
+_PATTERNS = (
+    CONFIG, GENERATION_CONFIG, "chat_template*", LINEAGE, WEIGHTS_INDEX,
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
+)  # fmt: skip
+"""All files of a model except its weights, so that no other format of them (pickles, GGUF) is fetched."""
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where a model was found."""
 
     directory: Path
     commit: str | None
     """Null for a local directory."""
     weights: list[str]
-    """Names of its safetensors files; none where it has none, or where they were not asked for."""
+    """Names of its safetensors files; empty where it has none, or where they are not wanted."""
 
 
-def resolve(model_name: str, model_revision: str, want_weights: bool) -> Source:
+def resolve(model_name: str, model_revision: str, want_weights: bool, timeout: float = 10.0) -> ModelSource:
     """Find a model's files; fetch them from the Hub where the cache lacks some.
 
     Args:
         model_name: An existing directory, else a Hub id.
         model_revision: Branch, tag or commit of a Hub id.
         want_weights: Whether the weights are needed too, if the model has any.
+        timeout: Seconds to wait for the Hub's first answer; huggingface_hub's own download has no limit.
 
     Raises:
-        StageError: the model cannot be had, or is one that would run code of others: pickles, `auto_map`.
+        StageError: the model is not found, or loading it would run code of its authors: pickles, `auto_map`.
     """
     if Path(model_name).is_dir():
         source = Path(model_name)
         commit = None
-        weights = headers.weight_files(source) if want_weights else []
+        weights = weight_files(source) if want_weights else []
         names = _names(source)
     else:
-        source, weights, names = _from_hub(model_name, model_revision, want_weights)
+        source, weights, names = _from_hub(model_name, model_revision, want_weights, timeout)
         commit = source.name
-    if not (source / "config.json").is_file():
-        raise StageError(f"model_name is {model_name!r}: it has no config.json, so it is no model of transformers")
-    if want_weights and not weights:
+    if not (source / CONFIG).is_file():
+        raise StageError(f"model_name is {model_name!r}: it has no {CONFIG}, so transformers cannot load it")
+    if want_weights and not weights:  # with random weights, pickles beside the config harm nobody
         _refuse_pickles(model_name, names)
     _refuse_code(model_name, source)
-    return Source(source, commit, weights)
+    return ModelSource(source, commit, weights)
 
 
-def model_files(source: Source) -> list[str]:
+def model_files(source: ModelSource) -> list[str]:
     """The names of all files that the model needs, in order."""
-    patterns = DESCRIPTION_FILES + TOKENIZER_FILES
-    found = {path.name for pattern in patterns for path in source.directory.glob(pattern) if path.is_file()}
+    found = {path.name for pattern in _PATTERNS for path in source.directory.glob(pattern) if path.is_file()}
     if not source.weights:
-        found.discard(headers.INDEX)
+        found.discard(WEIGHTS_INDEX)  # it names files that the manifest does not list
     return sorted(found | set(source.weights))
 
 
-def _from_hub(repo: str, revision: str, want_weights: bool) -> tuple[Path, list[str], list[str]]:
+def weight_files(directory: Path) -> list[str]:
+    """The safetensors files that make up the model in `directory`: those that its index names, or the only one."""
+    index = directory / WEIGHTS_INDEX
+    if index.is_file():
+        try:
+            # Of the index, not all *.safetensors: a repository may have others, such as consolidated.safetensors.
+            return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise StageError(f"{index} is not a valid index of safetensors files: fetch it again") from None
+    return [WEIGHTS] if (directory / WEIGHTS).is_file() else []
+
+
+def _from_hub(repo: str, revision: str, want_weights: bool, timeout: float) -> tuple[Path, list[str], list[str]]:
     """The snapshot's directory, its weights, and the names of all files that the repository is known to have."""
-    patterns = [*DESCRIPTION_FILES, *TOKENIZER_FILES]
-    source = _snapshot(repo, revision, patterns, required=["config.json", "tokenizer.json"])
+    source = _snapshot(repo, revision, list(_PATTERNS), [CONFIG, TOKENIZER], timeout)
     if not want_weights:
         return source, [], []
-    commit = source.name
-    weights = headers.weight_files(source) or [headers.SINGLE_FILE]
+    commit = source.name  # from here on the commit: the branch may get another one between two requests
+    weights = weight_files(source) or [WEIGHTS]
     known = _listing(repo, commit) or _names(source)
-    if not set(weights) & set(known):
+    if not set(weights) & set(known):  # before fetching: the Hub has none of them, perhaps pickles instead
         _refuse_pickles(repo, known)
-    _snapshot(repo, commit, weights, required=weights)
-    return source, headers.weight_files(source), _listing(repo, commit) or _names(source)
+    _snapshot(repo, commit, weights, weights, timeout)
+    return source, weight_files(source), _listing(repo, commit) or _names(source)
 
 
-def _snapshot(repo: str, revision: str, patterns: list[str], required: list[str]) -> Path:
+def _snapshot(repo: str, revision: str, patterns: list[str], required: list[str], timeout: float) -> Path:
     """The snapshot of a repository with the files that match `patterns`: from the cache, else from the Hub.
 
-    The cache suffices where it holds the files in `required`, but for those that the Hub is known not to have.
+    The cache suffices where it has the files in `required`, except those that the Hub is known not to have.
     """
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -91,37 +112,39 @@ def _snapshot(repo: str, revision: str, patterns: list[str], required: list[str]
 
     only: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*"]}  # the root of the repository
     try:
+        # Where no listing is cached, this returns a snapshot even if files are missing: they are looked for below.
         source = Path(snapshot_download(repo, revision=revision, local_files_only=True, **only))
         listing = _listing(repo, source.name)
         expected = required if listing is None else [name for name in required if name in listing]
-        lacking = [name for name in expected if not (source / name).is_file()]
-        if not lacking:
+        missing = [name for name in expected if not (source / name).is_file()]
+        if not missing:
             return source
     except HFValidationError:
-        raise StageError(f"model_name is {repo!r}: there is no such directory, and a Hub id looks otherwise") from None
-    except LocalEntryNotFoundError:  # nothing of this revision, or not all that the Hub is known to have
-        lacking = required
-    missing = (
+        raise StageError(f"model_name is {repo!r}: there is no such directory, and it is not a valid Hub id") from None
+    except LocalEntryNotFoundError:  # nothing of this revision, or not all of its files
+        missing = required
+    problem = (
         f"model_name is {repo!r}: there is no such directory, and HF_HOME ({constants.HF_HOME}) "
-        f"lacks {', '.join(lacking)} of the Hub's model at revision {revision!r}"
+        f"lacks {', '.join(missing)} of the Hub's model at revision {revision!r}"
     )
     remedy = f"run `hf download {repo} --revision {revision}` on a machine with internet and bring its HF_HOME here"
     if constants.is_offline_mode():
-        raise StageError(f"{missing}; HF_HUB_OFFLINE forbids to fetch it: {remedy}")
+        raise StageError(f"{problem}; HF_HUB_OFFLINE forbids fetching it: {remedy}")
     try:
-        HfApi().model_info(repo, revision=revision, timeout=_TIMEOUT)
+        # The download has no limit of its own, so this request finds out whether the Hub answers.
+        HfApi().model_info(repo, revision=revision, timeout=timeout)
         return Path(snapshot_download(repo, revision=revision, **only))
     except HfHubHTTPError as error:
-        # The text of an error may quote the request's headers, and so the token: its class must do.
+        # Only the error's class: its text may quote the request's headers, and so the token.
         status = error.response.status_code
         hint = "check name and revision; a gated model needs HF_TOKEN" if status in (401, 403, 404) else remedy
-        raise StageError(f"{missing}; the Hub answered {status} ({type(error).__name__}): {hint}") from None
-    except (OSError, ClientError, ValueError) as error:  # ValueError: a token that no header can hold
-        raise StageError(f"{missing}; the Hub was not reached ({type(error).__name__}): {remedy}") from None
+        raise StageError(f"{problem}; the Hub answered {status} ({type(error).__name__}): {hint}") from None
+    except (OSError, ClientError, ValueError) as error:  # ValueError: a token with characters that no header may have
+        raise StageError(f"{problem}; the Hub was not reached ({type(error).__name__}): {remedy}") from None
 
 
 def _listing(repo: str, commit: str) -> list[str] | None:
-    """The files in the root of a repository, where an earlier download has left the list in the cache."""
+    """The files in the root of a repository, where an earlier download stored the list in the cache; else None."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -136,25 +159,25 @@ def _names(directory: Path) -> list[str]:
 
 
 def _refuse_pickles(model_name: str, names: list[str]) -> None:
-    pickles = sorted(name for name in names if name.endswith(headers.PICKLES))
+    pickles = sorted(name for name in names if name.endswith(_PICKLES))
     if pickles:
         raise StageError(
             f"model_name is {model_name!r}: its weights are pickles ({', '.join(pickles[:3])}), which can run any code "
-            "when they are read; take a revision with safetensors, or convert them where you trust them"
+            "when they are read: use a revision with safetensors, or convert them if you trust their source"
         )
 
 
 def _refuse_code(model_name: str, source: Path) -> None:
-    for name in ("config.json", "tokenizer_config.json"):
+    for name in (CONFIG, TOKENIZER_CONFIG):
         path = source / name
         if not path.is_file():
             continue
         try:
             has_code = "auto_map" in json.loads(path.read_bytes())
         except ValueError:
-            raise StageError(f"{path} is no valid JSON: fetch it again") from None
+            raise StageError(f"{path} is not valid JSON: fetch it again") from None
         if has_code:
             raise StageError(
-                f"model_name is {model_name!r}: {name} asks for code of its own (auto_map), which is never run; "
-                "take a model whose class is part of transformers, or, if it is, remove `auto_map` in a copy"
+                f"model_name is {model_name!r}: {name} asks for code of its own (auto_map), which is never run: "
+                "use a model whose class is part of transformers, or, if it is, remove `auto_map` in a copy"
             )

@@ -1,5 +1,9 @@
-"""The model without its weights: built on the meta device, and held against the headers of its files."""
+"""The model without its weights: built on the meta device, and compared with the headers of its files.
 
+This finds in seconds what loading would find only after it has read all weights.
+"""
+
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -8,30 +12,35 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from stages.artifacts.command import StageError
+from stages.artifacts.dtypes import DTYPES
+from stages.artifacts.errors import StageError
+from stages.artifacts.model_files import CONFIG
 from stages.model.headers import StoredTensor
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What weights may be stored in: safetensors' code -> dtype."""
+_TRAINABLE = {dtype.code: dtype for dtype in DTYPES if dtype.is_floating_point}
+"""What weights may be stored in, by the code in safetensors headers."""
 
 
 def build(directory: Path, attn_implementation: str | None = None) -> PreTrainedModel:
     """Build the model that `directory`'s config.json describes: on the meta device, fp32, without weights.
 
     Args:
-        directory: Holds config.json.
-        attn_implementation: `sdpa`, `eager` ...; None takes sdpa where the model has it, else eager.
+        directory: Of the model.
+        attn_implementation: `sdpa`, `eager` ...; None: sdpa where the model has it, else eager.
 
     Raises:
-        StageError: it is no causal language model of the installed transformers.
+        StageError: it is not a causal language model of the installed transformers.
     """
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        # Shapes and names without memory. fp32, in which training keeps its weights: from_config's default is the dtype
+        # in the config, often bf16.
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=False
@@ -40,8 +49,8 @@ def build(directory: Path, attn_implementation: str | None = None) -> PreTrained
     except (ValueError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
         raise StageError(
-            f"{directory}/config.json is no causal language model that transformers {transformers.__version__} "
-            f"can build: {reason}"
+            f"{directory / CONFIG} does not describe a causal language model that transformers "
+            f"{transformers.__version__} can build: {reason}"
         ) from None
 
 
@@ -54,7 +63,7 @@ def tied_weights(model: nn.Module) -> dict[str, str]:
     """Names of parameters that are the same object as an earlier one -> the name of that one."""
     names: dict[int, str] = {}
     tied = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # by default tied names are left out
         canonical = names.setdefault(id(parameter), name)
         if canonical != name:
             tied[name] = canonical
@@ -62,32 +71,35 @@ def tied_weights(model: nn.Module) -> dict[str, str]:
 
 
 def layer_classes(model: nn.Module) -> list[str]:
-    """The classes of the decoder's layers: elements of lists that the model asks never to split, else the longest list.
+    """The classes of the decoder's layers.
 
-    Models ask the same for modules that are no layers, such as embeddings, or parts of layers.
+    They are the elements of module lists that `_no_split_modules` names. The names alone would not do: models also list
+    embeddings there, or parts of layers. Where no list matches, the longest one is assumed to be that of the layers.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise StageError(f"{type(model).__name__} has no list of layers, so there is nothing to shard it by")
-    asked: Iterable[str] = getattr(model, "_no_split_modules", None) or []
+    not_split: Iterable[str] = getattr(model, "_no_split_modules", None) or []
     elements = {type(layer).__name__ for layers in lists for layer in layers}
-    return sorted(elements.intersection(asked) or {type(layer).__name__ for layer in max(lists, key=len)})
+    return sorted(elements.intersection(not_split) or {type(layer).__name__ for layer in max(lists, key=len)})
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """Rows of the embedding: every token id must be below."""
+    """Rows of the embedding: every token id must be smaller."""
     weight: torch.Tensor = model.get_input_embeddings().get_parameter("weight")
-    return weight.shape[0]
+    return weight.shape[0]  # of (vocab_size, hidden_size)
 
 
 def dtype_name(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> str:
-    """The dtype in which most of the weights are stored, or that the config names where there are none."""
-    sizes: Counter[torch.dtype] = Counter()
+    """PyTorch's name of the dtype that has most of the stored bytes; without weights, that of the config."""
+    sizes: Counter[str] = Counter()
     for tensor in stored.values():
-        if tensor.dtype in DTYPES:
-            sizes[DTYPES[tensor.dtype]] += tensor.end - tensor.begin
-    dtype = sizes.most_common(1)[0][0] if sizes else model.config.get_text_config().dtype or torch.float32
-    return str(dtype).removeprefix("torch.")
+        if dtype := _TRAINABLE.get(tensor.dtype):
+            # By bytes, not by number: many small fp32 norms beside bf16 matrices must not decide.
+            sizes[dtype.name] += dtype.itemsize * math.prod(tensor.shape)
+    if sizes:
+        return sizes.most_common(1)[0][0]
+    return str(model.config.get_text_config().dtype or torch.float32).removeprefix("torch.")
 
 
 def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -101,19 +113,19 @@ def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> di
         StageError: a tensor is missing, not expected, or has another shape or a dtype that cannot be trained.
     """
     if getattr(model.config, "quantization_config", None):
-        raise StageError("config.json: the weights are quantized (quantization_config), which cannot be trained")
-    tensors = model.state_dict()
+        raise StageError(f"{CONFIG}: the weights are quantized (quantization_config), which cannot be trained")
+    tensors = model.state_dict()  # with tied names, but without buffers that are not persistent
     tied = tied_weights(model)
-    # Buffers that older versions stored.
-    passed_over = {*(model._keys_to_ignore_on_load_unexpected or []), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+    # Older versions of transformers stored buffers that the model computes today.
+    ignored = {*(model._keys_to_ignore_on_load_unexpected or []), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
     found: dict[str, StoredTensor] = {}
     unexpected = []
     for name, tensor in _renamed(model, stored).items():
         canonical = tied.get(name, name)
         if name not in tensors:
-            if not any(re.search(pattern, name) for pattern in passed_over):
+            if not any(re.search(pattern, name) for pattern in ignored):
                 unexpected.append(name)
-        elif canonical == name or canonical not in found:
+        elif canonical == name or canonical not in found:  # stored under either name, or under both (`check_tied`)
             found[canonical] = tensor
 
     missing = [name for name in tensors if name not in tied and name not in found]
@@ -123,9 +135,9 @@ def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> di
         if tensor.shape != tuple(tensors[name].shape)
     ]
     mistyped = [
-        f"{name} is {tensor.dtype} in {tensor.file}, which cannot be trained: take one of {', '.join(DTYPES)}"
+        f"{name} is {tensor.dtype} in {tensor.file}, which cannot be trained: use {' or '.join(_TRAINABLE)}"
         for name, tensor in found.items()
-        if tensors[name].is_floating_point() and tensor.dtype not in DTYPES
+        if tensors[name].is_floating_point() and tensor.dtype not in _TRAINABLE  # buffers may be integers
     ]
     problems = [
         *_some("missing in the safetensors files", missing),
@@ -141,7 +153,7 @@ def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> di
 
 
 def check_tied(model: PreTrainedModel, stored: dict[str, StoredTensor], directory: Path) -> None:
-    """Where a tied parameter is stored under both names, the two must be equal, or tying would lose one.
+    """Compare the two copies of each tied parameter that is stored under both names: tying keeps only one.
 
     Raises:
         StageError: they differ.
@@ -150,17 +162,21 @@ def check_tied(model: PreTrainedModel, stored: dict[str, StoredTensor], director
     for name, canonical in tied_weights(model).items():
         if name in renamed and canonical in renamed:
             first, second = renamed[name], renamed[canonical]
-            if _bytes(directory, first) != _bytes(directory, second):
+            if not _is_equal(directory, first, second):
                 raise StageError(
-                    f"{first.key!r} in {first.file} and {second.key!r} in {second.file} differ, but config.json ties "
+                    f"{first.key!r} in {first.file} and {second.key!r} in {second.file} differ, but {CONFIG} ties "
                     "them: set tie_word_embeddings to false in a copy of the model"
                 )
 
 
-def _bytes(directory: Path, tensor: StoredTensor) -> bytes:
-    with (directory / tensor.file).open("rb") as file:
-        file.seek(tensor.begin)
-        return file.read(tensor.end - tensor.begin)
+def _is_equal(directory: Path, first: StoredTensor, second: StoredTensor) -> bool:
+    """Whether two tensors have the same bytes. The files are memory-mapped: an embedding may have gigabytes."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):  # headers suffice: nothing is read
+        return False
+    with safe_open(directory / first.file, "pt") as file, safe_open(directory / second.file, "pt") as other:
+        tensors = file.get_tensor(first.key), other.get_tensor(second.key)
+        # As bytes, because NaN differs from itself; flat, because a scalar cannot be viewed as bytes.
+        return torch.equal(*(tensor.flatten().view(torch.uint8) for tensor in tensors))
 
 
 def _renamed(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -172,12 +188,13 @@ def _renamed(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> dict[st
     renamed = {}
     for key, tensor in stored.items():
         name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, tensors)
+        # Converters join tensors, as of single experts into one: a header cannot be compared with the result.
         if converter is not None and key not in tensors:
             raise StageError(
-                f"{tensor.file}: {type(model).__name__} keeps {key!r} joined with others as {name!r}; weights stored "
-                "so (experts one by one) cannot be loaded here: set initial_weights to random, or take a dense model"
+                f"{tensor.file}: {type(model).__name__} joins {key!r} with others as {name!r}; weights stored "
+                "separately (experts one by one) cannot be loaded here: use a dense model, or random initial_weights"
             )
-        renamed[key if key in tensors else name] = tensor
+        renamed[key if key in tensors else name] = tensor  # a name that the model has needs no renaming
     return renamed
 
 

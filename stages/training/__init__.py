@@ -1,1 +1,1 @@
-"""Nouns of the train stage: its parameters, its run, the model spread over the ranks, the order of the data."""
+"""The parts of the train stage: its parameters, its run, the sharded model, the steps and what is reported of them."""

@@ -1,8 +1,8 @@
-"""Model FLOPs utilisation (MFU): how much of what the GPUs could compute, the training needs.
+"""Model FLOPs utilization (MFU): the share of the GPUs' peak performance that the training uses.
 
 As in Chowdhery et al., PaLM (2022, arXiv:2204.02311), appendix B: what the model itself needs, counted once, against
 the peak of the device. What activation checkpointing computes again does not count, and attention counts as if every
-token saw the whole row.
+token saw the entire row.
 """
 
 import re
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 # TFLOP/s of one GPU for dense matrices, from the makers' data sheets: bf16 and fp16 on tensor cores, and fp32, which
-# torch does not compute on them unless told to.
+# torch does not compute on them by default. The rates with sparsity are twice as high.
 _PEAKS = {
     r"A10": (125, 31.2),
     r"A30": (165, 10.3),
@@ -40,8 +40,9 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return None
 
 
-def utilisation(tokens_per_second: float, flops_per_token: int | None, precision: str) -> float | None:
+def utilization(tokens_per_second: float, flops_per_token: int | None, precision: str) -> float | None:
     """The MFU of all ranks, from 0 to 1; None on CPUs and where the model's FLOPs or the GPU's peak are not known."""
+    # TF32 has a peak of its own, which is not in the table: no figure rather than one that is several times too high.
     uses_tf32 = precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
     if flops_per_token is None or uses_tf32 or not torch.cuda.is_available():
         return None
@@ -63,6 +64,8 @@ def flops_per_token(model: PreTrainedModel, seq_length: int) -> int | None:
     if layers is None or not heads or size is None or has_experts or kinds - {"full_attention", "sliding_attention"}:
         return None
     head_dim = getattr(config, "head_dim", None) or size // heads
+    # 6: a multiplication and an addition, once forward and twice backward (for the inputs and for the weights).
+    # 12: the same for two products of each head, queries with keys and attention with values.
     return 6 * _num_multiplied(model) + 12 * int(layers * heads * head_dim) * seq_length
 
 

@@ -1,50 +1,50 @@
-"""What to do where memory does not suffice."""
+"""Turning an out-of-memory error into advice."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stages.artifacts.command import StageError
+from stages.artifacts.errors import StageError
 from stages.training.params import TrainParams
 
 _SIGNS = re.compile(r"DefaultCPUAllocator|out of memory|_ALLOC_FAILED|cudaError: 2\b")
-"""Of what has no class of its own: the CPU's allocator, CUDA itself and NCCL, cuBLAS, memory that cannot be pinned."""
+"""Errors without a class of their own: of the CPU allocator, CUDA itself, NCCL, cuBLAS, and pinned memory."""
 
 
 @contextmanager
-def explained(params: TrainParams, rank: int, world_size: int) -> Iterator[None]:
-    """Turn the errors of an allocation that failed into one that says what to change.
+def explain_out_of_memory(params: TrainParams, rank: int, world_size: int) -> Iterator[None]:
+    """Turn the error of a failed allocation into one that names what to change.
 
     Raises:
         StageError: this rank is out of memory.
     """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         if not _is_out_of_memory(error):
             raise
-        reason = " ".join(str(error).rpartition("err == 0. ")[2].split())[:200]  # without the place in torch's source
+        reason = " ".join(str(error).rpartition("err == 0. ")[2].split())[:200]  # without the line in torch's source
         raise StageError(
-            f"rank {rank} is out of memory{f' ({reason})' if reason else ''}: take {remedies(params, world_size)}. "
-            "The run goes on from its newest checkpoint, but with another seq_length it is a new one"
+            f"rank {rank} is out of memory{f' ({reason})' if reason else ''}: use {remedies(params, world_size)}. "
+            "The run continues from its newest checkpoint, but with another seq_length it is a new run"
         ) from None
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    import torch  # the launcher, which only wants the remedies, must not import it yet
+    import torch  # the launcher, which only needs the remedies, must not import it yet
 
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _SIGNS.search(str(error)) is not None
 
 
 def remedies(params: TrainParams, world_size: int) -> str:
-    """What needs less memory, in words: the cheapest first."""
+    """Settings that need less memory, in words: the cheapest first."""
     found = []
     if smaller := _smaller_batch_size(params, world_size):
         found.append(f"batch_size {smaller} (total_batch_size {params.total_batch_size} stays, and so do the steps)")
     if params.activation_checkpointing != "full":
         found.append("activation_checkpointing full")
     found.append("a smaller seq_length")
-    found.append("more processes, each with memory of its own")
+    found.append("more ranks, each with memory of its own")
     return ", ".join(found[:-1]) + ", or " + found[-1]
 
 

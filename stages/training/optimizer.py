@@ -1,4 +1,4 @@
-"""AdamW, with its means in fp32 or in 8 bits."""
+"""AdamW, with its moments in fp32 or in 8 bits."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from stages.artifacts.command import StageError
+from stages.artifacts.errors import StageError
 from stages.training.params import TrainParams
 
 
 def make_optimizer(model: nn.Module, params: TrainParams) -> Optimizer:
-    """AdamW whose weight decay spares norms and biases, that is, all that is no matrix.
+    """AdamW without weight decay on norms and biases, that is, on everything that is not a matrix.
 
     Raises:
         StageError: `optimizer` is adamw_8bit, and torchao is not installed.
@@ -21,7 +21,7 @@ def make_optimizer(model: nn.Module, params: TrainParams) -> Optimizer:
         {"params": [param for param in weights if param.dim() >= 2], "weight_decay": params.weight_decay},
         {"params": [param for param in weights if param.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]]  # one group where no norm has weights
     optimizer = _make(groups, params)
     _allocate_state(optimizer)
     return optimizer
@@ -31,7 +31,7 @@ def _make(groups: list[dict[str, Any]], params: TrainParams) -> Optimizer:
     options: dict[str, Any] = {"lr": params.lr, "betas": (params.adam_beta1, params.adam_beta2), "eps": params.adam_eps}
     if params.optimizer == "adamw_8bit":
         return _adamw_8bit(groups, options)
-    return AdamW(groups, fused=True, **options)
+    return AdamW(groups, fused=True, **options)  # fused: one pass over a weight, not one per operation
 
 
 def set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
@@ -44,20 +44,21 @@ def set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
 
 @torch.no_grad()
 def _allocate_state(optimizer: Optimizer) -> None:
-    """Give the optimizer the state with which it begins, by a step that changes nothing.
+    """Allocate the optimizer state by a step that changes nothing.
 
-    torch does the same when it is asked to save an optimizer without a state, but then takes the step for made: a run
-    whose first steps are skipped would depend on when it was saved.
+    torch does the same when it saves an optimizer without state, but then counts the step: a run whose first steps are
+    skipped would depend on when it was saved.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0 * group["lr"]
+        group["lr"] = 0 * group["lr"]  # a new object: torchao's tensor, which is restored below, keeps its value
         for param in group["params"]:
             param.grad = torch.zeros_like(param)
     optimizer.step()
     optimizer.zero_grad()
     for group, lr in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = lr
+    # AdamW's bias correction depends on the step: the first real one must be step 1.
     for state in optimizer.state.values():
         state["step"].zero_()
 
@@ -67,7 +68,7 @@ def _adamw_8bit(groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimi
         from torchao.optim import AdamW8bit
     except ImportError:
         raise StageError(
-            "optimizer adamw_8bit needs torchao, which is not installed: run `pip install torchao`, or take adamw"
+            "optimizer adamw_8bit needs torchao, which is not installed: run `pip install torchao`, or use adamw"
         ) from None
 
     class EagerAdamW8bit(AdamW8bit):  # type: ignore[misc]  # torchao has no types

@@ -1,37 +1,36 @@
-"""A run: what makes it this run and no other, where its checkpoints lie, and where it begins.
+"""A run: what identifies it, where its checkpoints are, and which checkpoint it may continue from.
 
-`run_id` is the digest of all that DVC watches for the train stage: parameters, data, model manifest, code. So a run
-can be killed at any time and go on, while a changed learning rate can never continue the old model.
+`run_id` is the digest of all that DVC watches for the train stage: parameters, tokens, model manifest, code. So a run
+can be killed at any time and continue, while a changed learning rate never continues the old model.
 """
 
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import yaml
-
-from stages.artifacts import checkpoint, publish
-from stages.artifacts.command import StageError
-from stages.artifacts.params import PIPELINE_FILE
+from stages.artifacts import code, publish
+from stages.artifacts.errors import StageError
+from stages.artifacts.identity import Adoption, RunIdentity, TokenFingerprints
+from stages.checkpointing.layout import CheckpointManifest, UnsupportedFormat, checkpoint_root, list_checkpoints
+from stages.model.manifest import MANIFEST
+from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
 from stages.training.params import TrainParams, TrainRuntime
-from stages.training.schedule import lr_ratio
+from stages.training.schedule import ScheduleParams, lr_ratio
 
-MODEL = Path("data/model.json")
-TRAIN = Path("data/tokens/train")
-VALIDATION = Path("data/tokens/validation")
+_ENTRIES = ("stages.launch", "stages.train")
+"""The modules that the train stage runs: the launcher, and each rank."""
 
-# What a run may change and still take the same path: the same rows, and up to rounding the same weights, at each step.
-# The learning rate is compared step by step instead.
-_FREE = {
+_SCHEDULE = {field.name for field in dataclasses.fields(ScheduleParams)}
+_NEUTRAL = {
     *("experiment_name", "batch_size", "num_epochs", "max_steps", "eval_freq", "history_freq"),
     *("activation_checkpointing", "compile", "fsdp"),
-    *("lr", "lr_schedule", "lr_decay_steps", "lr_decay_ratio", "min_lr_ratio", "warmup_steps"),
 }
+"""Parameters that may differ between two runs which compute the same weights, up to rounding, at every step that both
+of them do. Those of the schedule may differ too: the learning rates themselves are compared, step by step."""
 
 
 @dataclass(frozen=True)
@@ -39,28 +38,26 @@ class Run:
     """One training, from its first step to its last."""
 
     params: TrainParams
-    identity: dict[str, Any]
-    """What `run_id` digests: `params`, `data`, `model`, `code`."""
+    identity: RunIdentity
     num_rows: int
     """Training rows."""
-    num_validation_rows: int
-    """Validation rows."""
     seq_length: int
-    """Tokens a row."""
+    """Tokens per row."""
 
     @property
     def run_id(self) -> str:
         """Name of the run: the first 16 hexadecimal digits of the digest of its identity."""
-        return publish.sha256_json(self.identity)[:16]
+        # 64 bits: names stay short. `resume_candidates` compares the identities themselves.
+        return publish.sha256_json(dataclasses.asdict(self.identity))[:16]
 
     @property
     def directory(self) -> Path:
-        """Where its checkpoints lie."""
-        return checkpoint.root(self.params.experiment_name) / self.run_id
+        """Where its checkpoints are."""
+        return checkpoint_root(self.params.experiment_name) / self.run_id
 
     @property
-    def aside(self) -> Path:
-        """Where goes what is no result: logs, and what trackers write. As checkpoints do, it outlives a copy."""
+    def log_directory(self) -> Path:
+        """For logs and trackers. Like the checkpoints, it is not in the copy that `dvc exp run --temp` deletes."""
         return Path(os.environ.get("DVC_ROOT", ".")) / "outputs" / self.params.experiment_name
 
     @property
@@ -71,135 +68,121 @@ class Run:
 
 def describe(params: TrainParams) -> Run:
     """The run that `params` and the files of this directory make. Imports no torch, reads no tokens."""
-    deps = yaml.safe_load(PIPELINE_FILE.read_text(encoding="utf-8"))["stages"]["train"]["deps"]
-    code = [path for dep in deps if dep.startswith("stages/") for path in _sources(Path(dep))]
-    datasets = {path: _dataset(path) for path in (TRAIN, VALIDATION)}
-    identity = {
-        "params": dataclasses.asdict(params),
-        "data": {path.name: dataset["_fingerprint"] for path, dataset in datasets.items()},
-        "model": publish.sha256_file(MODEL),
-        "code": publish.sha256_json({str(path): publish.sha256_file(path) for path in sorted(code)}),
-    }
-    features = publish.read_json(TRAIN / "dataset_info.json")["features"]
+    train, validation = PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION)
+    identity = RunIdentity(
+        params=dataclasses.asdict(params),
+        data=TokenFingerprints(train.fingerprint, validation.fingerprint),
+        model=publish.sha256_file(MANIFEST),
+        code=code.digest(*_ENTRIES),
+    )
     return Run(
-        params,
-        identity,
-        num_rows=_num_rows(datasets[TRAIN]),
-        num_validation_rows=_num_rows(datasets[VALIDATION]),
-        seq_length=features["input_ids"]["length"],
+        params=params,
+        identity=identity,
+        num_rows=train.num_rows,
+        seq_length=train.seq_length,
     )
 
 
-def _num_rows(dataset: dict[str, Any]) -> int:
-    return sum(shard["rows"] for shard in dataset["_data_files"])
+def resume_candidates(run: Run, runtime: TrainRuntime, report: Callable[[str], None]) -> list[Path]:
+    """The checkpoints from which `run` may continue, best first; none: it starts at step 0.
 
-
-def _sources(path: Path) -> list[Path]:
-    return list(path.rglob("*.py")) if path.is_dir() else [path]
-
-
-def _dataset(path: Path) -> dict[str, Any]:
-    try:
-        return cast(dict[str, Any], publish.read_json(path / "state.json"))
-    except FileNotFoundError:
-        raise StageError(f"{path} is missing: run `dvc repro pack`") from None
-
-
-def starting_points(run: Run, runtime: TrainRuntime, report: Callable[[str], None]) -> list[Path]:
-    """The checkpoints from which `run` may go on, best first; none: it begins at step 0.
-
-    Its own come first. Else those of a sibling that took the same path so far, and either did not finish or has fewer
-    steps to go than this run.
+    Its own come first. Without any, those of another run of the experiment that `_may_adopt` accepts.
 
     Raises:
         StageError: a checkpoint in the run's own directory belongs to another run.
     """
     if runtime.resume == "never":
         return []
-    if own := checkpoint.find(run.directory):
-        for path, manifest in _manifests(own):
-            if manifest["identity"] != run.identity:
-                differences = "\n".join(_differences(manifest["identity"], run.identity))
+    # Own checkpoints exclude all others, even those with more steps.
+    if own := list_checkpoints(run.directory):
+        for path, manifest in _readable(own, report):
+            if manifest.identity != run.identity:
+                differences = "\n".join(_differences(manifest.identity, run.identity))
                 raise StageError(f"{path} belongs to another run; move it away. It differs in\n{differences}")
         return own
-    siblings = []
-    for directory in checkpoint.root(run.params.experiment_name).glob("*/"):
-        for path, manifest in _manifests(checkpoint.find(directory)):
-            if _may_adopt(run, manifest, extend=runtime.resume == "extend"):
-                siblings.append((manifest["step"], path))
-    siblings.sort(reverse=True)
-    if siblings:
-        report(f"going on from {siblings[0][1]}, whose run took the same path until there")
-    return [path for _, path in siblings]
+    others = []
+    for directory in checkpoint_root(run.params.experiment_name).glob("*/"):
+        checkpoints = list(_readable(list_checkpoints(directory), report))
+        # Of all its checkpoints: the last one but one of a finished run is not that of an unfinished one.
+        is_finished = any(manifest.step >= manifest.total_steps for _, manifest in checkpoints)
+        for path, manifest in checkpoints:
+            if _may_adopt(run, manifest, is_finished, extend=runtime.resume == "extend"):
+                others.append((manifest.step, path))
+    others.sort(reverse=True)  # the most steps first: they need not be computed again
+    if others:
+        report(f"continuing from {others[0][1]}, whose run was identical until there")
+    return [path for _, path in others]
 
 
-def _manifests(paths: list[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Those of `paths` whose manifest is whole, each with it."""
+def _readable(paths: list[Path], report: Callable[[str], None]) -> Iterator[tuple[Path, CheckpointManifest]]:
+    """Those of `paths` whose manifest is valid, each with it."""
     for path in paths:
-        with suppress(StageError):
-            yield path, checkpoint.read_manifest(path)
+        try:
+            yield path, CheckpointManifest.read(path)
+        except UnsupportedFormat as error:  # without a word, a run that could have continued would start over
+            report(f"not considered: {error}")
+        except StageError:
+            pass  # `latest_valid` reports the damaged ones
 
 
-def _may_adopt(run: Run, manifest: dict[str, Any], extend: bool) -> bool:
-    identity, step, theirs_total = manifest["identity"], manifest["step"], manifest["total_steps"]
-    finished = step >= theirs_total
-    if step >= run.total_steps or (finished and theirs_total >= run.total_steps):
+def _may_adopt(run: Run, manifest: CheckpointManifest, is_finished: bool, extend: bool) -> bool:
+    """Whether `run` may continue from a checkpoint of another run, which `is_finished` or not.
+
+    It may where it would have reached these very weights itself, up to rounding:
+
+    - the same training rows and the same model to start from;
+    - the same parameters, but for those that cannot change the weights (`_NEUTRAL`);
+    - the same learning rate at every step until the checkpoint (with `extend`, any learning rate).
+
+    The code may differ: an unfinished run continues after a bug fix. And the two runs must not be the same piece of
+    work done twice: a *finished* run is continued only by a longer one. So a run that ran out of memory continues with
+    a smaller `batch_size`, and more `num_epochs` continue a finished run, but the same training with other code, once
+    it was finished, is trained again from step 0.
+
+    What is wrongly accepted here is a model that no run from scratch would give. So anything not listed counts as
+    different: a new parameter prevents an adoption until someone has thought about it.
+    """
+    if manifest.step >= run.total_steps or (is_finished and manifest.total_steps >= run.total_steps):
         return False
-    if identity["data"]["train"] != run.identity["data"]["train"] or identity["model"] != run.identity["model"]:
+    theirs, ours = manifest.identity, run.identity
+    # Validation rows are only measured, so they may differ.
+    if theirs.data.train != ours.data.train or theirs.model != ours.model:
         return False
-    theirs, ours = identity["params"], run.identity["params"]
-    if theirs.keys() != ours.keys() or any(theirs[name] != ours[name] for name in theirs.keys() - _FREE):
+    # Also the names: a parameter that only one of them has comes from another version of the code.
+    compared = ours.params.keys() - _NEUTRAL - _SCHEDULE
+    if theirs.params.keys() != ours.params.keys() or any(theirs.params[name] != ours.params[name] for name in compared):
         return False
     if extend:
         return True
-    other = _schedule_params(run.params, theirs)
+    # The rates, not the parameters of the schedule: with `wsd`, runs of different lengths share the stable phase.
+    # Exact equality is right, as the same function computed both.
+    schedule = ScheduleParams(**{name: theirs.params[name] for name in _SCHEDULE})
     return all(
-        other.lr * lr_ratio(other, theirs_total, k) == run.params.lr * lr_ratio(run.params, run.total_steps, k)
-        for k in range(step)
+        schedule.lr * lr_ratio(schedule, manifest.total_steps, step)
+        == run.params.lr * lr_ratio(run.params, run.total_steps, step)
+        for step in range(manifest.step)
     )
 
 
-def _schedule_params(params: TrainParams, theirs: dict[str, Any]) -> TrainParams:
-    names = ("lr", "lr_schedule", "lr_decay_steps", "lr_decay_ratio", "min_lr_ratio", "warmup_steps")
-    return dataclasses.replace(params, **{name: theirs[name] for name in names})
+def _differences(theirs: RunIdentity, ours: RunIdentity) -> list[str]:
+    """One line for each leaf that differs: `params.batch_size: 2 there, 4 here`."""
+
+    def compare(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Iterator[str]:
+        for name in sorted(old.keys() | new.keys()):
+            there, here = old.get(name), new.get(name)
+            if isinstance(there, dict) and isinstance(here, dict):
+                yield from compare(there, here, f"{prefix}{name}.")
+            elif there != here:
+                yield f"{prefix}{name}: {there!r} there, {here!r} here"
+
+    return list(compare(dataclasses.asdict(theirs), dataclasses.asdict(ours), ""))
 
 
-def _differences(theirs: dict[str, Any], ours: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for name in sorted(theirs.keys() | ours.keys()):
-        old, new = theirs.get(name), ours.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(old, new, f"{prefix}{name}.")
-        elif old != new:
-            yield f"{prefix}{name}: {old!r} there, {new!r} here"
-
-
-def adoption(run: Run, manifest: dict[str, Any]) -> dict[str, Any]:
-    """What the lineage of `run` shall say of the checkpoint of another run that it goes on from."""
-    return {
-        "run_id": manifest["run_id"],
-        "step": manifest["step"],
-        "differences": list(_differences(manifest["identity"], run.identity)),
-        "adopted": manifest["adopted"],
-    }
+def adoption(run: Run, manifest: CheckpointManifest) -> Adoption:
+    """What the lineage of `run` records of the checkpoint of another run that it continues from."""
+    return Adoption(manifest.run_id, manifest.step, _differences(manifest.identity, run.identity), manifest.adopted)
 
 
 def packages() -> dict[str, str]:
     """The versions of what computes the result."""
     return {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")}
-
-
-def write_outs(run: Run, path: Path) -> None:
-    """Write the outs of the train stage from the last checkpoint of a run: the same files whenever it is called."""
-    manifest = checkpoint.read_manifest(path)
-    state = publish.read_json(path / "state.json")
-    outputs = Path("outputs") / run.params.experiment_name
-    publish.write_text(outputs / "history.tsv", (path / "history.tsv").read_text(encoding="utf-8"))
-    publish.write_json(outputs / "train_metrics.json", state["metrics"])
-    pointer = {
-        "run_id": run.run_id,
-        "step": manifest["step"],
-        "checkpoint": path.name,
-        "manifest_sha256": publish.sha256_file(path / checkpoint.MANIFEST),
-        **{name: manifest[name] for name in ("identity", "adopted", "packages")},
-    }
-    publish.write_json(outputs / "run.json", pointer)

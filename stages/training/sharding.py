@@ -1,7 +1,7 @@
-"""How a model is cut over the ranks: the `fsdp` section of params.yaml, in terms of FSDP2.
+"""Sharding a model over the ranks: the `fsdp` section of params.yaml, as calls of FSDP2.
 
 All strategies are one mechanism, `fully_shard`, over different meshes: a model of which every rank holds a whole copy
-is one that is sharded over groups of one rank. So they compute alike, and each loads the checkpoints of the others.
+is sharded over groups of one rank. So they compute the same, and each loads the checkpoints of the others.
 """
 
 from itertools import pairwise
@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from stages.artifacts.command import StageError
+from stages.artifacts.errors import StageError
 from stages.model import meta
-from stages.training import precision
-from stages.training.params import FsdpParams, TrainParams
+from stages.training.fsdp import FsdpParams
+from stages.training.params import TrainParams
+from stages.training.precision import mixed_precision_policy
 
 
 def shard(model: nn.Module, layer_classes: list[str], params: TrainParams, mesh: DeviceMesh) -> None:
@@ -22,57 +23,63 @@ def shard(model: nn.Module, layer_classes: list[str], params: TrainParams, mesh:
 
     Args:
         model: On the meta device.
-        layer_classes: What to gather as a whole, where the parameters do not say.
+        layer_classes: What to wrap, where `fsdp.wrap_layer_cls` is null.
         params: Precision, and how to shard.
         mesh: The ranks of each copy of the model are its last axis.
     """
     fsdp = params.fsdp.resolved()
+    # Before sharding, as it replaces modules.
     if fsdp.sync_batchnorm:
         _sync_batchnorm(model, mesh)
-    layers = wrapped(model, fsdp.wrap_layer_cls, layer_classes)
+    layers = modules_to_wrap(model, fsdp.wrap_layer_cls, layer_classes)
     reshards = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
-    for module in [*reversed(layers), model]:  # those inside of others first
+    for module in [*reversed(layers), model]:  # modules inside others first, as fully_shard requires
         fully_shard(
             module,
             mesh=mesh,
-            mp_policy=precision.policy(params.precision),
-            reshard_after_forward=reshards and module is not model,  # with which the backward pass begins
+            mp_policy=mixed_precision_policy(params.precision),
+            # The backward pass starts with the root: gathering its weights again took 2 % of a step of the benchmark.
+            reshard_after_forward=reshards and module is not model,
             offload_policy=CPUOffloadPolicy() if _offloads(fsdp, mesh) else OffloadPolicy(),
         )
     units = [module for module in [*layers, model] if isinstance(module, FSDPModule)]
     if mesh.size() > 1:
-        for unit in units:  # gradients are sums over the ranks, as the loss is; by default they are averages
+        # Sum gradients over the ranks: `train_step` divides by the number of labels. An average that is scaled back
+        # would be another pass over them, and inexact where the number of ranks is not a power of two. The second call
+        # replaces PREMUL_SUM, a reduction of NCCL only, by a plain sum.
+        for unit in units:
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
     if fsdp.forward_prefetch:
         for layer, following in pairwise(units[:-1]):
             layer.set_modules_to_forward_prefetch([following])
     if fsdp.backward_prefetch == "NONE":
-        for unit in units:  # told to gather itself, it gathers no other
+        for unit in units:  # with itself as the only one to prefetch, it prefetches no other
             unit.set_modules_to_backward_prefetch([unit])
 
 
 def materialize(model: nn.Module, params: TrainParams, mesh: DeviceMesh) -> None:
-    """Give memory, without values, to each rank's part of a sharded meta model, and to its buffers."""
+    """Allocate each rank's part of a sharded meta model, and its buffers, without initializing them."""
     if not _offloads(params.fsdp.resolved(), mesh):
         model.to_empty(device=mesh.device_type)
         return
     model.to_empty(device="cpu")
+    # CPUOffloadPolicy brings parameters to the GPU when they are needed, but not buffers.
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(mesh.device_type)
 
 
-def wrapped(model: nn.Module, names: str | None, layer_classes: list[str]) -> list[nn.Module]:
-    """The modules to be gathered as a whole, in the order of the model.
+def modules_to_wrap(model: nn.Module, names: str | None, layer_classes: list[str]) -> list[nn.Module]:
+    """The modules that FSDP wraps, whose weights are gathered together, in the order of the model.
 
     Args:
         model: Its parameters may be on the meta device.
         names: `fsdp.wrap_layer_cls`.
-        layer_classes: Those to take where that is null.
+        layer_classes: Those to use where that is null.
 
     Raises:
-        StageError: the model has no such class, or the classes would tear tied weights apart.
+        StageError: the model has no such class, or the classes would separate tied weights.
     """
     classes = [name.strip() for name in names.split(",")] if names else layer_classes
     inner = [module for module in model.modules() if module is not model]
@@ -80,20 +87,21 @@ def wrapped(model: nn.Module, names: str | None, layer_classes: list[str]) -> li
     if unknown := sorted(set(classes) - known):
         others = ", ".join(sorted(known - set(layer_classes)))
         raise StageError(
-            f"fsdp.wrap_layer_cls: {type(model).__name__} has no {', '.join(unknown)}: take {','.join(layer_classes)} "
+            f"fsdp.wrap_layer_cls: {type(model).__name__} has no {', '.join(unknown)}: use {','.join(layer_classes)} "
             f"(its layers, as with null), or of {others}"
         )
+    # FSDP shards a parameter with the innermost wrapped module around it; a tied one has two places, but one owner.
     modules = [module for module in model.modules() if type(module).__name__ in classes]
     _check_tied(model, modules, classes)
     return modules
 
 
-def own_rows(param: DTensor) -> slice:
-    """Which rows of the whole tensor this rank holds. `fully_shard` cuts the first dim as `torch.chunk` does."""
+def local_rows(param: DTensor) -> slice:
+    """Which rows of the full tensor this rank holds. `fully_shard` splits the first dim as `torch.chunk` does."""
     placement, mesh = param.placements[-1], param.device_mesh
     assert isinstance(placement, Shard) and placement.dim == 0
     axis = mesh.ndim - 1
-    rows, size = param.shape[0], -(-param.shape[0] // mesh.size(axis))
+    rows, size = param.shape[0], -(-param.shape[0] // mesh.size(axis))  # rounded up: the last ranks may have none
     start = min(mesh.get_local_rank(axis) * size, rows)
     own = slice(start, min(start + size, rows))
     assert own.stop - own.start == param.to_local().shape[0]
@@ -101,7 +109,7 @@ def own_rows(param: DTensor) -> slice:
 
 
 def _offloads(fsdp: FsdpParams, mesh: DeviceMesh) -> bool:
-    """Without a GPU, the weights are in the memory of the host as they are."""
+    """Without a GPU, the weights are in CPU memory anyway."""
     return bool(fsdp.cpu_offload) and mesh.device_type != "cpu"
 
 
@@ -110,13 +118,13 @@ def _check_tied(model: nn.Module, modules: list[nn.Module], classes: list[str]) 
         first, second = (_innermost(model, modules, key) for key in (name, canonical))
         if first is not second:
             raise StageError(
-                f"fsdp.wrap_layer_cls {','.join(classes)} would gather {canonical} and {name} apart, but they are one "
-                "weight: take null"
+                f"fsdp.wrap_layer_cls {','.join(classes)} would gather {canonical} and {name} separately, but they are "
+                "one weight: use null"
             )
 
 
 def _innermost(model: nn.Module, modules: list[nn.Module], name: str) -> nn.Module:
-    """The wrapped module to which the parameter `name` belongs: `model` where it is in none."""
+    """The wrapped module to which the parameter `name` belongs: `model` where it is in none of them."""
     path = name.split(".")[:-1]
     ancestors = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), 0, -1)]
     return next((module for module in ancestors if module in modules), model)

@@ -1,116 +1,90 @@
 """One optimizer step, and one validation."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import NamedTuple
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from stages.training.batch import loss_sum, make_batch, num_labels
-from stages.training.data import TokenRows
+from stages.artifacts.errors import StageError
+from stages.tokens.loss import loss_sum, total_loss
 from stages.training.distributed import all_reduce_sum, device_type
-from stages.training.order import step_rows
+from stages.training.loader import BatchLoader
 from stages.training.params import TrainParams
-from stages.training.precision import LossScaler
-from stages.training.telemetry import Timers
+from stages.training.timers import Timers
 
 
-class Batches:
-    """The rows of each step, as the forward passes of one rank.
+class StepResult(NamedTuple):
+    """What a step has measured. None where a value was not finite and the step was skipped (fp16)."""
 
-    Which rows a step takes does not depend on the number of ranks; which of them a rank takes does.
-    """
-
-    def __init__(self, rows: TokenRows, params: TrainParams, eos_token_id: int) -> None:
-        self._rows = rows
-        self._params = params
-        self._eos_token_id = eos_token_id
-
-    def of_step(self, step: int) -> list[dict[str, Tensor]]:
-        """The batches of this rank for optimizer step `step`: `grad_accum_steps` of `batch_size` rows."""
-        return [self._batch(part) for part in self.rows_of_step(step)]
-
-    def rows_of_step(self, step: int) -> np.typing.NDArray[np.int64]:
-        """The indices of these rows: (grad_accum_steps, batch_size)."""
-        params, rank = self._params, dist.get_rank()
-        indices = step_rows(step, params.total_batch_size, len(self._rows), params.seed)
-        return indices.reshape(-1, dist.get_world_size(), params.batch_size)[:, rank]
-
-    def of_validation(self) -> Iterator[dict[str, Tensor]]:
-        """This rank's share of all rows. Every rank gets as many batches, for each is a collective operation."""
-        size, world_size, rank = self._params.batch_size, dist.get_world_size(), dist.get_rank()
-        for start in range(0, len(self._rows), size * world_size):
-            own = np.arange(start + rank * size, start + (rank + 1) * size)
-            batch = self._batch(np.minimum(own, len(self._rows) - 1))
-            batch["labels"][torch.from_numpy(own >= len(self._rows)).to(batch["labels"].device)] = -100
-            yield batch
-
-    def _batch(self, indices: np.typing.NDArray[np.int64]) -> dict[str, Tensor]:
-        rows = torch.from_numpy(self._rows.rows(indices)).to(device_type(), non_blocking=True)
-        return make_batch(rows, self._eos_token_id, self._params.document_mask)
+    loss: float | None
+    """Mean loss of the step, in nats per token."""
+    grad_norm: float | None
+    """L2 norm of the gradient, before clipping."""
 
 
 def train_step(
-    model: nn.Module, optimizer: Optimizer, scaler: LossScaler, batches: list[dict[str, Tensor]], labels: int,
+    model: nn.Module, optimizer: Optimizer, scaler: GradScaler, batches: list[dict[str, Tensor]], num_labels: int,
     params: TrainParams, timers: Timers,
-) -> tuple[float | None, float | None]:  # fmt: skip
+) -> StepResult:  # fmt: skip
     """Forward, backward and update.
 
-    Every token of the step weighs the same, whatever the number of ranks and forward passes: each loss is divided by
-    `labels`, the number of tokens predicted by all ranks in this step.
-
-    Returns:
-        Mean loss of the step in nats a token, and the L2 norm of its gradient before clipping; None where they are not
-        finite and `scaler` had the step skipped.
+    Every token of the step has the same weight, whatever the number of ranks and forward passes: each loss is divided
+    by `num_labels`, the number of tokens that all ranks predict in this step, and gradients are summed over the ranks.
 
     Raises:
-        StageError: the gradient is not finite, on all ranks alike; the weights were not updated.
+        StageError: the gradient is not finite, on all ranks alike, and no smaller loss scale would help; the weights
+            were not updated.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device_type())
+    total = torch.zeros((), dtype=torch.float64, device=device_type())  # not read before the norm is
     assert isinstance(model, FSDPModule)
     for number, batch in enumerate(batches, start=1):
-        model.set_requires_all_reduce(number == len(batches))  # over the copies of the model, once a step
+        # Copies of the model (HYBRID_SHARD, ddp) exchange gradients once per step, not once per forward pass.
+        model.set_requires_all_reduce(number == len(batches))
         with timers.phase("forward"):
             loss = loss_sum(model, batch)
         with timers.phase("backward"):
-            (loss * (scaler.scale / labels)).backward()
+            scaler.scale(loss * (1 / num_labels)).backward()
         total += loss.detach()
     with timers.phase("update"):
-        scaler.unscale(model)
+        scaler.unscale_(optimizer)  # before clipping, which would otherwise compare the scaled norm with the limit
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), params.max_grad_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        # Here the CPU waits for the GPU.
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # an all-reduce of the ranks' parts
+        # The one place of a step where the CPU waits for the GPU: whether to update depends on the norm. It is the norm
+        # over all ranks, so all of them decide alike.
         own_loss, grad_norm = torch.stack([total, norm.to(total)]).tolist()
         is_finite = math.isfinite(grad_norm)
-        scaler.update(grad_norm, is_finite)
-        if not is_finite:
-            optimizer.zero_grad()  # and without gradients, no weight is updated
-        optimizer.step()
+        if not is_finite and scaler.get_scale() <= 1:  # in bf16 and fp32 always: the scale of a disabled scaler is 1
+            raise StageError(
+                f"the gradient norm is {grad_norm}: lower lr, raise warmup_steps, or look at the data of this step; "
+                "the newest checkpoint is from before it"
+            )
+        scaler.step(optimizer)  # skipped where the gradient is not finite
+        scaler.update()
         optimizer.zero_grad()
+    # After the update: a non-finite gradient has by now ended all ranks alike, so none is missing here.
     (loss_of_all,) = all_reduce_sum(own_loss)
-    return loss_of_all / labels if math.isfinite(loss_of_all) else None, grad_norm if is_finite else None
+    return StepResult(
+        loss=loss_of_all / num_labels if math.isfinite(loss_of_all) else None,
+        grad_norm=grad_norm if is_finite else None,
+    )
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, batches: Batches, note: Callable[[], None]) -> float | None:
-    """Mean loss over all validation rows, in nats a token; None where there are no rows.
-
-    `note` is called before each forward pass.
-    """
+def validation_loss(model: nn.Module, loader: BatchLoader, before_forward: Callable[[], None]) -> float | None:
+    """Mean loss over all validation rows, in nats per token; None where there are no rows."""
     model.eval()
-    total, labels = 0.0, 0
-    for batch in batches.of_validation():
-        note()
-        total += loss_sum(model, batch).item()
-        labels += num_labels(batch)
+    total, num_labels = total_loss(model, loader.validation_batches(), before_forward)
     model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # what stays gathered for a backward pass
-    total, count = all_reduce_sum(total, labels)
-    return total / count if count else None
+            # The root keeps its weights gathered for a backward pass, which does not come: a save would find them so.
+            module.reshard()
+    # Sums, not means: ranks have different numbers of labels, and some only repeated rows without any.
+    total, num_labels_of_all = all_reduce_sum(total, num_labels)
+    return total / num_labels_of_all if num_labels_of_all else None

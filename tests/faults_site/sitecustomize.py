@@ -1,4 +1,4 @@
-"""Python runs this at its start where the folder is on PYTHONPATH: see tests/faults.py."""
+"""Python runs this at its start if its directory is on PYTHONPATH: see tests/faults.py."""
 
 import os
 import sys
@@ -7,4 +7,4 @@ if "FAULT" in os.environ and "RANK" in os.environ:
     sys.path[:0] = [os.getcwd(), os.environ["FAULT_REPO"]]
     from tests import faults
 
-    faults.plant(os.environ["FAULT"])
+    faults.inject(os.environ["FAULT"])

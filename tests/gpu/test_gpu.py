@@ -1,4 +1,4 @@
-"""What only a GPU can show. On a machine without one, all of it is skipped; with several, the first is taken."""
+"""What only a GPU can show. Without one, all tests are skipped; with several, the first is used."""
 
 import importlib.util
 import re
@@ -6,8 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from tests.conftest import GPUS, LAUNCH, REPO, Project
 from tests.faults import environment
+from tests.project import GPUS, LAUNCH, REPO, Project
 
 pytestmark = [pytest.mark.skipif(not GPUS, reason="needs a GPU"), pytest.mark.timeout(900)]
 
@@ -16,18 +16,18 @@ PROBE = """
 import dataclasses
 from pathlib import Path
 from transformers import AutoConfig
-from stages.artifacts import params
-from stages.training import probe
+from stages.artifacts.params_file import load_params
+from stages.training import document_mask
 from stages.training.params import TrainParams
-one_row = dataclasses.replace(params.load(TrainParams), precision="bf16", batch_size=1)
+one_row = dataclasses.replace(load_params(TrainParams), precision="bf16", batch_size=1)
 for name in ("llama", "qwen3", "mistral", "gemma", "phi3", "gpt_neox"):
-    print(name, probe.leaks_documents(AutoConfig.for_model(name), one_row, "{attention}"))
+    print(name, document_mask.leaks_documents(AutoConfig.for_model(name), one_row, "{attention}"))
 """
 
 
 @pytest.fixture(autouse=True)
 def gpu(training: Project) -> None:
-    """What the tests start sees it: else all would train on the CPU, and pass."""
+    """What the tests start must see it, or all would train on the CPU and pass."""
     training.run("python", "-c", "import torch; assert torch.cuda.is_available()", **GPU)
 
 
@@ -40,8 +40,8 @@ def losses(project: Project) -> np.ndarray:
 
 
 @pytest.mark.parametrize("compile_blocks", [False, True])
-def test_a_killed_training_goes_on(training: Project, compile_blocks: bool) -> None:
-    """To the same losses but for the rounding of kernels that add up in any order."""
+def test_a_killed_training_continues(training: Project, compile_blocks: bool) -> None:
+    """To the same losses, up to the rounding of kernels that sum in any order."""
     training.set(precision="bf16", compile=compile_blocks)
     undisturbed = training.copy(training.path.with_name("undisturbed"))
     train(undisturbed)
@@ -53,7 +53,7 @@ def test_a_killed_training_goes_on(training: Project, compile_blocks: bool) -> N
     assert set(metrics["milliseconds"]) == {"data", "forward", "backward", "update"}
 
 
-def test_a_gpu_takes_the_same_rows_as_two_processes_on_the_cpu(training: Project) -> None:
+def test_a_gpu_trains_on_the_same_rows_as_two_ranks_on_the_cpu(training: Project) -> None:
     training.set(precision="fp32")
     cpu = training.copy(training.path.with_name("cpu"))
     train(cpu, CUDA_VISIBLE_DEVICES="")

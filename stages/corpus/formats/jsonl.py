@@ -1,23 +1,25 @@
-"""JSON Lines: each line is a document; a line that cannot be read costs the others nothing."""
+"""JSON Lines: each line is a document; a line that cannot be read does not affect the others."""
 
 import io
 
 from stages.corpus.formats import json
-from stages.corpus.formats.base import Sink
-from stages.corpus.source import LONGEST_STRING, Rejected, Source
+from stages.corpus.formats.sink import Sink
+from stages.corpus.source import Rejected, Source
 
 
 def read(source: Source, sink: Sink) -> None:
     """Put the strings of each line into `sink`."""
-    stream, number = source.stream(), 0
-    while line := stream.readline(LONGEST_STRING):
+    stream, limits, number = source.stream(), source.limits, 0
+    longest = limits.longest_string
+    while line := stream.readline(longest):  # with a limit: a file without line ends would fill the memory
         number += 1
-        if len(line) == LONGEST_STRING:
-            raise Rejected("document too long", f"a line has more than {LONGEST_STRING} bytes", f"line {number}")
-        if not sink.keep_source and json.is_document(line):
+        if len(line) == longest:
+            raise Rejected("document too long", f"a line has more than {longest} bytes", f"line {number}")
+        if not sink.keep_source and json.is_document(line, limits.largest_held):
             sink.add_json(line)
             continue
         try:
-            json.scan(io.BytesIO(line), sink, number)
+            # Also for lines that are not valid: the scanner finds the position, and may still accept NaN.
+            json.scan(io.BytesIO(line), sink, number, limits)
         except Rejected as rejected:
             sink.reject(Rejected(rejected.reason, rejected.detail, f"line {number}"))

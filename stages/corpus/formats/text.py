@@ -1,6 +1,6 @@
-"""Plain text, Markdown, CSV: the whole file is one string, exactly as it is."""
+"""Plain text, Markdown, CSV: the entire file is one string, exactly as it is."""
 
-from stages.corpus.formats.base import Sink
+from stages.corpus.formats.sink import Sink
 from stages.corpus.source import Source
 
 

@@ -1,40 +1,31 @@
-"""The interface between a format and the rest of the pipeline."""
+"""The interface between a format and the rest of the pipeline: where strings go, and where in a file each is from."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-from stages.corpus.source import Rejected, Source
+from stages.corpus.source import Rejected
 
 
 class Sink(Protocol):
-    """Where a format puts what it reads, document by document."""
+    """Receives what a format reads, document by document."""
 
     keep_source: bool
-    """Whether `add` wants to know where each string stands."""
+    """Whether `add` needs the place of each string."""
 
     def add(self, strings: list[str], places: Sequence[str] = ()) -> None:
-        """Take strings of the current document, in order; they may come in several calls.
+        """Add strings of the current document, in order; a document may need several calls.
 
-        `places` says of each string where in its file it stands, if `keep_source` and if it is not all of the file.
+        `places` has the place of each string in its file, if `keep_source` and if the string is not the entire file.
         """
 
     def end(self) -> None:
-        """The current document is whole: keep its strings."""
+        """The current document is complete: keep its strings."""
 
     def add_json(self, document: bytes) -> None:
-        """Take a whole document that `json.is_document`, and keep its strings; not if `keep_source`."""
+        """Add a complete document for which `json.is_document` holds, and keep its strings; not if `keep_source`."""
 
     def reject(self, rejected: Rejected) -> None:
-        """Drop the strings of the current document and report why; the documents around it are unharmed."""
-
-
-class Format(NamedTuple):
-    """A kind of file."""
-
-    suffixes: tuple[str, ...]
-    """In lower case, with their dot, without that of a compression."""
-    read: Callable[[Source, Sink], None]
-    """Put all strings of a source into a sink. Raises `Rejected` where nothing more can be read."""
+        """Drop the strings of the current document and report why. Other documents are not affected."""
 
 
 class Place:
@@ -60,11 +51,12 @@ class Place:
         self._indexes.pop()
 
     def item(self) -> None:
-        """The next item of a list begins; outside of any, nothing."""
+        """The next item of a list begins. Outside of any list, nothing changes."""
         if self._indexes:
             self._indexes[-1] += 1
             self._steps[-1] = str(self._indexes[-1])
 
     def key(self, key: str) -> None:
         """The next key of a map."""
+        # `~` first: otherwise the tilde of `~1` would be escaped again.
         self._steps[-1] = key.replace("~", "~0").replace("/", "~1")

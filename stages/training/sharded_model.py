@@ -1,9 +1,10 @@
-"""The model, spread over the ranks with FSDP2.
+"""Building the model, sharded over the ranks with FSDP2.
 
-It is built on the meta device, sharded there, and only then given memory, so that no rank ever holds the whole model.
-Each rank reads its own bytes of the safetensors. Random weights and buffers are made one layer at a time on the CPU by
-the model's own rules, from a seed that depends on the layer and not on the rank: the weights are the same on any
-number of ranks.
+It is built on the meta device, sharded there, and only then allocated, so that no rank ever holds the full model. Each
+rank reads its own bytes of the safetensors. Random weights and buffers are made one layer at a time on the CPU by the
+model's own rules, from a seed that depends on the layer and not on the rank: the weights are the same on any number of
+ranks. With two ranks and 100 million parameters, each reads half of the bytes and needs 58 % of the memory (347 of 594
+MiB) that the Trainer of transformers needs, which reads all of them on each rank (docs/benchmarks.md).
 """
 
 import hashlib
@@ -20,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from stages.artifacts.command import StageError
+from stages.artifacts.errors import StageError
 from stages.model import headers, meta
-from stages.model import manifest as model_manifest
 from stages.model.headers import StoredTensor
 from stages.model.manifest import ModelManifest
-from stages.training import distributed, sharding
+from stages.training import sharding
+from stages.training.distributed import run_on_all_ranks
 from stages.training.params import TrainParams
 
 
@@ -41,13 +42,14 @@ def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh, initia
         initialize: Whether to fill the parameters, pretrained or random. A checkpoint fills them otherwise; what no
             checkpoint holds, the buffers, is made in both cases.
     """
-    directory = model_manifest.directory(manifest)
+    directory = manifest.directory()
     model = meta.build(directory)
+    # Found before sharding, because fully_shard gives them other classes.
     layers = [module for module in model.modules() if type(module).__name__ in manifest.layer_classes]
     _checkpoint_activations(model, layers, params.activation_checkpointing)
     if params.compile:
         for layer in layers:
-            layer.compile()
+            layer.compile()  # in place: torch.compile(layer) would wrap it, and rename its class and its parameters
     sharding.shard(model, manifest.layer_classes, params, mesh)
     sharding.materialize(model, params, mesh)
     reference = meta.build(directory)
@@ -56,26 +58,28 @@ def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh, initia
         return model
     _rebuild_buffers(model, reference)
     if initialize:
-        distributed.on_all(lambda: model_manifest.verify(manifest, _own_share(manifest.weights)))
+        # Before they are read, and each file by one rank; an altered one ends all ranks with the same message.
+        run_on_all_ranks(lambda: manifest.verify(_local_files(manifest.weights)))
         _read_weights(model, directory, meta.check_headers(reference, headers.read(directory, manifest.weights)))
     return model
 
 
-def _own_share(names: list[str]) -> list[str]:
+def _local_files(names: list[str]) -> list[str]:
     """The files that this rank verifies for all."""
     return names[dist.get_rank() :: dist.get_world_size()]
 
 
 def _checkpoint_activations(model: PreTrainedModel, layers: list[Any], kind: str) -> None:
-    """Have all layers, or every second one, keep only their inputs for the backward pass."""
+    """Have all layers, or every second one, keep only their inputs and recompute the rest in the backward pass."""
     if kind == "none":
         return
-    # Older releases have only the second name, newer ones warn that it goes.
+    # Older releases have only the second name, newer ones warn that it is deprecated.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     one_by_one = all(hasattr(layer, "gradient_checkpointing") for layer in layers)
     if not model.supports_gradient_checkpointing or (kind == "selective" and not one_by_one):
         possible = "none or full" if model.supports_gradient_checkpointing else "none"
-        raise StageError(f"activation_checkpointing {kind}: {type(model).__name__} cannot do it, take {possible}")
+        raise StageError(f"activation_checkpointing {kind}: {type(model).__name__} does not support it, use {possible}")
+    # The reentrant variant gives no gradients where no input of a layer requires them.
     enable({"use_reentrant": False})
     if kind == "selective":
         for layer in layers[1::2]:
@@ -85,37 +89,40 @@ def _checkpoint_activations(model: PreTrainedModel, layers: list[Any], kind: str
 @torch.no_grad()
 def _fill(param: Tensor, whole: Tensor) -> None:
     assert isinstance(param, DTensor)
-    param.to_local().copy_(whole[sharding.own_rows(param)])
+    param.to_local().copy_(whole[sharding.local_rows(param)])
 
 
 @torch.no_grad()
 def _read_weights(model: nn.Module, directory: Path, stored: dict[str, StoredTensor]) -> None:
-    """Fill the parameters, and the buffers that are stored, from safetensors, reading no row of another rank."""
+    """Fill parameters and stored buffers from safetensors, without reading the rows of other ranks."""
     targets = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     by_file = defaultdict(list)
     for name, tensor in stored.items():
         by_file[tensor.file].append((targets[name], tensor.key))
     for file, tensors in by_file.items():
         with safe_open(directory / file, framework="pt") as reader:
+            # `copy_` converts, from bf16 to the fp32 that the optimizer updates. `get_slice` reads these rows only.
             for target, key in tensors:
                 if isinstance(target, DTensor):
-                    target.to_local().copy_(reader.get_slice(key)[sharding.own_rows(target)])
+                    target.to_local().copy_(reader.get_slice(key)[sharding.local_rows(target)])
                 else:
                     target.copy_(reader.get_tensor(key))
 
 
 def _initialize(model: nn.Module, reference: PreTrainedModel, layer_classes: list[str], seed: int) -> None:
-    """Give random weights to all parameters, and values to all buffers, one layer at a time."""
+    """Initialize all parameters randomly, and all buffers, one layer at a time."""
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     done: set[str] = set()
     for unit, modules in _units(reference, layer_classes):
         for module in modules:
             module.to_empty(device="cpu", recurse=False)
         if not unit:
-            reference.tie_weights()
+            reference.tie_weights()  # `to_empty` has replaced the parameters, so those that were one are now two
         digest = hashlib.sha256(f"{seed}/{unit}".encode()).digest()
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))  # not the GPU's, which is not forked
+            torch.default_generator.manual_seed(
+                int.from_bytes(digest[:8], "big")
+            )  # torch.manual_seed would seed the GPUs too, which are not forked
             for module in modules:
                 reference._init_weights(module)
         names = {module: name for name, module in reference.named_modules()}
@@ -127,12 +134,12 @@ def _initialize(model: nn.Module, reference: PreTrainedModel, layer_classes: lis
                     done.add(prefix + name)
             for name, buffer in module.named_buffers(recurse=False):
                 buffers[prefix + name].copy_(buffer)
-            module.to_empty(device="meta", recurse=False)
+            module.to_empty(device="meta", recurse=False)  # frees it: only one layer at a time is in memory
     assert done == set(params), sorted(set(params) - done)
 
 
 def _units(model: PreTrainedModel, layer_classes: list[str]) -> Iterator[tuple[str, list[nn.Module]]]:
-    """Each layer, then all that is in none, with its name ('' for the rest) and its modules, children before parents.
+    """Each layer, then everything outside layers: its name ('' for the rest) and its modules, children before parents.
 
     transformers' rules visit a module after its children, because a parent may give a child other values.
     """
@@ -147,7 +154,7 @@ def _units(model: PreTrainedModel, layer_classes: list[str]) -> Iterator[tuple[s
 
 
 def _rebuild_buffers(model: nn.Module, reference: PreTrainedModel) -> None:
-    """Give values to the buffers that no file stores, such as the frequencies of rotary embeddings.
+    """Compute the buffers that no file stores, such as the frequencies of rotary embeddings.
 
     `to_empty` leaves garbage in them, and the logits still look plausible.
     """
@@ -155,6 +162,8 @@ def _rebuild_buffers(model: nn.Module, reference: PreTrainedModel) -> None:
     for name, module in reference.named_modules():
         if not module._buffers:
             continue
+        # Not `to_empty`: it would also allocate parameters beside them, and separate an embedding from a tied head
+        # (Gemma 3 has a buffer there).
         for key, buffer in module.named_buffers(recurse=False):
             module._buffers[key] = torch.empty_like(buffer, device="cpu")
         with torch.no_grad():

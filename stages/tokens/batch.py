@@ -1,7 +1,7 @@
-"""From rows of tokens to what the model is fed, and the loss on it."""
+"""From rows of tokens to the inputs and labels of a model."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def make_batch(input_ids: Tensor, eos_token_id: int, document_mask: bool) -> dict[str, Tensor]:
@@ -9,7 +9,7 @@ def make_batch(input_ids: Tensor, eos_token_id: int, document_mask: bool) -> dic
 
     Args:
         input_ids: (B, T) integers; every document ends with `eos_token_id`, rows cut documents anywhere.
-        eos_token_id: The token that ends a document, and stands nowhere else.
+        eos_token_id: The token that ends a document, and occurs nowhere else.
         document_mask: Add `position_ids` that restart after each document. Given such positions and no attention
             mask, transformers lets no token attend to another document.
 
@@ -19,33 +19,24 @@ def make_batch(input_ids: Tensor, eos_token_id: int, document_mask: bool) -> dic
         int64. Models count positions by themselves; given some, transformers has the CPU wait for the GPU to see
         whether they restart.
     """
+    # Rows are stored, and copied to the GPU, as int32; only here they become int64, which cross_entropy asks of labels.
     input_ids = input_ids.long()
     num_rows, length = input_ids.shape
-    labels = torch.full_like(input_ids, -100)
+    # The last token of each row has no label: its successor is in another row.
+    labels = torch.full_like(input_ids, -100)  # (B, T)
     labels[:, :-1] = input_ids[:, 1:]
     if not document_mask:
         return {"input_ids": input_ids, "labels": labels}
-    is_end = input_ids == eos_token_id
+    is_end = input_ids == eos_token_id  # (B, T) bool
     labels[is_end] = -100  # the first token of a document follows from nothing before it
-    positions = torch.arange(length, device=input_ids.device).expand(num_rows, length)
+    positions = torch.arange(length, device=input_ids.device).expand(num_rows, length)  # (B, T)
+    # Where a document starts, its position in the row, elsewhere 0: the running maximum is then the start of the
+    # document that each token is in. A row that begins inside a document counts from its own first token.
     starts = torch.zeros_like(input_ids)
     starts[:, 1:] = torch.where(is_end[:, :-1], positions[:, 1:], 0)
     return {"input_ids": input_ids, "labels": labels, "position_ids": positions - starts.cummax(dim=1).values}
 
 
-def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """What the model says of a batch: (B, T, vocabulary), of the dtype that it computes in."""
-    output: Tensor = model(input_ids=batch["input_ids"], position_ids=batch.get("position_ids"), use_cache=False).logits
-    return output
-
-
-def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The negative log-likelihood, in nats, summed over all labels of a batch: a scalar, float32."""
-    return nn.functional.cross_entropy(
-        logits(model, batch).flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=-100, reduction="sum"
-    )
-
-
-def num_labels(batch: dict[str, Tensor]) -> int:
-    """How many tokens of a batch are predicted."""
+def count_labels(batch: dict[str, Tensor]) -> int:
+    """The number of tokens of a batch that are predicted."""
     return int((batch["labels"] != -100).sum())

@@ -1,4 +1,4 @@
-"""What a person sees of a training."""
+"""What a training prints, and the numbers in it."""
 
 import io
 import json
@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from stages.model import meta
 from stages.training import flops
-from stages.training.telemetry import Console, memory_gib, reset_peak_memory
-from tests.conftest import REPO
+from stages.training.console import Console
+from stages.training.timers import memory_gib, reset_peak_memory
+from tests.project import REPO
 
 
 def build(tmp_path: Path, **config: object) -> PreTrainedModel:
@@ -30,7 +31,7 @@ def test_flops_are_those_of_palm(tmp_path: Path, tied: bool) -> None:
     assert flops.flops_per_token(model, seq_length=64) == 6 * weights + 12 * 2 * 4 * 8 * 64
 
 
-def test_a_model_whose_flops_are_not_known_has_none(tmp_path: Path) -> None:
+def test_flops_of_an_unknown_architecture_are_none(tmp_path: Path) -> None:
     experts = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2}
     assert flops.flops_per_token(build(tmp_path, **experts), seq_length=64) is None
 
@@ -42,16 +43,16 @@ def test_a_model_whose_flops_are_not_known_has_none(tmp_path: Path) -> None:
         ("NVIDIA H100 80GB HBM3", "fp32", 67e12),
         ("NVIDIA H100 PCIe", "bf16", 756e12),
         ("NVIDIA A100-SXM4-80GB", "fp16", 312e12),
-        ("NVIDIA A10G", "bf16", None),  # is no A10
+        ("NVIDIA A10G", "bf16", None),  # not an A10
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "bf16", None),
     ],
 )
-def test_an_unknown_gpu_has_no_peak(name: str, precision: str, expected: float | None) -> None:
+def test_an_unknown_gpu_has_no_peak_flops(name: str, precision: str, expected: float | None) -> None:
     assert flops.peak_flops(name, precision) == expected
 
 
-def test_the_peak_of_memory_is_that_since_the_last_line() -> None:
+def test_peak_memory_is_measured_since_the_last_log_line() -> None:
     big = torch.ones(2**27)  # half a GiB
     now, peak = memory_gib()
     assert peak >= now >= 0.5
@@ -65,7 +66,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_there_is_a_bar_with_the_time_to_go_where_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_a_progress_bar_with_the_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
         clock = [0.0]
         monkeypatch.setattr("sys.stderr", stream)
@@ -73,6 +74,6 @@ def test_there_is_a_bar_with_the_time_to_go_where_there_is_a_terminal(monkeypatc
         console = Console(rank=0, step=4, total_steps=12)
         clock[0] = 8.0
         for _ in range(4):
-            console.step()
+            console.advance()
         console.close()
         assert ("8/12 [00:08<00:08" in stream.getvalue()) == shown  # four steps took as long as four will

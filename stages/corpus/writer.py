@@ -1,4 +1,4 @@
-"""A shard of strings, written document by document."""
+"""A shard of strings, written document by document, with memory for one record batch."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -8,27 +8,36 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from stages.corpus import cut
-from stages.corpus.arrow import Shard, StreamWriter
-from stages.corpus.source import LONGEST_STRING, Rejected
-
-BATCH = 4 << 20  # characters of a record batch, unless a single string is longer
+from stages.artifacts.dataset import Shard
+from stages.corpus import json_values
+from stages.corpus.arrow import StreamWriter
+from stages.corpus.limits import LIMITS, Limits
+from stages.corpus.source import Rejected
 
 
 class TextWriter:
-    """The `Sink` of the formats: a row a string; a rejected document leaves no row, also where it was long."""
+    """The `Sink` of the formats: a row a string. A rejected document leaves no row, not even a long one.
+
+    Strings of several documents make one record batch of `limits.batch` characters. A document that is longer than that
+    is written while it is read, so that memory holds a batch of it; if it is rejected, the stream is cut back.
+    """
 
     def __init__(
-        self, stream: StreamWriter, min_chars: int, report: Callable[[Rejected], None], keep_source: bool = False
+        self,
+        stream: StreamWriter,
+        min_chars: int,
+        report: Callable[[Rejected], None],
+        keep_source: bool = False,
+        limits: Limits = LIMITS,
     ) -> None:
         self.documents = 0
         self.characters = 0
-        """Of whole documents."""
+        """Of complete documents."""
         self.keep_source = keep_source
         self.path = ""
         """Of the file that is read, for `keep_source`."""
-        self._stream, self._min_chars, self._report = stream, min_chars, report
-        # Not yet written, of whole documents:
+        self._stream, self._min_chars, self._report, self._limits = stream, min_chars, report, limits
+        # Not yet written, of complete documents:
         self._columns: list[tuple[pa.Array, ...]] = []  # text, and its source
         self._json: list[bytes] = []  # after those
         self._size = 0  # of both, characters
@@ -39,7 +48,7 @@ class TextWriter:
         self._start: tuple[int, int] | None = None  # of the current document in the stream, if parts of it are there
 
     def add(self, strings: list[str], places: Sequence[str] = ()) -> None:
-        """Take strings of the current document, in order, and their places, or none where they are the whole file.
+        """Add strings of the current document, in order, and their places, or none where a string is the entire file.
 
         Raises:
             Rejected: one is too long for Arrow's `string`.
@@ -49,24 +58,26 @@ class TextWriter:
             kept = zip(strings, sources, strict=True)
             self._sources += [source for string, source in kept if len(string) >= self._min_chars]
         if self._min_chars == 1:
-            strings = list(filter(None, strings))
+            strings = list(filter(None, strings))  # the default, min_chars: 1, without a Python loop
         else:
             strings = [string for string in strings if len(string) >= self._min_chars]
         size = sum(map(len, strings))
-        if size > LONGEST_STRING // 4 and max(len(string.encode()) for string in strings) > LONGEST_STRING:
-            raise Rejected("string too long", f"a string holds at most {LONGEST_STRING} bytes: split it")
+        longest = self._limits.longest_string
+        # A character has at most 4 bytes. Most calls end with this comparison, which spares them the encoding.
+        if size > longest // 4 and max(len(string.encode()) for string in strings) > longest:
+            raise Rejected("string too long", f"a string holds at most {longest} bytes: split it")
         self._strings += strings
         self._current_size += size
-        if self._size + self._current_size > BATCH:
-            if self._start is None:
-                self._write_whole()
+        if self._size + self._current_size > self._limits.batch:
+            if self._start is None:  # the first part of a long document: what precedes it must be in the stream before
+                self._write_complete()
                 self._start = self._stream.mark()
             for columns in self._take_current():
                 self._stream.write(*columns)
 
     def end(self) -> None:
-        """The current document is whole: keep its strings."""
-        self._cut()
+        """The current document is complete: keep its strings."""
+        self._convert_json()  # of earlier documents: rows keep the order of the files
         self.documents += 1
         self.characters += self._current_size
         self._columns += self._take_current()
@@ -74,32 +85,32 @@ class TextWriter:
         self._begin()
 
     def add_json(self, document: bytes) -> None:
-        """Take a whole document that `json.is_document`, and keep its strings."""
+        """Add a complete document for which `json.is_document` holds, and keep its strings."""
         self.documents += 1
-        self._json.append(document)
-        self._size += len(document)
-        if self._size > BATCH:
-            self._write_whole()
+        self._json.append(document)  # cut later, many at once
+        self._size += len(document)  # bytes, at least as many as characters
+        if self._size > self._limits.batch:
+            self._write_complete()
 
     def reject(self, rejected: Rejected) -> None:
         """Drop the strings of the current document and report why."""
         self._report(rejected)
         if self._start is not None:
-            self._stream.cut(self._start)
+            self._stream.cut(self._start)  # complete documents before it were written first, and stay
         self._begin()
 
     def close(self) -> Shard:
-        """Write what is left of the whole documents and end the shard."""
-        self._write_whole()
+        """Write what is left of the complete documents and end the shard."""
+        self._write_complete()
         return self._stream.close()
 
     def _begin(self) -> None:
         self._strings, self._sources, self._current_size, self._start = [], [], 0, None
 
-    def _cut(self) -> None:
-        """Turn the JSON into a column."""
+    def _convert_json(self) -> None:
+        """Turn the JSON documents into a column of their strings."""
         if self._json:
-            strings = cut.strings(self._json)
+            strings = json_values.strings(self._json)
             lengths = pc.utf8_length(strings)
             if self._min_chars > 1:
                 is_kept = pc.greater_equal(lengths, self._min_chars)
@@ -108,29 +119,30 @@ class TextWriter:
             self._columns.append((strings,))
             self._json = []
 
-    def _write_whole(self) -> None:
-        self._cut()
+    def _write_complete(self) -> None:
+        self._convert_json()
         if self._columns:
             columns = [pa.concat_arrays(column) for column in zip(*self._columns, strict=True)]
             text = columns[0]
+            # An array may be a slice of a larger one: its offsets begin at text.offset, and not at 0.
             offsets = np.frombuffer(text.buffers()[1], np.int32)[text.offset :][: len(text) + 1]
-            for part in _batches(offsets[1:] - offsets[0]):
+            for part in _batches(offsets[1:] - offsets[0], self._limits.batch):
                 self._stream.write(*(column[part] for column in columns))
         self._columns, self._size = [], 0
 
     def _take_current(self) -> Iterator[tuple[pa.Array, ...]]:
         """The strings of the current document that are not yet written, as columns, in batches."""
         columns = (self._strings, self._sources) if self.keep_source else (self._strings,)
-        for part in _batches(list(accumulate(map(len, self._strings)))):
+        for part in _batches(list(accumulate(map(len, self._strings))), self._limits.batch):
             yield tuple(pa.array(column[part], pa.string()) for column in columns)
         self._strings, self._sources = [], []
 
 
-def _batches(ends: Sequence[int]) -> Iterator[slice]:
-    """Where to cut strings of which `ends` gives the lengths, summed up."""
+def _batches(ends: Sequence[int], size: int) -> Iterator[slice]:
+    """Batches of at most `size`, or of one string, given the cumulative lengths of the strings."""
     first = 0
     while first < len(ends):
-        limit = BATCH + (ends[first - 1] if first else 0)
+        limit = size + (ends[first - 1] if first else 0)
         last = max(bisect_right(ends, limit, first), first + 1)
         yield slice(first, last)
         first = last

@@ -1,8 +1,8 @@
 """Typed parameters from `params.yaml`.
 
 Each stage keeps its parameters as a frozen dataclass beside it; the fields are the leaves of `params.yaml` that the
-stage reads, and `dvc.yaml` declares the same leaves (a test compares the two). What never changes a result lives in
-the `runtime` section, is read by dataclasses of their own, and is listed under `meta.runtime` in `dvc.yaml`, which
+stage reads, and `dvc.yaml` declares the same leaves (a test compares the two). What never changes a result is in
+the `runtime` section, is read by dataclasses of its own, and is listed under `meta.runtime` in `dvc.yaml`, which
 DVC does not watch.
 """
 
@@ -10,23 +10,26 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
-from stages.artifacts.command import StageError
+from stages.artifacts.errors import StageError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
 
+ExperimentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""`experiment_name`: the name of a directory under outputs/."""
+
 PARAMS_FILE = Path("params.yaml")
 PIPELINE_FILE = Path("dvc.yaml")
 
 
-def load(cls: type[T], section: str | None = None, path: Path = PARAMS_FILE) -> T:
+def load_params(cls: type[T], section: str | None = None, path: Path = PARAMS_FILE) -> T:
     """Read the fields of the dataclass `cls` from `params.yaml`, or from one `section` of it.
 
     Types are applied on load: DVC writes `-S lr=0.00002` as `2e-05`, which YAML 1.1 reads as a string.
@@ -42,6 +45,7 @@ def load(cls: type[T], section: str | None = None, path: Path = PARAMS_FILE) -> 
     names = {field.name for field in dataclasses.fields(cls)}
     adapter: TypeAdapter[T] = TypeAdapter(cls, config=None)
     try:
+        # Not strict: the string "2e-05" becomes a float. Names of other stages are left out here, not refused.
         return adapter.validate_python({name: value for name, value in values.items() if name in names})
     except ValidationError as error:
         prefix = (section,) if section else ()
@@ -51,7 +55,7 @@ def load(cls: type[T], section: str | None = None, path: Path = PARAMS_FILE) -> 
 
 def leaves(cls: type[Any], prefix: str = "") -> Iterator[str]:
     """The dotted names of all leaves of a parameter dataclass, in order: `seed`, `fsdp.strategy`, ..."""
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls)  # without `Annotated`, and with names in quotes resolved
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -66,9 +70,9 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise StageError(f"{path} is missing: run from the root of the project") from None
     except yaml.YAMLError as error:
-        raise StageError(f"{path} is no valid YAML: {' '.join(str(error).split())}") from None
+        raise StageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
-        raise StageError(f"{path} must hold `name: value` pairs")
+        raise StageError(f"{path} must contain `name: value` pairs")
     return values
 
 
@@ -80,6 +84,7 @@ def _check_names(values: Mapping[str, Any], path: Path) -> None:
     stages = yaml.safe_load(pipeline.read_text(encoding="utf-8"))["stages"].values()
     known = {name for stage in stages for name in stage.get("params", [])}
     known |= {f"runtime.{name}" for stage in stages for name in stage.get("meta", {}).get("runtime", [])}
+    # Without this a misspelled name would leave the old value in force, and the run would look right.
     unknown = [name for name in _flatten(values) if name not in known]
     if unknown:
         raise StageError("\n".join(f"{path}: unknown parameter {name!r}{_suggest(name, known)}" for name in unknown))
@@ -94,6 +99,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _suggest(name: str, known: set[str]) -> str:
+    # Sorted, because a set has another order in each process, and of equally close names the first is suggested.
     close = difflib.get_close_matches(name, sorted(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else "; no stage reads it"
 
@@ -103,7 +109,7 @@ def _explain(path: Path, prefix: tuple[str, ...], details: Any) -> str:
     name = ".".join([*prefix, *(str(part) for part in details["loc"])])
     if details["type"] == "missing":
         return f"{path}: parameter {name!r} is missing"
-    message = details["msg"].removeprefix("Value error, ")
+    message = details["msg"].removeprefix("Value error, ")  # pydantic's prefix to a ValueError of a validator
     if not details["loc"]:  # a check over several parameters, which names them itself
         return f"{path}: {message}"
     return f"{path}: {name} is {details['input']!r}: {message[0].lower()}{message[1:]}"

@@ -1,0 +1,57 @@
+"""The course of a training, history.tsv: a row every `history_freq` steps and at every validation.
+
+It has no clock times: the file is as reproducible as the weights.
+"""
+
+import csv
+from pathlib import Path
+
+from stages.artifacts.errors import StageError
+
+HISTORY = "history.tsv"
+"""Its name, in a checkpoint and in outputs/<experiment_name>/."""
+
+COLUMNS = ("step", "epoch", "tokens", "loss", "lr", "grad_norm", "validation_loss")
+
+Row = dict[str, float | None]
+"""A row by column; None where a cell is empty."""
+
+
+class History:
+    """The rows of a running training, which include those of the run that it resumes."""
+
+    def __init__(self, text: str = "") -> None:
+        """Start with the content of a history.tsv, or with no rows."""
+        self._lines = text.splitlines() or ["\t".join(COLUMNS)]
+
+    def add(self, **values: float | None) -> None:
+        """Add a row; columns that are not given, or None, are empty."""
+        # repr: the shortest digits that are read back as the same float.
+        cells = (values.get(name) for name in COLUMNS)
+        self._lines.append("\t".join("" if value is None else repr(value) for value in cells))
+
+    def text(self) -> str:
+        """Content of history.tsv."""
+        return "\n".join(self._lines) + "\n"
+
+
+def read(path: Path) -> list[Row]:
+    """All rows, in the order of their steps.
+
+    Raises:
+        StageError: the file is missing or damaged.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file, delimiter="\t"))
+        return [{name: float(cell) if cell else None for name, cell in row.items()} for row in rows]
+    except FileNotFoundError:
+        raise StageError(f"{path} is missing: run `dvc repro train`") from None
+    except (ValueError, TypeError):
+        raise StageError(f"{path} is not valid: run `dvc repro -f train`") from None
+
+
+def series(rows: list[Row], name: str) -> tuple[list[float], list[float]]:
+    """The steps at which a column has a value, and the values."""
+    points = [(row["step"] or 0.0, value) for row in rows if (value := row.get(name)) is not None]
+    return [step for step, _ in points], [value for _, value in points]

@@ -1,0 +1,172 @@
+"""Where checkpoints are on the disk, what a checkpoint consists of, and when it is valid.
+
+    outputs/<experiment_name>/checkpoints/<run_id>/step-00000150/
+        __0_0.distcp ...    tensors, as torch.distributed.checkpoint writes them, one file per rank
+        .metadata           which tensor is in which file
+        lr_scheduler.pt  state.json  history.tsv
+        manifest.json       size and SHA-256 of every file above, and of itself; written last: a checkpoint exists
+                            when its manifest does
+
+They are not DVC outs: DVC deletes the outs of a stage before it runs, and a resume needs them.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from stages.artifacts.errors import StageError
+from stages.artifacts.identity import Adoption, RunIdentity
+from stages.artifacts.publish import read_json, sha256_file, sha256_json, write_json
+from stages.artifacts.record import FileEntry, first_problem
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Of the manifest and of the files that it lists. Another one is refused."""
+
+# Eight digits, so that names sort as their steps do: "newest" is decided by name.
+_STEP_NAME = re.compile(r"step-\d{8}")
+
+
+class UnsupportedFormat(StageError):
+    """A checkpoint is intact, but was written by another version of the pipeline."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor of the model's state dict, as the checkpoint must contain it."""
+
+    shape: list[int]
+    dtype: str
+    """PyTorch's name, such as `float32`."""
+
+
+@dataclass(frozen=True)
+class CheckpointManifest:
+    """What a checkpoint contains, and which run it belongs to."""
+
+    format: int
+    run_id: str
+    step: int
+    """Optimizer steps done."""
+    total_steps: int
+    """Of the whole run."""
+    identity: RunIdentity
+    validation_loss: float | None
+    """In nats per token, measured at this very step; None where it was not."""
+    adopted: Adoption | None
+    packages: dict[str, str]
+    """Versions of what computed the weights."""
+    files: dict[str, FileEntry]
+    tensors: dict[str, TensorEntry]
+    """The model's, without the optimizer's."""
+
+    def write(self, checkpoint: Path) -> None:
+        """Write the manifest of a checkpoint, with its own digest as the last key."""
+        content = dataclasses.asdict(self)
+        write_json(checkpoint / MANIFEST, {**content, "sha256": sha256_json(content)})
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "CheckpointManifest":
+        """Read the manifest of a checkpoint.
+
+        Raises:
+            StageError: it is missing, damaged, or was written by another version of the pipeline.
+        """
+        path = checkpoint / MANIFEST
+        try:
+            content = read_json(path)
+            # All other files are checked against the manifest, and it against its own digest: a flipped bit in it
+            # would otherwise be a traceback, or another run's identity.
+            digest = content.pop("sha256")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise StageError(f"{checkpoint} is not a valid checkpoint: {MANIFEST} is missing or damaged") from None
+        if digest != sha256_json(content):
+            raise StageError(f"{checkpoint} is not a valid checkpoint: {MANIFEST} is missing or damaged")
+        # Only after the digest: an intact manifest that does not fit is not damaged but from another version, and needs
+        # another remedy.
+        remedy = "continue the run with the version that wrote it, or move the checkpoint away"
+        if content.get("format") != FORMAT:
+            raise UnsupportedFormat(
+                f"{path} has the format {content.get('format')!r}, this version reads format {FORMAT}: {remedy}"
+            )
+        try:
+            return TypeAdapter(cls).validate_python(content)
+        except ValidationError as error:
+            raise UnsupportedFormat(f"{path} is not valid ({first_problem(error)}): {remedy}") from None
+
+
+def checkpoint_root(experiment_name: str) -> Path:
+    """The directory of all checkpoints of an experiment.
+
+    It is resolved against `$DVC_ROOT`, which DVC sets, so that `dvc exp run --temp` and queued experiments, which run
+    in a copy of the project, find the checkpoints of the project itself. `$CHECKPOINT_ROOT` moves them elsewhere.
+    """
+    if elsewhere := os.environ.get("CHECKPOINT_ROOT"):
+        return Path(elsewhere) / experiment_name
+    return Path(os.environ.get("DVC_ROOT", ".")) / "outputs" / experiment_name / "checkpoints"
+
+
+def step_name(step: int) -> str:
+    """`step-00000150`."""
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(run_directory: Path) -> list[Path]:
+    """The published checkpoints of a run, newest first. Other directories and half-written ones do not count."""
+    if not run_directory.is_dir():
+        return []
+    entries = run_directory.iterdir()
+    return sorted((p for p in entries if _STEP_NAME.fullmatch(p.name) and (p / MANIFEST).is_file()), reverse=True)
+
+
+def verify(checkpoint: Path, contents: bool = True) -> CheckpointManifest:
+    """Compare every file of a checkpoint with its manifest, and return the manifest.
+
+    Args:
+        checkpoint: Its directory.
+        contents: Whether to hash the files too, or only to compare their sizes.
+
+    Raises:
+        StageError: naming the file that is missing, has another size, or another SHA-256.
+    """
+    manifest = CheckpointManifest.read(checkpoint)
+    for name, entry in manifest.files.items():
+        path = checkpoint / name
+        # Sizes first: a truncated file is found without reading gigabytes.
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            raise StageError(f"{path} is missing")
+        if size != entry.size:
+            raise StageError(f"{path} has {size} bytes instead of {entry.size}: it was truncated or changed")
+        if contents and sha256_file(path) != entry.sha256:
+            raise StageError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
+    return manifest
+
+
+def latest_valid(checkpoints: list[Path], report: Callable[[str], None]) -> Path | None:
+    """The first of `checkpoints` whose files match its manifest; `report` is called with each damaged one.
+
+    Raises:
+        StageError: there are checkpoints, and none of them is valid. A run never starts over by itself.
+        UnsupportedFormat: of the newest one that is intact.
+    """
+    for path in checkpoints:
+        try:
+            verify(path)
+        except UnsupportedFormat:
+            raise
+        except StageError as error:
+            report(f"skipping a damaged checkpoint: {error}")
+        else:
+            return path
+    if checkpoints:
+        raise StageError(
+            f"no checkpoint in {checkpoints[0].parent} is valid; to start over, set runtime.resume=never, "
+            "or move that directory away"
+        )
+    return None

@@ -1,0 +1,76 @@
+"""outputs/<experiment_name>/run.json, the out of the train stage: which checkpoint is the result of the training.
+
+Checkpoints are not DVC outs, so this small file stands for them: its digests change when the training's result does. It
+contains no clock times, or all stages after `train` would run again each time it is written.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from stages.artifacts.errors import StageError
+from stages.artifacts.identity import Adoption, RunIdentity
+from stages.artifacts.publish import sha256_file
+from stages.artifacts.record import Record
+from stages.checkpointing.layout import MANIFEST, CheckpointManifest, checkpoint_root
+
+
+@dataclass(frozen=True)
+class RunPointer(Record):
+    """Content of run.json."""
+
+    STAGE: ClassVar[str] = "train"
+
+    run_id: str
+    step: int
+    checkpoint: str
+    """Name of its directory, such as `step-00000150`."""
+    manifest_sha256: str
+    """Of the checkpoint's manifest.json, which in turn has the SHA-256 of each of its files."""
+    identity: RunIdentity
+    adopted: Adoption | None
+    packages: dict[str, str]
+
+    @classmethod
+    def to(cls, checkpoint: Path) -> "RunPointer":
+        """The pointer to a checkpoint."""
+        manifest = CheckpointManifest.read(checkpoint)
+        return cls(
+            run_id=manifest.run_id,
+            step=manifest.step,
+            checkpoint=checkpoint.name,
+            manifest_sha256=sha256_file(checkpoint / MANIFEST),
+            identity=manifest.identity,
+            adopted=manifest.adopted,
+            packages=manifest.packages,
+        )
+
+    def path(self, experiment_name: str) -> Path:
+        """Where the checkpoint is on this machine, whether it exists or not."""
+        return checkpoint_root(experiment_name) / self.run_id / self.checkpoint
+
+
+def pointer_path(experiment_name: str) -> Path:
+    """Where run.json of an experiment is."""
+    return Path("outputs") / experiment_name / "run.json"
+
+
+def resolve(experiment_name: str) -> tuple[RunPointer, Path]:
+    """The pointer of an experiment, and the checkpoint that it points to.
+
+    Raises:
+        StageError: run.json or the checkpoint is missing, or it is another checkpoint by the same name.
+    """
+    path = pointer_path(experiment_name)
+    pointer = RunPointer.read(path)
+    checkpoint = pointer.path(experiment_name)
+    if not (checkpoint / MANIFEST).is_file():
+        raise StageError(
+            f"{path} points to the checkpoint {checkpoint}, which does not exist: set CHECKPOINT_ROOT to where it is, "
+            "or run `dvc repro -f train`"
+        )
+    # A run that was started over (resume=never) has other checkpoints under the same names; on a GPU not even the
+    # weights need to be the same to the bit.
+    if sha256_file(checkpoint / MANIFEST) != pointer.manifest_sha256:
+        raise StageError(f"{checkpoint / MANIFEST} is not the one that {path} names: run `dvc repro -f train`")
+    return pointer, checkpoint

@@ -1,0 +1,89 @@
+"""How often checkpoints are saved, and which ones stay on the disk."""
+
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from stages.artifacts.errors import StageError
+from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, verify
+
+TEMPORARY = ".tmp"
+"""Suffix of a checkpoint that is being written or deleted."""
+
+DAMAGED = ".damaged"
+"""Suffix of a checkpoint in quarantine: its files did not match its manifest."""
+
+
+@dataclass(frozen=True)
+class CheckpointRuntime:
+    """The part of `runtime` in params.yaml that is about checkpoints."""
+
+    ckpt_freq: PositiveInt | None
+    """Optimizer steps between two checkpoints; null: none by steps."""
+    ckpt_minutes: PositiveFloat | None
+    """Minutes between two checkpoints, by the clock of rank 0; null: none by time."""
+    async_checkpoint: bool
+    """Whether training continues while a checkpoint is written. This needs as much CPU memory as the weights and the
+    optimizer state. Not with adamw_8bit."""
+    keep_checkpoints: Annotated[int, Field(ge=2)]
+    """How many of the newest checkpoints stay, beside the best; at least 2, so that a damaged one has a predecessor."""
+
+
+def prunable(run_directory: Path, keep: int) -> list[Path]:
+    """The valid checkpoints of a run that are neither among its `keep` newest nor its best, by validation loss.
+
+    Those with a missing or truncated file neither count as newest nor are returned.
+    """
+    # Incomplete ones do not count among the `keep`: the intact ones before them could all be deleted for their sake.
+    found = list_complete(run_directory)
+    losses = {path: manifest.validation_loss for path, manifest in found if manifest.validation_loss is not None}
+    best = min(losses, key=losses.__getitem__, default=None)
+    return [path for path, _ in found[keep:] if path != best]
+
+
+def list_complete(run_directory: Path) -> list[tuple[Path, CheckpointManifest]]:
+    """The checkpoints of a run whose files have the sizes in their manifest, newest first, with the manifest."""
+    # Sizes only: this runs after every save, and hashing all that is kept would read it all from the disk again.
+    found = []
+    for path in list_checkpoints(run_directory):
+        with suppress(StageError, FileNotFoundError):  # the latter where a training deletes it meanwhile
+            found.append((path, verify(path, contents=False)))
+    return found
+
+
+def list_leftovers(run_directory: Path) -> list[Path]:
+    """What a crash left half-written or half-deleted, and what is in quarantine."""
+    return [path for suffix in (TEMPORARY, DAMAGED) for path in run_directory.glob(f"step-*{suffix}")]
+
+
+def prune(run_directory: Path, keep: int) -> None:
+    """Delete the prunable checkpoints of a run, and what a crash left half-written or half-deleted."""
+    # Not what is in quarantine: a person may want to look at it. `checkpoints prune` deletes that.
+    delete([*prunable(run_directory, keep), *run_directory.glob(f"step-*{TEMPORARY}")])
+
+
+def delete(paths: Iterable[Path]) -> None:
+    """Delete checkpoints.
+
+    Each is renamed first: one whose deletion is interrupted must not be taken for a checkpoint again.
+    """
+    for path in paths:
+        # With a suffix it is a leftover or in quarantine, and does not count as a checkpoint anyway.
+        shutil.rmtree(path if path.suffix else _rename(path, TEMPORARY))
+
+
+def quarantine(path: Path) -> None:
+    """Rename a damaged checkpoint, so that the run can publish that step again and a person can look at it."""
+    _rename(path, DAMAGED)
+
+
+def _rename(path: Path, suffix: str) -> Path:
+    target = path.with_name(path.name + suffix)
+    if target.exists():  # this step was damaged before; a rename does not replace a directory that has files
+        shutil.rmtree(target)
+    return path.rename(target)

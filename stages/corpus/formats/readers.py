@@ -1,0 +1,15 @@
+"""The reader of each format that `suffixes.py` names."""
+
+from collections.abc import Callable
+
+from stages.corpus.formats import json, jsonl, text, yaml
+from stages.corpus.formats.sink import Sink
+from stages.corpus.source import Source
+
+READERS: dict[str, Callable[[Source, Sink], None]] = {
+    "text": text.read,
+    "json": json.read,
+    "jsonl": jsonl.read,
+    "yaml": yaml.read,
+}
+"""Each puts all strings of a source into a sink, and raises `Rejected` where nothing more can be read."""

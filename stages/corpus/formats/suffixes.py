@@ -1,0 +1,29 @@
+"""Which files are read: format and compression by the end of a file's name.
+
+Apart from the readers, because `organize` needs the names only: an edit of a parser must not run it again.
+"""
+
+FORMATS = {
+    ".txt": "text",
+    ".md": "text",
+    ".csv": "text",
+    ".json": "json",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+}
+"""Suffixes in lower case, without that of a compression, and the names of formats in `readers.READERS`."""
+COMPRESSIONS = (".gz", ".zst")
+
+
+def find(path: str) -> tuple[str, str] | None:
+    """The name of a file's format and the suffix of its compression, or "". The letter case does not matter.
+
+    None: a file that is not read.
+    """
+    name = path.lower()
+    compression = next((suffix for suffix in COMPRESSIONS if name.endswith(suffix)), "")
+    name = name.removesuffix(compression)  # one only: `.json.gz.gz` is not read
+    format = FORMATS.get(name[name.rfind(".") :])
+    return (format, compression) if format else None

@@ -1,0 +1,52 @@
+"""lineage.json, in the directory of a consolidated model: everything that made its weights, and their digests.
+
+It has no clock times and no paths of this machine, so that the same training gives the same file everywhere.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from stages.artifacts.identity import Adoption, TokenFingerprints
+from stages.artifacts.record import Record
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """The model that the run started from."""
+
+    name: str
+    """A Hub id or a local directory, as given in params.yaml."""
+    revision: str
+    """As given in params.yaml."""
+    commit: str | None
+    """The commit that the revision stood for; null for a local directory."""
+    manifest: str
+    """SHA-256 of data/model.json."""
+    lineage: "Lineage | None"
+    """That model's own lineage, where an earlier training of this pipeline made it."""
+
+
+@dataclass(frozen=True)
+class Lineage(Record):
+    """Content of lineage.json."""
+
+    STAGE: ClassVar[str] = "consolidate"
+
+    run_id: str
+    step: int
+    """Optimizer steps done."""
+    adopted: Adoption | None
+    """The checkpoint of another run that the run continued from, as run.json describes it."""
+    model: SourceModel
+    data: TokenFingerprints
+    """Fingerprints of the packed tokens: `train`, `validation`."""
+    params: dict[str, Any]
+    """Those of the training."""
+    code: str
+    """Digest of the modules that the train stage reaches."""
+    packages: dict[str, str]
+    """Versions of what computed the weights."""
+    checkpoint_manifest: str
+    """SHA-256 of the manifest of the checkpoint that the weights are from."""
+    weights: dict[str, str]
+    """SHA-256 of each weight file."""

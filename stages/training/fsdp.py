@@ -1,0 +1,154 @@
+"""The `fsdp` section of params.yaml: names of FSDP1, which people know, and what FSDP2 makes of them.
+
+No torch here: the launcher and `plan` read these parameters before torch is imported. stages/training/sharding.py turns
+them into calls of `fully_shard`.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, PositiveInt
+
+from stages.artifacts.errors import StageError
+
+
+def _refuse(value: Any, reason: str) -> AfterValidator:
+    """A check that refuses one value, because FSDP2 has no equivalent."""
+
+    def check(given: Any) -> Any:
+        if given == value and given is not None:  # null stands for the preset, which has no refused value
+            raise ValueError(reason)
+        return given
+
+    return AfterValidator(check)
+
+
+_DEFAULTS = {
+    "cpu_offload": False,
+    "backward_prefetch": "BACKWARD_PRE",
+    "forward_prefetch": False,
+    "limit_all_gathers": True,
+    "use_orig_params": True,
+    "sync_module_states": True,
+    "flatten_parameters": False,
+    "sync_batchnorm": False,
+}
+FSDP_PRESETS: dict[str, dict[str, Any]] = {
+    "single_node_fsdp": {**_DEFAULTS, "strategy": "auto", "sharding_strategy": "FULL_SHARD"},
+    "multi_node_fsdp": {
+        **_DEFAULTS, "strategy": "fsdp", "sharding_strategy": "HYBRID_SHARD", "forward_prefetch": True,
+    },
+    "large_scale_fsdp": {
+        **_DEFAULTS, "strategy": "fsdp", "sharding_strategy": "FULL_SHARD", "forward_prefetch": True,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FsdpParams:
+    """How the model is sharded over the ranks. Nothing here changes more than rounding.
+
+    A null stands for the value of the preset; `resolved` fills it in.
+    """
+
+    preset: Literal["single_node_fsdp", "multi_node_fsdp", "large_scale_fsdp"]
+    """Where values that are null come from."""
+    strategy: Literal["auto", "fsdp", "ddp", "none"] | None
+    """fsdp: shard according to `sharding_strategy` | ddp: each rank holds the whole model | none: one rank only |
+    auto: fsdp for more than one rank, else none."""
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None
+    """FULL_SHARD frees the gathered weights of a layer after its forward pass; SHARD_GRAD_OP keeps them for the
+    backward pass: more memory, less communication. HYBRID_SHARD: FULL_SHARD within groups, by default those of one
+    node, each of which holds the whole model. NO_SHARD: every rank does."""
+    size: PositiveInt | None
+    """Ranks that share one copy of the model; null: all of them, or with HYBRID_SHARD those of a node."""
+    cpu_offload: bool | None
+    """Keep weights, gradients and optimizer state in CPU memory, and update them there."""
+    backward_prefetch: Annotated[
+        Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"] | None,
+        _refuse(
+            "BACKWARD_POST",
+            "in FSDP2 the weights of the next layer are gathered before the gradients of this one are computed "
+            "(BACKWARD_PRE), or when they are needed (NONE)",
+        ),
+    ]
+    """When the backward pass gathers the weights of the next layer."""
+    forward_prefetch: bool | None
+    """Whether the forward pass gathers the weights of the next layer before this one is computed."""
+    limit_all_gathers: Annotated[
+        bool | None, _refuse(False, "in FSDP2 all-gathers are always limited: use true or null")
+    ]
+    """FSDP2 always does."""
+    use_orig_params: Annotated[
+        bool | None, _refuse(False, "in FSDP2 each parameter keeps its name and shape: use true or null")
+    ]
+    """FSDP2 always does."""
+    sync_module_states: Annotated[
+        bool | None,
+        _refuse(
+            False,
+            "all ranks start with the same weights: each reads its part of the same verified files; use true or null",
+        ),
+    ]
+    """Nothing is broadcast, and nothing needs to be."""
+    flatten_parameters: Annotated[
+        bool | None, _refuse(True, "in FSDP2 every parameter is sharded by itself: use false or null")
+    ]
+    """FSDP2 never does."""
+    wrap_layer_cls: str | None
+    """Classes of the modules to wrap, separated by commas; null: the decoder's layers."""
+    sync_batchnorm: bool | None
+    """Whether BatchNorm layers compute their statistics over all ranks."""
+
+    def check(self) -> None:
+        """Refuse values that contradict each other.
+
+        Raises:
+            ValueError: naming both values.
+        """
+        if self.strategy in ("ddp", "none"):
+            given = f"fsdp.strategy {self.strategy}"
+        elif self.sharding_strategy == "NO_SHARD":
+            given = "fsdp.sharding_strategy NO_SHARD"
+        else:
+            return
+        if self.sharding_strategy not in (None, "NO_SHARD"):
+            raise ValueError(
+                f"{given} shards nothing, but fsdp.sharding_strategy is {self.sharding_strategy}: use null there, or "
+                "fsdp.strategy fsdp"
+            )
+        if self.size not in (None, 1):
+            raise ValueError(f"{given} shards nothing, but fsdp.size is {self.size}: use null there")
+
+    def resolved(self) -> "FsdpParams":
+        """The same with the values of the preset in place of nulls."""
+        preset = FSDP_PRESETS[self.preset]
+        return dataclasses.replace(
+            self, **{name: value for name, value in preset.items() if getattr(self, name) is None}
+        )
+
+    def mesh_shape(self, world_size: int, local_world_size: int) -> tuple[int, int]:
+        """How many copies of the model there are, and how many ranks share each.
+
+        Args:
+            world_size: Ranks of the training.
+            local_world_size: Those on this node.
+
+        Raises:
+            StageError: the ranks cannot be grouped like this.
+        """
+        fsdp = self.resolved()
+        if fsdp.strategy == "none" and world_size > 1:
+            raise StageError(
+                f"fsdp.strategy none trains on one rank, but there are {world_size}: set runtime.nproc_per_node to 1, "
+                "or fsdp.strategy to auto"
+            )
+        if fsdp.strategy == "ddp" or fsdp.sharding_strategy == "NO_SHARD":
+            size = 1  # groups of one rank: the gradients are then exchanged between the copies only, as DDP does
+        else:
+            size = fsdp.size or (local_world_size if fsdp.sharding_strategy == "HYBRID_SHARD" else world_size)
+        if world_size % size:
+            divisors = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
+            raise StageError(f"fsdp.size {size} does not divide the {world_size} ranks: use one of {divisors}")
+        return world_size // size, size

@@ -1,0 +1,56 @@
+"""state.json of a checkpoint: where the training is, beside its tensors. Torch-free, as the launcher reads it too."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from stages.artifacts.record import Record
+
+STATE = "state.json"
+"""Its name in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class TrainMetrics(Record):
+    """Content of outputs/<experiment_name>/train_metrics.json, a metric of DVC."""
+
+    STAGE: ClassVar[str] = "train"
+
+    steps: int = 0
+    tokens: int = 0
+    """Seen in these steps."""
+    loss: float | None = None
+    """Of the last step, in nats per token."""
+    validation_loss: float | None = None
+    """The newest, in nats per token."""
+    skipped_steps: int = 0
+    """fp16: steps whose gradient was not finite."""
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    """Model FLOPs utilization, from 0 to 1; None on CPUs, and where it is not known."""
+    memory_peak_gib: float | None = None
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    """Of each phase of a step."""
+
+
+@dataclass(frozen=True)
+class ScalerState:
+    """The loss scale of fp16; 1 in other precisions."""
+
+    scale: float
+    good_steps: int
+    """In a row, since the scale was changed."""
+
+
+@dataclass(frozen=True)
+class TrainState(Record):
+    """Content of state.json."""
+
+    STAGE: ClassVar[str] = "train"
+
+    step: int
+    """Optimizer steps done."""
+    epoch: float
+    metrics: TrainMetrics
+    loss_scaler: ScalerState
+    rng: list[dict[str, Any]]
+    """The states of the random number generators of each rank (stages/training/rng.py)."""

@@ -1,0 +1,62 @@
+"""What a step costs: the time of each of its phases, and memory."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+PHASES = ("data", "forward", "backward", "update")
+
+
+class Timers:
+    """Seconds spent in each phase of a step. On a GPU the times are those of its work, not of queueing it."""
+
+    def __init__(self, on_phase: Callable[[str], None]) -> None:
+        self._on_phase = on_phase
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to phase `name`; `on_phase` is called as it starts."""
+        self._on_phase(name)
+        if torch.cuda.is_available():
+            # Events are read when the times are reported: reading a clock here would have to wait for the GPU.
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self._events.append((name, start, end))
+        else:
+            start_time = time.perf_counter()
+            yield
+            self._seconds[name] += time.perf_counter() - start_time
+
+    def reset(self) -> dict[str, float]:
+        """Return the seconds since the last call by phase, and start again from 0."""
+        for name, start, end in self._events:
+            end.synchronize()  # once per line of output, not per step
+            self._seconds[name] += start.elapsed_time(end) / 1000
+        self._events.clear()
+        seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        return seconds
+
+
+def memory_gib() -> tuple[float, float]:
+    """Memory of this rank now and at its peak, in GiB: of the GPU where there is one, else of the process."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated() / 2**30, torch.cuda.max_memory_allocated() / 2**30
+    with open("/proc/self/status") as file:  # getrusage would include the peak of the parent process
+        kib = {name: value.split()[0] for name, _, value in (line.partition(":") for line in file) if value.strip()}
+    return int(kib["VmRSS"]) / 2**20, int(kib["VmHWM"]) / 2**20
+
+
+def reset_peak_memory() -> None:
+    """From here on, the peak is that since this call."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return
+    # 5 resets VmHWM (see proc_pid_clear_refs(5)). Where /proc is read-only, the peak remains that since the start.
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")

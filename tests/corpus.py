@@ -1,0 +1,71 @@
+"""Raw files, the corpus made of them, and the processes that make it: for the tests of the data stages."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from stages.extract import ExtractParams
+from stages.organize import OrganizeParams, OrganizeRuntime, organize
+from tests.project import wait_for
+
+CORPUS = Path("data/corpus")
+SPLITS = Path("data/splits")
+
+PARAMS = ExtractParams(
+    fallback_encoding="cp1252",
+    max_rejected_files=0,
+    min_chars=1,
+    raw_dir="data/raw",
+    deduplicate_strings=False,
+    keep_source=False,
+)
+
+
+def put(files: dict[str, str | bytes]) -> None:
+    """Write raw files, given their contents by name."""
+    for name, content in files.items():
+        path = Path("data/raw", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def put_numbered(num_files: int) -> None:
+    """Write small text files, all different, into seven directories."""
+    put({f"folder{number % 7}/{number:05d}.txt": f"text {number}" for number in range(num_files)})
+
+
+def put_slow_files(num_files: int = 12, num_strings: int = 20_000) -> None:
+    """Write YAML files, all different, which are slow to read, so that a test can kill a process."""
+    text = yaml.safe_dump([{"key": f"value {number}"} for number in range(num_strings)])
+    put({f"{number}.yaml": f"{text}- file {number}" for number in range(num_files)})
+
+
+def organize_raw(num_splits: int, raw_dir: str = PARAMS.raw_dir, **runtime: Any) -> None:
+    """Assign the raw files to splits."""
+    params = OrganizeParams(num_splits=num_splits, raw_dir=raw_dir, deduplicate_files=False)
+    organize(params, OrganizeRuntime(num_workers=1, **runtime))
+
+
+def write_params_of_extract(num_workers: int) -> None:
+    """Write PARAMS into params.yaml, for a process that runs the stage."""
+    runtime = {"num_workers": num_workers, "reuse_gib": 1}
+    Path("params.yaml").write_text(yaml.safe_dump({**dataclasses.asdict(PARAMS), "runtime": runtime}))
+
+
+def content_of(directory: Path) -> dict[str, bytes]:
+    """The bytes of all files of a directory, by name."""
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def workers_of(process: psutil.Process) -> list[psutil.Process]:
+    """The worker processes that a stage has started."""
+    return [child for child in process.children() if "spawn_main" in " ".join(child.cmdline())]
+
+
+def wait_for_workers(process: psutil.Process, num_workers: int) -> list[psutil.Process]:
+    """Wait until a stage has started that many worker processes, and return them."""
+    wait_for(lambda: len(workers_of(process)) >= num_workers)
+    return workers_of(process)

@@ -1,0 +1,146 @@
+"""Small projects that tests run the real stages in."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+REPO = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+LAUNCH = ("python", "-m", "stages.launch")
+
+_NODES = len(list(Path("/dev").glob("nvidia[0-9]*")))  # their numbers are those of the machine, not of this container
+GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(_NODES))))
+"""Those of this machine, for tests/gpu; all other tests train on CPUs, wherever they run."""
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and what tests start would inherit that
+
+
+def peak_memory(code: str) -> float:
+    """MiB that a new process holds at most, the interpreter included, while it runs some Python code.
+
+    Its `ru_maxrss` would not do: it is at least that of this process.
+    """
+    code += "\nwith open('/proc/self/status') as file: print(file.read())"
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, stdout=-1, text=True, check=True).stdout
+    return int(output.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def start_stage(name: str, *options: str) -> psutil.Popen:
+    """Start a stage in a process, as DVC does; its output can be read as text."""
+    command = [sys.executable, *options, "-m", f"stages.{name}"]
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    return psutil.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def flip_bit(path: Path, index: int) -> None:
+    """Change one bit of the byte at `index` of a file."""
+    content = bytearray(path.read_bytes())
+    content[index] ^= 1
+    path.write_bytes(content)
+
+
+class Project:
+    """A directory with params.yaml, dvc.yaml, stages and models, in which commands run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __truediv__(self, other: str) -> Path:
+        return self.path / other
+
+    def set(self, **values: Any) -> None:
+        """Change params.yaml; `runtime={...}` and `fsdp={...}` are merged into their sections."""
+        file = self / "params.yaml"
+        params = yaml.safe_load(file.read_text())
+        for name, value in values.items():
+            if isinstance(value, dict):
+                params[name] |= value
+            else:
+                params[name] = value
+        file.write_text(yaml.safe_dump(params))
+
+    def popen(self, *command: str, **environment: str) -> "subprocess.Popen[str]":
+        """Start a command; `python` and `dvc` are those of this environment."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "COVERAGE"))}
+        env = {**inherited, "PATH": f"{BIN}:{inherited['PATH']}", "PYTHONPATH": "", "PYTHONUNBUFFERED": "1"}
+        env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
+        return subprocess.Popen(
+            command, cwd=self.path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def run(self, *command: str, status: int = 0, timeout: float = 200, **environment: str) -> str:
+        """Run a command, check its exit status, and return what it printed."""
+        process = self.popen(*command, **environment)
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+        assert process.returncode == status, output
+        return output
+
+    def json(self, path: str) -> Any:
+        return json.loads((self / path).read_text())
+
+    def checkpoints(self) -> Path:
+        """The directory of the only run."""
+        (directory,) = (self / "outputs/test/checkpoints").iterdir()
+        return directory
+
+    def copy(self, path: Path) -> "Project":
+        shutil.copytree(self.path, path, symlinks=True)
+        return Project(path)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait until `condition` is true; fail if it is not within `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not become true"
+        time.sleep(0.02)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; one that has ended stays a zombie until its parent waits for it."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ranks_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """The ranks of a training that `process` has started, itself or through DVC and the launcher."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if is_alive(child) and "stages.train" in child.cmdline():
+                    found.append(child)
+    return found
+
+
+SMALL = {
+    "experiment_name": "test", "model_name": "models/nano", "seq_length": 32, "batch_size": 2, "total_batch_size": 8,
+    "num_epochs": 1, "warmup_steps": 2, "eval_freq": 4,
+}  # fmt: skip
+
+
+def make_nano(directory: Path, **config: Any) -> None:
+    """A Llama of 70 000 parameters with the tokenizer of models/tiny-llama."""
+    shutil.copytree(REPO / "models/tiny-llama", directory)
+    values = json.loads((directory / "config.json").read_text())
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "head_dim": 8}  # fmt: skip
+    (directory / "config.json").write_text(json.dumps({**values, **small, **config}))

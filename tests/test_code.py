@@ -1,0 +1,144 @@
+"""Which code decides a result: comments and docstrings do not, statements do, in the modules that a stage reaches."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stages.artifacts import code
+from tests.project import REPO
+
+ENTRIES = ("stages.launch", "stages.train")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of the stages, to edit."""
+    shutil.copytree(REPO / "stages", tmp_path / "stages", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def write(project: Path, **modules: str) -> None:
+    """Replace the stages by a few modules: `a__b="..."` is stages/a/b.py."""
+    shutil.rmtree(project / "stages")
+    for name, text in {"__init__": "", **modules}.items():
+        path = project / "stages" / f"{name.replace('__', '/') if name != '__init__' else name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_comments_docstrings_and_layout_do_not_change_the_digest(project: Path) -> None:
+    """In every module, whatever it contains."""
+    before = code.digest(*ENTRIES, project=project), code.digest_with_packages("stages.pack", project=project)
+    for path in (project / "stages").rglob("*.py"):
+        text = path.read_text()
+        text = re.sub(r'"""([A-Z])', r'"""Reworded: \1', text)
+        text = text.replace("\n\n\n", "\n\n\n# a comment\n\n\n") + "\n\n# the end\n"
+        assert text != path.read_text()
+        path.write_text(text)
+    assert before == (
+        code.digest(*ENTRIES, project=project),
+        code.digest_with_packages("stages.pack", project=project),
+    )
+
+
+def test_a_statement_changes_the_digest_exactly_if_its_module_is_reached(project: Path) -> None:
+    reached = {*code.reached(*ENTRIES, project=project).values()}
+    before = code.digest(*ENTRIES, project=project)
+    others = {*(project / "stages").rglob("*.py")} - reached
+    assert {path.name for path in others} >= {"hub.py", "reuse.py", "evaluate.py"}
+    for path in others:
+        path.write_text(path.read_text() + "\nedited = 1\n")
+    assert code.digest(*ENTRIES, project=project) == before
+    for path in reached:
+        text = path.read_text()
+        path.write_text(text + "\nedited = 1\n")
+        assert code.digest(*ENTRIES, project=project) != before, path
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_equal"),
+    [
+        ("x = 1", "x = 1  # one", True),
+        ("x = 1", "x = (\n    1\n)", True),
+        ("x = 'a'", 'x = "a"', True),
+        ("def f():\n    '''Old.'''\n    return 1", "def f():\n    '''New.'''\n\n    return 1", True),
+        ("class A:\n    x: int\n    '''Old.'''", "class A:\n    x: int\n    '''New.'''", True),
+        ("x = 1", "x = 2", False),
+        ("x = 1", "x = 1.0", False),
+        ("x = 1", "x = True", False),
+        ("x = 'a'", "x = b'a'", False),
+        ("x = '''a'''", "x = '''b'''", False),  # not a docstring
+        ("def f(a, b): ...", "def f(b, a): ...", False),
+        ("x = None", "x = []", False),
+        ("if a:\n    b()\nc()", "if a:\n    b()\n    c()", False),
+    ],
+)
+def test_only_statements_change_the_digest(project: Path, old: str, new: str, is_equal: bool) -> None:
+    digests = []
+    for text in (old, new):
+        write(project, a=text)
+        digests.append(code.digest("stages.a", project=project))
+    assert (digests[0] == digests[1]) == is_equal
+
+
+def test_modules_are_reached_by_any_import_that_runs(project: Path) -> None:
+    write(
+        project,
+        a="from typing import TYPE_CHECKING\nimport json\nif TYPE_CHECKING:\n    from stages.types import T\n"
+        "else:\n    from stages import other\nfrom stages.pack.one import name\n",
+        other="",
+        types="",
+        unused="",
+        pack__one="def f():\n    from stages.pack import two\n    class C:\n        import stages.three\n",
+        pack__two="import stages.a\n",  # a circle ends
+        three="",
+    )
+    (project / "stages/pack/__init__.py").write_text("import stages.of_package\n")
+    (project / "stages/of_package.py").write_text("")
+    assert list(code.reached("stages.a", project=project)) == [
+        "stages", "stages.a", "stages.of_package", "stages.other", "stages.pack", "stages.pack.one", "stages.pack.two",
+        "stages.three",
+    ]  # fmt: skip
+
+
+def test_packages_change_only_the_digest_with_packages(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(project, a="import numpy\n", b="import json\n")
+    before = {name: code.digest_with_packages(f"stages.{name}", project=project) for name in "ab"}
+    plain = code.digest("stages.a", project=project)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"another {name}")
+    after = {name: code.digest_with_packages(f"stages.{name}", project=project) for name in "ab"}
+    assert before["a"] != after["a"]
+    assert before["b"] == after["b"]
+    assert code.digest("stages.a", project=project) == plain
+
+
+MODULE = '''
+import os
+
+class A(int):
+    """A docstring."""
+
+    x: int | None = None
+
+    def f(self, *a: str, **k: int) -> str:
+        return f"{self!r:>{10}} {a[0]}" + "".join(sorted(k)) + u"é"
+
+async def g():
+    return [x async for x in h()]
+
+with open(os.devnull) as file, file:
+    pass
+match 1:
+    case {"a": [1, *_]}:
+        pass
+'''
+
+
+def test_the_digest_is_the_same_in_every_version_of_python(project: Path) -> None:
+    """Written down with Python 3.10 to 3.13: a new Python on the cluster must not send trainings back to step 0."""
+    write(project, a=MODULE)
+    digest = "0af330bfe3dc9bac51bdb28ae2f85aff5aa50c3ad874826205592d5619a5ece2"
+    assert code.digest("stages.a", project=project) == digest

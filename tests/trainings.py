@@ -1,0 +1,74 @@
+"""What trainings leave on the disk, to compare two of them."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from stages.artifacts.identity import RunIdentity, TokenFingerprints
+from stages.checkpointing.layout import FORMAT, CheckpointManifest, list_checkpoints, step_name, verify
+from stages.training.state import ScalerState, TrainMetrics, TrainState
+from tests.project import Project
+
+
+def checkpoint_manifest(**values: Any) -> CheckpointManifest:
+    """A manifest of which only `values` matter."""
+    identity = RunIdentity(params={}, data=TokenFingerprints(train="", validation=""), model="", code="")
+    defaults: dict[str, Any] = {
+        "format": FORMAT, "run_id": "0123456789abcdef", "step": 1, "total_steps": 9, "validation_loss": None,
+        "identity": identity, "adopted": None, "packages": {}, "files": {}, "tensors": {},
+    }  # fmt: skip
+    return CheckpointManifest(**{**defaults, **values})
+
+
+def train_state(step: int = 1, loss_scaler: ScalerState | None = None) -> TrainState:
+    """The state of a training, as it is given to a `Saver`."""
+    loss_scaler = loss_scaler or ScalerState(scale=1.0, good_steps=0)
+    return TrainState(step=step, epoch=0.0, metrics=TrainMetrics(), loss_scaler=loss_scaler, rng=[])
+
+
+Given = tuple[Project, dict[str, str]]
+"""A project with dropout, and the `result` of its run without faults."""
+
+
+def result(project: Project) -> dict[str, str]:
+    """SHA-256 of the shards (weights and optimizer) of the last checkpoint, and of the history."""
+    last = project.checkpoints() / step_name(12)
+    files = [*sorted(last.glob("*.distcp")), last / "history.tsv"]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def published(project: Project) -> list[str]:
+    """The names of the checkpoints, oldest first, all of which are valid."""
+    found = list_checkpoints(project.checkpoints())
+    for path in found:
+        verify(path)
+    return [path.name for path in reversed(found)]
+
+
+def names(*steps: int) -> list[str]:
+    return [step_name(step) for step in steps]
+
+
+def newest_checkpoint(project: Project, step: int) -> Path:
+    """The checkpoint of a step, of the newest run that has one."""
+    manifests = project.path.glob(f"outputs/test/checkpoints/*/{step_name(step)}/manifest.json")
+    return max(manifests, key=lambda path: path.stat().st_mtime).parent
+
+
+def weights(project: Project, step: int = 12) -> dict[str, str]:
+    """SHA-256 of the shards, weights and optimizer, of the newest run's last checkpoint."""
+    files = CheckpointManifest.read(newest_checkpoint(project, step)).files
+    return {name: entry.sha256 for name, entry in files.items() if name.endswith(".distcp")}
+
+
+def steps(project: Project, seed: int) -> list[str]:
+    """The checkpoints of the run with this seed."""
+    found = []
+    for manifest in (project / "outputs").glob("test/checkpoints/*/step-*/manifest.json"):
+        try:
+            if json.loads(manifest.read_text())["identity"]["params"]["seed"] == seed:
+                found.append(manifest.parent.name)
+        except FileNotFoundError:  # pruned in between
+            continue
+    return found
