@@ -60,7 +60,6 @@ class Trainer:
     ) -> None:
         self.run, self.params, self.runtime = run, run.params, runtime
         self.stop_signal, self.heartbeat = stop_signal, heartbeat
-        self.params.grad_accum_steps(dist.get_world_size())  # fails where the ranks cannot share a step evenly
         model_manifest = ModelManifest.read()
         eos_token_id = model_manifest.eos_token_id
         assert eos_token_id is not None, "pack refuses a model without one"
@@ -250,6 +249,9 @@ def main() -> None:
     runtime = load_params(TrainRuntime, "runtime")
     trackers.check(runtime.tracker)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Before the process group: every rank finds these errors by itself, and none waits for another that has ended.
+    run.params.grad_accum_steps(world_size)
+    mesh_shape = run.params.fsdp.mesh_shape(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
     if runtime.debug:
         log_to(run.log_directory / "logs" / run.run_id / f"rank-{rank}.log")
     heartbeat = Heartbeat(rank)
@@ -257,7 +259,7 @@ def main() -> None:
         with (
             # Outermost: held until the process group has ended and the last checkpoint is published.
             rank_lock(run.directory),
-            process_group(run.params.fsdp.mesh_shape, runtime.timeout_minutes) as mesh,
+            process_group(mesh_shape, runtime.timeout_minutes) as mesh,
             explain_out_of_memory(run.params, rank, world_size),
         ):
             trainer = Trainer(run, runtime, mesh, stop_signal, heartbeat)

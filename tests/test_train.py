@@ -1,6 +1,7 @@
 """Training: the same rows, the same weights, whatever happens meanwhile."""
 
 import shutil
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from stages.checkpointing.layout import CheckpointManifest, step_name
 from stages.tokens.batch import make_batch
 from stages.tokens.order import permute, step_rows
 from stages.training import run
+from stages.training.distributed import LostConnection, process_group
 from stages.training.params import TrainParams, TrainRuntime
 from tests.project import Project
 from tests.ranks import Ranks
@@ -170,3 +172,15 @@ def test_a_float_that_yaml_reads_as_a_string_is_a_float(training: Project, ranks
     ranks.run(training)
     last = (newest_checkpoint(training, 2) / "history.tsv").read_text().splitlines()[-1]
     assert last.split("\t")[4] == "2e-05"
+
+
+def test_a_rank_whose_peers_end_while_it_joins_them_has_lost_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as peer:
+        peer.bind(("127.0.0.1", 0))
+        port = peer.getsockname()[1]
+    # Nobody answers there now, as where rank 0 has ended before rank 1 came.
+    rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LostConnection, match="rank 1 lost the connection"), process_group((1, 2), timeout_minutes=0.01):
+        pass

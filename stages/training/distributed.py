@@ -20,37 +20,37 @@ class LostConnection(Exception):
 
 
 @contextmanager
-def process_group(mesh_shape: Callable[[int, int], tuple[int, int]], timeout_minutes: float) -> Iterator[DeviceMesh]:
+def process_group(mesh_shape: tuple[int, int], timeout_minutes: float) -> Iterator[DeviceMesh]:
     """Join the process group that torchrun describes in the environment; yields the device mesh of its ranks.
 
     The mesh has one axis, `fsdp`, over which the model is sharded, and before it, where there are several copies of the
     model, the axis `replicate`.
 
     Args:
-        mesh_shape: Number of ranks, number of ranks on this node -> copies of the model, ranks that share each.
+        mesh_shape: Copies of the model, ranks that share each.
         timeout_minutes: After this time without an answer another rank counts as lost.
 
     Raises:
         LostConnection: to another rank, which prints its own reason, unless it was killed.
     """
     timeout = timedelta(minutes=timeout_minutes)
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-        # gloo beside NCCL: checkpoints and decisions are exchanged on the CPU, where they do not wait for the GPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+    copies, size = mesh_shape
+    # Of a mesh with two axes, fully_shard replicates over the first and shards over the second.
+    shape, names = ((size,), ("fsdp",)) if copies == 1 else ((copies, size), ("replicate", "fsdp"))
     try:
-        # Of a mesh with two axes, fully_shard replicates over the first and shards over the second.
-        copies, size = mesh_shape(dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
-        shape, names = ((size,), ("fsdp",)) if copies == 1 else ((copies, size), ("replicate", "fsdp"))
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+            # gloo beside NCCL: checkpoints and decisions are exchanged on the CPU, where they do not wait for the GPU.
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
         yield init_device_mesh(device_type(), shape, mesh_dim_names=names)
     except RuntimeError as error:
         # The rank that is at fault prints the cause; the others would bury it under a traceback each.
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's errors have no class of their own
             reason = f" ({str(error).partition(chr(10))[0]})" if isinstance(error, dist.DistError) else ""
-            raise LostConnection(f"rank {dist.get_rank()} lost the connection to another rank{reason}") from None
+            raise LostConnection(f"rank {os.environ['RANK']} lost the connection to another rank{reason}") from None
         raise
     # Not after an error: NCCL would wait here for ranks that in turn wait for this one.
     dist.destroy_process_group()
