@@ -1,16 +1,19 @@
 import ast
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from scripts import sample_corpus
+from scripts import install, sample_corpus
+from stages.artifacts import publish
 from tests.project import REPO
 
 TINY_LLAMA = REPO / "models" / "tiny-llama"
@@ -165,29 +168,37 @@ def test_locks_are_complete_and_name_neither_urls_nor_paths(build):
     assert any(requirement.startswith("nvidia-") for requirement in requirements) == (build == "cuda")
 
 
-PIP = """#!/usr/bin/env bash
-# Replaces the python of the virtual environment: logs what pip is asked to install, and fails for the locks in REFUSED.
-case "$*" in
-    *freeze*) cat torch 2> /dev/null || true ;;
-    *uninstall*) rm torch; echo uninstall torch >> log ;;
-    *"install -qq"*) echo "${!#}" >> log; [[ ${!#} != ${REFUSED:-} ]] ;;
-esac
+@pytest.mark.parametrize("build", ["cpu", "cuda"])
+def test_locks_hold_what_installs_and_builds_the_rest(build):
+    """`pip download` fetches what a lock lists, and nothing that only a build needs."""
+    lock = (REPO / f"requirements-{build}.lock").read_text(encoding="utf-8")
+    unconditional = re.findall(r"^(\S+)==\S+ \\$", lock, re.MULTILINE)
+    assert {"setuptools", "torch", "uv"} <= set(unconditional)
+
+
+PYTHON = """#!/usr/bin/env bash
+# Replaces the python of the virtual environment: logs which packages of which lock are to be installed, and fails for
+# those in REFUSED.
+[[ $* == *" --require-hashes "* ]] || exit 9
+packages=$(sed -n 's/^\\(\\S*==\\S*\\).*/\\1/p' "${!#}" | paste -sd ' ')
+echo "$packages" >> log
+[[ " $packages " != *" ${REFUSED:-none} "* ]]
 """
 
 
 @pytest.fixture
 def run_setup(tmp_path):
-    """A function that runs a copy of the set-up script, with a pip that only logs, a simulated GPU and its device file.
+    """A function that runs a copy of the set-up script, a python that only logs, a simulated GPU and its device file.
 
-    Returns the exit status and the lines of the log.
+    Returns the exit status, the lines of the log, and the last line of the errors.
     """
     script, device_file = (REPO / "scripts/setup.sh").read_text(), "/dev/nvidia0"
     assert device_file in script
     for build in ["cpu", "cuda"]:
-        (tmp_path / f"requirements-{build}.lock").write_text(build)
+        (tmp_path / f"requirements-{build}.lock").write_text(LOCK.replace("BUILD", build))
     executables = {
         "scripts/setup.sh": script.replace(device_file, f"{tmp_path}/nvidia0"),
-        ".venv/bin/python": PIP,
+        ".venv/bin/python": PYTHON,
         "bin/nvidia-smi": '#!/bin/sh\n[ "$GPU" = 1 ]\n',
     }
     for path, content in executables.items():
@@ -201,42 +212,124 @@ def run_setup(tmp_path):
         log.write_text("")
         environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "GPU": str(gpu), "REFUSED": refused}
         process = subprocess.run([tmp_path / "scripts/setup.sh"], env=environment, capture_output=True, text=True)
-        return process.returncode, log.read_text().split("\n")[:-1]
+        *_, last = ["", *process.stderr.splitlines()]
+        return process.returncode, log.read_text().splitlines(), last
 
     return run
 
 
-CPU, CUDA = "requirements-cpu.lock", "requirements-cuda.lock"
+LOCK = """# Made for a test.
+setuptools==1 \\
+    --hash=sha256:0
+torch==1+BUILD \\
+    --hash=sha256:0
+torchmetrics==1 \\
+    --hash=sha256:0
+uv==1 \\
+    --hash=sha256:0
+"""
+TOOLS = "setuptools==1 uv==1"
+CPU, CUDA = (
+    [TOOLS, f"torch==1+{build}", f"setuptools==1 torch==1+{build} torchmetrics==1 uv==1"] for build in ("cpu", "cuda")
+)
 
 
 def test_setup_installs_the_build_that_fits(run_setup):
-    assert run_setup(gpu=0) == (0, [CPU])
-    assert run_setup(gpu=0) == (0, [])
-    assert run_setup(gpu=1) == (0, [CUDA])
-    assert run_setup(gpu=1) == (0, [])
-    assert run_setup(gpu=0) == (0, []), "a CPU node replaces the build of the GPU node"
+    assert run_setup(gpu=0) == (0, CPU, "")
+    assert run_setup(gpu=0) == (0, [], "")
+    assert run_setup(gpu=1) == (0, CUDA, "")
+    assert run_setup(gpu=1) == (0, [], "")
+    assert run_setup(gpu=0) == (0, [], ""), "a CPU node replaces the build of the GPU node"
 
 
 def test_setup_detects_a_gpu_by_its_device_file(run_setup, tmp_path):
     (tmp_path / "nvidia0").touch()
-    assert run_setup(gpu=0) == (0, [CUDA])
+    assert run_setup(gpu=0) == (0, CUDA, "")
 
 
 def test_setup_falls_back_to_the_other_build_and_keeps_it(run_setup):
-    assert run_setup(gpu=0, refused=CPU) == (0, [CPU, CUDA])
-    assert run_setup(gpu=0) == (0, [])
+    status, installed, last = run_setup(gpu=0, refused="torch==1+cpu")
+    assert (status, installed) == (0, [*CPU[:2], *CUDA])
+    assert last == "setup: the cpu build of torch cannot be installed here"
+    assert run_setup(gpu=0) == (0, [], "")
 
 
-def test_setup_fails_if_neither_build_can_be_installed(run_setup):
-    assert run_setup(gpu=0, refused="requirements-*") == (1, [CPU, CUDA])
+def test_setup_fails_if_neither_build_can_be_installed(run_setup, tmp_path):
+    (tmp_path / "requirements-cuda.lock").write_text(LOCK.replace("BUILD", "cpu"))
+    status, _, last = run_setup(gpu=0, refused="torch==1+cpu")
+    assert (status, last.startswith("setup: neither build of torch")) == (1, True)
+
+
+@pytest.mark.parametrize("missing", ["uv==1", "torchmetrics==1"])
+def test_setup_does_not_blame_the_other_lock_for_a_missing_package(run_setup, missing):
+    status, installed, last = run_setup(gpu=0, refused=missing)
+    assert (status, installed) == (1, CPU[: 1 if missing == "uv==1" else 3])
+    assert last.startswith("setup: requirements-cpu.lock cannot be installed: the error above names what is missing")
 
 
 def test_setup_runs_again_if_the_lock_changed(run_setup, tmp_path):
     run_setup(gpu=0)
-    (tmp_path / CPU).write_text("changed")
-    assert run_setup(gpu=0) == (0, [CPU])
+    with (tmp_path / "requirements-cpu.lock").open("a") as lock:
+        lock.write("# changed\n")
+    assert run_setup(gpu=0)[1][:2] == CPU[:2]
 
 
-def test_setup_removes_the_other_build_first(run_setup, tmp_path):
-    (tmp_path / "torch").write_text("torch==2.13.0+cpu\n")
-    assert run_setup(gpu=1) == (0, ["uninstall torch", CUDA])
+def test_uv_looks_for_packages_where_pip_would():
+    listing = """:env:.find-links='/wheels /more'
+:env:.no-index='0'
+global.cert='/certificates'
+global.find-links='/replaced'
+global.index-url='https://mirror/simple'
+install.extra-index-url='\\nhttps://one\\nhttps://two'
+list.format='columns'
+"""
+    settings = install.pip_settings(listing)
+    assert settings == {
+        "cert": "/certificates", "find-links": "/wheels /more", "index-url": "https://mirror/simple", "no-index": "0",
+        "extra-index-url": "\nhttps://one\nhttps://two",
+    }  # fmt: skip
+    assert sorted(install.uv_options(settings)[2:]) == sorted(
+        ["--default-index", "https://mirror/simple", "--index", "https://one", "--index", "https://two",
+         "--find-links", "/wheels", "--find-links", "/more"]
+    )  # fmt: skip
+    assert "--no-index" in install.uv_options({"no-index": "true"})
+
+
+@pytest.fixture
+def install_offline(tmp_path):
+    """A function that installs a source package from a directory without network; returns the process."""
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain/setup.py").write_text(
+        "from setuptools import setup; setup(name='plain', version='1', py_modules=[])"
+    )
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with tarfile.open(wheels / "plain-1.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "plain", "plain-1")
+    digest = publish.sha256_file(wheels / "plain-1.tar.gz")
+
+    def run(lock, **settings):
+        (tmp_path / "lock").write_text(lock.format(digest=digest))
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
+        command = [sys.executable, "-m", "scripts.install", "--target", str(tmp_path / "site"), "--require-hashes"]
+        return subprocess.run(
+            [*command, "--no-build-isolation", "--requirement", str(tmp_path / "lock")], cwd=REPO, text=True,
+            env={**inherited, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_NO_CACHE_DIR": "1", **settings},
+            capture_output=True,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize("settings", [{}, {"PIP_PREFER_BINARY": "1"}], ids=["uv", "pip"])
+def test_a_source_package_is_built_without_a_network(install_offline, tmp_path, settings):
+    process = install_offline("plain==1 --hash=sha256:{digest}\n", **settings)
+    assert process.returncode == 0, process.stderr
+    assert ("no equivalent of pip's setting prefer-binary" in process.stdout) == bool(settings)
+    assert (tmp_path / "site/plain-1.dist-info").is_dir()
+
+
+def test_a_package_that_is_missing_offline_is_named(install_offline):
+    process = install_offline("absent==1 --hash=sha256:{digest}\n")
+    assert process.returncode != 0
+    assert "absent was not found" in process.stderr
