@@ -1,6 +1,6 @@
 """Extract all text from the raw files: a row for each text file and for each string in JSON and YAML.
 
-Reads    data/splits/ and the raw files that it lists
+Reads    data/splits/ and the raw files, or parts of them, that it lists
 Writes   data/corpus/: a Hugging Face dataset with the column `text`, one Arrow file a split
          data/extract.json: counts, and the files or parts of files that could not be read, with position and reason
 Command  python -m stages.extract
@@ -13,21 +13,21 @@ import codecs
 import dataclasses
 import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, Field
-from tqdm import tqdm
 
 from stages.artifacts import code, command, publish, reuse
 from stages.artifacts.dataset import Dataset, Shard
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import Record
-from stages.corpus import splits, workers
+from stages.corpus import progress, splits, workers
 from stages.corpus.formats import suffixes
 from stages.corpus.formats.readers import READERS
 from stages.corpus.limits import LIMITS, Limits
@@ -86,13 +86,22 @@ class ExtractRuntime(workers.Runtime):
 
 @dataclass(frozen=True)
 class Rejection:
-    """A file, or a document in it, that could not be read."""
+    """A file, or a record in it, that could not be read."""
 
     path: str
     """Printable."""
     position: str | None
     reason: str
     detail: str
+
+
+@dataclass(frozen=True)
+class RejectedFile:
+    """What could not be read of a file, or of a part of one."""
+
+    place: tuple[str, int]
+    """Printable path, and offset of the part: the order of the parts of all splits."""
+    rejections: list[Rejection]
 
 
 @dataclass(frozen=True)
@@ -104,12 +113,15 @@ class Metrics(Record):
     files: int
     fallback_encoded_files: int
     rejected_files: int
-    documents: int
+    """Of which something could not be read."""
+    records: int
+    """Lines of JSON Lines, documents of JSON and YAML, and text files, if they were read."""
     duplicate_strings: int
     strings: int
+    """Rows of the corpus."""
     characters: int
     rejected: dict[str, int]
-    """Files or documents, by reason."""
+    """Files or records, by reason."""
     rejections: list[Rejection]
 
 
@@ -120,7 +132,7 @@ class StoredSplit:
     rows: int
     sha256: str
     counts: dict[str, int]
-    rejected: list[Rejection]
+    rejected: list[RejectedFile]
 
 
 class Task(NamedTuple):
@@ -129,6 +141,8 @@ class Task(NamedTuple):
     manifest: Path
     digest: str
     """Of the manifest."""
+    num_bytes: int
+    """Of its files, as they are stored."""
     shard: Path
     """The Arrow file to write."""
     params: ExtractParams
@@ -136,6 +150,8 @@ class Task(NamedTuple):
     store: reuse.Store[StoredSplit]
     key: str
     """Of the split's result in the store."""
+    progress: Path | None = None
+    """The file that shows how many bytes were read."""
 
 
 class SplitResult(NamedTuple):
@@ -144,7 +160,7 @@ class SplitResult(NamedTuple):
     shard: Shard
     counts: Counter[str]
     """`rejected` and a reason, for each reason; otherwise named as in `Metrics`."""
-    rejected: list[Rejection]
+    rejected: list[RejectedFile]
     changed: list[str]
     """Files that are not those that were organized. If there are any, the result is not used."""
     is_reused: bool
@@ -175,6 +191,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             Task(
                 manifest=splits.SPLITS / part.manifest,
                 digest=part.digest,
+                num_bytes=part.bytes,
                 # Under another name first, as `deduplicate` cannot drop rows from the file that it reads.
                 shard=directory / (f"whole-{index}" if params.deduplicate_strings else shard_names[index]),
                 params=params,
@@ -184,9 +201,9 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             )
             for index, part in enumerate(parts)
         ]
-        results = run(tasks, [part.bytes for part in parts], runtime)
+        results = run(tasks, directory / "progress", runtime)
         # The manifest has other digests than the files now: this text would mix two states of raw_dir.
-        if changed := [path for result in results for path in result.changed]:
+        if changed := [*{path: None for result in results for path in result.changed}]:  # parts: each file once
             raise StageError(
                 f"{len(changed)} files were changed or removed after organize, the first is {changed[0]}: "
                 "run `dvc repro` to organize them again"
@@ -196,7 +213,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         if params.deduplicate_strings:
             targets = [directory / name for name in shard_names]
             shards = deduplicate(tasks, shards, targets, features, runtime, counts)
-        rejected = sorted((entry for result in results for entry in result.rejected), key=lambda entry: entry.path)
+        rejected = join_parts(chain.from_iterable(result.rejected for result in results), limits.num_listed)
+        counts["rejected_files"] = len({entry.path for entry in rejected})
         # Before the error, which refers the user to this file for all rejections.
         metrics(counts, rejected).write(METRICS)
         if counts["rejected_files"] > params.max_rejected_files:
@@ -250,24 +268,27 @@ def key(manifest_digest: str, params: ExtractParams, limits: Limits, code_digest
     return publish.sha256_json(["extract", manifest_digest, decisive, dataclasses.asdict(limits), code_digest])
 
 
-def run(tasks: Sequence[Task], sizes: Sequence[int], runtime: workers.Runtime) -> list[SplitResult]:
-    """Extract all splits; return the results in their order. The largest begins first, so that none ends late."""
-    order = sorted(range(len(tasks)), key=lambda index: -sizes[index])
-    results: dict[int, SplitResult] = {}
-    with tqdm(total=sum(sizes), desc="extract", unit="B", unit_scale=True, disable=None) as progress:
-        computed = workers.ordered_map(extract_split, [tasks[index] for index in order], runtime)
-        for index, result in zip(order, computed, strict=True):  # by index: the corpus keeps the order of the splits
-            results[index] = result
-            progress.update(sizes[index])
+def run(tasks: Sequence[Task], directory: Path, runtime: workers.Runtime) -> list[SplitResult]:
+    """Extract all splits; return the results in their order. The largest begins first, so that none ends late.
+
+    `directory` is for the files of the progress bar.
+    """
+    order = sorted(range(len(tasks)), key=lambda index: -tasks[index].num_bytes)
+    total = sum(task.num_bytes for task in tasks)
+    with progress.show(directory, total, desc="extract", unit="B", unit_scale=True) as bar:
+        ordered = [tasks[index]._replace(progress=bar.file(index)) for index in order]
+        # By index: the corpus keeps the order of the splits.
+        results = dict(zip(order, workers.ordered_map(extract_split, ordered, runtime), strict=True))
     return [results[index] for index in range(len(tasks))]
 
 
 def extract_split(task: Task) -> SplitResult:
     """Write the shard of one split, or fetch it from the store."""
-    if found := task.store.fetch(task.key, task.shard):
-        shard = Shard(task.shard.name, found.rows, found.sha256)
-        return SplitResult(shard, Counter(found.counts), found.rejected, [], is_reused=True)
-    result = read_split(task)
+    with progress.Meter(task.progress, task.num_bytes) as meter:
+        if found := task.store.fetch(task.key, task.shard):
+            shard = Shard(task.shard.name, found.rows, found.sha256)
+            return SplitResult(shard, Counter(found.counts), found.rejected, [], is_reused=True)
+        result = read_split(task, meter)
     if not result.changed:  # the key has the digests of the files as organized, and these are others
         _, rows, sha256 = result.shard
         stored = StoredSplit(rows=rows, sha256=sha256, counts=result.counts, rejected=result.rejected)
@@ -275,23 +296,25 @@ def extract_split(task: Task) -> SplitResult:
     return result
 
 
-def read_split(task: Task) -> SplitResult:
+def read_split(task: Task, meter: progress.Meter) -> SplitResult:
     """Write the shard of one split from its raw files."""
     from stages.corpus import arrow, json_values
     from stages.corpus.writer import TextWriter
 
     counts: Counter[str] = Counter()
-    rejected: list[Rejection] = []
+    rejected: list[RejectedFile] = []
     changed: list[str] = []
     path = ""  # printable, of the current file
-    num_rejected = 0  # of the current file
+    rejections: list[Rejection] = []  # of the current file, or part
+    num_bytes = 0  # of the files before
 
     def report(what: Rejected) -> None:
-        nonlocal num_rejected
-        num_rejected += 1
         counts[f"rejected {what.reason}"] += 1
-        if num_rejected <= task.limits.num_listed:  # a JSON Lines file in a wrong format has millions
-            rejected.append(Rejection(path=path, position=what.position, reason=what.reason, detail=what.detail))
+        if len(rejections) < task.limits.num_listed:  # a JSON Lines file in a wrong format has millions
+            rejections.append(Rejection(path=path, position=what.position, reason=what.reason, detail=what.detail))
+
+    def show(position: int) -> None:
+        meter.set(num_bytes + position)
 
     json_values.fill_array_cache()  # before the first large array (see there)
     params = task.params
@@ -299,26 +322,30 @@ def read_split(task: Task) -> SplitResult:
     with without_collector(), arrow.StreamWriter(task.shard, features) as stream:
         writer = TextWriter(stream, params.min_chars, report, params.keep_source, task.limits)
         for file in splits.read_manifest(task.manifest, task.digest):
-            num_rejected = 0
+            rejections = []
             writer.path = path = splits.printable(file.path)
             found = suffixes.find(file.path)
             assert found, "organize lists no other files"
             format, compression = found
-            counts["files"] += 1
+            offset = file.part.start if file.part else 0
+            counts["files"] += offset == 0  # each file once, with its first part
+            raw = Path(params.raw_dir, file.path)
             try:
-                source = Source(
-                    Path(params.raw_dir, file.path), compression, file.digest, params.fallback_encoding, task.limits
-                )
+                source = Source(raw, compression, file.digest, params.fallback_encoding, task.limits, file.part)
+                source.on_read = show
                 counts["fallback_encoded_files"] += source.used_fallback
                 READERS[format](source, writer)
             except Rejected as reason:
                 writer.reject(reason)
             except (Changed, FileNotFoundError):  # continue: one run finds all files that changed
                 changed.append(path)
-            counts["rejected_files"] += num_rejected > 0
+            num_bytes += file.size
+            meter.set(num_bytes)
+            if rejections:
+                rejected.append(RejectedFile((path, offset), rejections))
         shard = writer.close()
     # |= keeps the larger of two counts, and these names have none yet.
-    counts |= Counter(documents=writer.documents, strings=shard.rows, characters=writer.characters)
+    counts |= Counter(records=writer.records, strings=shard.rows, characters=writer.characters)
     return SplitResult(shard, counts, rejected, changed, is_reused=False)
 
 
@@ -334,6 +361,16 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
+def join_parts(rejected: Iterable[RejectedFile], num_listed: int) -> list[Rejection]:
+    """The rejections of all files, sorted by path and position, at most `num_listed` of each."""
+    of_path = groupby(sorted(rejected, key=lambda file: file.place), key=lambda file: file.place[0])
+    return [
+        rejection
+        for _, parts in of_path
+        for rejection in islice(chain.from_iterable(part.rejections for part in parts), num_listed)
+    ]
+
+
 def metrics(counts: Counter[str], rejected: list[Rejection]) -> Metrics:
     """The content of `data/extract.json`."""
     prefix = "rejected "
@@ -342,7 +379,7 @@ def metrics(counts: Counter[str], rejected: list[Rejection]) -> Metrics:
         files=counts["files"],
         fallback_encoded_files=counts["fallback_encoded_files"],
         rejected_files=counts["rejected_files"],
-        documents=counts["documents"],
+        records=counts["records"],
         duplicate_strings=counts["duplicate_strings"],
         strings=counts["strings"],
         characters=counts["characters"],

@@ -1,7 +1,7 @@
-"""Divide the raw files into splits of equal count.
+"""Divide the raw files into splits of equal count; large JSON Lines files are cut into parts.
 
 Reads    raw_dir: .txt .md .csv .json .jsonl .ndjson .yaml .yml, each also as .gz and .zst, in directories of any depth
-Writes   data/splits/split_00.jsonl ...: a line a file with its path, size in bytes and SHA-256
+Writes   data/splits/split_00.jsonl ...: a line a file, or part of one, with its path, size in bytes and SHA-256
          data/splits/summary.json: counts, and which files were passed over and why
 Command  python -m stages.organize
 
@@ -12,10 +12,11 @@ tools that need directories.
 import os
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 from pydantic import Field
 from tqdm import tqdm
@@ -23,10 +24,13 @@ from tqdm import tqdm
 from stages.artifacts import command, publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
-from stages.corpus import assignment, splits, tree, workers
+from stages.corpus import assignment, parts, splits, tree, workers
 from stages.corpus.formats import suffixes
 
 MATERIALIZED = Path("data/materialized")
+
+File = Sequence[splits.RawFile]
+"""All parts of a raw file, in order, or the entire file alone."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,12 @@ def main() -> None:
 
 
 def organize(
-    params: OrganizeParams, runtime: OrganizeRuntime, target: Path = splits.SPLITS, files_per_task: int = 4096
+    params: OrganizeParams,
+    runtime: OrganizeRuntime,
+    target: Path = splits.SPLITS,
+    files_per_task: int = 4096,
+    bytes_per_task: int = 64 << 20,
+    smallest_part: int = parts.SMALLEST,
 ) -> str:
     """Write the manifests and the summary; return a line that describes them.
 
@@ -71,7 +80,12 @@ def organize(
             f"raw_dir is {params.raw_dir!r}, which is not a directory: create it and put the raw files in it"
         )
     paths, passed_over = tree.walk(root, lambda name: suffixes.find(name) is not None)
-    files, unreadable = measure_all(root, paths, runtime, files_per_task)
+    part_size, large = find_large(root, paths, params.num_splits, smallest_part)
+    with tqdm(total=len(paths), desc="organize", unit="file", disable=None) as progress:
+        cut = cut_all(root, large, part_size, runtime, bytes_per_task, progress)
+        others = [path for path in paths if path not in cut]
+        whole, unreadable = measure_all(root, others, runtime, files_per_task, progress)
+    files: list[File] = sorted([*whole, *cut.values()], key=path_of)
     passed_over += unreadable
     reasons = dict(sorted(Counter(item.reason for item in passed_over).items()))
     if not files:
@@ -84,19 +98,17 @@ def organize(
     duplicates: list[splits.Duplicate] = []
     if params.deduplicate_files:
         files, duplicates = deduplicate(files)
-    split_of = assignment.assign([file.path for file in files], params.num_splits)
-    members: list[list[splits.RawFile]] = [[] for _ in range(params.num_splits)]
-    for file, split in zip(files, split_of.tolist(), strict=True):
-        members[split].append(file)  # in the order of the paths, as `files` is
-    names = [splits.printable(file.path) for file in files]
-    num_bytes = sum(file.size for file in files)
+    members = assign(files, params.num_splits, part_size)
+    names = [splits.printable(path_of(file)) for file in files]
+    num_bytes = sum(part.size for file in files for part in file)
+    num_parts = [len(file) for file in files if len(file) > 1]
     # Replaced as a directory, so that no manifest of an earlier run with more splits stays.
     with publish.directory(target) as directory:
         splits.Summary(
             files=len(files),
             bytes=num_bytes,
-            splits=[write_split(directory, index, part) for index, part in enumerate(members)],
-            names_not_utf8=[name for name, file in zip(names, files, strict=True) if name != file.path],
+            splits=[write_split(directory, index, member) for index, member in enumerate(members)],
+            names_not_utf8=[name for name, file in zip(names, files, strict=True) if name != path_of(file)],
             duplicate_files=len(duplicates),
             duplicates=duplicates,
             passed_over_counts=reasons,
@@ -107,36 +119,97 @@ def organize(
         ).write(directory / splits.SUMMARY)
     return (
         f"organize: {len(files)} files, {num_bytes / 1e6:.1f} MB, in {params.num_splits} splits; "
+        + f"{len(num_parts)} of them cut into {sum(num_parts)} parts; " * bool(num_parts)
         + f"{len(duplicates)} duplicates dropped; " * params.deduplicate_files
         + f"{len(passed_over)} passed over (see {target / splits.SUMMARY})"
     )
 
 
+def path_of(file: File) -> str:
+    """The path of a raw file."""
+    return file[0].path
+
+
+def find_large(root: Path, paths: Sequence[str], num_splits: int, smallest_part: int) -> tuple[int, dict[str, int]]:
+    """The size of parts, in bytes, and the sizes of the files that are larger and may be cut, by their paths."""
+    lines = {path for path in paths if path.lower().endswith(suffixes.LINES)}
+    if not lines:
+        return smallest_part, {}  # a million files are spared the next line
+    sizes = {path: tree.size(os.path.join(root, path)) for path in paths}
+    # Of the bytes of all files: what is small beside the others need not be cut.
+    part_size = parts.size_of(sum(sizes.values()), num_splits, smallest_part)
+    return part_size, {path: size for path, size in sizes.items() if path in lines and size > part_size}
+
+
+def cut_all(
+    root: Path,
+    large: Mapping[str, int],
+    part_size: int,
+    runtime: OrganizeRuntime,
+    bytes_per_task: int,
+    progress: "tqdm[NoReturn]",
+) -> dict[str, File]:
+    """The parts of each file that is cut, given the sizes in bytes of those that may be.
+
+    A file that is not UTF-8 is not cut: its encoding depends on all of its bytes, so no part can be read alone.
+    """
+    tasks = {path: parts.tasks(root / path, size, part_size, bytes_per_task) for path, size in large.items()}
+    results = workers.ordered_map(parts.measure, [*chain.from_iterable(tasks.values())], runtime)
+    cut: dict[str, File] = {}
+    for path in tasks:
+        measured = [next(results) for _ in tasks[path]]
+        found = [*chain.from_iterable(filter(None, measured))]
+        if None not in measured and len(found) > 1:  # otherwise `measure_all` finds out what it is
+            cut[path] = parts.join(path, found)
+            progress.update()
+    return cut
+
+
 def measure_all(
-    root: Path, paths: Sequence[str], runtime: OrganizeRuntime, files_per_task: int
-) -> tuple[list[splits.RawFile], list[splits.PassedOver]]:
-    """Size and SHA-256 of all files, by the workers, and the files that cannot be read."""
-    files: list[splits.RawFile] = []
+    root: Path, paths: Sequence[str], runtime: OrganizeRuntime, files_per_task: int, progress: "tqdm[NoReturn]"
+) -> tuple[list[File], list[splits.PassedOver]]:
+    """Size and SHA-256 of entire files, by the workers, and the files that cannot be read."""
+    files: list[File] = []
     unreadable: list[splits.PassedOver] = []
     # Thousands of files a task: to pass a task to a process costs more than to read a small file.
     tasks = [(str(root), paths[start : start + files_per_task]) for start in range(0, len(paths), files_per_task)]
-    with tqdm(total=len(paths), desc="organize", unit="file", disable=None) as progress:
-        # Results come in the order of the tasks, so the number of workers does not change the order of the files.
-        for (_, batch), results in zip(tasks, workers.ordered_map(measure, tasks, runtime), strict=True):
-            for path, found in zip(batch, results, strict=True):
-                if isinstance(found, str):
-                    unreadable.append(splits.PassedOver(path, found))
-                else:
-                    files.append(splits.RawFile(path, *found))
-            progress.update(len(batch))
+    # Results come in the order of the tasks, so the number of workers does not change the order of the files.
+    for (_, batch), results in zip(tasks, workers.ordered_map(measure, tasks, runtime), strict=True):
+        for path, found in zip(batch, results, strict=True):
+            if isinstance(found, str):
+                unreadable.append(splits.PassedOver(path, found))
+            else:
+                files.append([splits.RawFile(path, *found)])
+        progress.update(len(batch))
     return files, unreadable
+
+
+def assign(files: Sequence[File], num_splits: int, part_size: int) -> list[list[splits.RawFile]]:
+    """The entire files and the parts of files of each split, in the order of their paths and places.
+
+    Parts are assigned apart from entire files, because they are all about equally long: each split gets about the same
+    number of bytes of them.
+    """
+    whole = [file[0] for file in files if len(file) == 1]
+    cut = [part for file in files if len(file) > 1 for part in file]
+    names = [parts.name(part, part_size) for part in cut]
+    # `first`: where the entire files stopped, so that the counts of both together differ by at most one, too.
+    split_of = [
+        *assignment.assign([file.path for file in whole], num_splits).tolist(),
+        *assignment.assign(names, num_splits, first=len(whole) % num_splits).tolist(),
+    ]
+    members: list[list[splits.RawFile]] = [[] for _ in range(num_splits)]
+    for file, split in zip([*whole, *cut], split_of, strict=True):
+        members[split].append(file)
+    return [sorted(member, key=splits.place) for member in members]
 
 
 def write_split(directory: Path, index: int, files: Sequence[splits.RawFile]) -> splits.Split:
     """Write the manifest of a split; return its entry in the summary."""
     name = f"split_{index:02d}.jsonl"
     digest = splits.write_manifest(directory / name, files)
-    return splits.Split(manifest=name, files=len(files), bytes=sum(file.size for file in files), digest=digest)
+    num_files = len({file.path for file in files})
+    return splits.Split(manifest=name, files=num_files, bytes=sum(file.size for file in files), digest=digest)
 
 
 def measure(task: tuple[str, Sequence[str]]) -> list[tuple[int, str] | str]:
@@ -155,14 +228,16 @@ def measure(task: tuple[str, Sequence[str]]) -> list[tuple[int, str] | str]:
     return results
 
 
-def deduplicate(files: Sequence[splits.RawFile]) -> tuple[list[splits.RawFile], list[splits.Duplicate]]:
+def deduplicate(files: Sequence[File]) -> tuple[list[File], list[splits.Duplicate]]:
     """The first file of each content, and the others."""
-    first_of: dict[str, splits.RawFile] = {}
+    first_of: dict[tuple[str, ...], File] = {}
     duplicates = []
     for file in files:
-        first = first_of.setdefault(file.digest, file)  # `files` is sorted, so the first is the same on every machine
+        # `files` is sorted, so the first is the same on every machine.
+        first = first_of.setdefault(tuple(part.digest for part in file), file)
         if first is not file:
-            duplicates.append(splits.Duplicate(path=splits.printable(file.path), of=splits.printable(first.path)))
+            path, of = splits.printable(path_of(file)), splits.printable(path_of(first))
+            duplicates.append(splits.Duplicate(path=path, of=of))
     return list(first_of.values()), duplicates
 
 
@@ -174,12 +249,11 @@ def materialize(
 ) -> str:
     """Lay out the files of each split in a directory of its own; return a line with their number.
 
-    A hard link is the raw file itself: writing to one writes to both.
+    A hard link is the raw file itself: writing to one writes to both. Parts of files are always copied.
 
     Raises:
         StageError: there are no splits, a file was changed since they were made, or it cannot be linked.
     """
-    num_files = 0
     summary = splits.Summary.read(source / splits.SUMMARY)
     with publish.directory(target) as directory:
         for split in summary.splits:
@@ -187,16 +261,28 @@ def materialize(
             split_directory.mkdir()
             for file in splits.read_manifest(source / split.manifest, split.digest):
                 # The real path: a hard link to a symbolic link would be one itself, and broken in its new place.
-                origin, place = os.path.realpath(Path(params.raw_dir, file.path)), split_directory / file.path
+                origin = os.path.realpath(Path(params.raw_dir, file.path))
+                name = materialized_name(file)
+                place = split_directory / name
+                if place.exists():
+                    raise StageError(f"{splits.printable(name)} is a raw file and the name of a part: rename the file")
                 place.parent.mkdir(parents=True, exist_ok=True)
-                link_or_copy(origin, place, method)
+                if file.part:
+                    parts.copy(Path(origin), file.part, place)
+                else:
+                    link_or_copy(origin, place, method)
                 # After it is in its place: a change while it was copied is found, too.
                 if tree.measure(place) != (file.size, file.digest):
                     raise StageError(
                         f"{splits.printable(file.path)} was changed after organize: run `dvc repro organize`"
                     )
-                num_files += 1
-    return f"organize: {num_files} files laid out in {target}"
+    return f"organize: {summary.files} files laid out in {target}"
+
+
+def materialized_name(file: splits.RawFile) -> str:
+    """Where a file is in the directory of its split. The name of a part has the offset of its first byte."""
+    stem, suffix = os.path.splitext(file.path)
+    return f"{stem}.{file.part.start:012d}{suffix}" if file.part else file.path
 
 
 def link_or_copy(origin: str, place: Path, method: Literal["hardlink", "copy"]) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
-from tqdm import tqdm
 
 from stages.artifacts import code, command, publish, reuse
 from stages.artifacts.dataset import Dataset, Shard
@@ -27,7 +26,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import TOKENIZER
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import Record
-from stages.corpus import arrow, encoding, packing, workers
+from stages.corpus import arrow, encoding, packing, progress, workers
 from stages.model.manifest import ModelManifest
 from stages.tokens.packed import TRAIN, VALIDATION
 
@@ -126,7 +125,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     spec = find_tokenizer_spec(params)
     shards = read_corpus(params)
     store = reuse.Store(reuse.root(), packing.Counts)
-    num_train = len(shards) - params.validation_splits  # entire splits, so no file gives rows to both sides
+    num_train = len(shards) - params.validation_splits  # entire splits, so no line of a file gives rows to both sides
     with ExitStack() as stack:  # which publishes neither directory before both are complete
         train_directory = stack.enter_context(publish.directory(TRAIN))
         validation_directory = stack.enter_context(publish.directory(VALIDATION))
@@ -222,7 +221,7 @@ def encode_splits(
     ]
     reused = fetch_splits(splits, store)  # all of them first: workers then start only if something is missing
     missing = [split for split in splits if split not in reused]
-    encoded = dict(encode_missing(missing, spec, store, runtime))
+    encoded = dict(encode_missing(missing, spec, directory / "progress", store, runtime))
     return [EncodedSplit(split.tokens, (reused | encoded)[split], split in reused) for split in splits]
 
 
@@ -244,40 +243,42 @@ def fetch_splits(splits: Sequence[Split], store: reuse.Store[packing.Counts]) ->
 
 
 def encode_missing(
-    splits: Sequence[Split], spec: encoding.TokenizerSpec, store: reuse.Store[packing.Counts], runtime: PackRuntime
+    splits: Sequence[Split],
+    spec: encoding.TokenizerSpec,
+    directory: Path,
+    store: reuse.Store[packing.Counts],
+    runtime: PackRuntime,
 ) -> Iterator[tuple[Split, packing.Counts]]:
     """Encode splits, record batch by record batch, and yield the counts of each.
 
     A split is stored as soon as all of it is encoded, so that a run that fails later, or is killed, has not encoded it
-    in vain.
+    in vain. `directory` is for the files of the progress bar.
     """
     splits = sorted(splits, key=lambda split: -split.shard.stat().st_size)  # the largest first, so that none ends late
-    # A task is a record batch, not a split: one large split then occupies all workers.
-    tasks = {
-        split: [
-            packing.Task(split.shard, offset, spec, split.tokens.with_name(f"{split.tokens.name}-{offset}"))
-            for offset in arrow.batch_offsets(split.shard)
-        ]
-        for split in splits
-    }
-    results = workers.ordered_map(
-        packing.encode,
-        [*chain.from_iterable(tasks.values())],
-        runtime,
-        ahead=AHEAD,
-        initializer=encoding.use_one_thread,
-    )
     num_documents = sum(split.num_documents for split in splits)
-    # Generators: a split is joined and stored while workers encode the next ones, up to AHEAD batches.
-    with tqdm(total=num_documents, desc="pack", unit="document", disable=None) as progress:
+    with progress.show(directory, num_documents, desc="pack", unit="document") as bar:
+        # A task is a record batch, not a split: one large split then occupies all workers.
+        tasks = {split: list(tasks_of(split, spec, bar)) for split in splits}
+        results = workers.ordered_map(
+            packing.encode,
+            [*chain.from_iterable(tasks.values())],
+            runtime,
+            ahead=AHEAD,
+            initializer=encoding.use_one_thread,
+        )
+        # Generators: a split is joined and stored while workers encode the next ones, up to AHEAD batches.
         for split, parts in tasks.items():
-            counts = packing.Counts()
-            for result in islice(results, len(parts)):  # in the order of the tasks, so these are the split's own
-                counts += result
-                progress.update(result.num_documents)
+            counts = sum(islice(results, len(parts)), packing.Counts())  # in their order, so these are the split's own
             sha256 = packing.join([part.target for part in parts], split.tokens)
             store.put(split.key, split.tokens, sha256, counts)  # before the next split is waited for
             yield split, counts
+
+
+def tasks_of(split: Split, spec: encoding.TokenizerSpec, bar: progress.Bar) -> Iterator[packing.Task]:
+    """The tasks that encode a split: one for each of its record batches."""
+    for offset in arrow.batch_offsets(split.shard):
+        target = split.tokens.with_name(f"{split.tokens.name}-{offset}")
+        yield packing.Task(split.shard, offset, spec, target, bar.file(target.name))
 
 
 def write_rows(
@@ -313,7 +314,10 @@ def too_few(name: str, metrics: PartMetrics, params: PackParams) -> str:
     """The error message for a part without a single row."""
     message = f"{name} has {metrics.tokens} tokens, too few for one row of seq_length {params.seq_length}: "
     if name == "validation":
-        return message + f"lower seq_length, raise validation_splits (now {params.validation_splits}), or add raw files"
+        remedy = "lower seq_length"
+        if not metrics.tokens:  # as where there are fewer files than splits, and they cannot be cut into parts
+            remedy = 'lower num_splits, decompress .jsonl.gz and .jsonl.zst (docs/data.md, "How files become splits")'
+        return f"{message}{remedy}, raise validation_splits (now {params.validation_splits}), or add raw files"
     return message + "lower seq_length, or add raw files"
 
 

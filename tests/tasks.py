@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from stages.artifacts.errors import StageError
+from stages.corpus.progress import Meter
 
 
 def prepare() -> None:
@@ -42,6 +43,14 @@ def wait(directory: Path) -> bool:
     while not (directory / "go").exists():
         time.sleep(0.02)
     return True
+
+
+def count(file: Path | None) -> None:
+    """Show a progress of a hundred, in steps that are slow enough to be seen."""
+    with Meter(file, 100) as meter:
+        for number in range(0, 100, 5):
+            meter.set(number)
+            time.sleep(0.1)
 
 
 def be_slow(number: int) -> int:

@@ -30,6 +30,7 @@ from stages.corpus.formats import json as json_format
 from stages.corpus.formats import readers, sink, suffixes
 from stages.corpus.formats import yaml as yaml_format
 from stages.corpus.limits import LIMITS, Limits
+from stages.corpus.progress import Meter
 from stages.corpus.source import Rejected
 from stages.corpus.writer import TextWriter
 from stages.extract import ExtractRuntime, extract
@@ -376,20 +377,99 @@ def test_trap_13_a_long_document_leaves_no_row_if_its_end_is_bad() -> None:
     put({"c.json": json.dumps(["also kept"] * 20)})
     metrics = run(max_rejected_files=1, limits=Limits(batch=50, chunk=20, largest_held=10))
     assert rows() == ["kept", *["dropped " * 3] * 30, *["also kept"] * 20]
-    assert (metrics["documents"], metrics["strings"]) == (3, 51)
+    assert (metrics["records"], metrics["strings"]) == (3, 51)
     assert metrics["characters"] == sum(map(len, rows()))
     assert metrics["rejections"][0]["position"] == "line 1, character 1679"
 
 
-def test_trap_14_each_line_is_a_document() -> None:
+def test_trap_14_each_line_is_a_record() -> None:
     content = '{"a": "one"}\r\n\n{bad}\n"two" "three"\n["lost", "lost"\n{"a": "four\u2028"}'
     put({"a.jsonl": content, "b.ndjson": '"five"\n'})
     metrics = run(max_rejected_files=1)
     assert rows() == ["one", "two", "three", "four\u2028", "five"]
-    assert metrics["documents"] == 5
+    assert metrics["records"] == 5
     assert [rejection["position"] for rejection in metrics["rejections"]] == ["line 3", "line 5"]
     assert metrics["rejected"] == {"invalid JSON": 2}
     assert metrics["rejected_files"] == 1
+
+
+def numbered_lines(number: int) -> list[dict[str, Any]]:
+    """Values of JSON Lines that make a file of several parts."""
+    return [{"a": f"line {line} é", "b": ["x" * (line % 50), line, "end"]} for line in range(number)]
+
+
+def sources() -> list[str]:
+    return list(datasets.load_from_disk(str(CORPUS))["source"])
+
+
+@pytest.mark.parametrize("limits", [LIMITS, Limits(largest_held=10, chunk=1000, batch=5000)], ids=["held", "streamed"])
+def test_trap_27_the_parts_of_a_file_give_its_strings_in_order(limits: Limits) -> None:
+    values = numbered_lines(6000)
+    put({"a/large.jsonl": "\r\n".join(json.dumps(value, ensure_ascii=False) for value in values), "b.txt": "b"})
+    metrics = run(num_splits=4, keep_source=True, limits=limits)
+    assert (metrics["files"], metrics["records"]) == (2, 6001)
+    places = [source.partition("#")[2] for source in sources()]
+    found = [(int(place.split("/")[0]), text) for place, text in zip(places, rows(), strict=True) if place]
+    expected = [
+        (line, text)
+        for line, value in enumerate(values, 1)
+        for text in (value["a"], *value["b"])
+        if isinstance(text, str) and text
+    ]
+    assert sorted(found, key=lambda item: item[0]) == expected  # stable: in a line, and so in a part, as they are found
+    for shard in sorted(CORPUS.glob("*.arrow")):
+        lines = [line for line, _ in found[: arrow_rows(shard)]]
+        assert lines == sorted(lines)
+        assert len(set(lines)) > 500
+        del found[: len(lines)]
+
+
+def arrow_rows(shard: Path) -> int:
+    """The number of rows of a shard that are from a line."""
+    batches = [arrow.read_batch(shard, offset)["source"].to_pylist() for offset in arrow.batch_offsets(shard)]
+    return sum("#" in source for batch in batches for source in batch)
+
+
+def test_trap_27_the_parts_of_a_file_have_its_encoding() -> None:
+    lines = [json.dumps(value, ensure_ascii=False) for value in numbered_lines(3000)]
+    text = "\n".join(lines)
+    strings = [value for line in lines for value in re.findall(r'"([^"]+)"[],}]', line)]
+    for encoding, number in (("utf-8-sig", 0), ("utf-16", 0), ("cp1252", 1)):
+        shutil.rmtree("data/raw", ignore_errors=True)
+        put({"a.jsonl": text.encode(encoding)})
+        metrics = run(num_splits=4, keep_source=True)
+        assert (metrics["files"], metrics["fallback_encoded_files"]) == (1, number)
+        found = zip(sources(), rows(), strict=True)
+        assert [row for _, row in sorted(found, key=lambda item: int(item[0].split("#")[1].split("/")[0]))] == strings
+    # A byte order mark is dropped at the beginning of the file only.
+    middle = "\n".join([*lines[:-1], "\ufeff" + lines[-1]])
+    put({"a.jsonl": middle.encode("utf-8-sig")})
+    [rejection] = run(num_splits=4, max_rejected_files=1)["rejections"]
+    assert rejection["position"] == "line 3000"
+
+
+def test_trap_27_a_file_is_rejected_once_and_not_once_a_part() -> None:
+    lines = [json.dumps(value) for value in numbered_lines(3000)]
+    lines[10::10] = [f"bad {number}" for number in range(10, 3000, 10)]
+    put({"a.jsonl": "\n".join(lines), "b.json": "["})
+    with pytest.raises(StageError, match=r"a.jsonl: invalid JSON at line 11: .*\n.*b.json.*\n.*2 files could not be"):
+        run(num_splits=4, max_rejected_files=1)
+    metrics = run(num_splits=4, max_rejected_files=2, limits=Limits(num_listed=200))
+    assert (metrics["files"], metrics["rejected_files"], metrics["records"]) == (2, 2, 2701)
+    assert metrics["rejected"] == {"invalid JSON": 300}
+    assert [rejection["position"] for rejection in metrics["rejections"][:-1]] == [
+        f"line {number + 1}" for number in range(10, 2010, 10)
+    ]
+
+
+def test_trap_27_a_file_that_changes_or_grows_is_refused_once() -> None:
+    lines = "".join(f"{json.dumps(value)}\n" for value in numbered_lines(3000))
+    put({"a.jsonl": lines})
+    organize_raw(num_splits=4)
+    for changed in (lines + '"more"', lines.replace("line", "LINE")):
+        put({"a.jsonl": changed})
+        with pytest.raises(StageError, match=r"1 files were changed .* first is a.jsonl: run `dvc repro`"):
+            extract(PARAMS, ExtractRuntime(num_workers=1, reuse_gib=1))
 
 
 def test_trap_14_a_file_may_contain_several_documents() -> None:
@@ -451,7 +531,7 @@ def test_any_json_gives_exactly_its_strings_in_order(
 
 
 def test_each_string_has_its_source() -> None:
-    """`keep_source` gives the file, the number of the document in it, and a JSON pointer into that."""
+    """`keep_source` gives the file, the number of the record in it, and a JSON pointer into that."""
     value = {"a": "x", "": [1, "y", ["", "z"], {"b/c~d": "w"}], "n": {"m": None, "o": "v"}, "\n": "u"}
     places = {"x": "/a", "y": "//1", "z": "//2/1", "w": "//3/b~1c~0d", "v": "/n/o", "u": "/\n"}
     put({
@@ -589,7 +669,7 @@ def test_trap_13_strings_of_yaml_are_written_in_pieces(monkeypatch: pytest.Monke
 
 def test_trap_18_documents_before_a_bad_one_are_kept() -> None:
     put({"a.yaml": "one\n---\n- two\n---\n...\n---\n{a: three}\n"})
-    assert run()["documents"] == 4
+    assert run()["records"] == 4
     assert rows() == ["one", "two", "three"]
     rejection = rejection_of("b.yaml", "one\n---\n[two, three\n---\nfour\n")
     assert (rejection["reason"], rejection["position"]) == ("invalid YAML", "line 4, column 1")
@@ -746,7 +826,7 @@ def test_trap_23_a_corpus_without_strings_can_be_loaded() -> None:
     put({"a.json": "[1, 2]"})
     metrics = run(num_splits=2)
     assert metrics["strings"] == 0
-    assert metrics["documents"] == 1
+    assert metrics["records"] == 1
     dataset = datasets.load_from_disk(str(CORPUS))
     assert dataset.num_rows == 0
     assert dataset.column_names == ["text"]
@@ -787,6 +867,18 @@ def test_trap_24_the_disk_has_each_shard_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 # The stage
+
+
+@pytest.mark.parametrize("largest_held", [10, 1 << 20], ids=["streamed", "held"])
+def test_the_bar_moves_within_a_split_and_a_large_file(largest_held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(Meter, "set", lambda meter, done: seen.append(done))
+    text = json.dumps([f"value {index}" for index in range(10_000)])
+    put({"a.json": text, "b.json.gz": gzip.compress(text.encode()), "c.jsonl": text.replace(", ", "\n"), "d.txt": "d"})
+    run(limits=Limits(largest_held=largest_held, chunk=1000), max_rejected_files=1)
+    assert seen == sorted(seen)
+    assert seen[-1] == sum(path.stat().st_size for path in Path("data/raw").iterdir())
+    assert len(set(seen)) > (100 if largest_held == 10 else 4)  # without streaming, four files and several parts
 
 
 def test_too_many_rejected_files_fail_after_all_were_read() -> None:

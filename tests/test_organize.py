@@ -5,7 +5,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.artifacts.errors import StageError
-from stages.corpus import assignment, splits, tree
+from stages.corpus import assignment, parts, splits, tree
 from stages.organize import OrganizeParams, OrganizeRuntime, materialize, organize
 from tests.project import Project
 
@@ -25,12 +25,12 @@ def params_of(root: Path, num_splits: int = 4, deduplicate: bool = False) -> Org
 
 
 def run(
-    root: Path, num_splits: int = 4, num_workers: int = 1, deduplicate: bool = False, files_per_task: int = 4096
+    root: Path, num_splits: int = 4, num_workers: int = 1, deduplicate: bool = False, **sizes: int
 ) -> dict[str, bytes]:
     """Organize `root`; the files of the result by name."""
     target = root.parent / "splits"
     runtime = OrganizeRuntime(num_workers=num_workers)
-    organize(params_of(root, num_splits, deduplicate), runtime, target, files_per_task)
+    organize(params_of(root, num_splits, deduplicate), runtime, target, **sizes)
     return {path.name: path.read_bytes() for path in target.iterdir()}
 
 
@@ -206,6 +206,110 @@ def test_trap_04_links_are_followed_only_to_other_files_inside(root: Path) -> No
     }
 
 
+def parts_in(result: dict[str, bytes]) -> list[dict[str, Any]]:
+    """The entries of all manifests, in the order of their paths and places."""
+    lines = b"".join(content for name, content in result.items() if name != splits.SUMMARY).splitlines()
+    return sorted(map(json.loads, lines), key=lambda entry: (entry["path"], entry.get("part", {}).get("start", 0)))
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n"), max_size=30), max_size=30),
+    st.booleans(),
+    st.sampled_from([1, 2, 8, 64]),
+    st.sampled_from([1, 16, 1000]),
+)
+def test_trap_27_parts_have_each_line_once(lines: list[str], is_ended: bool, size: int, bytes_per_task: int) -> None:
+    content = ("\n".join(lines) + "\n" * is_ended).encode()
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        tasks = parts.tasks(Path(file.name), len(content), size, bytes_per_task)
+        measured = [part for task in tasks for part in parts.measure(task) or []]
+    if not content:
+        assert measured == []
+        return
+    entries = [entry for entry in parts.join("a", measured) if entry.part]
+    starts = [entry.part.start for entry in entries if entry.part]
+    ends = [entry.part.end for entry in entries if entry.part]
+    assert (starts[0], ends) == (0, [*starts[1:], None])
+    for entry, start, end in zip(entries, starts, ends, strict=True):
+        assert start == 0 or content[start - 1 : start] == b"\n"
+        assert entry.part and entry.part.line == content[:start].count(b"\n") + 1
+        assert (entry.size, entry.digest) == (len(content[start:end]), hashlib.sha256(content[start:end]).hexdigest())
+        assert (end or len(content)) - start - len(content[start:end].splitlines(keepends=True)[-1]) <= 2 * size + 99
+    # Each part has the lines that begin in its range: appended lines change the last one only.
+    assert len({start // size for start in starts}) == len(starts)
+
+
+def test_trap_27_one_large_file_fills_all_splits_equally(root: Path) -> None:
+    lines = [json.dumps({"text": f"line {number} " * (number % 7)}) for number in range(20_000)]
+    (root / "large.jsonl").write_text("\n".join(lines))
+    (root / "b.txt").write_text("b")
+    results = [
+        run(root, num_splits=20, num_workers=num_workers, bytes_per_task=size, smallest_part=1024)
+        for num_workers, size in ((1, 1 << 30), (2, 1 << 17), (1, 1))
+    ]
+    assert results[0] == results[1] == results[2]
+    content = json.loads(results[0][splits.SUMMARY])
+    assert content["files"] == 3
+    assert content["bytes"] == sum(path.stat().st_size for path in root.iterdir())
+    sizes = [part["bytes"] for part in content["splits"]]
+    assert max(sizes) < 1.4 * min(sizes)
+    counts = [result.count(b"\n") for name, result in results[0].items() if name != splits.SUMMARY]
+    assert max(counts) <= min(counts) + 1
+    assert [sorted(part) for part in parts_in(results[0])[:2]] == [["digest", "path", "size"]] * 2
+
+
+def test_trap_27_what_cannot_be_entered_in_the_middle_stays_whole(root: Path) -> None:
+    text = "\n".join(f'"line {number} äöü"' for number in range(5000))
+    lines = text.encode()
+    contents = {
+        "a.jsonl.gz": lines, "b.json": lines, "c.txt": lines, "d.ndjson": text.encode("utf-16"),
+        "e.jsonl": text.encode("cp1252"), "f.jsonl": lines + b"\xe2\x82", "g.jsonl": lines.replace(b"\n", b" "),
+        "h.ndjson": lines,
+    }  # fmt: skip
+    for name, content in contents.items():
+        (root / name).write_bytes(content)
+    result = run(root, smallest_part=1024, bytes_per_task=10_000)
+    assert {entry["path"] for entry in parts_in(result) if "part" in entry} == {"h.ndjson"}
+    assert {part["path"]: part["size"] for part in parts_in(result) if "part" not in part} == {
+        "a.txt": 1, **{name: len(content) for name, content in contents.items() if name != "h.ndjson"}
+    }  # fmt: skip
+
+
+def test_trap_27_appended_lines_change_the_last_part_only(root: Path) -> None:
+    lines = "".join(f'"line {number}"\n' for number in range(30_000))
+    (root / "b.jsonl").write_text(lines)
+    before = parts_in(run(root, num_splits=8))
+    (root / "b.jsonl").write_text(lines + '"one more"\n')
+    after = parts_in(run(root, num_splits=8))
+    assert len(before) == len(after) > 16
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True] * (len(before) - 1) + [False]
+
+
+def test_trap_27_duplicates_of_cut_files_are_dropped(root: Path) -> None:
+    lines = "".join(f'"line {number}"\n' for number in range(3000))
+    for name in ("b.jsonl", "c.jsonl"):
+        (root / name).write_text(lines)
+    (root / "d.jsonl").write_text(lines.replace("line 2999", "line 3000"))
+    content = json.loads(run(root, deduplicate=True)[splits.SUMMARY])
+    assert (content["files"], content["duplicates"]) == (3, [{"path": "c.jsonl", "of": "b.jsonl"}])
+
+
+def test_trap_27_the_end_of_a_long_line_is_looked_for_once(tmp_path: Path) -> None:
+    """A line of 4 MB in parts of 16 bytes: to look for its end from each of them would read 500 GB."""
+    content = b'"a"\n"' + b"x" * (4 << 20) + b'"\n"b"'
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(content)
+    [task] = parts.tasks(path, len(content), size=16, bytes_per_task=1 << 30)
+    assert [(part.start, part.end) for part in parts.measure(task) or []] == [
+        (0, len(content) - 3), (len(content) - 3, len(content))
+    ]  # fmt: skip
+    middle = task._replace(start=1 << 20, end=2 << 20)
+    assert parts.measure(middle) == []
+
+
 @pytest.fixture
 def public_root() -> Iterator[Path]:
     """A directory that a user without permissions can reach, seen as such a user."""
@@ -290,6 +394,25 @@ def test_splits_can_be_materialized(root: Path, method: Literal["hardlink", "cop
             assert not (directory / path).is_symlink()
             assert (directory / path).read_bytes() == (root / path).read_bytes()
             assert (directory / path).samefile(root / path) == (method == "hardlink")
+
+
+@pytest.mark.parametrize("method", ["hardlink", "copy"])
+def test_parts_are_materialized_as_files_of_their_own(root: Path, method: Literal["hardlink", "copy"]) -> None:
+    lines = "".join(f'"line {number}"\n' for number in range(9000))
+    (root / "b.jsonl").write_text(lines)
+    run(root)
+    source, target = root.parent / "splits", root.parent / "materialized"
+    assert materialize(params_of(root), method, source, target).startswith("organize: 2 files")
+    paths = sorted(target.rglob("b.*.jsonl"), key=lambda path: path.name)
+    assert "".join(path.read_text() for path in paths) == lines
+    assert {path.parent.name for path in paths} == {f"split_{split:02d}" for split in range(4)}
+    (root / "b.jsonl").write_text(lines + '"grown"')
+    with pytest.raises(StageError, match=r"b.jsonl was changed after organize"):
+        materialize(params_of(root), method, source, target)
+    (root / paths[0].name).write_text("not a part")
+    run(root, num_splits=1)
+    with pytest.raises(StageError, match=rf"{paths[0].name} is a raw file and the name of a part: rename"):
+        materialize(params_of(root), method, source, target)
 
 
 def test_splits_whose_files_changed_are_not_materialized(root: Path) -> None:

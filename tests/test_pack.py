@@ -27,10 +27,11 @@ from stages.artifacts.publish import read_json, sha256_file
 from stages.artifacts.record import FileEntry
 from stages.corpus import arrow, packing
 from stages.corpus.encoding import Encoder, EncoderLimits, TokenizerSpec
+from stages.corpus.progress import Meter
 from stages.extract import ExtractRuntime, extract
 from stages.model.manifest import ModelManifest
 from stages.pack import PackParams, PackRuntime, find_tokenizer_spec, pack
-from tests.corpus import CORPUS, PARAMS, organize_raw, put, put_numbered, wait_for_workers
+from tests.corpus import CORPUS, PARAMS, content_of, organize_raw, put, put_numbered, wait_for_workers
 from tests.project import REPO, peak_memory, start_stage
 
 pytestmark = pytest.mark.usefixtures("empty_project")
@@ -61,7 +62,8 @@ def make_model(tokenizer: Tokenizer | None = None, **changes: Any) -> ModelManif
     model = ModelManifest(
         model_name=str(directory), model_revision="main", commit=None, architecture="", model_type="", dtype="float32",
         num_parameters=0, files={"tokenizer.json": FileEntry.of(path)},
-        weights=[], tied_weights={}, layer_classes=[], vocab_size=tokenizer.get_vocab_size(), max_seq_length=None,
+        weights=[], tied_weights={}, layer_classes=[], module_classes=[], router_loss_coef=None,
+        vocab_size=tokenizer.get_vocab_size(), max_seq_length=None,
         eos_token_id=EOS, bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
     model = dataclasses.replace(model, **changes)
@@ -166,6 +168,21 @@ def test_trap_25_validation_shares_no_document_with_training() -> None:
     run(validation_splits=0)
     assert tokens("validation") == []
     assert "also" in byte_tokenizer().decode(tokens("train"))
+
+
+def test_trap_27_one_large_file_leaves_rows_to_validate() -> None:
+    lines = [f"text {number} of one file " * 3 for number in range(20_000)]
+    put({"a.jsonl": "\n".join(map(json.dumps, lines))})
+    make_model()
+    corpora = []
+    for num_workers in (1, 2):
+        organize_raw(num_splits=20)
+        extract(PARAMS, ExtractRuntime(num_workers=num_workers, reuse_gib=0))
+        corpora.append(content_of(CORPUS))
+    assert corpora[0] == corpora[1]
+    assert 0.03 < run(seq_length=64)["validation"]["documents"] / len(lines) < 0.07
+    texts = datasets.load_from_disk(str(CORPUS))["text"]
+    assert sorted(texts, key=lambda text: int(text.split()[1])) == lines
 
 
 def test_trap_25_truncation_padding_and_added_tokens_of_the_tokenizer_are_disabled() -> None:
@@ -290,7 +307,11 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
         ([["a"], ["b"]], {"validation_splits": 2}, "validation_splits is 2 of num_splits = 2 splits"),
         ([["xy"], ["long enough"]], {}, "train has 3 tokens, too few for one row of seq_length 4: lower seq_length"),
         ([["long enough"], ["xy"]], {}, r"validation has 3 tokens, .* raise validation_splits \(now 1\)"),
-        ([["long enough"], []], {}, "validation has 0 tokens"),
+        (
+            [["long enough"], []],
+            {},
+            r"validation has 0 tokens, .*: lower num_splits, decompress .* raise validation_sp",
+        ),
     ],
 )
 def test_too_little_text_is_refused(splits: list[list[str]], arguments: dict[str, Any], message: str) -> None:
@@ -393,6 +414,15 @@ def test_one_added_file_encodes_a_quarter_of_the_splits_on_average_at_most() -> 
         assert 1 <= num_encoded <= sum(shards[shard] != before[shard] for shard in shards)
         counts.append(num_encoded)
     assert sum(counts) / len(counts) <= 20 / 4
+
+
+def test_the_bar_moves_within_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(Meter, "set", lambda meter, done: seen.append(done))
+    make_model()
+    make_corpus([["text " * 100_000] * 4 + ["b"] * 5, ["validation"]])
+    run()
+    assert seen == [2, 9, 1]  # after each piece of 1 MiB
 
 
 def test_finished_splits_are_kept_when_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:

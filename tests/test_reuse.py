@@ -80,6 +80,17 @@ def test_one_file_added_to_ten_thousand_redoes_a_quarter_of_the_splits_on_averag
     assert result() == fresh_result(20)
 
 
+def test_trap_27_lines_appended_to_a_large_file_redo_few_splits() -> None:
+    lines = "".join(f'"a line of text with the number {number}"\n' for number in range(40_000))
+    put({"a.jsonl": lines, "b.txt": "b"})
+    assert run(20) == 20
+    for appended, most in (('"one line"\n', 1), ('"three parts"\n' * 3000, 10)):
+        lines += appended
+        put({"a.jsonl": lines})
+        assert 1 <= run(20) <= most
+    assert result() == fresh_result(20)
+
+
 def test_an_edited_file_redoes_its_split() -> None:
     put_numbered(40)
     run()

@@ -1,9 +1,11 @@
 """Tasks in other processes, on this machine and on a Dask cluster: the same results in the same order."""
 
 import contextlib
+import io
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +24,7 @@ import yaml
 from stages.artifacts import code
 from stages.artifacts.errors import StageError
 from stages.artifacts.reuse import Store
-from stages.corpus import arrow, cluster
+from stages.corpus import arrow, cluster, progress
 from stages.corpus.workers import Runtime, no_initializer, ordered_map
 from stages.extract import ExtractRuntime, extract
 from tests import tasks
@@ -123,6 +125,48 @@ def test_each_process_is_prepared_before_its_first_task(
     assert all(ordered_map(tasks.is_prepared, range(3), runtime, initializer=tasks.prepare))
 
 
+class Terminal(io.StringIO):
+    """Where a progress bar is shown."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def percentages(output: str) -> list[int]:
+    return list(map(int, re.findall(r"(\d+)%", output)))
+
+
+@pytest.mark.parametrize(("executor", "num_workers"), [("processes", 1), ("processes", 2), ("dask", 2)])
+def test_a_bar_moves_while_tasks_run(executor: str, num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    with progress.show(Path("progress"), 200, desc="test") as bar:
+        files = [bar.file(number) for number in range(2)]
+        list(ordered_map(tasks.count, files, Runtime(num_workers=num_workers, executor=executor)))
+        bar.refresh()
+    shown = percentages(terminal.getvalue())
+    assert shown == sorted(shown)
+    assert shown[-1] == 100
+    assert len(set(shown) - {0, 50, 100}) >= 2
+    assert not Path("progress").exists()
+
+
+def test_a_bar_costs_nothing_where_it_is_not_shown() -> None:
+    with progress.show(Path("progress"), 200, desc="test") as bar:
+        assert bar.file(0) is None
+        assert not Path("progress").exists()
+
+
+def test_a_repeated_task_does_not_move_the_bar_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with progress.show(Path("progress"), 200, desc="test", mininterval=0) as bar:
+        file = bar.file(0)
+        assert file
+        for content, expected in (("70", 70), ("5", 70), ("", 70), ("100\n", 100), ("30", 100), ("100\n", 100)):
+            file.write_text(content)
+            bar.refresh()
+            assert bar._bar.n == expected
+
+
 def test_only_the_requested_number_of_tasks_runs_at_a_time(tmp_path: Path, dask_cluster: DaskCluster) -> None:
     runtime = dask_runtime(dask_cluster)
     results = ordered_map(tasks.wait, [tmp_path] * 9, runtime, ahead=1)
@@ -165,7 +209,9 @@ def test_extract_gives_the_same_bytes_on_a_cluster(dask_cluster: DaskCluster) ->
 
 def test_the_work_of_a_killed_dask_worker_is_done_by_another(dask_cluster: DaskCluster) -> None:
     put_slow_files()
+    put({"large.jsonl": "".join(f'"line {number}"\n' for number in range(60_000))})
     expected = run("processes")
+    assert '"part"' in Path("data/splits/split_00.jsonl").read_text()
     victims = []
 
     def kill() -> None:

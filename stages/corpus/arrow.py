@@ -1,7 +1,7 @@
 """Directories that `datasets.load_from_disk` reads, written without `datasets`: Arrow streams and two JSON files.
 
 Record batches are written one by one, in the encapsulated format of Arrow's IPC streams, so that memory holds one of
-them, and a document that turns out to be unreadable can be cut off again.
+them, and a record that turns out to be unreadable can be cut off again.
 """
 
 import json
@@ -81,7 +81,7 @@ class StreamWriter:
         """Drop what was written after `mark`."""
         position, self.rows = mark
         self._file.seek(position)
-        self._file.truncate()  # a shorter document may follow, or none
+        self._file.truncate()  # a shorter record may follow, or none
 
     def close(self) -> Shard:
         """End the stream."""
@@ -100,11 +100,13 @@ def read_shards(directory: Path) -> list[Shard]:
     shards = Dataset.read(directory, "extract").shards
     paths = [directory / shard.filename for shard in shards]
     if missing := [path for path in paths if not path.is_file()]:
-        raise StageError(f"{missing[0]} is missing: run `dvc repro -f extract`")
+        raise StageError(f"{missing[0]} is missing: run `dvc repro -f -s extract`")
     with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
         for path, shard, sha256 in zip(paths, shards, threads.map(publish.sha256_file, paths), strict=True):
             if sha256 != shard.sha256:
-                raise StageError(f"{path} is damaged: its SHA-256 is not that in {STATE}; run `dvc repro -f extract`")
+                raise StageError(
+                    f"{path} is damaged: its SHA-256 is not that in {STATE}; run `dvc repro -f -s extract`"
+                )
     return shards
 
 

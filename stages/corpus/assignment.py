@@ -13,11 +13,11 @@ Keys = NDArray[np.uint64]
 Indices = NDArray[np.int64]
 
 
-def assign(paths: Sequence[str], num_splits: int) -> Indices:
+def assign(paths: Sequence[str], num_splits: int, first: int = 0) -> Indices:
     """Assign each path to a split, so that the counts differ by at most one and few paths move when one is added.
 
     Rendezvous hashing (Thaler and Ravishankar, 1998) ranks the splits for each path. In their sorted order, each path
-    gets the first split of its ranking that is not full; split `i` has room for
+    gets the first split of its ranking that is not full; the `i`-th split, counted from `first`, has room for
     `(n + num_splits - 1 - i) // num_splits` of the `n` paths. One more path, or one less, shifts a single place from
     one split to the next as they fill up, so that fewer than `num_splits` other paths move.
 
@@ -26,8 +26,9 @@ def assign(paths: Sequence[str], num_splits: int) -> Indices:
     the few paths that are left.
 
     Args:
-        paths: Sorted.
+        paths: In an order that does not change.
         num_splits: At least 1.
+        first: The split that gets one more before the others do.
 
     Returns:
         (n,) int64, from 0 to `num_splits - 1`.
@@ -35,7 +36,8 @@ def assign(paths: Sequence[str], num_splits: int) -> Indices:
     # (n,), of the paths' bytes, so that names that are not UTF-8 have a key, too; little-endian on every machine.
     keys: Keys = np.frombuffer(b"".join(blake2b(os.fsencode(path), digest_size=8).digest() for path in paths), "<u8")
     splits = np.arange(num_splits)
-    room = (len(paths) + num_splits - 1 - splits) // num_splits  # (num_splits,): the first ones get one more
+    # (num_splits,): the first ones get one more
+    room = (len(paths) + num_splits - 1 - (splits - first) % num_splits) // num_splits
     is_open = room > 0  # with fewer files than splits the last ones have no room from the start
     choice = _favourites(keys, splits[is_open])
     start = 0  # the paths before it have their place

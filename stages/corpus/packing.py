@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from stages.artifacts.dataset import Shard
 from stages.corpus import arrow
 from stages.corpus.encoding import Encoder, TokenizerSpec, Tokens
+from stages.corpus.progress import Meter
 
 MAX_BATCH_TOKENS = 4 << 20
 """Tokens of a record batch of rows, at most, and of what is in memory: 16 MiB."""
@@ -31,6 +32,8 @@ class Task(NamedTuple):
     spec: TokenizerSpec
     target: Path
     """The file to write: the documents' tokens, each document with EOS at its end, as an array of `spec.dtype`."""
+    progress: Path | None = None
+    """The file that shows how many documents were encoded."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,14 @@ def encode(task: Task) -> Counts:
         StageError: the tokenizer does not fit the model, or gives the EOS token inside a document.
     """
     documents = arrow.read_batch(task.shard, task.offset)["text"]  # memory-mapped: a task is pickled without its text
-    num_unknown = 0
+    num_unknown = num_encoded = 0
     # A new file, not the old one emptied: a Dask worker that was given up for lost may still write to its own.
     task.target.unlink(missing_ok=True)
-    with task.target.open("wb") as file:
+    with task.target.open("wb") as file, Meter(task.progress, len(documents)) as meter:
         for tokens in Encoder(task.spec).encode(documents):
             tokens.tofile(file)  # (n,) of 2 or 4 bytes each; without a header, so that parts can be joined
+            num_encoded += int(np.count_nonzero(tokens == task.spec.eos_token_id))  # it ends each, and is nowhere else
+            meter.set(num_encoded)
             if task.spec.unk_token_id is not None:
                 num_unknown += int(np.count_nonzero(tokens == task.spec.unk_token_id))
     return Counts(len(documents), pc.sum(pc.utf8_length(documents)).as_py(), num_unknown)

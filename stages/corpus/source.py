@@ -1,4 +1,4 @@
-"""The content of one raw file, decompressed and as UTF-8, after its digest and its encoding were checked.
+"""The content of a raw file or a part of one, decompressed and as UTF-8, after its digest and encoding were checked.
 
 A parser never starts on a file that turns out to be truncated, changed or undecodable at its end, so such a file leaves
 no row. The price is a second pass over a large file; one of up to 64 MiB is kept in memory after the first.
@@ -10,13 +10,15 @@ import hashlib
 import io
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import zstandard
 
 from stages.corpus.limits import LIMITS, Limits
+from stages.corpus.splits import Part
 
 # UTF-32 first: its little-endian mark begins with that of UTF-16. Decoders of these names drop the mark.
 _BYTE_ORDER_MARKS = (
@@ -29,7 +31,7 @@ _BYTE_ORDER_MARKS = (
 
 
 class Rejected(Exception):
-    """Something that cannot be read: a file, or one document in it."""
+    """Something that cannot be read: a file, or one record in it."""
 
     def __init__(self, reason: str, detail: str, position: str | None = None) -> None:
         super().__init__(reason, detail, position)
@@ -45,26 +47,37 @@ class Changed(Exception):
 
 
 class Source:
-    """One raw file. No parser reads any of it before all of it was found to be complete and decodable."""
+    """One raw file, or a part of it. No parser reads any of it before all of it was found complete and decodable."""
 
     def __init__(
-        self, path: Path, compression: str, digest: str, fallback_encoding: str | None, limits: Limits = LIMITS
+        self,
+        path: Path,
+        compression: str,
+        digest: str,
+        fallback_encoding: str | None,
+        limits: Limits = LIMITS,
+        part: Part | None = None,
     ) -> None:
         """Read the file once, and a large one a second time.
 
         Args:
             path: The raw file.
             compression: `.gz`, `.zst` or nothing.
-            digest: SHA-256 of the file's bytes as they are stored.
+            digest: SHA-256 of the bytes as they are stored, of the part if there is one.
             fallback_encoding: For content that is neither UTF-8 nor begins with a byte order mark.
             limits: Also those of the reader of this source.
+            part: What to read of a file that is not compressed; None: all of it.
 
         Raises:
             Changed: the digest differs, or the file is gone.
             Rejected: the compressed data is damaged, or the content is in none of these encodings.
         """
         self.limits = limits
-        self._path, self._compression = path, compression
+        self.first_line = part.line if part else 1
+        """The number in the file of the first line that is read."""
+        self.on_read: Callable[[int], None] = lambda position: None
+        """Called with the number of stored bytes that readers of a large file have been given."""
+        self._path, self._compression, self._part = path, compression, part
         self.size = 0
         """Bytes after decompression, in the file's own encoding."""
         content = self._check(digest)
@@ -99,9 +112,9 @@ class Source:
     def _check(self, digest: str) -> bytes | None:
         kept: list[bytes] | None = []
         damage = None
-        with open(self._path, "rb", buffering=0) as file:  # pieces are large, so a buffer would only copy them
-            if not self._compression and os.fstat(file.fileno()).st_size <= self.limits.largest_held:
-                content = file.read()
+        with self._open() as file:
+            if not self._compression and self._stored_size() <= self.limits.largest_held:
+                content = file.readall()
                 if hashlib.sha256(content).hexdigest() != digest:
                     raise Changed
                 self.size = len(content)
@@ -126,7 +139,9 @@ class Source:
 
     def _find_encoding(self, content: bytes | None, fallback: str | None) -> str:
         head = content[:4] if content is not None else next(self._raw())[:4]
-        marked = next((name for mark, name in _BYTE_ORDER_MARKS if head.startswith(mark)), None)
+        # A mark inside a file is a character like others. Parts, which are UTF-8, begin with no other mark.
+        marks = _BYTE_ORDER_MARKS if self._part is None or self._part.start == 0 else ()
+        marked = next((name for mark, name in marks if head.startswith(mark)), None)
         if content is not None and not marked and content.isascii():  # most files: no decoder needed
             return "utf-8"
         # A file with a mark is never tried in the fallback: cp1252 and latin-1 accept nearly any bytes.
@@ -146,20 +161,58 @@ class Source:
                 objections.append(f"{encoding}: {error.reason} at byte {place}")
         raise Rejected("unknown encoding", "; ".join(objections))
 
-    def _raw(self) -> Iterator[bytes]:
-        with self._path.open("rb", buffering=0) as file:
-            yield from _decompressed(file, self._compression, self.limits.chunk)
+    def _raw(self, on_read: Callable[[int], None] = lambda position: None) -> Iterator[bytes]:
+        num_bytes = 0
+        with self._open() as file:
+            for chunk in _decompressed(file, self._compression, self.limits.chunk):
+                num_bytes += len(chunk)
+                on_read(file.tell() if self._compression else num_bytes)
+                yield chunk
+
+    def _open(self) -> io.RawIOBase:
+        file = io.FileIO(self._path)  # pieces are large, so a buffer would only copy them
+        if self._part is None:
+            return file
+        start, end, _ = self._part
+        file.seek(start)
+        return file if end is None else _Bounded(file, end - start)
+
+    def _stored_size(self) -> int:
+        start, end, _ = self._part or (0, None, 1)
+        return (os.path.getsize(self._path) if end is None else end) - start
 
     def _utf8(self) -> Iterator[bytes]:
         decoder = codecs.getincrementaldecoder(self._encoding)()
-        for chunk in self._raw():
+        for chunk in self._raw(self.on_read):
             yield chunk if self._encoding == "utf-8" else decoder.decode(chunk).encode()
+
+
+class _Bounded(io.RawIOBase):
+    """The next `size` bytes of a file."""
+
+    def __init__(self, file: io.FileIO, size: int) -> None:
+        self._file, self._left = file, size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(memoryview(buffer)[: self._left])
+        self._left -= count
+        return count
+
+    def readall(self) -> bytes:
+        return b"".join(iter(partial(self.read, 1 << 20), b""))  # the inherited one reads 8 KiB at a time
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class _Hashed(io.RawIOBase):
     """A file that is hashed while it is read."""
 
-    def __init__(self, file: io.FileIO) -> None:
+    def __init__(self, file: io.RawIOBase) -> None:
         self._file, self.digest = file, hashlib.sha256()
 
     def readable(self) -> bool:

@@ -1,6 +1,7 @@
 """What `organize` writes and `extract` reads: `data/splits/summary.json`, and a manifest of its files for each split.
 
-A manifest is `split_00.jsonl`: a line a file, sorted by path. The summary contains the SHA-256 of each manifest.
+A manifest is `split_00.jsonl`: a line for each file, or part of a file, sorted by path and position. The summary
+contains the SHA-256 of each manifest.
 """
 
 import json
@@ -18,15 +19,28 @@ SPLITS = Path("data/splits")
 SUMMARY = "summary.json"
 
 
+class Part(NamedTuple):
+    """A range of a file, from the start of a line to the start of another, or to the end."""
+
+    start: int
+    """Offset of the first byte."""
+    end: int | None
+    """Offset after the last byte; None: the end of the file, so that a file that grows is a changed one."""
+    line: int
+    """Number of the first line in the file, from 1."""
+
+
 class RawFile(NamedTuple):
     """A line of a manifest."""
 
     path: str
     """Relative to `raw_dir`, with forward slashes."""
     size: int
-    """In bytes."""
+    """In bytes, of the file or the part."""
     digest: str
-    """SHA-256 of the bytes, in hexadecimal."""
+    """SHA-256 of these bytes, in hexadecimal."""
+    part: Part | None = None
+    """None: the entire file."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,7 @@ class Split:
     manifest: str
     """File name, in the directory of the summary."""
     files: int
+    """Of which the split has all or a part."""
     bytes: int
     """Of its raw files, as they are stored."""
     digest: str
@@ -85,7 +100,10 @@ def write_manifest(path: Path, files: Iterable[RawFile]) -> str:
     with path.open("w", encoding="ascii", newline="") as manifest:
         # `json.dumps` of a dictionary for each line would be as slow as reading the file.
         manifest.writelines(
-            f'{{"path": {json.dumps(file.path)}, "size": {file.size}, "digest": "{file.digest}"}}\n' for file in files
+            f'{{"path": {json.dumps(file.path)}, "size": {file.size}, "digest": "{file.digest}"'
+            + (f', "part": {json.dumps(file.part._asdict())}' if file.part else "")
+            + "}\n"
+            for file in files
         )
     return sha256_file(path)
 
@@ -97,8 +115,19 @@ def read_manifest(path: Path, digest: str) -> list[RawFile]:
         StageError: its bytes are not those that `organize` wrote.
     """
     if sha256_file(path) != digest:  # all that follows trusts the digests in it
-        raise StageError(f"{path} was changed after organize wrote it: run `dvc repro --force organize`")
-    return [RawFile(**json.loads(line)) for line in path.read_text(encoding="ascii").splitlines()]
+        raise StageError(f"{path} was changed after organize wrote it: run `dvc repro -f -s organize`")
+    return [_read_line(line) for line in path.read_text(encoding="ascii").splitlines()]
+
+
+def _read_line(line: str) -> RawFile:
+    values = json.loads(line)
+    part = values.pop("part", None)
+    return RawFile(**values, part=part and Part(**part))
+
+
+def place(file: RawFile) -> tuple[str, int]:
+    """The key of the order in a manifest."""
+    return file.path, file.part.start if file.part else 0
 
 
 def printable(path: str) -> str:

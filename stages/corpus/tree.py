@@ -84,6 +84,14 @@ def _objection(path: str, target: str, real_root: str, taken: set[str], is_wante
     return "link to a file that is taken already" if target in taken else None
 
 
+def size(path: str) -> int:
+    """The size of a file in bytes; 0 where it cannot be found: whoever reads it reports why."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
 def measure(path: str | Path) -> tuple[int, str]:
     """The size of a file in bytes and the SHA-256 of its bytes, in hexadecimal.
 

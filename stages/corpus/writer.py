@@ -1,4 +1,4 @@
-"""A shard of strings, written document by document, with memory for one record batch."""
+"""A shard of strings, written record by record, with memory for one record batch."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +16,9 @@ from stages.corpus.source import Rejected
 
 
 class TextWriter:
-    """The `Sink` of the formats: a row a string. A rejected document leaves no row, not even a long one.
+    """The `Sink` of the formats: a row a string. A rejected record leaves no row, not even a long one.
 
-    Strings of several documents make one record batch of `limits.batch` characters. A document that is longer than that
+    Strings of several records make one record batch of `limits.batch` characters. A record that is longer than that
     is written while it is read, so that memory holds a batch of it; if it is rejected, the stream is cut back.
     """
 
@@ -30,25 +30,25 @@ class TextWriter:
         keep_source: bool = False,
         limits: Limits = LIMITS,
     ) -> None:
-        self.documents = 0
+        self.records = 0
         self.characters = 0
-        """Of complete documents."""
+        """Of complete records."""
         self.keep_source = keep_source
         self.path = ""
         """Of the file that is read, for `keep_source`."""
         self._stream, self._min_chars, self._report, self._limits = stream, min_chars, report, limits
-        # Not yet written, of complete documents:
+        # Not yet written, of complete records:
         self._columns: list[tuple[pa.Array, ...]] = []  # text, and its source
         self._json: list[bytes] = []  # after those
         self._size = 0  # of both, characters
-        # Not yet written, of the current document:
+        # Not yet written, of the current record:
         self._strings: list[str] = []
         self._sources: list[str] = []
         self._current_size = 0  # characters, with those already written
-        self._start: tuple[int, int] | None = None  # of the current document in the stream, if parts of it are there
+        self._start: tuple[int, int] | None = None  # of the current record in the stream, if parts of it are there
 
     def add(self, strings: list[str], places: Sequence[str] = ()) -> None:
-        """Add strings of the current document, in order, and their places, or none where a string is the entire file.
+        """Add strings of the current record, in order, and their places, or none where a string is the entire file.
 
         Raises:
             Rejected: one is too long for Arrow's `string`.
@@ -69,38 +69,38 @@ class TextWriter:
         self._strings += strings
         self._current_size += size
         if self._size + self._current_size > self._limits.batch:
-            if self._start is None:  # the first part of a long document: what precedes it must be in the stream before
+            if self._start is None:  # the first part of a long record: what precedes it must be in the stream before
                 self._write_complete()
                 self._start = self._stream.mark()
             for columns in self._take_current():
                 self._stream.write(*columns)
 
     def end(self) -> None:
-        """The current document is complete: keep its strings."""
-        self._convert_json()  # of earlier documents: rows keep the order of the files
-        self.documents += 1
+        """The current record is complete: keep its strings."""
+        self._convert_json()  # of earlier records: rows keep the order of the files
+        self.records += 1
         self.characters += self._current_size
         self._columns += self._take_current()
         self._size += 0 if self._start else self._current_size
         self._begin()
 
-    def add_json(self, document: bytes) -> None:
-        """Add a complete document for which `json.is_document` holds, and keep its strings."""
-        self.documents += 1
-        self._json.append(document)  # cut later, many at once
-        self._size += len(document)  # bytes, at least as many as characters
+    def add_json(self, record: bytes) -> None:
+        """Add a complete record for which `json.is_document` holds, and keep its strings."""
+        self.records += 1
+        self._json.append(record)  # cut later, many at once
+        self._size += len(record)  # bytes, at least as many as characters
         if self._size > self._limits.batch:
             self._write_complete()
 
     def reject(self, rejected: Rejected) -> None:
-        """Drop the strings of the current document and report why."""
+        """Drop the strings of the current record and report why."""
         self._report(rejected)
         if self._start is not None:
-            self._stream.cut(self._start)  # complete documents before it were written first, and stay
+            self._stream.cut(self._start)  # complete records before it were written first, and stay
         self._begin()
 
     def close(self) -> Shard:
-        """Write what is left of the complete documents and end the shard."""
+        """Write what is left of the complete records and end the shard."""
         self._write_complete()
         return self._stream.close()
 
@@ -131,7 +131,7 @@ class TextWriter:
         self._columns, self._size = [], 0
 
     def _take_current(self) -> Iterator[tuple[pa.Array, ...]]:
-        """The strings of the current document that are not yet written, as columns, in batches."""
+        """The strings of the current record that are not yet written, as columns, in batches."""
         columns = (self._strings, self._sources) if self.keep_source else (self._strings,)
         for part in _batches(list(accumulate(map(len, self._strings))), self._limits.batch):
             yield tuple(pa.array(column[part], pa.string()) for column in columns)

@@ -128,7 +128,7 @@ def scan(stream: BinaryIO, sink: Sink, line: int | None = None, limits: Limits =
             sink.end()
             strings, places = [], []
             if where and line is None:
-                where.document += 1
+                where.record += 1
     window.check_end(place, is_complete=len(brackets) == 1)
 
 

@@ -7,38 +7,38 @@ from stages.corpus.source import Rejected
 
 
 class Sink(Protocol):
-    """Receives what a format reads, document by document."""
+    """Receives what a format reads, record by record."""
 
     keep_source: bool
     """Whether `add` needs the place of each string."""
 
     def add(self, strings: list[str], places: Sequence[str] = ()) -> None:
-        """Add strings of the current document, in order; a document may need several calls.
+        """Add strings of the current record, in order; a record may need several calls.
 
         `places` has the place of each string in its file, if `keep_source` and if the string is not the entire file.
         """
 
     def end(self) -> None:
-        """The current document is complete: keep its strings."""
+        """The current record is complete: keep its strings."""
 
-    def add_json(self, document: bytes) -> None:
-        """Add a complete document for which `json.is_document` holds, and keep its strings; not if `keep_source`."""
+    def add_json(self, record: bytes) -> None:
+        """Add a complete record for which `json.is_document` holds, and keep its strings; not if `keep_source`."""
 
     def reject(self, rejected: Rejected) -> None:
-        """Drop the strings of the current document and report why. Other documents are not affected."""
+        """Drop the strings of the current record and report why. Other records are not affected."""
 
 
 class Place:
-    """Where a reader is in a file: the number of the document, from 1, and a JSON pointer into it (RFC 6901)."""
+    """Where a reader is in a file: the number of the record, from 1, and a JSON pointer into it (RFC 6901)."""
 
-    def __init__(self, document: int = 1) -> None:
-        self.document = document
+    def __init__(self, record: int = 1) -> None:
+        self.record = record
         self._steps: list[str] = []  # of each open collection
         self._indexes: list[int] = []
 
     def __str__(self) -> str:
         """Such as `1/key/0`."""
-        return "/".join((str(self.document), *self._steps))
+        return "/".join((str(self.record), *self._steps))
 
     def enter(self) -> None:
         """A list or map begins."""

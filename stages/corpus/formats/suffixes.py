@@ -15,6 +15,8 @@ FORMATS = {
 }
 """Suffixes in lower case, without that of a compression, and the names of formats in `readers.READERS`."""
 COMPRESSIONS = (".gz", ".zst")
+LINES = tuple(suffix for suffix, format in FORMATS.items() if format == "jsonl")
+"""Suffixes of files that may be cut at the start of any line: compressed ones cannot be entered there."""
 
 
 def find(path: str) -> tuple[str, str] | None:

@@ -164,4 +164,4 @@ def _follow(where: Place, event: Any, is_key: bool | None, text: _Text) -> None:
     elif isinstance(event, yaml.CollectionEndEvent):
         where.leave()
     elif isinstance(event, yaml.DocumentEndEvent):
-        where.document += 1
+        where.record += 1
