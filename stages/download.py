@@ -17,11 +17,14 @@ from tqdm import tqdm
 
 from stages.artifacts import command
 from stages.artifacts.errors import StageError
-from stages.artifacts.model_files import TOKENIZER
+from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import FileEntry
 from stages.model import headers, hub
 from stages.model.manifest import ModelManifest
+
+_OTHER_TOKENIZERS = ("*.model", "*.tiktoken", "vocab*", "merges.txt")
+"""Files from which transformers makes tokenizer.json."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ def describe(params: DownloadParams) -> ModelManifest:
         weights=source.weights,
         tied_weights=meta.tied_weights(model),
         layer_classes=meta.layer_classes(model),
+        module_classes=meta.module_classes(model),
+        router_loss_coef=meta.router_loss_coef(model),
         vocab_size=meta.vocab_size(model),
         max_seq_length=getattr(config, "max_position_embeddings", None),
         eos_token_id=_first(eos, getattr(config, "eos_token_id", None)),
@@ -96,8 +101,14 @@ def describe(params: DownloadParams) -> ModelManifest:
 def _special_tokens(model_name: str, directory: Path) -> tuple[int | None, int | None, int | None]:
     """The ids of EOS, BOS and padding in the tokenizer, which decides what `pack` writes; the config may differ."""
     if not (directory / TOKENIZER).is_file():
+        problem = f"model_name is {model_name!r}: it has no {TOKENIZER}"
+        if not any(path for pattern in _OTHER_TOKENIZERS for path in directory.glob(pattern)):
+            raise StageError(
+                f"{problem} and no other tokenizer: add {TOKENIZER} and {TOKENIZER_CONFIG}, for example those of the "
+                "model that it was trained from, to a local copy, and set model_name to that directory"
+            )
         raise StageError(
-            f"model_name is {model_name!r}: it has no {TOKENIZER}. Convert its tokenizer in a local copy of the "
+            f"{problem}. Convert its tokenizer in a local copy of the "
             "model (pip install sentencepiece tiktoken), and set model_name to that directory:\n"
             "  from transformers import AutoTokenizer\n"
             "  AutoTokenizer.from_pretrained('<copy>').save_pretrained('<copy>')"

@@ -184,7 +184,36 @@ def test_a_model_that_is_not_cached_is_one_clear_error_offline(home: Path, monke
     for part in (HUB_ID, "'main'", str(home), "config.json", "HF_HUB_OFFLINE", f"hf download {HUB_ID}"):
         assert part in str(error.value)
     with pytest.raises(StageError, match="no such directory, and it is not a valid Hub id"):
-        describe("models/that/is/not/there")
+        describe("not/a/model")
+
+
+def test_a_directory_that_does_not_exist_is_not_taken_for_a_model_of_the_hub(home: Path) -> None:
+    """Online, too: the fixture fails the test if the Hub is asked."""
+    write_model(Path("models/nano"), weights=False)
+    for name in ("models/does-not-exist", "models/that/is/not/there", "./models/nono", "/models/nano", "~/models"):
+        with pytest.raises(StageError, match=f"model_name is '{name}': there is no such directory; ") as error:
+            describe(name)
+        assert ("models/nano" in str(error.value).partition(";")[2]) == ("models/" in name and name[0] not in "/~")
+    with pytest.raises(StageError, match="that is a file; use the directory"):
+        describe("models/nano/config.json")
+
+
+def test_a_misspelt_hub_id_is_answered_with_the_one_in_the_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshot = cached(write_model(Path("source")), home)
+    write_model(Path("models/nano-llama"), weights=False)
+    for name, similar in (("someone/tinny", HUB_ID), ("Someone/Tiny", HUB_ID), ("nano-llama", "models/nano-llama")):
+        with pytest.raises(
+            StageError, match=f"similar name is here: '{similar}'.*use that one, or run `hf download {name}"
+        ):
+            describe(name)
+    with pytest.raises(StageError, match="forbids fetching it: run `hf download another/model"):
+        describe("another/model")
+    (snapshot / "tokenizer.json").unlink()  # the name is right, the copy is incomplete
+    with pytest.raises(StageError, match=f"forbids fetching it: run `hf download {HUB_ID}"):
+        describe(HUB_ID)
 
 
 @pytest.mark.parametrize("lacking", ["config.json", "tokenizer.json", "weights"])
@@ -475,6 +504,9 @@ def test_a_model_without_a_valid_tokenizer_json_is_refused() -> None:
     with pytest.raises(StageError, match="tokenizer cannot be loaded"):
         describe()
     path.unlink()
+    with pytest.raises(StageError, match=r"no other tokenizer: add tokenizer\.json and tokenizer_config\.json"):
+        describe()
+    Path("model/tokenizer.model").write_bytes(b"of sentencepiece")
     with pytest.raises(StageError, match=r"no tokenizer\.json(.|\n)*save_pretrained"):
         describe()
 

@@ -6,6 +6,7 @@ stays at the commit that was fetched first. For a newer one, set `model_revision
 
 import json
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +121,20 @@ def _snapshot(repo: str, revision: str, patterns: list[str], required: list[str]
         if not missing:
             return source
     except HFValidationError:
+        _refuse_directory(repo)
         raise StageError(f"model_name is {repo!r}: there is no such directory, and it is not a valid Hub id") from None
     except LocalEntryNotFoundError:  # nothing of this revision, or not all of its files
         missing = required
+    _refuse_directory(repo)
+    similar = _similar_name(repo, Path(constants.HF_HUB_CACHE))
     problem = (
         f"model_name is {repo!r}: there is no such directory, and HF_HOME ({constants.HF_HOME}) "
         f"lacks {', '.join(missing)} of the Hub's model at revision {revision!r}"
+        + (f"; a model with a similar name is here: {similar!r}" if similar else "")
     )
     remedy = f"run `hf download {repo} --revision {revision}` on a machine with internet and bring its HF_HOME here"
+    if similar:
+        remedy = f"use that one, or {remedy}"
     if constants.is_offline_mode():
         raise StageError(f"{problem}; HF_HUB_OFFLINE forbids fetching it: {remedy}")
     try:
@@ -141,6 +148,31 @@ def _snapshot(repo: str, revision: str, patterns: list[str], required: list[str]
         raise StageError(f"{problem}; the Hub answered {status} ({type(error).__name__}): {hint}") from None
     except (OSError, ClientError, ValueError) as error:  # ValueError: a token with characters that no header may have
         raise StageError(f"{problem}; the Hub was not reached ({type(error).__name__}): {remedy}") from None
+
+
+def _refuse_directory(model_name: str) -> None:
+    """Refuse a name that can only mean a directory, and not a model of the Hub."""
+    path = Path(model_name)
+    first, *others = path.parts
+    if not (model_name.startswith(("/", ".", "~")) or path.exists() or (others and Path(first).is_dir())):
+        return
+    if path.exists():
+        raise StageError(f"model_name is {model_name!r}: that is a file; use the directory that contains config.json")
+    parent = next(ancestor for ancestor in path.parents if ancestor.is_dir())
+    models = sorted(str(config.parent) for config in parent.glob(f"*/{CONFIG}"))
+    found = f"the models in {parent} are {', '.join(models[:10])}" if models else f"{parent} contains no models"
+    raise StageError(f"model_name is {model_name!r}: there is no such directory; {found}")
+
+
+def _similar_name(model_name: str, cache: Path) -> str | None:
+    """The most similar name of a model that is on this machine, unless there is one of this very name."""
+    cached = [path.name.removeprefix("models--").replace("--", "/") for path in cache.glob("models--*")]
+    if model_name in cached:
+        return None
+    names = {
+        name.lower(): name for name in [*cached, *(str(path.parent) for path in Path("models").glob(f"*/{CONFIG}"))]
+    }
+    return next((names[name] for name in get_close_matches(model_name.lower(), names)), None)
 
 
 def _listing(repo: str, commit: str) -> list[str] | None:

@@ -14,6 +14,10 @@ from stages.artifacts.model_files import CONFIG
 from stages.artifacts.record import FileEntry, Record
 
 MANIFEST = Path("data/model.json")
+ROUTER_LOSS_OFF = (
+    "warning: the experts of this model are trained without the router loss, which balances how many tokens each gets: "
+    "output_router_logits is false in its config.json. To train with it, set that to true in a copy of the model"
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,11 @@ class ModelManifest(Record):
     """Each name of a parameter that has several -> the one under which it is trained and stored."""
     layer_classes: list[str]
     """Classes of the decoder's layers, which FSDP wraps."""
+    module_classes: list[str]
+    """Classes of all modules with parameters, which FSDP can wrap instead."""
+    router_loss_coef: float | None
+    """Factor of the router loss of a mixture of experts in the training loss, 0 where its config turns that loss off;
+    null: the model has none."""
     vocab_size: int
     """Rows of the embedding."""
     max_seq_length: int | None
@@ -82,7 +91,7 @@ class ModelManifest(Record):
         if not isinstance(config, str):
             raise StageError(
                 f"{self.model_name} at commit {self.commit} is not in HF_HOME ({constants.HF_HOME}): "
-                "set HF_HOME to the directory that holds it, or run `dvc repro -f download`"
+                "set HF_HOME to the directory that holds it, or run `dvc repro -f -s download`"
             )
         return Path(config).parent
 
@@ -99,8 +108,10 @@ class ModelManifest(Record):
         for name in self.files if names is None else names:  # callers that need one file do not wait for the weights
             entry, path = self.files[name], source / name
             if not path.is_file():
-                raise StageError(f"{path} is missing: put it back, or run `dvc repro -f download`")
+                raise StageError(f"{path} is missing: put it back, or run `dvc repro -f -s download`")
             # The size first: a truncated file of many gigabytes is found without reading it.
             if path.stat().st_size != entry.size or publish.sha256_file(path) != entry.sha256:
-                raise StageError(f"{path} was changed since the download: put it back, or run `dvc repro -f download`")
+                raise StageError(
+                    f"{path} was changed since the download: put it back, or run `dvc repro -f -s download`"
+                )
         return source

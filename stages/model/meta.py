@@ -84,6 +84,12 @@ def layer_classes(model: nn.Module) -> list[str]:
     return sorted(elements.intersection(not_split) or {type(layer).__name__ for layer in max(lists, key=len)})
 
 
+def module_classes(model: nn.Module) -> list[str]:
+    """The classes of all modules inside the model that have parameters, or contain modules that do."""
+    inner = [module for module in model.modules() if module is not model]
+    return sorted({type(module).__name__ for module in inner if any(True for _ in module.parameters())})
+
+
 def vocab_size(model: PreTrainedModel) -> int:
     """Rows of the embedding: every token id must be smaller."""
     weight: torch.Tensor = model.get_input_embeddings().get_parameter("weight")
@@ -100,6 +106,16 @@ def dtype_name(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> str:
     if sizes:
         return sizes.most_common(1)[0][0]
     return str(model.config.get_text_config().dtype or torch.float32).removeprefix("torch.")
+
+
+def router_loss_coef(model: nn.Module) -> float | None:
+    """The factor of the router loss in the training loss; None: the model has none, as it is no mixture of experts.
+
+    As in transformers it is 0 unless `output_router_logits` is true in the config.
+    """
+    coef: float | None = getattr(model, "router_aux_loss_coef", None) or getattr(model, "aux_loss_coef", None)
+    config: Any = model.config
+    return coef if coef is None or config.get_text_config().output_router_logits else 0.0
 
 
 def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
