@@ -1,13 +1,17 @@
-"""List, verify and delete the checkpoints of an experiment.
+"""List, verify, delete, push and pull the checkpoints of an experiment.
 
 Reads    outputs/<experiment_name>/checkpoints/, outputs/<experiment_name>/run.json, and what identifies the current
          run: params.yaml, data/tokens, data/model.json
-Writes   nothing; `prune --yes` deletes
-Command  python -m stages.checkpoints list | verify | prune [--other-runs] [--yes]
+Writes   push: the DVC remote or a directory; pull: checkpoints; `prune --yes` deletes; the others write nothing
+Command  python -m stages.checkpoints list | verify | prune [--other-runs] [--yes] | push [--to DIR] | pull [--from DIR]
 
 prune keeps the newest valid checkpoint of each run and its best; of an unfinished run also the newest
 `runtime.keep_checkpoints`. With --other-runs, it deletes all checkpoints but those of the current run. It never touches
 a run that is being trained, nor the checkpoint that run.json points to.
+
+push copies the checkpoint that run.json points to, and the best one of its run, to the default remote of DVC or to a
+directory. In another clone, where git and `dvc pull` have brought run.json, pull brings these checkpoints, and
+`consolidate` runs there without a training.
 """
 
 import argparse
@@ -24,13 +28,15 @@ from stages.artifacts.params_file import load_params
 from stages.checkpointing import retention
 from stages.checkpointing.layout import (
     CheckpointManifest,
+    DamagedCheckpoint,
     checkpoint_root,
     latest_valid,
     list_checkpoints,
     verify,
 )
-from stages.checkpointing.lock import try_writer_lock
-from stages.checkpointing.pointer import RunPointer, pointer_path
+from stages.checkpointing.lock import read_lock, try_delete_lock, try_writer_lock
+from stages.checkpointing.pointer import RunPointer, pointer_path, resolve
+from stages.checkpointing.transfer import Store, last_and_best
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import Run, describe
 
@@ -43,31 +49,93 @@ def main() -> None:
     pruning = commands.add_parser("prune", help="show what can be deleted")
     pruning.add_argument("--other-runs", action="store_true", help="all checkpoints but those of the current run")
     pruning.add_argument("--yes", action="store_true", help="delete it")
+    pushing = commands.add_parser("push", help="copy the last and the best checkpoint of a finished run")
+    pushing.add_argument("--to", type=Path, metavar="DIR", dest="store", help="default: the remote of DVC")
+    pulling = commands.add_parser("pull", help="bring the checkpoints that another clone has pushed")
+    pulling.add_argument("--from", type=Path, metavar="DIR", dest="store", help="default: the remote of DVC")
     arguments = parser.parse_args()
     params = load_params(TrainParams)
+    if arguments.command == "push":
+        _push(params.experiment_name, arguments.store)
+        return
+    if arguments.command == "pull":
+        _pull(params.experiment_name, arguments.store)
+        return
     root = checkpoint_root(params.experiment_name)
     runs = sorted(path for path in root.glob("*/") if path.is_dir())
     if not runs:
         raise StageError(f"{root} contains no checkpoints")
     if arguments.command == "list":
-        _list(runs)
+        _list(runs, params)
     elif arguments.command == "verify":
         _verify(runs)
     else:
         _prune(runs, describe(params), arguments)
 
 
-def _list(runs: list[Path]) -> None:
+def _push(experiment_name: str, directory: Path | None) -> None:
+    _, last = resolve(experiment_name)
+    store = Store.open(directory)
+    with read_lock([last.parent]):
+        for checkpoint in last_and_best(last):
+            store.push(checkpoint, experiment_name)
+            print(f"{checkpoint} is in {store.root}")
+
+
+def _pull(experiment_name: str, directory: Path | None) -> None:
+    path = pointer_path(experiment_name)
+    if not path.exists():
+        raise StageError(f"{path}, which names the checkpoints, is missing: `dvc pull {path}` brings it")
+    pointer = RunPointer.read(path)
+    run = pointer.path(experiment_name).parent
+    store = Store.open(directory)
+    names = store.list_checkpoints(experiment_name, pointer.run_id)
+    if pointer.checkpoint not in names:
+        raise StageError(
+            f"{store.path(experiment_name, pointer.run_id)} does not contain {pointer.checkpoint}: run "
+            "`python -m stages.checkpoints push` where it was trained"
+        )
+    run.mkdir(parents=True, exist_ok=True)
+    with try_writer_lock(run, "pulling") as is_locked:
+        if not is_locked:
+            raise StageError(f"{run} is being trained: wait for it, or stop it with SIGTERM")
+        for checkpoint in (run / name for name in names):
+            if not _is_there(checkpoint, pointer):
+                if checkpoint.exists():
+                    retention.quarantine(checkpoint)
+                store.pull(experiment_name, checkpoint)
+            print(f"{checkpoint} is valid")
+    resolve(experiment_name)  # not another result by the same name
+
+
+def _is_there(checkpoint: Path, pointer: RunPointer) -> bool:
+    try:
+        manifest = verify(checkpoint)
+    except DamagedCheckpoint:
+        return False
+    # The same run, trained here too, may have other weights: on a GPU the same to rounding only.
+    return checkpoint.name != pointer.checkpoint or manifest.result_sha256 == pointer.result_sha256
+
+
+def _list(runs: list[Path], params: TrainParams) -> None:
+    try:
+        current = describe(params).run_id
+    except StageError:  # the tokens or the model are not there
+        current = None
+    pointed = _pointed(params.experiment_name)
     print(f"{'run':16}  {'checkpoint':21}  {'size':>10}  {'age':>17}  {'validation loss':>15}  state")
     for directory in runs:
         complete = dict(retention.list_complete(directory))
+        best = retention.best(complete.items())
         for path in sorted([*retention.list_leftovers(directory), *list_checkpoints(directory)]):
             loss = complete[path].validation_loss if path in complete else None
+            marked = {"best": path == best, "current run": directory.name == current, "in run.json": path == pointed}
+            marks = [mark for mark, applies in marked.items() if applies]
             with suppress(FileNotFoundError):  # where a training deletes it meanwhile
                 age = timedelta(seconds=int(time.time() - path.stat().st_mtime))
                 print(
                     f"{directory.name:16}  {path.name:21}  {format_gib(_size(path)):>10}  {age!s:>17}  "
-                    f"{'' if loss is None else f'{loss:.4f}':>15}  {_state(path, complete)}"
+                    f"{'' if loss is None else f'{loss:.4f}':>15}  {', '.join([_state(path, complete), *marks])}"
                 )
 
 
@@ -93,12 +161,12 @@ def _verify(runs: list[Path]) -> None:
 
 
 def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> None:
-    pointed = _pointed(current)
+    pointed = _pointed(current.params.experiment_name)
     freed = 0
     for directory in runs:
         # The locks are held while it deletes: a training that starts now is refused, and could otherwise resume from
         # a checkpoint that is about to go.
-        with try_writer_lock(directory) as is_locked:
+        with try_writer_lock(directory, "pruning") as is_locked:
             if not is_locked:
                 print(f"{directory} is being trained: skipped")
                 continue
@@ -106,20 +174,28 @@ def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> Non
                 paths = [*retention.list_leftovers(directory), *list_checkpoints(directory)]
             else:
                 paths = list(_expendable(directory))
-            for path in paths:
-                if path == pointed:  # DVC has no copy of it, and could only train it again
+            # Only now: those who want to read wait for this lock, and choosing what goes reads all bytes.
+            with try_delete_lock(directory) as nobody_reads:
+                if not nobody_reads:
+                    print(f"{directory} is being read: skipped")
                     continue
-                size = _size(path)
-                freed += size
-                print(f"{'deleting' if arguments.yes else 'would delete'} {path}, {format_gib(size)}")
-                if arguments.yes:
-                    retention.delete([path])
-    print(f"{format_gib(freed)} {'freed' if arguments.yes else 'would be freed: run prune --yes'}")
+                for path in paths:
+                    if path == pointed:  # DVC has no copy of it, and could only train it again
+                        continue
+                    size = _size(path)
+                    freed += size
+                    print(f"{'deleting' if arguments.yes else 'would delete'} {path}, {format_gib(size)}")
+                    if arguments.yes:
+                        retention.delete([path])
+    command_line = f"python -m stages.checkpoints prune{' --other-runs' if arguments.other_runs else ''} --yes"
+    if not freed:
+        print("nothing to delete")
+    else:
+        print(f"{format_gib(freed)} {'freed' if arguments.yes else f'would be freed: run `{command_line}`'}")
 
 
-def _pointed(current: Run) -> Path | None:
+def _pointed(experiment_name: str) -> Path | None:
     """The checkpoint that run.json points to, from which the model is consolidated."""
-    experiment_name = current.params.experiment_name
     path = pointer_path(experiment_name)
     return RunPointer.read(path).path(experiment_name) if path.exists() else None
 

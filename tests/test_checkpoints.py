@@ -1,25 +1,34 @@
 """Which checkpoints stay, and the commands that look after them."""
 
 import dataclasses
+import errno
+import fcntl
 import os
+import re
 import shutil
+import sys
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 import torch
+from dvc.repo import Repo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
+from stages import checkpoints
+from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import FileEntry
 from stages.checkpointing import retention
 from stages.checkpointing.layout import CheckpointManifest, UnsupportedFormat, latest_valid, list_checkpoints, step_name
-from stages.checkpointing.lock import writer_lock
+from stages.checkpointing.lock import rank_lock, read_lock, try_delete_lock, try_writer_lock, writer_lock
+from stages.checkpointing.pointer import RunPointer, resolve
 from stages.training.params import TrainRuntime
 from stages.training.saver import Saver
-from tests.project import REPO, Project, flip_bit
+from tests.project import REPO, Project, flip_bit, wait_for
 from tests.ranks import Ranks
-from tests.trainings import checkpoint_manifest, train_state
+from tests.trainings import Given, checkpoint_manifest, result, train_state
 
 COMMAND = ("python", "-m", "stages.checkpoints")
 
@@ -59,7 +68,7 @@ def test_27_other_and_incomplete_directories_neither_count_nor_are_deleted(tmp_p
     (tmp_path / "step-00000008.tmp").mkdir()
     retention.prune(tmp_path, 2)
     assert [path.name for path, _ in retention.list_complete(tmp_path)] == ["step-00000003", "step-00000002"]
-    kept = sorted(path.name for path in tmp_path.iterdir())
+    kept = sorted(path.name for path in tmp_path.glob("step-*"))
     assert kept == [*(f"step-0000000{step}" for step in (2, 3, 4, 5, 6, 7)), "step-notes"]
 
 
@@ -119,13 +128,148 @@ def test_an_interrupted_deletion_leaves_no_checkpoint(tmp_path: Path, monkeypatc
             retention.delete([path])
     assert steps(tmp_path) == []
     retention.prune(tmp_path, 2)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("step-*")) == []
 
 
 def test_a_step_may_be_damaged_twice(tmp_path: Path) -> None:
     for _ in range(2):
         retention.quarantine(make(tmp_path, 1))
     assert [path.name for path in retention.list_leftovers(tmp_path)] == ["step-00000001.damaged"]
+
+
+def test_what_others_read_is_deleted_at_a_later_save(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    with read_lock([tmp_path]):
+        retention.prune(tmp_path, 2)
+        assert steps(tmp_path) == [1, 2, 3]
+        with try_writer_lock(tmp_path, "pruning") as is_locked:
+            assert is_locked  # `prune` and `pull` need not wait either
+    retention.prune(tmp_path, 2)
+    assert steps(tmp_path) == [2, 3]
+
+
+def test_a_run_that_adopts_waits_for_a_deletion_and_prevents_the_next(finished: Given, ranks: Ranks) -> None:
+    project, _ = finished
+    sibling = project.checkpoints()
+    project.set(num_epochs=2, extend_from=sibling.name)
+    with try_delete_lock(sibling) as nobody_reads:
+        assert nobody_reads
+        pids = ranks.start(project)
+        wait_for(lambda: is_reader(pids[0], sibling))
+    assert ranks.wait()[0] == [0, 0]
+
+
+def is_reader(pid: int, run: Path) -> bool:
+    """Whether a process has opened the lock of a run's readers."""
+    return any(os.path.realpath(path) == str(run / "readers.lock") for path in Path(f"/proc/{pid}/fd").iterdir())
+
+
+@pytest.mark.parametrize("lock", [writer_lock, rank_lock, read_lock, try_writer_lock, try_delete_lock])
+def test_files_are_opened_as_locks_on_nfs_need_it(lock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a shared lock needs a file that is open for reading, an exclusive one a file that is open for writing."""
+    kinds = []
+
+    def flock(file: IO[str], operation: int) -> None:
+        kinds.append(operation & ~fcntl.LOCK_NB)
+        mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+        needed = os.O_RDONLY if operation & fcntl.LOCK_SH else os.O_WRONLY
+        if mode not in (needed, os.O_RDWR):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    others = {writer_lock: (tmp_path, print), read_lock: ([tmp_path],), try_writer_lock: (tmp_path, "pruning")}
+    arguments = others.get(lock, (tmp_path,))
+    with lock(*arguments):
+        assert kinds
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_a_clear_error(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(StageError, match=r"writer.lock cannot be locked .* or set CHECKPOINT_ROOT"):
+        writer_lock(tmp_path, print).__enter__()
+
+
+def test_a_launcher_shows_who_holds_the_directory(tmp_path: Path) -> None:
+    with try_writer_lock(tmp_path, "pruning"), pytest.raises(StageError, match=rf"pruning, process {os.getpid()} on"):
+        writer_lock(tmp_path, print).__enter__()
+
+
+def test_a_directory_that_may_only_be_read_is_read_without_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with read_lock([tmp_path]):
+        pass
+    with pytest.raises(PermissionError), rank_lock(tmp_path):
+        pass
+
+
+def test_checkpoints_travel_to_another_clone(
+    finished: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project, reference = finished
+    last = project.checkpoints() / step_name(12)
+    RunPointer.to(last).write(project / "outputs/test/run.json")
+    clone = project.copy(tmp_path / "clone")
+    shutil.rmtree(clone / "outputs/test/checkpoints")
+    remote = tmp_path / "remote"
+
+    def command(where: Project, *arguments: str) -> str:
+        monkeypatch.chdir(where.path)
+        monkeypatch.setattr(sys, "argv", ["checkpoints", *arguments])
+        checkpoints.main()
+        return capsys.readouterr().out
+
+    with pytest.raises(StageError, match="push --to DIR"):  # not a DVC repository
+        command(project, "push")
+    for where in (project, clone):
+        Repo.init(str(where.path), no_scm=True)
+        (where / ".dvc/config").write_text(
+            f"[core]\n no_scm = true\n remote = store\n['remote \"store\"']\n url = {remote}\n"
+        )
+
+    with pytest.raises(StageError, match=r"run `python -m stages\.checkpoints push` where it was trained"):
+        command(clone, "pull")
+    command(project, "push")
+    monkeypatch.chdir(clone.path)
+    with pytest.raises(StageError, match=r"does not exist: run `python -m stages\.checkpoints pull`"):
+        resolve("test")
+    stored = remote / "checkpoints/test" / last.parent.name / last.name
+    flip_bit(stored / "__1_0.distcp", 100)
+    with pytest.raises(StageError, match="is damaged, or was not transferred completely"):
+        command(clone, "pull")
+    unchanged = (stored / "__0_0.distcp").stat().st_mtime_ns
+    command(project, "push")  # only what is missing or damaged
+    assert (stored / "__0_0.distcp").stat().st_mtime_ns == unchanged
+    flip_bit(clone.path / "outputs/test/checkpoints" / last.parent.name / "step-00000012.tmp/__1_0.distcp", 5)
+    assert "step-00000012 is valid" in command(clone, "pull")
+    assert result(clone) == reference
+    assert resolve("test")[1].resolve() == clone.checkpoints() / last.name
+
+    flip_bit(clone.checkpoints() / last.name / "state.json", 5)
+    command(clone, "pull")  # replaces the damaged one
+    assert (clone.checkpoints() / "step-00000012.damaged").is_dir()
+    local = clone.checkpoints() / last.name
+    identity = dataclasses.replace(CheckpointManifest.read(local).identity, code="other")
+    dataclasses.replace(CheckpointManifest.read(local), identity=identity).write(local)
+    command(clone, "pull")  # replaces a valid one with another result
+    assert result(clone) == reference
+    command(project, "push", "--to", str(tmp_path / "directory"))
+    shutil.rmtree(clone.checkpoints())
+    command(clone, "pull", "--from", str(tmp_path / "directory"))
+    assert result(clone) == reference
+    monkeypatch.setenv("CHECKPOINT_ROOT", str(tmp_path / "directory"))
+    resolve("test")
 
 
 def test_checkpoints_are_listed_verified_and_pruned(training: Project, ranks: Ranks) -> None:
@@ -136,6 +280,8 @@ def test_checkpoints_are_listed_verified_and_pruned(training: Project, ranks: Ra
     training.set(seed=1, eval_freq=2)
     ranks.run(training)
     (finished,) = (path for path in unfinished.parent.iterdir() if path != unfinished)
+    pointer = training / "outputs/test/run.json"
+    RunPointer.to(finished / "step-00000012").write(pointer)
     for path in (unfinished / "step-00000009.damaged", unfinished / "step-00000010.tmp"):
         path.mkdir()
     before = [steps(path) for path in (unfinished, finished)]
@@ -146,7 +292,10 @@ def test_checkpoints_are_listed_verified_and_pruned(training: Project, ranks: Ra
     output = training.run(*COMMAND, "list")
     assert len(output.splitlines()) == 1 + len(before[0]) + len(before[1]) + 2
     assert "damaged, in quarantine" in output and "left by a crash" in output
-    assert f"{losses[12]:.4f}  complete" in output
+    best = min(losses, key=losses.__getitem__)
+    assert re.search(rf"{best:08d} .*  complete, best, current run(, in run.json)?\n", output)
+    assert re.search(rf"{losses[12]:.4f}  complete(, best)?, current run, in run.json\n", output)
+    assert output.count("current run") == len(before[1]) and output.count("in run.json") == 1
     assert training.run(*COMMAND, "verify").count("is valid") == len(before[0]) + len(before[1])
 
     with writer_lock(unfinished, print):
@@ -155,8 +304,11 @@ def test_checkpoints_are_listed_verified_and_pruned(training: Project, ranks: Ra
     assert [steps(path) for path in (unfinished, finished)] == [before[0], last_and_best]
     assert len(retention.list_leftovers(unfinished)) == 2
 
+    assert output.endswith("freed\n")
+    output = training.run(*COMMAND, "prune", "--other-runs")
+    assert "would delete" in output and "run prune --other-runs --yes" in output
     output = training.run(*COMMAND, "prune")
-    assert "would delete" in output and "prune --yes" in output
+    assert "would delete" in output and "run prune --yes" in output
     assert len(retention.list_leftovers(unfinished)) == 2
     training.run(*COMMAND, "prune", "--yes")
     assert retention.list_leftovers(unfinished) == []

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from stages.artifacts import outputs
 from stages.artifacts.errors import StageError
 from stages.artifacts.identity import Adoption, RunIdentity
 from stages.artifacts.publish import read_json, sha256_file, sha256_json, write_json
@@ -28,8 +29,15 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Of the manifest and of the files that it lists. Another one is refused."""
 
+_RESULT_SUFFIXES = (".distcp", ".tsv")
+"""Of the files whose bytes two runs of the same inputs share: tensors and history."""
+
 # Eight digits, so that names sort as their steps do: "newest" is decided by name.
 _STEP_NAME = re.compile(r"step-\d{8}")
+
+
+class DamagedCheckpoint(StageError):
+    """A file of a checkpoint is missing or was changed; the checkpoint before it may be valid."""
 
 
 class UnsupportedFormat(StageError):
@@ -65,6 +73,17 @@ class CheckpointManifest:
     tensors: dict[str, TensorEntry]
     """The model's, without the optimizer's."""
 
+    @property
+    def result_sha256(self) -> str:
+        """Digest of what the run computed: two runs of the same inputs that compute the same have the same.
+
+        It covers identity, step, weights, optimizer state and history. The manifest's own digest also covers what
+        differs between such runs: the timings in state.json, and the random id that torch writes into .metadata.
+        """
+        content = {name: entry.sha256 for name, entry in self.files.items() if name.endswith(_RESULT_SUFFIXES)}
+        tensors = {name: dataclasses.astuple(entry) for name, entry in self.tensors.items()}
+        return sha256_json([dataclasses.asdict(self.identity), self.step, tensors, content])
+
     def write(self, checkpoint: Path) -> None:
         """Write the manifest of a checkpoint, with its own digest as the last key."""
         content = dataclasses.asdict(self)
@@ -75,18 +94,20 @@ class CheckpointManifest:
         """Read the manifest of a checkpoint.
 
         Raises:
-            StageError: it is missing, damaged, or was written by another version of the pipeline.
+            DamagedCheckpoint: it is missing or damaged.
+            UnsupportedFormat: it was written by another version of the pipeline.
         """
         path = checkpoint / MANIFEST
+        damaged = DamagedCheckpoint(f"{checkpoint} is not a valid checkpoint: {MANIFEST} is missing or damaged")
         try:
             content = read_json(path)
             # All other files are checked against the manifest, and it against its own digest: a flipped bit in it
             # would otherwise be a traceback, or another run's identity.
             digest = content.pop("sha256")
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise StageError(f"{checkpoint} is not a valid checkpoint: {MANIFEST} is missing or damaged") from None
+            raise damaged from None
         if digest != sha256_json(content):
-            raise StageError(f"{checkpoint} is not a valid checkpoint: {MANIFEST} is missing or damaged")
+            raise damaged
         # Only after the digest: an intact manifest that does not fit is not damaged but from another version, and needs
         # another remedy.
         remedy = "continue the run with the version that wrote it, or move the checkpoint away"
@@ -108,7 +129,7 @@ def checkpoint_root(experiment_name: str) -> Path:
     """
     if elsewhere := os.environ.get("CHECKPOINT_ROOT"):
         return Path(elsewhere) / experiment_name
-    return Path(os.environ.get("DVC_ROOT", ".")) / "outputs" / experiment_name / "checkpoints"
+    return Path(os.environ.get("DVC_ROOT", ".")) / outputs.directory(experiment_name) / "checkpoints"
 
 
 def step_name(step: int) -> str:
@@ -132,7 +153,8 @@ def verify(checkpoint: Path, contents: bool = True) -> CheckpointManifest:
         contents: Whether to hash the files too, or only to compare their sizes.
 
     Raises:
-        StageError: naming the file that is missing, has another size, or another SHA-256.
+        DamagedCheckpoint: naming the file that is missing, has another size, or another SHA-256.
+        UnsupportedFormat: it was written by another version of the pipeline.
     """
     manifest = CheckpointManifest.read(checkpoint)
     for name, entry in manifest.files.items():
@@ -140,16 +162,23 @@ def verify(checkpoint: Path, contents: bool = True) -> CheckpointManifest:
         # Sizes first: a truncated file is found without reading gigabytes.
         size = path.stat().st_size if path.is_file() else None
         if size is None:
-            raise StageError(f"{path} is missing")
+            raise DamagedCheckpoint(f"{path} is missing")
         if size != entry.size:
-            raise StageError(f"{path} has {size} bytes instead of {entry.size}: it was truncated or changed")
+            raise DamagedCheckpoint(f"{path} has {size} bytes instead of {entry.size}: it was truncated or changed")
         if contents and sha256_file(path) != entry.sha256:
-            raise StageError(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
+            raise wrong_digest(path)
     return manifest
 
 
-def latest_valid(checkpoints: list[Path], report: Callable[[str], None]) -> Path | None:
-    """The first of `checkpoints` whose files match its manifest; `report` is called with each damaged one.
+def wrong_digest(path: Path) -> DamagedCheckpoint:
+    """The error for a file of a checkpoint whose content is not that of the manifest."""
+    return DamagedCheckpoint(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
+
+
+def latest_valid(
+    checkpoints: list[Path], report: Callable[[str], None], verify: Callable[[Path], object] = verify
+) -> Path | None:
+    """The first of `checkpoints` that `verify` accepts; `report` is called with each damaged one.
 
     Raises:
         StageError: there are checkpoints, and none of them is valid. A run never starts over by itself.
@@ -158,9 +187,7 @@ def latest_valid(checkpoints: list[Path], report: Callable[[str], None]) -> Path
     for path in checkpoints:
         try:
             verify(path)
-        except UnsupportedFormat:
-            raise
-        except StageError as error:
+        except DamagedCheckpoint as error:
             report(f"skipping a damaged checkpoint: {error}")
         else:
             return path

@@ -1,18 +1,22 @@
 """outputs/<experiment_name>/run.json, the out of the train stage: which checkpoint is the result of the training.
 
-Checkpoints are not DVC outs, so this small file stands for them: its digests change when the training's result does. It
-contains no clock times, or all stages after `train` would run again each time it is written.
+Checkpoints are not DVC outs, so this small file stands for them: it changes when the training's result does, and only
+then. With clock times or random ids in it, or in what its digest covers, all stages after `train` would run again each
+time it is written.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from stages.artifacts import outputs
 from stages.artifacts.errors import StageError
 from stages.artifacts.identity import Adoption, RunIdentity
-from stages.artifacts.publish import sha256_file
 from stages.artifacts.record import Record
 from stages.checkpointing.layout import MANIFEST, CheckpointManifest, checkpoint_root
+
+_TRAIN_AGAIN = "dvc repro -f -s train"
+"""-s: `-f` alone would also run all data stages, whose raw files another clone may not have."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,8 @@ class RunPointer(Record):
     step: int
     checkpoint: str
     """Name of its directory, such as `step-00000150`."""
-    manifest_sha256: str
-    """Of the checkpoint's manifest.json, which in turn has the SHA-256 of each of its files."""
+    result_sha256: str
+    """Of what the run computed (`CheckpointManifest.result_sha256`)."""
     identity: RunIdentity
     adopted: Adoption | None
     packages: dict[str, str]
@@ -39,7 +43,7 @@ class RunPointer(Record):
             run_id=manifest.run_id,
             step=manifest.step,
             checkpoint=checkpoint.name,
-            manifest_sha256=sha256_file(checkpoint / MANIFEST),
+            result_sha256=manifest.result_sha256,
             identity=manifest.identity,
             adopted=manifest.adopted,
             packages=manifest.packages,
@@ -52,7 +56,7 @@ class RunPointer(Record):
 
 def pointer_path(experiment_name: str) -> Path:
     """Where run.json of an experiment is."""
-    return Path("outputs") / experiment_name / "run.json"
+    return outputs.directory(experiment_name) / "run.json"
 
 
 def resolve(experiment_name: str) -> tuple[RunPointer, Path]:
@@ -66,11 +70,12 @@ def resolve(experiment_name: str) -> tuple[RunPointer, Path]:
     checkpoint = pointer.path(experiment_name)
     if not (checkpoint / MANIFEST).is_file():
         raise StageError(
-            f"{path} points to the checkpoint {checkpoint}, which does not exist: set CHECKPOINT_ROOT to where it is, "
-            "or run `dvc repro -f train`"
+            f"{path} points to the checkpoint {checkpoint}, which does not exist: run `python -m stages.checkpoints "
+            "pull` (after `push` where it was trained), set CHECKPOINT_ROOT to where it is, or train it again with "
+            f"`{_TRAIN_AGAIN}`"
         )
     # A run that was started over (resume=never) has other checkpoints under the same names; on a GPU not even the
     # weights need to be the same to the bit.
-    if sha256_file(checkpoint / MANIFEST) != pointer.manifest_sha256:
-        raise StageError(f"{checkpoint / MANIFEST} is not the one that {path} names: run `dvc repro -f train`")
+    if CheckpointManifest.read(checkpoint).result_sha256 != pointer.result_sha256:
+        raise StageError(f"{checkpoint / MANIFEST} is not the one that {path} names: run `{_TRAIN_AGAIN}`")
     return pointer, checkpoint

@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from stages.artifacts.errors import StageError
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, verify
+from stages.checkpointing.lock import try_delete_lock
 
 TEMPORARY = ".tmp"
 """Suffix of a checkpoint that is being written or deleted."""
@@ -41,9 +42,13 @@ def prunable(run_directory: Path, keep: int) -> list[Path]:
     """
     # Incomplete ones do not count among the `keep`: the intact ones before them could all be deleted for their sake.
     found = list_complete(run_directory)
-    losses = {path: manifest.validation_loss for path, manifest in found if manifest.validation_loss is not None}
-    best = min(losses, key=losses.__getitem__, default=None)
-    return [path for path, _ in found[keep:] if path != best]
+    return [path for path, _ in found[keep:] if path != best(found)]
+
+
+def best(checkpoints: Iterable[tuple[Path, CheckpointManifest]]) -> Path | None:
+    """The one with the lowest validation loss, the newest of several; None where none was measured."""
+    losses = {path: manifest.validation_loss for path, manifest in checkpoints if manifest.validation_loss is not None}
+    return min(losses, key=losses.__getitem__, default=None)
 
 
 def list_complete(run_directory: Path) -> list[tuple[Path, CheckpointManifest]]:
@@ -62,9 +67,14 @@ def list_leftovers(run_directory: Path) -> list[Path]:
 
 
 def prune(run_directory: Path, keep: int) -> None:
-    """Delete the prunable checkpoints of a run, and what a crash left half-written or half-deleted."""
-    # Not what is in quarantine: a person may want to look at it. `checkpoints prune` deletes that.
-    delete([*prunable(run_directory, keep), *run_directory.glob(f"step-*{TEMPORARY}")])
+    """Delete the prunable checkpoints of a run, and what a crash left half-written or half-deleted.
+
+    While another process reads from the run, nothing is deleted: the next call does it.
+    """
+    with try_delete_lock(run_directory) as nobody_reads:
+        if nobody_reads:  # another run may be about to adopt one of them
+            # Not what is in quarantine: a person may want to look at it. `checkpoints prune` deletes that.
+            delete([*prunable(run_directory, keep), *run_directory.glob(f"step-*{TEMPORARY}")])
 
 
 def delete(paths: Iterable[Path]) -> None:

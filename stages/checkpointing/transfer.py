@@ -1,0 +1,124 @@
+"""Checkpoints that travel to another clone of the project, by way of the DVC remote or a directory.
+
+The layout there is the one here, `<experiment_name>/<run_id>/step-N`, so a directory that all clones can read may
+also serve as their $CHECKPOINT_ROOT. Files are written one by one, the manifest last: a checkpoint exists when its
+manifest does. A transfer that was interrupted continues; files that arrived intact are not sent again.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stages.artifacts import publish
+from stages.artifacts.errors import StageError
+from stages.artifacts.record import FileEntry
+from stages.checkpointing import retention
+from stages.checkpointing.layout import MANIFEST, CheckpointManifest, DamagedCheckpoint, verify
+
+if TYPE_CHECKING:
+    from dvc.fs import FileSystem
+
+
+@dataclass(frozen=True)
+class Store:
+    """A place that other clones can read, with a checkpoint root in it."""
+
+    fs: "FileSystem"
+    """Of DVC, which knows the protocols and credentials of its remotes."""
+    root: str
+
+    @classmethod
+    def open(cls, directory: Path | None) -> "Store":
+        """A directory, or where that is None, the default remote of DVC.
+
+        Raises:
+            StageError: DVC has no default remote, or no package for it.
+        """
+        # Here, not above: it takes a second, which `list` and `verify` need not.
+        from dvc.exceptions import DvcException
+        from dvc.fs import LocalFileSystem
+        from dvc.repo import Repo
+
+        if directory is not None:
+            return cls(LocalFileSystem(), str(directory.absolute()))
+        try:
+            remote = Repo().cloud.get_remote()
+            fs = remote.fs  # which may need a package of its own, such as dvc-s3
+        except (DvcException, ImportError) as error:
+            raise StageError(f"{error}\nor name a directory: `push --to DIR`, `pull --from DIR`") from None
+        return cls(fs, fs.join(remote.path, "checkpoints"))
+
+    def path(self, *parts: str) -> str:
+        """A path in the store, as its file system writes it."""
+        return str(self.fs.join(self.root, *parts))
+
+    def list_checkpoints(self, experiment_name: str, run_id: str) -> list[str]:
+        """The names of the checkpoints of a run, newest first."""
+        run = self.path(experiment_name, run_id)
+        names = [self.fs.name(path) for path in self.fs.ls(run, detail=False)] if self.fs.exists(run) else []
+        return sorted((name for name in names if self.fs.exists(self.fs.join(run, name, MANIFEST))), reverse=True)
+
+    def push(self, checkpoint: Path, experiment_name: str) -> None:
+        """Copy a checkpoint into the store; both sides are verified.
+
+        Raises:
+            StageError: it is damaged here, or a file arrived damaged.
+        """
+        entries = verify(checkpoint).files | {MANIFEST: FileEntry.of(checkpoint / MANIFEST)}
+        target = self.path(experiment_name, checkpoint.parent.name, checkpoint.name)
+        self.fs.makedirs(target)
+        # The manifest of another checkpoint by this name, as of a run that was started over, describes other files.
+        manifest = self.fs.join(target, MANIFEST)
+        if self.fs.exists(manifest) and not self._has(manifest, entries[MANIFEST]):
+            self.fs.remove(manifest)
+        for name, entry in entries.items():
+            path = self.fs.join(target, name)
+            if not self._has(path, entry):
+                self.fs.put_file(str(checkpoint / name), path)
+                if not self._has(path, entry):
+                    raise StageError(f"{path} is not what was written: the store is damaged, or another push runs")
+
+    def pull(self, experiment_name: str, checkpoint: Path) -> None:
+        """Copy a checkpoint from the store to `checkpoint`, where it appears when all files are verified.
+
+        Raises:
+            StageError: a file is missing in the store, or damaged.
+        """
+        source = self.path(experiment_name, checkpoint.parent.name, checkpoint.name)
+        temporary = checkpoint.with_name(checkpoint.name + retention.TEMPORARY)
+        temporary.mkdir(parents=True, exist_ok=True)
+        self.fs.get_file(self.fs.join(source, MANIFEST), str(temporary / MANIFEST))
+        files = CheckpointManifest.read(temporary).files
+        for name, entry in files.items():
+            if not ((temporary / name).is_file() and FileEntry.of(temporary / name) == entry):
+                if not self.fs.exists(self.fs.join(source, name)):
+                    raise StageError(f"{self.fs.join(source, name)} is missing: push the checkpoint again")
+                self.fs.get_file(self.fs.join(source, name), str(temporary / name))
+        for path in temporary.iterdir():  # a save that was killed at this step may have left files of more ranks
+            if path.name not in files and path.name != MANIFEST:
+                path.unlink()
+        try:
+            verify(temporary)
+        except DamagedCheckpoint as error:
+            raise StageError(f"{source} is damaged, or was not transferred completely: {error}") from None
+        publish.sync_tree(temporary)
+        temporary.rename(checkpoint)
+        publish.sync_directory(checkpoint.parent)
+
+    def _has(self, path: str, entry: FileEntry) -> bool:
+        """Whether the store has a file with this content, all of which is read back."""
+        if not self.fs.exists(path) or self.fs.size(path) != entry.size:
+            return False
+        digest = hashlib.sha256()
+        file: Any
+        with self.fs.open(path, "rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+        return digest.hexdigest() == entry.sha256
+
+
+def last_and_best(last: Path) -> list[Path]:
+    """A checkpoint, and the one of its run with the lowest validation loss, which may be the same."""
+    best = retention.best(retention.list_complete(last.parent))
+    return [last] if best is None or best == last else [last, best]
