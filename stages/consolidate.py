@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from stages.artifacts import command, history, publish
+from stages.artifacts import command, history, outputs, publish
 from stages.artifacts.dtypes import PRECISIONS
 from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import CONFIG, GENERATION_CONFIG, LINEAGE, WEIGHTS_INDEX
-from stages.artifacts.params_file import ExperimentName, load_params
+from stages.artifacts.outputs import ExperimentName
+from stages.artifacts.params_file import load_params
 from stages.checkpointing import layout
 from stages.checkpointing.layout import TensorEntry
 from stages.checkpointing.pointer import RunPointer, resolve
@@ -59,7 +60,7 @@ def main() -> None:
     # Config and tokenizer come from the model that data/model.json describes now, the weights from the run.
     if pointer.identity.model != publish.sha256_file(MANIFEST):
         raise StageError(f"{MANIFEST} is not the one that the run was trained with: run `dvc repro train`")
-    target = Path("outputs") / params.experiment_name / "model"
+    target = outputs.directory(params.experiment_name) / "model"
     dtype = PRECISIONS[params.export_dtype] if params.export_dtype else model.dtype
     weights = export(params.experiment_name, model, dtype, pointer, checkpoint, target)
     size = sum((target / name).stat().st_size for name in weights)
@@ -131,7 +132,8 @@ def export(
         lineage = _lineage(pointer, model, source, digests)
         lineage.write(temporary / LINEAGE)  # over the copied file of that name, if the source model has one
         loss = _last_validation_loss(checkpoint)
-        text = card.readme(experiment_name, lineage, model.architecture, not model.weights, loss)
+        # Training updates weights in fp32.
+        text = card.readme(experiment_name, lineage, model.architecture, not model.weights, loss, dtype != "float32")
         publish.write_text(temporary / "README.md", text)
     return list(digests)
 
@@ -165,7 +167,7 @@ def _lineage(pointer: RunPointer, model: ModelManifest, source: Path, weights: d
         params=pointer.identity.params,
         code=pointer.identity.code,
         packages=pointer.packages,
-        checkpoint_manifest=pointer.manifest_sha256,
+        checkpoint=pointer.result_sha256,
         weights=weights,
     )
 

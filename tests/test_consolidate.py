@@ -30,7 +30,7 @@ from stages.artifacts.record import FileEntry
 from stages.checkpointing import layout
 from stages.checkpointing.layout import CheckpointManifest, TensorEntry
 from stages.checkpointing.pointer import RunPointer, pointer_path, resolve
-from stages.export import stream
+from stages.export import card, stream
 from stages.export.lineage import Lineage, SourceModel
 from stages.model.manifest import MANIFEST, ModelManifest
 from tests.models import LAYERS, SIZES, write_tokenizer
@@ -287,14 +287,20 @@ def test_shards_of_another_dtype_than_in_the_manifest_are_refused() -> None:
     assert_refused("transformer.ln_f.weight is .* torch.bfloat16 instead of .* torch.float32")
 
 
-def test_manifests_other_than_those_of_the_pointer_are_refused() -> None:
+def test_checkpoints_and_models_other_than_those_of_the_pointer_are_refused() -> None:
     config = CONFIGS["gpt2"]
     make_model(config)
-    path = make_checkpoint(trained_tensors(config)) / layout.MANIFEST
-    content = path.read_text()
-    path.write_text(content.replace('"step": 3', '"step": 4'))
+    tensors = trained_tensors(config)
+    checkpoint = make_checkpoint(tensors)
+    pointer = pointer_path("exp").read_text()
+    shutil.rmtree(checkpoint)
+    other = {**tensors, "transformer.ln_f.weight": tensors["transformer.ln_f.weight"] + 1}
+    make_checkpoint(other)  # as a run that was started over does
+    pointer_path("exp").write_text(pointer)
     assert_refused("is not the one that")
-    path.write_text(content)
+    shutil.rmtree(checkpoint)
+    make_checkpoint(tensors)  # with another random id in .metadata
+    assert pointer_path("exp").read_text() == pointer
     MANIFEST.write_text(MANIFEST.read_text() + " ")
     assert_refused("not the one that the run was trained with")
 
@@ -413,10 +419,19 @@ def test_the_same_checkpoint_gives_the_same_bytes() -> None:
 
     from huggingface_hub import ModelCard
 
-    card = ModelCard(first["README.md"].decode())
-    assert card.data.eval_results is not None
-    assert card.data.eval_results[0].metric_value == 2.25
-    assert "trained for 3 steps from random weights" in card.text
+    readme = ModelCard(first["README.md"].decode())
+    assert readme.data.eval_results is not None
+    assert readme.data.eval_results[0].metric_value == 2.25
+    assert "trained for 3 steps from random weights" in readme.text
+
+    # Rounded weights have another loss, which is measured later.
+    consolidate.export("exp", ModelManifest.read(), "bfloat16", *resolve("exp"), target=target)
+    text = (target / "README.md").read_text()
+    assert "measured by `evaluate`" in text
+    assert "2.25" not in text
+    for is_rounded in (False, True):  # without held-out rows
+        text = card.readme("exp", Lineage.read(target / "lineage.json"), "LlamaForCausalLM", True, None, is_rounded)
+        assert "Loss on the held-out splits: not measured." in text
 
 
 def test_the_lineage_contains_the_lineage_of_the_initial_model() -> None:
@@ -432,7 +447,7 @@ def test_the_lineage_contains_the_lineage_of_the_initial_model() -> None:
         params={"lr": 1e-5, "fsdp": {"size": None}},
         code="c",
         packages={"torch": torch.__version__},
-        checkpoint_manifest="cm",
+        checkpoint="cs",
         weights={"model.safetensors": publish.sha256_file(Path("models/tiny/model.safetensors"))},
     )
     of_other_weights = dataclasses.replace(parent, weights={"model.safetensors": "another"})

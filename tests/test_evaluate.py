@@ -19,7 +19,7 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from stages import download, evaluate
-from stages.artifacts import history, publish
+from stages.artifacts import history, outputs, publish
 from stages.artifacts.dataset import Dataset, Shard
 from stages.artifacts.errors import StageError
 from stages.artifacts.identity import TokenFingerprints
@@ -61,11 +61,11 @@ def project(empty_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         params={},
         code="c",
         packages={},
-        checkpoint_manifest="cm",
+        checkpoint="cs",
         weights={"model.safetensors": publish.sha256_file(directory / "model.safetensors")},
     )
     lineage.write(directory / "lineage.json")
-    Path("outputs/exp/history.tsv").write_text(HISTORY)
+    Path("outputs/history.tsv").write_text(HISTORY)
     write_rows(7)
     write_params()
 
@@ -84,21 +84,20 @@ def write_rows(num_rows: int, length: int = LENGTH) -> None:
 
 
 def write_params(**changed: Any) -> None:
-    values = {"experiment_name": "exp", "batch_size": 2, "document_mask": True, **changed}
+    values = {"experiment_name": "exp", "batch_size": 2, "document_mask": True, "eval_rows": 3, **changed}
     Path("params.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()))
 
 
 def run_stage() -> dict[str, Any]:
-    """Run the stage; returns the content of metrics.json."""
+    """Run the stage; returns the content of metrics.json, and `eval`: that of eval_losses.json."""
     evaluate.main()
-    metrics: dict[str, Any] = publish.read_json(Path("outputs/exp/metrics.json"))
-    return metrics
+    return {**publish.read_json(outputs.METRICS), "eval": publish.read_json(outputs.REPORT / evaluate.EVAL_LOSSES)}
 
 
-def reference_loss(document_mask: bool) -> tuple[float, int]:
+def reference_loss(document_mask: bool, indices: slice | list[int] = slice(None)) -> tuple[float, int]:
     """The loss of one document, or one row, at a time, and the number of tokens."""
     model = AutoModelForCausalLM.from_pretrained("outputs/exp/model")
-    rows = np.asarray(datasets.load_from_disk(str(VALIDATION))["input_ids"])
+    rows = np.asarray(datasets.load_from_disk(str(VALIDATION))["input_ids"])[indices]
     losses = []
     for row in rows:
         ends = [index + 1 for index in np.flatnonzero(row == EOS)] if document_mask else []
@@ -117,10 +116,49 @@ def test_loss_and_perplexity_are_those_of_each_document_alone(document_mask: boo
     write_params(document_mask=document_mask, batch_size=batch_size)
     metrics = run_stage()
     loss, tokens = reference_loss(document_mask)
-    assert metrics["validation_tokens"] == tokens
     assert metrics["validation_loss"] == pytest.approx(loss, abs=1e-5)
     assert metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
-    assert (metrics["untrained_validation_loss"], metrics["validation_rows"], metrics["step"]) == (4.5, 7, 3)
+    assert metrics["eval"]["untrained"] == 4.5
+    assert f"<td>{tokens:,} in 7 rows</td>" in (outputs.REPORT / "index.html").read_text()
+
+
+@pytest.mark.parametrize(("eval_rows", "indices"), [(3, [0, 2, 4]), (7, slice(None)), (None, slice(None))])
+def test_losses_before_and_after_training_are_on_the_same_rows(
+    eval_rows: int | None, indices: list[int] | slice
+) -> None:
+    write_params(eval_rows=eval_rows)
+    Path("outputs/history.tsv").write_text(HISTORY.replace("1.0\t\n", "1.0\t3.25\n"))
+    metrics = run_stage()
+    page = (outputs.REPORT / "index.html").read_text()
+    assert f"loss on {len(np.arange(7)[indices])} of these rows" in page
+    assert (metrics["eval"]["untrained"], metrics["eval"]["trained"]) == (4.5, 3.25)
+    assert metrics["eval"]["exported"] == pytest.approx(reference_loss(True, indices)[0], abs=1e-5)
+    assert metrics["validation_loss"] == pytest.approx(reference_loss(True)[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("undone", [0.04, 0.06])
+def test_what_the_rounding_of_the_export_has_undone_is_a_warning(
+    undone: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exported = run_stage()["eval"]["exported"]
+    rows = [f"0\t0.0\t0\t\t\t\t{exported + 1 - undone}", f"3\t0.75\t300\t3.5\t0.001\t1.0\t{exported - undone}"]
+    Path("outputs/history.tsv").write_text("\n".join([HISTORY.splitlines()[0], *rows, ""]))
+    config = publish.read_json(Path("outputs/exp/model/config.json"))
+    for dtype, warns in (("bfloat16", undone > 0.05), ("float32", False)):
+        publish.write_json(Path("outputs/exp/model/config.json"), {**config, "dtype": dtype})
+        capsys.readouterr()
+        run_stage()
+        output = capsys.readouterr().out
+        assert ("warning: rounding the weights to bfloat16 has undone 6% of the gain" in output) == warns
+        assert ("export_dtype: fp32" in output) == warns
+
+
+def test_a_cpu_computes_in_fp32() -> None:
+    """Where it has no instructions for bf16, that is several times as fast."""
+    directory = Path("outputs/exp/model")
+    AutoModelForCausalLM.from_pretrained(directory).bfloat16().save_pretrained(directory)
+    model, _ = evaluate.load_model(directory)
+    assert (evaluate.stored_dtype(directory), model.dtype) == ("bfloat16", torch.float32)
 
 
 def test_the_two_kinds_of_mask_give_different_losses() -> None:
@@ -129,9 +167,8 @@ def test_the_two_kinds_of_mask_give_different_losses() -> None:
 
 
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
-    outputs = Path("outputs/exp")
     evaluate.main()
-    paths = [outputs / "metrics.json", *sorted((outputs / "report").iterdir())]
+    paths = [outputs.METRICS, *sorted(outputs.REPORT.iterdir())]
     assert {path.name for path in paths} >= {"index.html", "loss.svg", "schedule.svg", "sample.md"}
     first = [path.read_bytes() for path in paths]
     env = {**os.environ, "PYTHONPATH": str(REPO), "SOURCE_DATE_EPOCH": "1", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
@@ -161,7 +198,7 @@ class PageReader(html.parser.HTMLParser):
 
 def test_the_page_needs_no_other_file() -> None:
     evaluate.main()
-    content = Path("outputs/exp/report/index.html").read_text()
+    content = Path("outputs/report/index.html").read_text()
     page = PageReader()
     page.feed(content)
     assert page.links, "the pictures refer to their own parts"
@@ -178,7 +215,7 @@ def test_a_sample_continues_the_beginning_of_a_held_out_document() -> None:
     evaluate.main()
     rows = np.asarray(datasets.load_from_disk(str(VALIDATION))["input_ids"])
     tokenizer = transformers.AutoTokenizer.from_pretrained("outputs/exp/model")
-    text = Path("outputs/exp/report/sample.md").read_text()
+    text = Path("outputs/report/sample.md").read_text()
     longest = [max(np.split(row, np.flatnonzero(row == EOS) + 1), key=len) for row in rows[[0, 3, 6]]]
     assert max(map(len, longest)) > evaluate.PROMPT_TOKENS > min(map(len, longest))
     for document in longest:
@@ -191,11 +228,12 @@ def test_a_sample_continues_the_beginning_of_a_held_out_document() -> None:
 
 def test_without_held_out_rows_there_is_a_note_and_no_loss() -> None:
     write_rows(0)
-    Path("outputs/exp/history.tsv").write_text(HISTORY.replace("4.5", "").replace("3.75", ""))
+    Path("outputs/history.tsv").write_text(HISTORY.replace("4.5", "").replace("3.75", ""))
     metrics = run_stage()
-    assert metrics["validation_loss"] is metrics["perplexity"] is metrics["untrained_validation_loss"] is None
-    assert "validation_splits" in metrics["note"]
-    assert "not measured" in Path("outputs/exp/report/index.html").read_text()
+    assert metrics["validation_loss"] is metrics["perplexity"] is metrics["eval"]["exported"] is None
+    page = Path("outputs/report/index.html").read_text()
+    assert "not measured" in page
+    assert "validation_splits" in page
 
 
 def test_weights_that_are_not_those_of_the_lineage_are_refused() -> None:
@@ -206,16 +244,25 @@ def test_weights_that_are_not_those_of_the_lineage_are_refused() -> None:
     Path("outputs/exp/model/lineage.json").unlink()
     with pytest.raises(StageError, match=r"lineage\.json is missing"):
         evaluate.main()
-    assert not Path("outputs/exp/report").exists()
+    assert not Path("outputs/report").exists()
+
+
+def test_tokens_that_are_not_those_of_their_metadata_are_refused() -> None:
+    (file,) = VALIDATION.glob("*.arrow")
+    flip_bit(file, file.stat().st_size // 2)
+    with pytest.raises(StageError, match=r"arrow is damaged: .* run `dvc repro -f -s pack`"):
+        evaluate.main()
 
 
 def test_the_pictures_show_the_history() -> None:
-    rows = history.read(Path("outputs/exp/history.tsv"))
+    rows = history.read(Path("outputs/history.tsv"))
     assert history.series(rows, "loss") == ([1, 2, 3], [4.25, 4.0, 3.5])
     assert history.series(rows, "validation_loss") == ([0, 2], [4.5, 3.75])
     changed = [*rows, {**rows[-1], "step": 4.0, "loss": 3.0, "lr": 0.0005}]
     assert report.loss_picture(rows) != report.loss_picture(changed)
     assert report.schedule_picture(rows) != report.schedule_picture(changed)
+    for label in ("step", "learning rate", "gradient norm"):
+        assert f"<!-- {label} -->" in report.schedule_picture(rows)  # matplotlib draws a text as paths after a comment
     assert report.loss_picture([]).startswith("<?xml")
     assert report.schedule_picture([]).startswith("<?xml")
 

@@ -80,4 +80,4 @@ class Dataset:
             raise StageError(f"{error.filename} is missing: run `dvc repro {stage}`") from None
         except (ValueError, KeyError, TypeError):
             pass
-        raise StageError(f"{directory / STATE} does not match its dataset: run `dvc repro -f {stage}`")
+        raise StageError(f"{directory / STATE} does not match its dataset: run `dvc repro -f -s {stage}`")

@@ -9,7 +9,7 @@ from pathlib import Path
 from stages.artifacts.errors import StageError
 
 HISTORY = "history.tsv"
-"""Its name, in a checkpoint and in outputs/<experiment_name>/."""
+"""Its name, in a checkpoint and in outputs/."""
 
 COLUMNS = ("step", "epoch", "tokens", "loss", "lr", "grad_norm", "validation_loss")
 
@@ -30,6 +30,13 @@ class History:
         cells = (values.get(name) for name in COLUMNS)
         self._lines.append("\t".join("" if value is None else repr(value) for value in cells))
 
+    def without(self, name: str) -> "History":
+        """The same rows, with an empty column `name`."""
+        index = COLUMNS.index(name)
+        rows = [line.split("\t") for line in self._lines[1:]]
+        rows = [[*cells[:index], "", *cells[index + 1 :]] for cells in rows]
+        return History("\n".join(["\t".join(COLUMNS), *map("\t".join, rows)]))
+
     def text(self) -> str:
         """Content of history.tsv."""
         return "\n".join(self._lines) + "\n"
@@ -48,7 +55,7 @@ def read(path: Path) -> list[Row]:
     except FileNotFoundError:
         raise StageError(f"{path} is missing: run `dvc repro train`") from None
     except (ValueError, TypeError):
-        raise StageError(f"{path} is not valid: run `dvc repro -f train`") from None
+        raise StageError(f"{path} is not valid: run `dvc repro -f -s train`") from None
 
 
 def series(rows: list[Row], name: str) -> tuple[list[float], list[float]]:

@@ -10,10 +10,10 @@ import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import yaml
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from stages.artifacts.errors import StageError
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
-
-ExperimentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-"""`experiment_name`: the name of a directory under outputs/."""
 
 PARAMS_FILE = Path("params.yaml")
 PIPELINE_FILE = Path("dvc.yaml")

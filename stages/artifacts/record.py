@@ -48,7 +48,9 @@ class Record:
         except (FileNotFoundError, NotADirectoryError):
             raise StageError(f"{path} is missing: run `dvc repro {cls.STAGE}`") from None
         except ValidationError as error:
-            raise StageError(f"{path} is not valid ({first_problem(error)}): run `dvc repro -f {cls.STAGE}`") from None
+            raise StageError(
+                f"{path} is not valid ({first_problem(error)}): run `dvc repro -f -s {cls.STAGE}`"
+            ) from None
 
     def write(self, path: Path) -> None:
         """Write the file, atomically."""

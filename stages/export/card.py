@@ -8,7 +8,9 @@ if TYPE_CHECKING:
     from stages.export.lineage import Lineage
 
 
-def readme(name: str, lineage: "Lineage", architecture: str, is_random: bool, validation_loss: float | None) -> str:
+def readme(
+    name: str, lineage: "Lineage", architecture: str, is_random: bool, validation_loss: float | None, is_rounded: bool
+) -> str:
     """The model card: metadata that the Hub reads, then text for people.
 
     Args:
@@ -16,13 +18,14 @@ def readme(name: str, lineage: "Lineage", architecture: str, is_random: bool, va
         lineage: Of the model.
         architecture: Class in transformers.
         is_random: Whether the run started from random weights.
-        validation_loss: In nats per token; None where it was not measured.
+        validation_loss: Of these very weights, in nats per token; None where it is not known yet.
     """
     model, data = lineage.model, lineage.data
     metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": "unknown"}
     if model.commit:  # the Hub links to `base_model`, which a local directory is not
         metadata["base_model"] = model.name
-    if validation_loss is not None:  # the Hub shows this entry as the model's evaluation
+    is_known = validation_loss is not None and not is_rounded
+    if is_known:  # the Hub shows this entry as the model's evaluation
         result = {
             "task": {"type": "text-generation"},
             "dataset": {"name": "held-out splits of the corpus", "type": "text", "revision": data.validation},
@@ -33,7 +36,13 @@ def readme(name: str, lineage: "Lineage", architecture: str, is_random: bool, va
     if model.lineage:
         origin += f", the result of run `{model.lineage.run_id}`"
     start = "random weights, with the config and tokenizer of" if is_random else "the weights of"
-    loss = "not measured" if validation_loss is None else f"{validation_loss:.4f} nats per token"
+    eval_rows = lineage.params.get("eval_rows")
+    if validation_loss is None:
+        loss = "not measured"
+    elif is_rounded:
+        loss = "measured by `evaluate`, because the export rounds the weights"
+    else:
+        loss = f"{validation_loss:.4f} nats per token" + (f", on up to {eval_rows} rows" if eval_rows else "")
     # sort_keys=False keeps the order above. No date: the same training gives the same bytes.
     return f"""---
 {yaml.safe_dump(metadata, sort_keys=False).rstrip()}

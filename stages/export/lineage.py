@@ -46,7 +46,7 @@ class Lineage(Record):
     """Digest of the modules that the train stage reaches."""
     packages: dict[str, str]
     """Versions of what computed the weights."""
-    checkpoint_manifest: str
-    """SHA-256 of the manifest of the checkpoint that the weights are from."""
+    checkpoint: str
+    """Digest of the checkpoint that the weights are from: `result_sha256` in run.json."""
     weights: dict[str, str]
     """SHA-256 of each weight file."""

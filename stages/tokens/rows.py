@@ -27,7 +27,7 @@ class TokenRows:
         tokens = PackedTokens.read(directory)
         self.seq_length = tokens.seq_length
         """Tokens per row."""
-        tables = [_open(directory / shard.filename) for shard in tokens.shards]
+        tables = [_open(path) for path in tokens.digests]
         # Empty chunks are left out: NumPy cannot infer the -1 of reshape(0, -1).
         chunks = [chunk for table in tables for chunk in table.column("input_ids").chunks if len(chunk)]
         # Each (rows of the chunk, seq_length) int32, on the pages of the file.
@@ -36,6 +36,11 @@ class TokenRows:
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._chunks else 0
+
+    def spread(self, limit: int | None) -> NDArray[np.int64]:
+        """The indices of at most `limit` rows (None: of all), spread evenly over all rows."""
+        num_rows = min(len(self), limit or len(self))
+        return np.arange(num_rows, dtype=np.int64) * len(self) // max(1, num_rows)
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int32]:
         """The rows at `indices`, in that order: (len(indices), seq_length) int32."""
@@ -57,7 +62,5 @@ def _values(array: pa.Int32Array) -> NDArray[np.int32]:
 def _open(path: Path) -> pa.Table:
     try:
         return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-    except FileNotFoundError:
-        raise StageError(f"{path} is missing: run `dvc repro -f pack`") from None
     except pa.ArrowInvalid as error:
-        raise StageError(f"{path} is not a complete Arrow file ({error}): run `dvc repro -f pack`") from None
+        raise StageError(f"{path} is not a complete Arrow file ({error}): run `dvc repro -f -s pack`") from None

@@ -1,0 +1,34 @@
+"""Where plan, train, consolidate and evaluate write.
+
+DVC compares metrics and plots by their paths. So what people compare has the same path in every experiment, and only
+what is large, or the start of another training, is in a directory of the experiment's name.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+OUTPUTS = Path("outputs")
+
+PLAN = OUTPUTS / "plan.json"
+HISTORY = OUTPUTS / "history.tsv"
+TRAIN_METRICS = OUTPUTS / "train_metrics.json"
+METRICS = OUTPUTS / "metrics.json"
+REPORT = OUTPUTS / "report"
+
+
+def _is_free(experiment_name: str) -> str:
+    # DVC deletes an out before it runs its stage: in outputs/report/ that would be the checkpoints too.
+    if directory(experiment_name) in (PLAN, HISTORY, TRAIN_METRICS, METRICS, REPORT):
+        raise ValueError(f"{directory(experiment_name)} is an output of every experiment: choose another name")
+    return experiment_name
+
+
+ExperimentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"), AfterValidator(_is_free)]
+"""`experiment_name`: the name of a directory under outputs/."""
+
+
+def directory(experiment_name: str) -> Path:
+    """The directory of an experiment: run.json, model/, and beside DVC's outs checkpoints, logs and trackers."""
+    return OUTPUTS / experiment_name
