@@ -5,6 +5,7 @@ Writes   outputs/<experiment_name>/checkpoints/<run_id>/step-N
 Command  torchrun --nproc-per-node 2 -m stages.train
 """
 
+import dataclasses
 import logging
 import os
 import signal
@@ -20,20 +21,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from stages.artifacts import command, process
+from stages.artifacts.command import USER_ERROR
 from stages.artifacts.errors import StageError
 from stages.artifacts.history import HISTORY, History
 from stages.artifacts.identity import Adoption
 from stages.artifacts.params_file import load_params
-from stages.checkpointing import retention
+from stages.checkpointing import layout, retention
 from stages.checkpointing.layout import FORMAT, CheckpointManifest, latest_valid, list_checkpoints, step_name
-from stages.checkpointing.lock import rank_lock
-from stages.model.manifest import ModelManifest
+from stages.checkpointing.lock import rank_lock, read_lock
+from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.tokens.batch import count_labels
-from stages.tokens.packed import TRAIN, VALIDATION
+from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens, damaged_tokens
 from stages.tokens.rows import TokenRows
-from stages.training import flops, saver, sharded_model, trackers
+from stages.training import flops, handoff, saver, sharded_model, trackers
 from stages.training.console import Console, log_to, print_line
-from stages.training.distributed import LostConnection, all_reduce_sum, is_rank0, process_group, run_on_rank0
+from stages.training.distributed import (
+    LostConnection,
+    all_reduce_sum,
+    device_mesh,
+    is_rank0,
+    process_group,
+    run_on_all_ranks,
+    run_on_rank0,
+)
 from stages.training.document_mask import check_document_mask
 from stages.training.loader import BatchLoader
 from stages.training.memory import explain_out_of_memory
@@ -41,12 +51,22 @@ from stages.training.metrics import MetricsLogger
 from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.precision import load_scaler_state, make_grad_scaler, scaler_state
-from stages.training.run import Run, adoption, describe, packages, resume_candidates
+from stages.training.run import (
+    Run,
+    adoption,
+    describe,
+    differences,
+    packages,
+    resume_candidates,
+    start_over,
+    validates_same_rows,
+)
 from stages.training.schedule import lr_ratio
-from stages.training.signals import INTERRUPTED, LAUNCHER, StopSignal
-from stages.training.state import TrainState
+from stages.training.signals import INTERRUPTED, StopSignal
+from stages.training.state import Cost, TrainState
 from stages.training.step import StepResult, train_step, validation_loss
 from stages.training.timers import Timers, memory_gib
+from stages.training.verification import find_damaged
 from stages.training.watchdog import Heartbeat
 
 _LOG = logging.getLogger("stages.train")
@@ -61,6 +81,8 @@ class Trainer:
         self.run, self.params, self.runtime = run, run.params, runtime
         self.stop_signal, self.heartbeat = stop_signal, heartbeat
         model_manifest = ModelManifest.read()
+        if is_rank0() and model_manifest.router_loss_coef == 0:
+            print_line(ROUTER_LOSS_OFF)
         eos_token_id = model_manifest.eos_token_id
         assert eos_token_id is not None, "pack refuses a model without one"
         # Before the seeds are set, because the check seeds torch itself; on one rank, as its answer is the same on all.
@@ -69,30 +91,34 @@ class Trainer:
         # give rank 1 of seed 0 the masks of rank 0 of seed 1.
         torch.manual_seed(self.params.seed * dist.get_world_size() + dist.get_rank())
 
+        self.verify_tokens()  # before they are opened: pyarrow may fail in any way at damaged ones
         train_rows = TokenRows(TRAIN)
         self.train_loader = BatchLoader(train_rows, self.params, eos_token_id)
         self.validation_loader = BatchLoader(TokenRows(VALIDATION), self.params, eos_token_id)
         heartbeat.note("choosing the checkpoint to start from")
-        # Before the model is built: where there is a checkpoint, the weights of the model files are not read at all.
-        start = run_on_rank0(self.find_start)
-        heartbeat.note("building the model")
-        self.model = sharded_model.build(model_manifest, self.params, mesh, initialize=start is None)
-        self.optimizer = make_optimizer(self.model, self.params)
-        self.scaler = make_grad_scaler(self.params.precision, next(self.model.parameters()).device)
-        self.scheduler = LambdaLR(self.optimizer, lambda step: lr_ratio(self.params, run.total_steps, step))
-        # torch's stager cannot copy the state of the 8-bit optimizer.
-        asynchronous = runtime.async_checkpoint and self.params.optimizer != "adamw_8bit"
-        self.saver = saver.Saver(runtime, asynchronous)
+        candidates = run_on_rank0(self.list_candidates)
+        # Another run may be training: what this one adopts must stay until it is loaded.
+        with read_lock({path.parent for path in candidates} - {run.directory}):
+            # Before the model is built: where there is a checkpoint, the weights of the model files are not read.
+            start = self.find_start(candidates)
+            heartbeat.note("building the model")
+            self.model = sharded_model.build(model_manifest, self.params, mesh, initialize=start is None)
+            self.optimizer = make_optimizer(self.model, self.params)
+            self.scaler = make_grad_scaler(self.params.precision, next(self.model.parameters()).device)
+            self.scheduler = LambdaLR(self.optimizer, lambda step: lr_ratio(self.params, run.total_steps, step))
+            # torch's stager cannot copy the state of the 8-bit optimizer.
+            asynchronous = runtime.async_checkpoint and self.params.optimizer != "adamw_8bit"
+            self.saver = saver.Saver(runtime, asynchronous)
 
-        self.step = 0
-        self.adopted: Adoption | None = None
-        self.validation_loss: float | None = None
-        """Of this very step, if it was validated."""
-        self.saved_step: int | None = None
-        self.saved_at = time.monotonic()
-        state, history = (None, History()) if start is None else self.resume(start)
-        self.timers = Timers(lambda phase: heartbeat.note(f"step {self.step + 1}, {phase}"))
+            self.step = 0
+            self.adopted: Adoption | None = None
+            self.validation_loss: float | None = None
+            """Of this very step, if it was validated."""
+            self.saved_step: int | None = None
+            self.saved_at = time.monotonic()
+            state, history = (None, History()) if start is None else self.resume(start)
         self.tracker = trackers.start_tracker(runtime.tracker if is_rank0() else "none", run, self.step)
+        self.timers = Timers(lambda phase: heartbeat.note(f"step {self.step + 1}, {phase}"))
         self.metrics = MetricsLogger(
             run, runtime.log_freq, Console(dist.get_rank(), self.step, run.total_steps), self.tracker, self.timers,
             flops.flops_per_token(self.model, train_rows.seq_length), history, state.metrics if state else None,
@@ -139,7 +165,9 @@ class Trainer:
         try:
             result = train_step(self.model, self.optimizer, self.scaler, batches, num_labels, self.params, self.timers)
         except StageError as error:
-            raise StageError(f"step {self.step + 1}: {error}") from None
+            saved = self.saved_step
+            newest = f"the newest checkpoint is of step {saved}" if saved else "no checkpoint is saved yet"
+            raise StageError(f"step {self.step + 1}: {error}; {newest}") from None
         self.scheduler.step()
         self.step += 1
         return result
@@ -152,11 +180,16 @@ class Trainer:
         """Measure the loss on the validation rows, where it is due."""
         self.validation_loss = None
         if self.is_time_to_validate():
-            self.validation_loss = validation_loss(
-                self.model,
-                self.validation_loader,
-                before_forward=lambda: self.heartbeat.note(f"validation after step {self.step}"),
-            )
+            loader, console = self.validation_loader, self.metrics.console
+            with self.timers.phase("validation"):
+                self.validation_loss = validation_loss(
+                    self.model,
+                    console.progress(loader.validation_batches(), loader.num_validation_batches, "validation"),
+                    before_forward=lambda: self.heartbeat.note(f"validation after step {self.step}"),
+                )
+            if self.validation_loss is not None:
+                num_rows = len(loader.validation_rows)
+                console.line(f"step {self.step}: validation loss {self.validation_loss:.4f} ({num_rows:,} rows)")
 
     def record(self, result: StepResult) -> None:
         """Report the step and its validation."""
@@ -169,35 +202,62 @@ class Trainer:
             )
         self.metrics.log(self.step, result, self.validation_loss, self.is_time_to_validate())
 
-    def find_start(self) -> Path | None:
-        """The checkpoint to continue from, or None for step 0. Called on rank 0 alone."""
+    def verify_tokens(self) -> None:
+        """Compare the packed tokens with their digests, a share on each rank; all ranks raise the same."""
+        digests = PackedTokens.read(TRAIN).digests | PackedTokens.read(VALIDATION).digests
+        for path in find_damaged(digests, lambda: self.heartbeat.note("verifying the tokens")):
+            raise damaged_tokens(path)
+
+    def list_candidates(self) -> list[Path]:
+        """The checkpoints that the run may continue from, best first. Called on rank 0 alone."""
+        if self.runtime.resume == "never" and handoff.is_first_start():
+            start_over(self.run)
+        return resume_candidates(self.run, self.runtime, print_line)
+
+    def find_start(self, candidates: list[Path]) -> Path | None:
+        """The first of `candidates` that is valid, or None to start at step 0; all ranks verify them together."""
         directory = self.run.directory
-        # `prune` would count the old steps as the newest, and a rename could not replace them.
-        if self.runtime.resume == "never":
-            retention.delete(list_checkpoints(directory))
-        path = latest_valid(resume_candidates(self.run, self.runtime, print_line), print_line)
-        for newer in list_checkpoints(directory):
-            # Damaged: the run will publish this step again, and a rename cannot replace a directory.
-            if path is None or newer.name > path.name:
-                retention.quarantine(newer)
-        retention.prune(directory, self.runtime.keep_checkpoints)
+
+        def clean_up() -> None:
+            for newer in list_checkpoints(directory):
+                # Damaged: the run will publish this step again, and a rename cannot replace a directory.
+                if path is None or newer.name > path.name:
+                    retention.quarantine(newer)
+            retention.prune(directory, self.runtime.keep_checkpoints)
+
+        report = print_line if is_rank0() else lambda _: None
+        path = latest_valid(candidates, report, self.verify)
+        run_on_rank0(clean_up)
         return path
 
+    def verify(self, checkpoint: Path) -> None:
+        """Compare every file of a checkpoint with its manifest, a share on each rank; all ranks raise the same."""
+        manifest = run_on_rank0(lambda: layout.verify(checkpoint, contents=False))
+        files = {checkpoint / name: entry.sha256 for name, entry in manifest.files.items()}
+        for path in find_damaged(files, lambda: self.heartbeat.note(f"verifying {checkpoint.name}")):
+            raise layout.wrong_digest(path)
+
     def resume(self, path: Path) -> tuple[TrainState, History]:
-        """Continue from a checkpoint of this run, or of one that was identical until there."""
-        with rank_lock(path.parent):  # of another run, perhaps: `checkpoints prune` must not delete it meanwhile
-            state = saver.load(path, self.model, self.optimizer, self.scheduler)
-            history = History((path / HISTORY).read_text(encoding="utf-8"))
-            manifest = CheckpointManifest.read(path)
+        """Continue from a checkpoint of this run, or of one that it adopts or extends."""
+        state = saver.load(path, self.model, self.optimizer, self.scheduler)
+        history = History((path / HISTORY).read_text(encoding="utf-8"))
+        manifest = CheckpointManifest.read(path)
         load_scaler_state(self.scaler, state.loss_scaler)
         self.step, self.adopted, self.validation_loss = state.step, manifest.adopted, manifest.validation_loss
         if path.parent == self.run.directory:
             self.saved_step = self.step  # nothing to publish before the next step
         else:
             self.adopted = adoption(self.run, manifest)
-            # From here on the learning rate is this run's, also where `resume=extend` had another one until here.
-            for group, lr in zip(self.optimizer.param_groups, self.scheduler.base_lrs, strict=True):
-                set_lr(group, lr * lr_ratio(self.params, self.run.total_steps, self.step))
+            metrics = dataclasses.replace(state.metrics, cost=Cost())  # time and memory of this run alone
+            if not validates_same_rows(self.run, manifest):  # losses on other rows, which nobody may compare with ours
+                self.validation_loss, history = None, history.without("validation_loss")
+                metrics = dataclasses.replace(metrics, validation_loss=None)
+            state = dataclasses.replace(state, metrics=metrics)
+            # From here on the learning rate is this run's, also where an extended run had another one until here. Its
+            # `lr` is in the state of its scheduler too.
+            self.scheduler.base_lrs = [self.params.lr] * len(self.optimizer.param_groups)
+            for group in self.optimizer.param_groups:
+                set_lr(group, self.params.lr * lr_ratio(self.params, self.run.total_steps, self.step))
         if is_rank0():
             print_line(f"resuming from step {self.step} of {self.run.total_steps}: {path}")
         return state, history
@@ -218,7 +278,7 @@ class Trainer:
         state = TrainState(
             step=self.step,
             epoch=self.step * self.params.total_batch_size / self.run.num_rows,
-            metrics=self.metrics.metrics,
+            metrics=self.metrics.snapshot(),
             loss_scaler=scaler_state(self.scaler),
             rng=[],
         )
@@ -236,40 +296,81 @@ class Trainer:
         )
         path = self.run.directory / step_name(self.step)
         history = self.metrics.history.text()
-        self.saver.save(path, self.model, self.optimizer, self.scheduler, state, history, manifest)
+        with self.timers.phase("saving"):
+            self.saver.save(path, self.model, self.optimizer, self.scheduler, state, history, manifest)
         self.saved_step, self.saved_at = self.step, time.monotonic()
 
 
 def main() -> None:
     command.parser(__doc__).parse_args()
-    if LAUNCHER in os.environ:  # a rank whose launcher is gone must not write: the next launch may have started
-        process.die_with_parent(signal.SIGKILL, int(os.environ[LAUNCHER]))
+    if handoff.LAUNCHER in os.environ:  # a rank whose launcher is gone must not write: the next launch may have started
+        process.die_with_parent(signal.SIGKILL, int(os.environ[handoff.LAUNCHER]))
     stop_signal = StopSignal()  # early: a signal that came since the launcher blocked them is delivered here
-    run = describe(load_params(TrainParams))
-    runtime = load_params(TrainRuntime, "runtime")
+    try:
+        is_finished = train(stop_signal)
+    except LostConnection as error:
+        sys.exit(f"error: {error}")  # status 1: unlike a StageError, it may not occur again
+    except (StageError, OSError) as error:
+        if not handoff.claim_error(str(error)):
+            sys.exit(USER_ERROR)
+        raise
+    stop_signal.ignore()
+    if not is_finished:
+        sys.exit(INTERRUPTED)
+
+
+def train(stop_signal: StopSignal) -> bool:
+    """Train as one of the ranks; False where a signal asked to stop before the last step."""
+    # Before the process group come the errors that every rank finds by itself: none waits for another that has ended.
+    run, runtime = read_run()
     trackers.check(runtime.tracker)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Before the process group: every rank finds these errors by itself, and none waits for another that has ended.
     run.params.grad_accum_steps(world_size)
     mesh_shape = run.params.fsdp.mesh_shape(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
     if runtime.debug:
         log_to(run.log_directory / "logs" / run.run_id / f"rank-{rank}.log")
     heartbeat = Heartbeat(rank)
-    try:
-        with (
-            # Outermost: held until the process group has ended and the last checkpoint is published.
-            rank_lock(run.directory),
-            process_group(mesh_shape, runtime.timeout_minutes) as mesh,
-            explain_out_of_memory(run.params, rank, world_size),
-        ):
-            trainer = Trainer(run, runtime, mesh, stop_signal, heartbeat)
-            with closing(trainer.tracker):
-                is_finished = trainer.train()
-    except LostConnection as error:
-        sys.exit(f"error: {error}")  # status 1: unlike a StageError, it may not occur again
-    stop_signal.ignore()
-    if not is_finished:
-        sys.exit(INTERRUPTED)
+    run.directory.mkdir(parents=True, exist_ok=True)  # without a launcher, of a new run
+    with (
+        # Outermost: held until the process group has ended and the last checkpoint is published.
+        rank_lock(run.directory),
+        process_group(runtime.timeout_minutes),
+        explain_out_of_memory(run.params, rank, world_size),
+    ):
+        refuse_different_ranks(run, runtime)  # before the mesh, which each rank makes from its own parameters
+        mesh = device_mesh(mesh_shape, runtime.timeout_minutes)
+        trainer = Trainer(run, runtime, mesh, stop_signal, heartbeat)
+        with closing(trainer.tracker):
+            return trainer.train()
+
+
+def read_run() -> tuple[Run, TrainRuntime]:
+    """What to train: what the launcher has read, or without one what is in params.yaml now.
+
+    Raises:
+        StageError: the code, the tokens or the model are not those that the launcher has read.
+    """
+    launch = handoff.received()
+    if launch is None:
+        return describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
+    run = describe(launch.params)
+    if lines := differences(launch.identity, run.identity):
+        reasons = "\n".join(lines)
+        raise StageError(f"the files have changed since the launch (there): launch the training again\n{reasons}")
+    return run, launch.runtime
+
+
+def refuse_different_ranks(run: Run, runtime: TrainRuntime) -> None:
+    """Compare what this rank trains with what rank 0 does: without a launcher, each has read its own files.
+
+    Raises:
+        StageError: naming the ranks and what differs, on all ranks.
+    """
+    identity, rank0_runtime = run_on_rank0(lambda: (run.identity, runtime))
+    lines = [*differences(identity, run.identity), *(f"runtime.{line}" for line in differences(rank0_runtime, runtime))]
+    found = enumerate(run_on_all_ranks(lambda: lines))
+    if different := [f"rank {rank} differs from rank 0: {line}" for rank, theirs in found for line in theirs]:
+        raise StageError("\n".join(different))
 
 
 if __name__ == "__main__":

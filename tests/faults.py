@@ -14,6 +14,7 @@ runs it at the start of each rank, given the `environment` of the faults.
     kill rank 0 in write of __0_0    by the kernel, after 100 000 bytes of a file whose path matches
     full rank 0 at state.json        the disk is full for files whose path matches
     limit rank 0 at __0_0            a file size limit of 100 000 bytes, from the first file whose path matches
+    directory rank 1 at PATH         it runs in another directory, so it reads other files
     log rank 0 at FILE               writes each access to a checkpoint into FILE, one a line
 """
 
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 _TEXT = re.compile(
-    r"(kill|nan|memory|delay|stop|full|limit|log) rank (\d) (at step|in update|at file|in write of|at) (\S+)"
+    r"(kill|nan|memory|delay|stop|full|limit|directory|log) rank (\d) (at step|in update|at file|in write of|at) (\S+)"
 )
 
 
@@ -42,6 +43,8 @@ def inject(text: str) -> None:
             continue
         if where in ("at step", "in update"):
             _inject_step(what, where, int(value))
+        elif what == "directory":
+            os.chdir(value)
         else:
             _inject_file(what, where, value)
 
@@ -72,7 +75,7 @@ def _inject_step(what: str, where: str, step: int) -> None:
     from stages.training.loader import BatchLoader
 
     now = [-1]
-    step_batches, loss_sum = BatchLoader.step_batches, step_module.loss_sum
+    step_batches, training_losses = BatchLoader.step_batches, step_module.training_losses
     clip = step_module.torch.nn.utils.clip_grad_norm_
 
     def new_step_batches(self: Any, number: int) -> Any:
@@ -86,12 +89,13 @@ def _inject_step(what: str, where: str, step: int) -> None:
             _cause(what)
         return clip(*args, **kwargs)
 
-    def new_loss_sum(*args: Any) -> Any:
-        return loss_sum(*args) * (float("nan") if now[0] == step and what == "nan" else 1)
+    def new_training_losses(*args: Any) -> Any:
+        loss, router_loss = training_losses(*args)
+        return loss * (float("nan") if now[0] == step and what == "nan" else 1), router_loss
 
     BatchLoader.step_batches = new_step_batches
     step_module.torch.nn.utils.clip_grad_norm_ = new_clip
-    step_module.loss_sum = new_loss_sum
+    step_module.training_losses = new_training_losses
 
 
 def _inject_file(what: str, where: str, value: str) -> None:

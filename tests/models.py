@@ -57,6 +57,11 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
     ),
 }  # fmt: skip
 
+MIXTRAL = transformers.MixtralConfig(
+    **_SMALL, num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.5, output_router_logits=True
+)
+"""A mixture of experts, which starts from random weights: its files have the experts one by one."""
+
 
 def manifest_of(directory: Path, with_weights: bool) -> ModelManifest:
     """The manifest that `download` would write for a model of CONFIGS in `directory`."""
@@ -73,6 +78,8 @@ def manifest_of(directory: Path, with_weights: bool) -> ModelManifest:
         weights=hub.weight_files(directory) if with_weights else [],
         tied_weights=meta.tied_weights(model),
         layer_classes=meta.layer_classes(model),
+        module_classes=meta.module_classes(model),
+        router_loss_coef=meta.router_loss_coef(model),
         vocab_size=101,
         max_seq_length=64,
         eos_token_id=0,

@@ -8,13 +8,14 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
 
+from stages.training.handoff import DIRECTORY
 from stages.training.signals import STOP_SIGNALS
 from tests import faults
 from tests.project import REPO, Project
@@ -71,15 +72,13 @@ def main() -> None:
     assert pandas and transformers.models.llama.modeling_llama and stages.train  # before the forks
     for line in sys.stdin:
         request = json.loads(line)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        pids = [_fork(request, rank, port) for rank in range(request["world_size"])]
-        print(json.dumps(pids), flush=True)
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+        with tempfile.TemporaryDirectory() as directory:
+            pids = [_fork(request, rank, directory) for rank in range(request["world_size"])]
+            print(json.dumps(pids), flush=True)
+            print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 
 
-def _fork(request: dict[str, Any], rank: int, port: int) -> int:
+def _fork(request: dict[str, Any], rank: int, directory: str) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as the launcher does
     pid = os.fork()
     if pid:
@@ -90,7 +89,7 @@ def _fork(request: dict[str, Any], rank: int, port: int) -> int:
         os.chdir(request["directory"])
         size = str(request["world_size"])
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
-                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **request["environment"]}  # fmt: skip
+                       DIRECTORY: directory, **request["environment"]}  # fmt: skip
         descriptor = os.open(request["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         for standard in (1, 2):
             os.dup2(descriptor, standard)
@@ -107,17 +106,14 @@ def _fork(request: dict[str, Any], rank: int, port: int) -> int:
 def _train() -> Any:
     from stages import train
     from stages.artifacts import command
-    from stages.artifacts.params_file import load_params
-    from stages.training import run
-
-    def main() -> None:
-        run.describe(load_params(train.TrainParams)).directory.mkdir(parents=True, exist_ok=True)  # as the launcher
-        train.main()
 
     sys.argv = ["stages.train"]
     try:
-        command.run(main)
+        command.run(train.main)
     except SystemExit as end:
+        if isinstance(end.code, str):  # Python prints it, where nothing catches it
+            print(end.code, file=sys.stderr)
+            return 1
         return end.code or 0
     return 0
 

@@ -62,9 +62,15 @@ def test_14_dvc_is_stopped_and_started_again_at_once(
 def test_15_26_a_rank_that_hangs_and_one_that_dies_are_named_and_there_is_one_restart(
     fresh: Given, ranks: Ranks
 ) -> None:
+    """Also with `resume: never`, which is for the launch, not for its restarts; so is an edited params.yaml."""
     project, reference = fresh
-    project.set(runtime={"timeout_minutes": 0.15, "max_restarts": 1, "debug": True})
-    output = project.run(*LAUNCH, status=1, **environment("stop rank 1 at step 4\nkill rank 1 at step 5"))
+    project.set(runtime={"timeout_minutes": 0.15, "max_restarts": 1, "debug": True, "resume": "never"})
+    process = project.popen(*LAUNCH, **environment("stop rank 1 at step 4\nkill rank 1 at step 5"))
+    wait_for((project / "stopped").exists)
+    project.set(seed=1, max_steps=6, runtime={"max_restarts": 9})
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 1, output
+    project.set(seed=0, max_steps=None, runtime={"resume": "auto"})
     assert (
         "rank 1 made no progress for 8 s: step 5, data (the process is stopped, as by SIGSTOP); waiting for it: rank 0 "
         "in step 5, agreeing with the other ranks; restart 1 of 1\n"
@@ -103,7 +109,7 @@ def test_16_17_a_launcher_that_gets_two_signals_saves_and_stops(fresh: Given, ra
     process.send_signal(signal.SIGHUP)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED, output
-    assert "interrupted: the training was saved" in output
+    assert "is saved; the next launch continues from its newest checkpoint" in output
     assert published(project) == names(4, 5)
     assert "resuming from step 5" in ranks.run(project)
     assert result(project) == reference

@@ -1,19 +1,29 @@
 """The launcher: what it does with a run that is finished, and with one that cannot continue."""
 
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from stages.artifacts import publish
+from stages import launch
 from stages.artifacts.errors import StageError
-from stages.training import memory
+from stages.artifacts.params_file import load_params
+from stages.checkpointing.layout import list_checkpoints, step_name
+from stages.launch import refuse_changed_files
+from stages.training import handoff, memory
+from stages.training.distributed import check_devices
 from stages.training.params import TrainParams
+from stages.training.run import describe
 from tests.faults import environment
-from tests.project import LAUNCH, REPO
+from tests.project import LAUNCH, REPO, Project
 from tests.ranks import Ranks
 from tests.trainings import Given, result
 
@@ -24,10 +34,34 @@ def test_a_finished_run_is_not_trained_again(finished: Given) -> None:
     for _ in range(2):
         assert "has already finished, at step 12: nothing to train" in project.run(*LAUNCH)
         assert result(project) == reference
-        assert (project / "outputs/test/history.tsv").read_text() == (last / "history.tsv").read_text()
+        assert (project / "outputs/history.tsv").read_text() == (last / "history.tsv").read_text()
         pointer = project.json("outputs/test/run.json")
-        assert pointer["manifest_sha256"] == publish.sha256_file(last / "manifest.json")
+        assert pointer["result_sha256"] == reference["result"]
         assert (pointer["step"], pointer["adopted"]) == (12, None)
+
+
+def test_what_was_edited_during_a_training_is_not_recorded_as_its_input(
+    training: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(training.path)
+    launched = describe(load_params(TrainParams))
+    refuse_changed_files(launched)
+    training.set(seed=1)
+    with pytest.raises(StageError, match=r"has finished, but its files have changed .*\nparams.seed: 0 there, 1 here$"):
+        refuse_changed_files(launched)
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ({0: (1, 100), 1: (-9, 130)}, 0),  # rank 1 waited in a collective until torch killed it
+        ({0: (1, 100), 1: (-9, 100)}, 1),  # rank 0 lost the connection
+        ({0: (-15, 101), 1: (1, 100)}, 1),  # torch ended rank 0
+    ],
+)
+def test_the_rank_that_failed_by_itself_is_named(failures: dict[int, tuple[int, int]], rank: int) -> None:
+    found = {rank: SimpleNamespace(exitcode=code, timestamp=time) for rank, (code, time) in failures.items()}
+    assert launch._first_to_fail(cast(Any, found)) == rank
 
 
 def test_16_a_signal_while_a_rank_exits_does_not_kill_it() -> None:
@@ -53,6 +87,56 @@ def test_an_error_that_the_user_must_fix_causes_no_restart(fresh: Given, ranks: 
     assert "Traceback" not in output
     assert "resuming from step 4" in ranks.run(project)
     assert result(project) == reference
+
+
+def test_the_command_that_the_help_names_trains_a_new_run(training: Project) -> None:
+    training.set(max_steps=2)
+    [command] = re.findall(r"^Command  (torchrun .*)", training.run("python", "-m", "stages.train", "--help"), re.M)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])  # for tests that run at the same time
+    training.run(*command.split(), PET_MASTER_PORT=port)
+    assert list_checkpoints(training.checkpoints())[0].name == step_name(2)
+
+
+def test_more_ranks_than_gpus_are_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert check_devices(None) == check_devices(1) == check_devices(2) == 2
+    with pytest.raises(StageError, match=r"3 ranks need 3 GPUs, but torch can use 2 here: set runtime.nproc_per_node"):
+        check_devices(3)
+
+
+def test_gpus_that_torch_cannot_use_are_an_error_unless_they_are_hidden(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidiactl").touch()  # in a container without GPUs
+    assert check_devices(2, tmp_path) == 0
+    (tmp_path / "nvidia0").touch()
+    for version, remedy in (("13.0", "check the driver with `nvidia-smi`"), (None, "install the CUDA build with")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        with pytest.raises(StageError, match=rf"this machine has GPUs, but torch .* cannot use them: {remedy}"):
+            check_devices(2, tmp_path)
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert check_devices(2, tmp_path) == 0
+
+
+def test_under_torchrun_too_one_rank_prints_an_error_of_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for rank, claimed in (("0", True), ("1", False)):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
+        assert handoff.claim_error("of all") == claimed
+        assert handoff.claim_error(f"of rank {rank}")
+
+
+def test_never_is_for_the_first_start_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert handoff.is_first_start()
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        assert handoff.is_first_start() == (count == "0")
 
 
 @pytest.fixture

@@ -2,16 +2,24 @@
 
 import io
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from stages.artifacts.history import History
+from stages.artifacts.identity import RunIdentity, TokenFingerprints
 from stages.model import meta
 from stages.training import flops
 from stages.training.console import Console
-from stages.training.timers import memory_gib, reset_peak_memory
+from stages.training.metrics import MetricsLogger
+from stages.training.params import TrainParams
+from stages.training.run import Run
+from stages.training.state import TrainMetrics
+from stages.training.step import StepResult
+from stages.training.timers import Timers, memory_gib, reset_peak_memory
 from tests.project import REPO
 
 
@@ -75,5 +83,54 @@ def test_a_terminal_shows_a_progress_bar_with_the_remaining_time(monkeypatch: py
         clock[0] = 8.0
         for _ in range(4):
             console.advance()
+        batches = console.progress(range(3), 3, "validation")
+        assert list(batches) == [0, 1, 2]
         console.close()
+        assert ("validation: " in stream.getvalue()) == shown
         assert ("8/12 [00:08<00:08" in stream.getvalue()) == shown  # four steps took as long as four will
+
+
+class Recorder:
+    """A tracker that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.values = values
+
+    def close(self) -> None:
+        pass
+
+
+def launch(params: TrainParams, step: int, metrics: TrainMetrics | None = None) -> tuple[TrainMetrics, Recorder]:
+    """Metrics of a launch that makes two steps after `step`, in 40 ms, half of them in no phase of a step."""
+    identity = RunIdentity(params={}, data=TokenFingerprints(train="", validation=""), model="", code="")
+    run = Run(params=params, identity=identity, num_rows=1000, seq_length=8)
+    recorder, timers = Recorder(), Timers(lambda phase: None)
+    logger = MetricsLogger(run, 2, Console(1, step, 9), recorder, timers, None, History(), metrics)
+    for number in (step + 1, step + 2):
+        with timers.phase("forward"):
+            time.sleep(0.01)
+        time.sleep(0.01)  # a save, a collective operation, logging
+        logger.log(number, StepResult(loss=1.0, grad_norm=1.0), None, is_validated=False)
+    return logger.snapshot(), recorder
+
+
+def test_the_phases_add_up_to_the_time_by_the_clock(params: TrainParams) -> None:
+    metrics, recorder = launch(params, step=0)
+    milliseconds = sum(value for name, value in recorder.values.items() if name.endswith("_ms"))
+    assert milliseconds >= 20
+    assert recorder.values["other_ms"] >= 10
+    tokens_per_step = 8 * params.total_batch_size
+    assert recorder.values["tokens_per_second"] == pytest.approx(1000 * tokens_per_step / milliseconds)
+    assert sum(metrics.cost.milliseconds.values()) == pytest.approx(500 * metrics.cost.training_seconds, abs=0.5)
+
+
+def test_the_cost_is_that_of_all_launches(params: TrainParams) -> None:
+    first, _ = launch(params, step=0)
+    both, _ = launch(params, step=2, metrics=first)
+    assert (first.cost.steps, both.cost.steps) == (2, 4)
+    assert both.cost.training_seconds >= first.cost.training_seconds + 0.04
+    assert both.cost.milliseconds["forward"] >= 10
+    assert both.cost.tokens_per_second == pytest.approx(both.tokens / both.cost.training_seconds, rel=0.01)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,12 @@ from stages.artifacts.errors import StageError
 from stages.tokens.batch import make_batch
 from stages.tokens.loss import loss_sum
 from stages.training import sharded_model
+from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
-from tests.models import CONFIGS, full_value, manifest_of
+from stages.training.precision import make_grad_scaler
+from stages.training.step import train_step
+from stages.training.timers import Timers
+from tests.models import CONFIGS, MIXTRAL, full_value, manifest_of
 from tests.project import flip_bit
 
 
@@ -115,3 +120,41 @@ def test_no_token_attends_to_another_document(reference: transformers.PreTrained
             logits.append(reference.eval()(**inputs, use_cache=False).logits)
     assert torch.equal(logits[0][0, 7:], logits[1][0, 7:])
     assert not torch.equal(logits[0][0, :6], logits[1][0, :6])
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_router_loss_of_a_mixture_of_experts_is_that_of_transformers(
+    mesh: DeviceMesh, params: TrainParams, tmp_path: Path, checkpointing: Any
+) -> None:
+    MIXTRAL.save_pretrained(tmp_path)
+    params = dataclasses.replace(params, activation_checkpointing=checkpointing)
+    manifest = manifest_of(tmp_path, with_weights=False)
+    model = sharded_model.build(manifest, params, mesh, initialize=True).train()
+    reference = transformers.AutoModelForCausalLM.from_config(MIXTRAL)
+    reference.load_state_dict({name: full_value(value) for name, value in model.state_dict().items()})
+
+    rows = [torch.randint(1, 101, (2, 16)), torch.randint(1, 101, (1, 9))]
+    counts = [2 * 15, 8]  # two forward passes, of different weight
+    losses = [reference(input_ids=part, labels=part).loss for part in rows]
+    loss = sum(count / sum(counts) * one for count, one in zip(counts, losses, strict=True))
+    loss.backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+
+    batches = [make_batch(part, eos_token_id=0, document_mask=False) for part in rows]
+    result = train_step(
+        model, make_optimizer(model, params), make_grad_scaler("fp32", torch.device("cpu")), batches, sum(counts),
+        params, Timers(lambda phase: None),
+    )  # fmt: skip
+    assert result.grad_norm == pytest.approx(expected.item(), rel=1e-5)
+    aux = [count / sum(counts) * reference(input_ids=part).aux_loss for count, part in zip(counts, rows, strict=True)]
+    assert result.loss == pytest.approx((loss - 0.5 * sum(aux)).item(), rel=1e-5)  # of the tokens alone, as validated
+
+
+def test_a_config_can_turn_the_router_loss_off(tmp_path: Path) -> None:
+    coefs = {}
+    for name, config in {"mixtral": MIXTRAL, "off": {"output_router_logits": False}, "llama": CONFIGS["llama"]}.items():
+        if isinstance(config, dict):
+            config = transformers.MixtralConfig(**{**MIXTRAL.to_dict(), **config})
+        config.save_pretrained(tmp_path / name)
+        coefs[name] = manifest_of(tmp_path / name, with_weights=False).router_loss_coef
+    assert coefs == {"mixtral": 0.5, "off": 0.0, "llama": None}

@@ -4,6 +4,8 @@ The ranks are started without torchrun, by tests/ranks.py; tests/test_faults.py 
 """
 
 import contextlib
+import errno
+import hashlib
 import json
 import os
 import re
@@ -11,12 +13,17 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from torch.distributed.device_mesh import DeviceMesh
 
+from stages.artifacts.errors import StageError
 from stages.checkpointing.layout import list_checkpoints, step_name
+from stages.training.verification import find_damaged, shares
 from tests.project import flip_bit
 from tests.ranks import Ranks
 from tests.trainings import Given, names, published, result
@@ -162,12 +169,73 @@ def test_21_a_damaged_checkpoint_is_detected_and_the_previous_one_is_used(
     finished: Given, ranks: Ranks, name: str, damage: str
 ) -> None:
     project, reference = finished
+    project.set(runtime={"debug": True})
     DAMAGES[damage](project.checkpoints() / "step-00000012" / name)
     output = ranks.run(project)
     assert "skipping a damaged checkpoint" in output
     assert "resuming from step 10 of 12" in output
     assert result(project) == reference
     assert (project.checkpoints() / "step-00000012.damaged").is_dir()
+    for rank in (0, 1):
+        (log,) = (project / "outputs/test/logs").glob(f"*/rank-{rank}.log")
+        assert "verifying step-00000010" in log.read_text()
+
+
+def test_29_tokens_that_changed_after_a_kill_are_refused(fresh: Given, ranks: Ranks) -> None:
+    project, reference = fresh
+    ranks.run(project, "kill rank 0 at step 5", KILLED)
+    for name in ("validation", "train"):
+        (file,) = (project / f"data/tokens/{name}").glob("*.arrow")
+        content = file.read_bytes()
+        flip_bit(file, len(content) // 2)
+        output = ranks.run(project, status=REFUSED)
+        assert f"data/tokens/{name}/{file.name} is damaged" in output and "run `dvc repro -f -s pack`" in output
+        file.write_bytes(content)
+    ranks.run(project)
+    assert result(project) == reference
+
+
+def test_30_a_verification_longer_than_the_watchdogs_limit_notes_progress(mesh: DeviceMesh, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    os.mkfifo(slow)
+
+    def write() -> None:
+        with slow.open("wb", buffering=0) as file:
+            for _ in range(10):
+                time.sleep(0.1)
+                file.write(bytes(1 << 20))
+
+    notes: list[float] = []
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(write)
+        digest = hashlib.sha256(bytes(10 << 20)).hexdigest()
+        assert find_damaged({slow: digest}, lambda: notes.append(time.monotonic()), round_bytes=1 << 20) == []
+    assert len(notes) >= 10
+
+
+def test_30_a_file_with_an_unreadable_block_counts_as_damaged(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "shard"
+    path.touch()
+    for number in (errno.EIO, errno.EACCES):
+
+        def fail(*_: Any, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(Path, "open", fail)
+        if number == errno.EIO:
+            assert find_damaged({path: ""}, lambda: None) == [path]
+        else:  # perhaps a moment later it can be read: nothing is put in quarantine
+            with pytest.raises(StageError, match="Permission denied"):
+                find_damaged({path: ""}, lambda: None)
+
+
+def test_ranks_share_a_verification_by_size(tmp_path: Path) -> None:
+    for name, size in {"a": 5, "b": 100, "c": 60, "d": 40, "e": 6}.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    found = shares(tmp_path.iterdir(), 2)
+    assert [[path.name for path in share] for share in found] == [["b", "e"], ["c", "d", "a"]]
 
 
 def test_22_without_a_valid_checkpoint_the_training_does_not_start_over(finished: Given, ranks: Ranks) -> None:
@@ -218,7 +286,8 @@ def test_25_a_loss_that_is_not_finite_on_one_rank_stops_all(fresh: Given, ranks:
     ranks.start(project, "nan rank 1 at step 4")
     statuses, output = ranks.wait()
     assert statuses == [REFUSED, REFUSED]
-    assert "step 5: the gradient norm is nan" in output
+    assert output.count("step 5: the gradient norm is nan") == 1
+    assert "the newest checkpoint is of step 4" in output
     assert "Traceback" not in output
     assert published(project) == names(2, 4)  # including the one that was being written
     ranks.run(project)

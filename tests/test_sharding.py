@@ -3,7 +3,9 @@
 import dataclasses
 import importlib.util
 import math
+import os
 import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,14 @@ from torch import multiprocessing, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_leaves
 
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
 from stages.model import meta
 from stages.tokens.batch import count_labels, make_batch
 from stages.training import saver, sharded_model, sharding
-from stages.training.distributed import all_reduce_sum
+from stages.training.distributed import all_reduce_sum, device_mesh, process_group
 from stages.training.fsdp import FSDP_PRESETS, FsdpParams
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams, TrainRuntime
@@ -89,11 +92,22 @@ class Training:
             self.step += 1
         return results
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path) -> int:
+        """Save; returns how many bytes this rank copied to CPU memory for it."""
+        staged: list[Any] = []
+        stage = saver.DefaultStager.stage
+
+        def new_stage(stager: saver.DefaultStager, tensors: dict[str, Any]) -> Any:
+            staged.extend(tree_leaves(tensors))
+            return stage(stager, tensors)
+
         state = train_state(self.step, scaler_state(self.scaler))
         runtime = load_params(TrainRuntime, "runtime", path=REPO / "params.yaml")
         with saver.Saver(runtime, asynchronous=self.params.optimizer != "adamw_8bit") as writer:
+            saver.DefaultStager.stage = new_stage  # type: ignore[assignment,method-assign]
             writer.save(directory, self.model, self.optimizer, self.scheduler, state, "", checkpoint_manifest())
+            saver.DefaultStager.stage = stage  # type: ignore[method-assign]
+        return sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in staged)
 
     def load(self, directory: Path) -> None:
         state = saver.load(directory, self.model, self.optimizer, self.scheduler)
@@ -133,15 +147,17 @@ def checkpoints_across_strategies(directory: Path, params: TrainParams) -> dict[
         one = Training(directory / "llama", with_fsdp(params, **STRATEGIES[saving]))
         one.train(1)
         path = directory / f"{saving}-{loading}" / "step-00000001"
-        one.save(path)
+        staged = one.save(path)
+        written = sum(file.stat().st_size for file in path.glob("*.distcp"))
         two = Training(directory / "llama", with_fsdp(params, **STRATEGIES[loading]), initialize=False)
         two.load(path)
-        results[f"{saving} {loading}"] = [
+        values = [
             {name: full_value(value) for param_name, param in training.model.named_parameters()
              for name, value in ((param_name, param.detach()),
                                  (f"{param_name} exp_avg", training.optimizer.state[param]["exp_avg"]))}
             for training in (one, two)
         ]  # fmt: skip
+        results[saving] = {"values": values, "staged": staged, "written": written}
     return results
 
 
@@ -215,15 +231,28 @@ def every_model(directory: Path, params: TrainParams) -> dict[str, Any]:
     return results
 
 
+def timeouts(port: int, rank: int) -> dict[str, float]:
+    """The timeouts in minutes of the groups of a mesh in which each rank has a copy of the model."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    with process_group(timeout_minutes=7):
+        mesh = device_mesh((2, 1), timeout_minutes=7)
+        return {
+            group.group_desc: group._get_backend(torch.device("cpu")).options._timeout.total_seconds() / 60
+            for group in mesh.get_all_groups()
+        }
+
+
 JOBS = (steps_of_all_strategies, checkpoints_across_strategies, resumed_and_not, every_model)
 
 
-def rank_main(rank: int, directory: Path, params: TrainParams) -> None:
+def rank_main(rank: int, directory: Path, params: TrainParams, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
     torch.use_deterministic_algorithms(True)  # torch.empty gives NaN: no uninitialized value looks plausible
-    torch.save({job.__name__: job(directory, params) for job in JOBS}, directory / f"results-{rank}.pt")
+    found: dict[str, Any] = {job.__name__: job(directory, params) for job in JOBS}
     dist.destroy_process_group()
+    torch.save({**found, "timeouts": timeouts(port, rank)}, directory / f"results-{rank}.pt")
 
 
 def with_fsdp(params: TrainParams, **changes: Any) -> TrainParams:
@@ -241,7 +270,10 @@ def results(params: TrainParams, tmp_path_factory: pytest.TempPathFactory) -> li
     for name, config in {**CONFIGS, "wide": wide}.items():
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory / name)
-    multiprocessing.spawn(rank_main, (directory, params), nprocs=2)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    multiprocessing.spawn(rank_main, (directory, params, port), nprocs=2)
     return [torch.load(directory / f"results-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
@@ -265,9 +297,18 @@ def test_every_strategy_gives_the_same_weights(results: list[dict[str, Any]], na
 
 def test_a_checkpoint_of_one_strategy_is_loaded_by_another(results: list[dict[str, Any]]) -> None:
     for rank in results:
-        for saved, found in rank["checkpoints_across_strategies"].values():
+        for result in rank["checkpoints_across_strategies"].values():
+            saved, found = result["values"]
             assert saved.keys() == found.keys()
             assert all(torch.equal(saved[name], found[name]) for name in saved)
+
+
+@pytest.mark.parametrize("name", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+def test_a_save_copies_each_tensor_once(results: list[dict[str, Any]], name: str) -> None:
+    found = [rank["checkpoints_across_strategies"][name] for rank in results]
+    staged, written = [result["staged"] for result in found], found[0]["written"]
+    assert sum(staged) < written  # which includes a header for each tensor
+    assert max(staged) < 0.6 * sum(staged)
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -292,6 +333,11 @@ def test_each_rank_reads_only_its_own_rows_of_any_model(results: list[dict[str, 
         assert found["different"] == []
         assert found["read"] == found["local"] < 0.51 * found["all"]
     assert sum(rank["every_model"][name]["read"] for rank in results) == results[0]["every_model"][name]["all"]
+
+
+def test_groups_of_some_of_the_ranks_have_the_timeout_of_the_training(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        assert rank["timeouts"] == {"default_pg": 7, "mesh_fsdp": 7}
 
 
 def test_presets_can_be_overridden(tmp_path: Path) -> None:
@@ -355,15 +401,12 @@ class StrangeModel(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-def test_layers_to_wrap_are_found_or_an_error_lists_the_choices() -> None:
+def test_layers_to_wrap_are_found_in_the_model() -> None:
     model = StrangeModel()
-    layers = meta.layer_classes(model)
-    assert sharding.modules_to_wrap(model, None, layers) == list(model.layers)
-    assert sharding.modules_to_wrap(model, "Strange", []) == list(model.layers)
-    with pytest.raises(StageError, match=r"has no Strangr: use Strange \(its layers, as with null\), or of Embedding"):
-        sharding.modules_to_wrap(model, "Strangr", layers)
+    assert sharding.modules_to_wrap(model, meta.layer_classes(model)) == list(model.layers)
+    assert meta.module_classes(model) == ["Embedding", "Linear", "ModuleList", "Strange"]
     with pytest.raises(StageError, match=r"embedding.weight and head.weight separately, but they are one weight"):
-        sharding.modules_to_wrap(model, "Strange, Embedding", layers)
+        sharding.modules_to_wrap(model, ["Strange", "Embedding"])
 
 
 def test_batchnorm_cannot_be_synchronized_on_cpus(tmp_path: Path, params: TrainParams, mesh: DeviceMesh) -> None:
@@ -386,6 +429,17 @@ def test_a_gradient_that_is_not_finite_is_an_error_once_no_smaller_scale_helps(
     with pytest.raises(StageError, match="the gradient norm is nan"):
         training.train(1)
     assert all(torch.equal(before[key].nan_to_num(), value.nan_to_num()) for key, value in training.tensors().items())
+
+
+def test_a_step_without_labels_has_no_gradient(params: TrainParams, mesh: DeviceMesh, tmp_path: Path) -> None:
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    training = Training(tmp_path, params)
+    batch = make_batch(torch.zeros(2, 16, dtype=torch.int32), eos_token_id=0, document_mask=True)
+    assert count_labels(batch) == 0
+    timers = Timers(lambda phase: None)
+    result = train_step(training.model, training.optimizer, training.scaler, [batch], 0, params, timers)
+    assert result == (None, 0.0)
+    assert all(torch.isfinite(value).all() for value in training.tensors().values())
 
 
 def test_the_8_bit_optimizer_names_its_missing_library(params: TrainParams, monkeypatch: pytest.MonkeyPatch) -> None:

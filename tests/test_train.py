@@ -1,20 +1,32 @@
 """Training: the same rows, the same weights, whatever happens meanwhile."""
 
+import json
+import os
 import shutil
-import socket
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from stages import plan
+from stages.artifacts import history
+from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
-from stages.checkpointing.layout import CheckpointManifest, step_name
+from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name
+from stages.checkpointing.lock import read_lock
+from stages.model.manifest import MANIFEST, ModelManifest
 from stages.tokens.batch import make_batch
 from stages.tokens.order import permute, step_rows
+from stages.tokens.packed import VALIDATION
+from stages.tokens.rows import TokenRows
 from stages.training import run
-from stages.training.distributed import LostConnection, process_group
+from stages.training.handoff import Launch
+from stages.training.loader import BatchLoader
 from stages.training.params import TrainParams, TrainRuntime
+from stages.training.state import TrainState
 from tests.project import Project
 from tests.ranks import Ranks
 from tests.trainings import checkpoint_manifest, newest_checkpoint
@@ -57,6 +69,52 @@ def test_a_batch_restarts_positions_and_has_no_label_across_documents() -> None:
     assert batch["labels"].tolist() == [[6, 0, 7, 8, 9, 0, 4, -100]]
 
 
+@pytest.mark.parametrize(("eval_rows", "expected"), [(5, [0, 2, 5, 8, 11]), (None, range(14)), (100, range(14))])
+def test_a_validation_measures_the_same_rows_on_any_number_of_ranks(
+    training: Project, monkeypatch: pytest.MonkeyPatch, eval_rows: int | None, expected: Sequence[int]
+) -> None:
+    monkeypatch.chdir(training.path)
+    rows = TokenRows(VALIDATION)
+    for batch_size, world_size in ((2, 1), (4, 1), (1, 3), (2, 2)):
+        training.set(batch_size=batch_size, total_batch_size=12, eval_rows=eval_rows)
+        loader = BatchLoader(rows, load_params(TrainParams), eos_token_id=0)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda size=world_size: size)
+        measured, num_batches = [], set()
+        for rank in range(world_size):
+            monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+            batches = list(loader.validation_batches())
+            num_batches.add(len(batches))
+            for batch in batches:
+                counts = (batch["labels"] != -100).any(dim=1)
+                measured += [row.tolist() for row in batch["input_ids"][counts]]
+        assert sorted(measured) == sorted(rows.rows(np.array(expected)).tolist())
+        assert num_batches == {loader.num_validation_batches}
+
+
+def test_plan_names_the_share_of_the_validations(
+    training: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(training.path)
+    monkeypatch.setattr("sys.argv", ["plan"])
+    # 14 held-out rows, 12 steps of 8 rows: validated rows per row that is trained on, and their part of the compute.
+    cases = ((None, 4, 4 * 14 / 96, False), (5, 5, 4 * 5 / 96, False), (None, 2, 7 * 14 / 96, True))
+    for eval_rows, freq, ratio, warns in cases:
+        training.set(eval_rows=eval_rows, eval_freq=freq)
+        plan.main()
+        share = ratio / (ratio + 3)
+        assert training.json("outputs/plan.json")["validation_share"] == pytest.approx(share, abs=1e-4)
+        output = capsys.readouterr().out
+        assert f"about {share:.0%} of the compute" in output
+        assert ("lower eval_rows or raise eval_freq" in output) == warns
+
+
+def test_a_loss_that_is_not_finite_names_no_checkpoint_where_there_is_none(training: Project, ranks: Ranks) -> None:
+    output = ranks.run(training, "nan rank 1 at step 1", status=2)
+    assert "step 2: the gradient norm is nan" in output
+    assert "newest checkpoint" not in output
+    assert "no checkpoint is saved yet" in output
+
+
 def test_another_lr_starts_over_and_more_epochs_continue(training: Project, ranks: Ranks) -> None:
     training.set(lr_schedule="constant")
     ranks.run(training)
@@ -82,73 +140,193 @@ def test_another_lr_starts_over_and_more_epochs_continue(training: Project, rank
 
 
 @pytest.mark.parametrize(
-    ("values", "resume", "step"),
+    ("values", "step"),
     [
-        ({"lr_schedule": "constant"}, "auto", 12),
-        ({"lr_schedule": "cosine", "lr_decay_steps": 12}, "auto", 12),
-        ({"lr_schedule": "wsd", "lr_decay_ratio": 0.2}, "auto", 10),  # the end of the stable phase
-        ({"lr_schedule": "cosine"}, "auto", 2),  # that of the warm-up
-        ({"lr_schedule": "linear"}, "extend", 12),
+        ({"lr_schedule": "constant"}, 12),
+        ({"lr_schedule": "cosine", "lr_decay_steps": 12}, 12),
+        ({"lr_schedule": "wsd", "lr_decay_ratio": 0.2}, 10),  # the end of the stable phase
+        ({"lr_schedule": "cosine"}, 2),  # that of the warm-up
     ],
 )
 def test_more_epochs_continue_from_the_step_where_the_learning_rates_differ(
-    training: Project, monkeypatch: pytest.MonkeyPatch, values: dict[str, object], resume: str, step: int
+    training: Project, monkeypatch: pytest.MonkeyPatch, values: dict[str, object], step: int
 ) -> None:
     monkeypatch.chdir(training.path)
     training.set(**values)
-    shorter = run.describe(load_params(TrainParams))
-    for saved in range(2, 13, 2):
-        path = shorter.directory / step_name(saved)
-        path.mkdir(parents=True)
-        checkpoint_manifest(identity=shorter.identity, step=saved, total_steps=12).write(path)
-    training.set(num_epochs=2, runtime={"resume": resume})
+    save_run(load_params(TrainParams), *range(2, 13, 2))
+    training.set(num_epochs=2)
     longer = run.describe(load_params(TrainParams))
-    found = run.resume_candidates(longer, load_params(TrainRuntime, "runtime"), print)
-    assert found[0].name == step_name(step)
+    runtime = load_params(TrainRuntime, "runtime")
+    assert run.resume_candidates(longer, runtime, print)[0].name == step_name(step)
+    assert run.resume_candidates(longer, replace(runtime, resume="never"), print) == []
 
 
 def test_no_checkpoint_of_a_finished_run_is_adopted_by_a_run_of_the_same_length(
     training: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(training.path)
-    finished = run.describe(load_params(TrainParams))
-    training.set(batch_size=4)
-    other = run.describe(load_params(TrainParams))
-    runtime = load_params(TrainRuntime, "runtime")
+    params, runtime = load_params(TrainParams), load_params(TrainRuntime, "runtime")
+    other = run.describe(replace(params, batch_size=4))
     for saved, adopted in ((10, ["step-00000010"]), (12, [])):  # 12 is the last step: step 10 no longer counts, either
-        path = finished.directory / step_name(saved)
-        path.mkdir(parents=True)
-        checkpoint_manifest(identity=finished.identity, step=saved, total_steps=12).write(path)
+        save_run(params, saved)
         assert [path.name for path in run.resume_candidates(other, runtime, print)] == adopted
 
 
-def test_extend_continues_although_the_schedule_differs(training: Project, ranks: Ranks) -> None:
+def test_a_run_extends_the_one_that_it_names_and_records_it(training: Project, ranks: Ranks) -> None:
     ranks.run(training)
-    training.set(num_epochs=2)
+    shorter = training.checkpoints().name
+    training.set(num_epochs=2, lr=0.001)
     assert "resuming" not in ranks.run(training, "kill rank 0 at step 0", -9)
-    training.set(runtime={"resume": "extend"})
+    training.set(extend_from=shorter)
+    output = ranks.run(training, "kill rank 0 at step 15", -9)
+    assert f"extending outputs/test/checkpoints/{shorter}/step-00000012 with another schedule" in output
+    assert "resuming from step 12 of 24" in output
+    assert "identical" not in output
+    training.set(runtime={"resume": "never"})  # deletes its own checkpoints, and extends again
     assert "resuming from step 12 of 24" in ranks.run(training)
-    adopted = CheckpointManifest.read(newest_checkpoint(training, 24)).adopted
-    assert adopted and adopted.step == 12
+    last = newest_checkpoint(training, 24)
+    adopted = CheckpointManifest.read(last).adopted
+    assert adopted
+    assert (adopted.run_id, adopted.step) == (shorter, 12)
+    assert f"params.extend_from: None there, '{shorter}' here" in adopted.differences
+    assert set(torch.load(last / "lr_scheduler.pt")["base_lrs"]) == {0.001}  # not that of the run that it extends
+    training.set(extend_from=None, runtime={"resume": "auto"})  # another run: its result does not depend on that one
+    assert "resuming" not in ranks.run(training)
+    assert newest_checkpoint(training, 24).parent != last.parent
+
+
+def test_what_cannot_be_extended_is_an_error_that_lists_what_can(
+    training: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(training.path)
+    params, runtime = load_params(TrainParams), load_params(TrainRuntime, "runtime")
+    good = save_run(replace(params, batch_size=4, lr=0.1, lr_schedule="linear"), 10, 12)
+    unfinished, long = save_run(replace(params, lr=0.2), 10), save_run(replace(params, num_epochs=2), 24)
+    other = save_run(replace(params, seed=1, weight_decay=0.5), 12)
+    extending = replace(params, num_epochs=2, lr=0.5)
+    for run_id, reason in (
+        (unfinished, "there is no finished run of this name in outputs/test/checkpoints"),
+        (long, "steps: 24 there, only 24 here"),
+        (other, "params.seed: 1 there, 0 here\nparams.weight_decay: 0.5 there, 0.1 here"),
+    ):
+        with pytest.raises(StageError) as error:
+            run.resume_candidates(run.describe(replace(extending, extend_from=run_id)), runtime, print)
+        message = f"extend_from: run {run_id} cannot be extended:\n{reason}\nruns that can be extended: {good}"
+        assert str(error.value) == message
+    for resume in ("auto", "never"):  # part of what identifies the run, so `never` does not change it
+        found = run.resume_candidates(
+            run.describe(replace(extending, extend_from=good)), replace(runtime, resume=resume), print
+        )
+        assert [path.parent.name + path.name for path in found] == [good + step_name(12)]
+
+
+def test_a_run_starts_over_only_if_it_can_and_nobody_reads_it(
+    training: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(training.path)
+    params = load_params(TrainParams)
+    for extend_from, reason in (("0123456789abcdef", "cannot be extended"), (None, "is being read")):
+        params = replace(params, extend_from=extend_from)
+        own = run.describe(params)
+        save_run(params, 10)
+        with read_lock([own.directory]), pytest.raises(StageError, match=reason):
+            run.start_over(own)
+        assert len(list_checkpoints(own.directory)) == 1
+    run.start_over(own)
+    assert list_checkpoints(own.directory) == []
+
+
+def test_a_rank_that_read_other_files_than_rank_0_is_named_once(
+    training: Project, ranks: Ranks, tmp_path: Path
+) -> None:
+    other = training.copy(tmp_path / "other")
+    other.set(seed=1, lr=0.1, runtime={"ckpt_freq": 3})
+    ranks.start(training, f"directory rank 1 at {other.path}")
+    statuses, output = ranks.wait()
+    assert statuses == [2, 2], output
+    assert output.splitlines() == [
+        "error: rank 1 differs from rank 0: params.lr: 0.003 there, 0.1 here",
+        "error: rank 1 differs from rank 0: params.seed: 0 there, 1 here",
+        "error: rank 1 differs from rank 0: runtime.ckpt_freq: 2 there, 3 here",
+    ]
+
+
+def test_ranks_train_what_the_launcher_read_and_refuse_changed_files(
+    training: Project, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(training.path)
+    training.set(max_steps=4)
+    params = load_params(TrainParams)
+    monkeypatch.setenv("TRAINING_LAUNCH", "")  # so that it is removed again
+    Launch(params, load_params(TrainRuntime, "runtime"), run.describe(params).identity).hand_over()
+    launch = os.environ["TRAINING_LAUNCH"]
+    training.set(seed=1, max_steps=2)  # for the next launch
+    ranks.run(training, TRAINING_LAUNCH=launch)
+    manifest = CheckpointManifest.read(newest_checkpoint(training, 4))
+    assert (manifest.identity.params["seed"], manifest.total_steps) == (0, 4)
+    model = training / "data/model.json"
+    model.write_text(model.read_text() + "\n")
+    output = ranks.run(training, status=2, TRAINING_LAUNCH=launch)
+    assert "error: the files have changed since the launch (there): launch the training again\n" in output
+    assert output.count("error: model: '") == 1
+    assert len(list((training / "outputs/test/checkpoints").iterdir())) == 1
+    other_code = json.dumps({name: value for name, value in json.loads(launch).items() if name != "runtime"})
+    output = ranks.run(training, status=2, TRAINING_LAUNCH=other_code)
+    assert output == "error: the code has changed since the launch (runtime is not what it was): launch it again\n"
+
+
+def save_run(params: TrainParams, *saved: int) -> str:
+    """Make checkpoints of a run at some steps, as far as `resume_candidates` reads them; returns the run_id."""
+    described = run.describe(params)
+    for step in saved:
+        path = described.directory / step_name(step)
+        path.mkdir(parents=True)
+        checkpoint_manifest(
+            run_id=described.run_id, identity=described.identity, step=step, total_steps=described.total_steps
+        ).write(path)
+    return described.run_id
+
+
+@pytest.mark.parametrize(("coef", "adopted"), [(None, ["step-00000004"]), (0.0, ["step-00000004"]), (0.01, [])])
+def test_a_changed_batch_size_adopts_nothing_where_a_router_loss_depends_on_it(
+    training: Project, monkeypatch: pytest.MonkeyPatch, coef: float | None, adopted: list[str]
+) -> None:
+    monkeypatch.chdir(training.path)
+    replace(ModelManifest.read(), router_loss_coef=coef).write(MANIFEST)
+    unfinished = run.describe(load_params(TrainParams))
+    path = unfinished.directory / step_name(4)
+    path.mkdir(parents=True)
+    checkpoint_manifest(identity=unfinished.identity, step=4, total_steps=12).write(path)
+    training.set(batch_size=4)
+    other = run.describe(load_params(TrainParams))
+    found = run.resume_candidates(other, load_params(TrainRuntime, "runtime"), print)
+    assert [path.name for path in found] == adopted
 
 
 def test_a_changed_batch_size_adopts_an_unfinished_run(training: Project, ranks: Ranks) -> None:
     ranks.run(training, "kill rank 0 at step 5", -9)
-    training.set(batch_size=4)
+    training.set(batch_size=4, eval_rows=5)
     output = ranks.run(training)
     assert "was identical until there" in output
-    adopted = CheckpointManifest.read(newest_checkpoint(training, 12)).adopted
+    last = newest_checkpoint(training, 12)
+    adopted = CheckpointManifest.read(last).adopted
     assert adopted
     assert "params.batch_size: 2 there, 4 here" in adopted.differences
+    # Losses on other rows are not kept, and neither is what the steps of another run have cost.
+    steps, _ = history.series(history.read(last / "history.tsv"), "validation_loss")
+    assert steps == [step for step in (4, 8, 12) if step > adopted.step]
+    assert TrainState.read(last / "state.json").metrics.cost.steps == 12 - adopted.step
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"total_batch_size": 9}, "total_batch_size 9 is not a multiple of batch_size 2: use 8 or 10"),
+        ({"total_batch_size": 10}, "10 is not a multiple of batch_size 2 x 2 ranks: use total_batch_size 8 or 12"),
         ({"batch_size": 8}, "use total_batch_size 16"),
         ({"lr": "fast"}, "lr is 'fast'"),
         ({"lr_schedule": "cosinus"}, "'constant' or 'wsd'"),
+        ({"extend_from": "the last one"}, "extend_from is 'the last one': string should match pattern"),
+        ({"extend_from": 1234567890123456}, "run 1234567890123456 cannot be extended:"),  # YAML reads it as a number
         ({"num_epoch": 2}, "unknown parameter 'num_epoch'; did you mean 'num_epochs'?"),
         ({"fsdp": {"sharding": 1}}, "unknown parameter 'fsdp.sharding'"),
         ({"runtime": {"keep_checkpoints": 1}}, "runtime.keep_checkpoints is 1: input should be greater"),
@@ -160,7 +338,7 @@ def test_impossible_parameters_are_one_clear_error(
 ) -> None:
     training.set(**values)
     output = ranks.run(training, status=2)
-    assert message in output
+    assert output.count(message) == 1  # although each rank finds it
     assert "Traceback" not in output
 
 
@@ -174,13 +352,12 @@ def test_a_float_that_yaml_reads_as_a_string_is_a_float(training: Project, ranks
     assert last.split("\t")[4] == "2e-05"
 
 
-def test_a_rank_whose_peers_end_while_it_joins_them_has_lost_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as peer:
-        peer.bind(("127.0.0.1", 0))
-        port = peer.getsockname()[1]
-    # Nobody answers there now, as where rank 0 has ended before rank 1 came.
-    rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(LostConnection, match="rank 1 lost the connection"), process_group((1, 2), timeout_minutes=0.01):
-        pass
+def test_a_rank_whose_peer_ends_before_they_connect_has_lost_the_connection(
+    training: Project, ranks: Ranks, tmp_path: Path
+) -> None:
+    training.set(runtime={"timeout_minutes": 0.05})
+    ranks.start(training, f"directory rank 0 at {tmp_path}")  # where there is no params.yaml
+    statuses, output = ranks.wait()
+    assert statuses == [2, 1], output
+    assert "error: rank 1 lost the connection to another rank" in output
+    assert "Traceback" not in output

@@ -7,6 +7,7 @@ from typing import Any
 
 from stages.artifacts.identity import RunIdentity, TokenFingerprints
 from stages.checkpointing.layout import FORMAT, CheckpointManifest, list_checkpoints, step_name, verify
+from stages.checkpointing.pointer import RunPointer
 from stages.training.state import ScalerState, TrainMetrics, TrainState
 from tests.project import Project
 
@@ -32,10 +33,11 @@ Given = tuple[Project, dict[str, str]]
 
 
 def result(project: Project) -> dict[str, str]:
-    """SHA-256 of the shards (weights and optimizer) of the last checkpoint, and of the history."""
+    """SHA-256 of the shards (weights and optimizer) of the last checkpoint, of the history, and the one in run.json."""
     last = project.checkpoints() / step_name(12)
     files = [*sorted(last.glob("*.distcp")), last / "history.tsv"]
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return {**digests, "result": RunPointer.to(last).result_sha256}
 
 
 def published(project: Project) -> list[str]:

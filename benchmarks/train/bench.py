@@ -115,6 +115,6 @@ class Bench:
 
     def history_losses(self, log_freq: int) -> list[float]:
         """The losses of the pipeline's last training, averaged as the other programs print them."""
-        with (self.project / "outputs/bench/history.tsv").open() as file:
+        with (self.project / "outputs/history.tsv").open() as file:
             losses = [float(row["loss"]) for row in csv.DictReader(file, delimiter="\t") if row["loss"]]
         return [statistics.mean(losses[start : start + log_freq]) for start in range(0, len(losses), log_freq)]

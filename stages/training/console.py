@@ -4,10 +4,14 @@ import faulthandler
 import logging
 import signal
 import sys
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
+from typing import TypeVar
 
 from tqdm import tqdm
+
+T = TypeVar("T")
 
 
 class Console:
@@ -23,6 +27,13 @@ class Console:
     def advance(self) -> None:
         """Advance the bar by one step."""
         self._bar.update()
+
+    def progress(self, batches: Iterable[T], total: int, name: str) -> Iterable[T]:
+        """Show a second bar while `batches` are used, below that of the steps."""
+        bar: Iterable[T] = tqdm(
+            batches, total=total, desc=name, unit="batch", leave=False, disable=self._bar.disable, file=sys.stderr
+        )
+        return bar
 
     def line(self, text: str) -> None:
         """Print one line, with time and rank, above the bar."""

@@ -4,13 +4,17 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from stages.artifacts.errors import StageError
+from stages.training.handoff import DIRECTORY
 
 T = TypeVar("T")
 
@@ -20,40 +24,101 @@ class LostConnection(Exception):
 
 
 @contextmanager
-def process_group(mesh_shape: tuple[int, int], timeout_minutes: float) -> Iterator[DeviceMesh]:
-    """Join the process group that torchrun describes in the environment; yields the device mesh of its ranks.
+def process_group(timeout_minutes: float) -> Iterator[None]:
+    """Join the process group that the environment describes.
 
-    The mesh has one axis, `fsdp`, over which the model is sharded, and before it, where there are several copies of the
-    model, the axis `replicate`.
+    On one machine all its sockets are bound to the loopback interface, and no name is looked up.
 
     Args:
-        mesh_shape: Copies of the model, ranks that share each.
         timeout_minutes: After this time without an answer another rank counts as lost.
 
     Raises:
         LostConnection: to another rank, which prints its own reason, unless it was killed.
     """
     timeout = timedelta(minutes=timeout_minutes)
-    copies, size = mesh_shape
-    # Of a mesh with two axes, fully_shard replicates over the first and shards over the second.
-    shape, names = ((size,), ("fsdp",)) if copies == 1 else ((copies, size), ("replicate", "fsdp"))
+    store: dist.Store | None = None  # torch then makes the one that torchrun has put into the environment
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size == int(os.environ["LOCAL_WORLD_SIZE"]):  # gloo would ask the nameserver for the name of this machine
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _loopback_interface()
+        if DIRECTORY in os.environ:
+            # A TCPStore would listen on all interfaces, and ask the nameserver for the name of 127.0.0.1.
+            store = dist.FileStore(os.path.join(os.environ[DIRECTORY], "store"), world_size)
+            store.set_timeout(timeout)  # else five minutes, also to wait for a rank that starts later
     try:
-        if torch.cuda.is_available():
+        if check_devices(int(os.environ["LOCAL_WORLD_SIZE"])):
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
             # gloo beside NCCL: checkpoints and decisions are exchanged on the CPU, where they do not wait for the GPU.
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+            backend = "cpu:gloo,cuda:nccl"
         else:
-            dist.init_process_group("gloo", timeout=timeout)
-        yield init_device_mesh(device_type(), shape, mesh_dim_names=names)
+            device, backend = None, "gloo"
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
+        )
+        yield
     except RuntimeError as error:
         # The rank that is at fault prints the cause; the others would bury it under a traceback each.
-        if isinstance(error, dist.DistError) or "gloo" in str(error):  # gloo's errors have no class of their own
+        # Errors of gloo and of the FileStore have no class of their own.
+        if isinstance(error, dist.DistError) or any(sign in str(error) for sign in ("gloo", "Wait timeout")):
             reason = f" ({str(error).partition(chr(10))[0]})" if isinstance(error, dist.DistError) else ""
             raise LostConnection(f"rank {os.environ['RANK']} lost the connection to another rank{reason}") from None
         raise
     # Not after an error: NCCL would wait here for ranks that in turn wait for this one.
     dist.destroy_process_group()
+
+
+def device_mesh(shape: tuple[int, int], timeout_minutes: float) -> DeviceMesh:
+    """The mesh of all ranks; a collective.
+
+    It has one axis, `fsdp`, over which the model is sharded, and before it, where there are several copies of the
+    model, the axis `replicate`.
+
+    Args:
+        shape: Copies of the model, ranks that share each.
+        timeout_minutes: Of its groups.
+    """
+    copies, size = shape
+    # Of a mesh with two axes, fully_shard replicates over the first and shards over the second.
+    sizes, names = ((size,), ("fsdp",)) if copies == 1 else (shape, ("replicate", "fsdp"))
+    mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=names)
+    for group in mesh.get_all_groups():  # those of some of the ranks get torch's default of 10 or 30 minutes
+        _set_pg_timeout(timedelta(minutes=timeout_minutes), group)
+    return mesh
+
+
+def check_devices(num_ranks: int | None, devices: Path = Path("/dev")) -> int:
+    """The GPUs of this machine that `num_ranks` ranks (None: any number) can use; 0: they train on the CPU.
+
+    Raises:
+        StageError: there are fewer GPUs than ranks, or none of those in `devices` works.
+    """
+    if not torch.cuda.is_available():
+        # Whoever hides the GPUs wants to train on the CPU. Otherwise a broken driver would only be noticed by the time.
+        # NoDevFiles is what Slurm sets for a job without GPUs.
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+        if not hidden and list(devices.glob("nvidia[0-9]*")):
+            has_cuda = torch.version.cuda is not None
+            remedy = "check the driver with `nvidia-smi`" if has_cuda else "install the CUDA build with `make setup`"
+            raise StageError(
+                f"this machine has GPUs, but torch {torch.__version__} cannot use them: {remedy}; to train on the CPU, "
+                "set the environment variable CUDA_VISIBLE_DEVICES to -1"
+            )
+        return 0
+    num_gpus = torch.cuda.device_count()
+    if num_ranks is not None and num_ranks > num_gpus:
+        raise StageError(
+            f"{num_ranks} ranks need {num_ranks} GPUs, but torch can use {num_gpus} here: set "
+            f"runtime.nproc_per_node to {num_gpus} or less, or to null for one rank per GPU"
+        )
+    return num_gpus
+
+
+def _loopback_interface() -> str:
+    # `lo` on Linux; found by its address, because a name that does not exist would be an obscure error of gloo.
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return str(name)
+    raise StageError("this machine has no loopback interface with the address 127.0.0.1: `ip link set lo up`")
 
 
 def device_type() -> str:

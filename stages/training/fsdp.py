@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, PositiveInt
 
 from stages.artifacts.errors import StageError
+from stages.model.manifest import ModelManifest
 
 
 def _refuse(value: Any, reason: str) -> AfterValidator:
@@ -127,6 +128,23 @@ class FsdpParams:
         return dataclasses.replace(
             self, **{name: value for name, value in preset.items() if getattr(self, name) is None}
         )
+
+    def wrapped_classes(self, model: ModelManifest) -> list[str]:
+        """The classes of the modules to wrap.
+
+        Raises:
+            StageError: the model has no modules of a class in `wrap_layer_cls`.
+        """
+        if not self.wrap_layer_cls:
+            return model.layer_classes
+        classes = [name.strip() for name in self.wrap_layer_cls.split(",")]
+        if unknown := sorted(set(classes) - set(model.module_classes)):
+            others = ", ".join(sorted(set(model.module_classes) - set(model.layer_classes)))
+            raise StageError(
+                f"fsdp.wrap_layer_cls: {model.architecture} has no {', '.join(unknown)}: use "
+                f"{','.join(model.layer_classes)} (its layers, as with null) or others of its classes: {others}"
+            )
+        return classes
 
     def mesh_shape(self, world_size: int, local_world_size: int) -> tuple[int, int]:
         """How many copies of the model there are, and how many ranks share each.

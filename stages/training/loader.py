@@ -12,6 +12,7 @@ Nothing is read ahead, and there are no worker processes: the rows are memory-ma
 100 % (93 to 106 %) of the tokens/s of a loop that has all its batches ready in memory (docs/benchmarks.md).
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -46,17 +47,28 @@ class BatchLoader:
         return indices.reshape(-1, dist.get_world_size(), params.batch_size)[:, rank]
 
     def validation_batches(self) -> Iterator[dict[str, Tensor]]:
-        """This rank's share of all rows.
+        """This rank's share of the rows that a validation measures: the same rows for any number of ranks.
 
         Every rank gets as many batches, because each forward pass is a collective operation: past the end the last row
         is repeated, with labels that do not count.
         """
-        size, world_size, rank = self._params.batch_size, dist.get_world_size(), dist.get_rank()
-        for start in range(0, len(self._rows), size * world_size):
-            own = np.arange(start + rank * size, start + (rank + 1) * size)
-            batch = self._batch(np.minimum(own, len(self._rows) - 1))
-            batch["labels"][torch.from_numpy(own >= len(self._rows)).to(batch["labels"].device)] = -100
+        rows, size, rank = self.validation_rows, self._params.batch_size, dist.get_rank()
+        for number in range(self.num_validation_batches):
+            start = (number * dist.get_world_size() + rank) * size
+            own = np.arange(start, start + size)
+            batch = self._batch(rows[np.minimum(own, len(rows) - 1)])
+            batch["labels"][torch.from_numpy(own >= len(rows)).to(batch["labels"].device)] = -100
             yield batch
+
+    @property
+    def validation_rows(self) -> NDArray[np.int64]:
+        """The indices of the rows that a validation measures."""
+        return self._rows.spread(self._params.eval_rows)
+
+    @property
+    def num_validation_batches(self) -> int:
+        """Forward passes of each rank in a validation."""
+        return math.ceil(len(self.validation_rows) / (self._params.batch_size * dist.get_world_size()))
 
     def _batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         rows = torch.from_numpy(self._rows.rows(indices)).to(device_type(), non_blocking=True)  # (B, T) int32

@@ -26,7 +26,7 @@ def explain_out_of_memory(params: TrainParams, rank: int, world_size: int) -> It
         reason = " ".join(str(error).rpartition("err == 0. ")[2].split())[:200]  # without the line in torch's source
         raise StageError(
             f"rank {rank} is out of memory{f' ({reason})' if reason else ''}: use {remedies(params, world_size)}. "
-            "The run continues from its newest checkpoint, but with another seq_length it is a new run"
+            "The next launch resumes from the latest valid checkpoint, if there is one; another seq_length is a new run"
         ) from None
 
 

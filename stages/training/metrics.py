@@ -1,8 +1,8 @@
 """What a training reports: the console, history.tsv, train_metrics.json and the tracker.
 
 history.tsv            every `history_freq` steps and at each validation: values that are reproducible, no times
-console, tracker       every `log_freq` steps: the same, and speed, memory and the times of a step
-train_metrics.json     the newest of all of them, in the checkpoint and as a DVC metric
+console, tracker       every `log_freq` steps: the same, and speed, memory and times since the line before
+train_metrics.json     the newest values, and what the whole run has cost; it comes from the last checkpoint
 """
 
 import dataclasses
@@ -13,9 +13,9 @@ from stages.training import flops
 from stages.training.console import Console
 from stages.training.run import Run
 from stages.training.schedule import lr_ratio
-from stages.training.state import TrainMetrics
+from stages.training.state import Cost, TrainMetrics
 from stages.training.step import StepResult
-from stages.training.timers import Timers, memory_gib, reset_peak_memory
+from stages.training.timers import PHASES, Timers, memory_gib, reset_peak_memory
 from stages.training.trackers import Tracker, without_none
 
 
@@ -27,13 +27,16 @@ class MetricsLogger:
         history: History, metrics: TrainMetrics | None,
     ) -> None:  # fmt: skip
         """`history` and `metrics` are those of the checkpoint that a run resumes from."""
-        self.metrics = metrics or TrainMetrics()
         self.history = history
         self.console = console
+        self._metrics = metrics or TrainMetrics()
+        self._cost_before = self._metrics.cost  # of the earlier launches
         self._run, self._params, self._log_freq = run, run.params, log_freq
         self._tracker, self._timers, self._flops_per_token = tracker, timers, flops_per_token
         self._tokens_per_step = run.params.total_batch_size * run.seq_length
-        self._timed_steps = 0
+        self._num_steps = 0  # of this launch
+        self._reported_steps, self._reported_seconds = 0, dict.fromkeys((*PHASES, "other"), 0.0)
+        self._memory_peak_gib = 0.0
 
     def log(self, step: int, result: StepResult, validation_loss: float | None, is_validated: bool) -> None:
         """Report step `step` (0: nothing was trained yet), and the validation after it if there was one."""
@@ -41,18 +44,16 @@ class MetricsLogger:
         # Of the update just done: steps are counted from 1 here, and from 0 in the schedule.
         lr = self._params.lr * lr_ratio(self._params, self._run.total_steps, max(0, step - 1))
         if is_validated:
-            self.metrics = dataclasses.replace(self.metrics, validation_loss=validation_loss)
-        if validation_loss is not None:
-            self.console.line(f"step {step}: validation loss {validation_loss:.4f}")
+            self._metrics = dataclasses.replace(self._metrics, validation_loss=validation_loss)
         if step % self._params.history_freq == 0 or validation_loss is not None or is_last:
             self._log_history(step, result, lr if step else None, validation_loss)
         if step == 0:
             return
-        self._timed_steps += 1
+        self._num_steps += 1
         self.console.advance()
-        self.metrics = dataclasses.replace(
-            self.metrics, steps=step, tokens=step * self._tokens_per_step, loss=result.loss,
-            skipped_steps=self.metrics.skipped_steps + (result.grad_norm is None),
+        self._metrics = dataclasses.replace(
+            self._metrics, steps=step, tokens=step * self._tokens_per_step, loss=result.loss,
+            skipped_steps=self._metrics.skipped_steps + (result.grad_norm is None),
         )  # fmt: skip
         if step % self._log_freq == 0 or is_last:
             self._log_speed(step, result, lr)
@@ -72,29 +73,55 @@ class MetricsLogger:
 
     def _log_speed(self, step: int, result: StepResult, lr: float) -> None:
         """The line of every `log_freq` steps: all that is timed is since the line before."""
-        seconds = self._timers.reset()
-        steps, self._timed_steps = self._timed_steps, 0
+        read = self._timers.read()
+        seconds = {name: value - self._reported_seconds[name] for name, value in read.items()}
+        steps = self._num_steps - self._reported_steps
+        self._reported_steps, self._reported_seconds = self._num_steps, read
         rate = steps * self._tokens_per_step / sum(seconds.values())
-        mfu = flops.utilization(rate, self._flops_per_token, self._params.precision)
+        mfu = self._utilization(rate)
         now, peak = memory_gib()
         reset_peak_memory()  # each line shows its own peak: that of loading would hide all later ones
+        self._memory_peak_gib = max(peak, self._memory_peak_gib)
         times = {name: 1000 * value / steps for name, value in seconds.items()}
-        self.metrics = dataclasses.replace(
-            self.metrics,
-            tokens_per_second=round(rate, 1),
-            mfu=None if mfu is None else round(mfu, 4),
-            memory_peak_gib=round(max(peak, self.metrics.memory_peak_gib or 0), 3),
-            milliseconds={name: round(value, 3) for name, value in times.items()},
-        )
         speed = {"tokens_per_second": rate, "mfu": mfu, "memory_gib": now, "memory_peak_gib": peak}
         self._tracker.log(step, without_none(speed | {f"{name}_ms": value for name, value in times.items()}))
         loss, grad_norm = (math.nan if value is None else value for value in result)
-        skipped = self.metrics.skipped_steps
+        skipped = self._metrics.skipped_steps
         self.console.line(
             f"step {step}/{self._run.total_steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  "
             f"{rate:,.0f} tokens/s  "
             + ("" if mfu is None else f"MFU {mfu:.1%}  ")
-            + "  ".join(f"{name} {value:.1f} ms" for name, value in times.items())
+            + "  ".join(f"{name} {value:.1f} ms" for name, value in times.items() if value)
             + f"  memory {now:.2f} GiB, peak {peak:.2f} GiB"
             + (f"  {skipped} steps skipped" if skipped else "")
         )
+
+    def snapshot(self) -> TrainMetrics:
+        """The metrics as of now, for a checkpoint."""
+        return dataclasses.replace(self._metrics, cost=self._cost())
+
+    def _cost(self) -> Cost:
+        """What all steps of the run have cost: those of earlier launches, and those of this one."""
+        before, steps = self._cost_before, self._cost_before.steps + self._num_steps
+        if not steps:
+            return before
+        here = self._timers.read()
+        seconds_here = sum(here.values())
+        seconds = before.training_seconds + seconds_here
+        mfu = self._utilization(self._num_steps * self._tokens_per_step / seconds_here)
+        if before.mfu is not None and mfu is not None:  # a mean over the time: the launches may be on different GPUs
+            mfu = (before.mfu * before.training_seconds + mfu * seconds_here) / seconds
+        return Cost(
+            steps=steps,
+            training_seconds=round(seconds, 3),
+            milliseconds={
+                name: round((before.milliseconds.get(name, 0.0) * before.steps + 1000 * value) / steps, 3)
+                for name, value in here.items()
+            },
+            tokens_per_second=round(steps * self._tokens_per_step / seconds, 1),
+            mfu=None if mfu is None else round(mfu, 4),
+            memory_peak_gib=round(max(self._memory_peak_gib, memory_gib()[1], before.memory_peak_gib or 0), 3),
+        )
+
+    def _utilization(self, tokens_per_second: float) -> float | None:
+        return flops.utilization(tokens_per_second, self._flops_per_token, self._params.precision)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from stages.artifacts.errors import StageError
 from stages.training.params import TrainParams
 
 
@@ -29,6 +28,7 @@ def make_optimizer(model: nn.Module, params: TrainParams) -> Optimizer:
 
 def _make(groups: list[dict[str, Any]], params: TrainParams) -> Optimizer:
     options: dict[str, Any] = {"lr": params.lr, "betas": (params.adam_beta1, params.adam_beta2), "eps": params.adam_eps}
+    params.check_optimizer()
     if params.optimizer == "adamw_8bit":
         return _adamw_8bit(groups, options)
     return AdamW(groups, fused=True, **options)  # fused: one pass over a weight, not one per operation
@@ -64,12 +64,7 @@ def _allocate_state(optimizer: Optimizer) -> None:
 
 
 def _adamw_8bit(groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError:
-        raise StageError(
-            "optimizer adamw_8bit needs torchao, which is not installed: run `pip install torchao`, or use adamw"
-        ) from None
+    from torchao.optim import AdamW8bit  # slow to import, and an extra
 
     class EagerAdamW8bit(AdamW8bit):  # type: ignore[misc]  # torchao has no types
         """torchao compiles the update, once for each shape of a parameter; on CPUs that takes minutes."""

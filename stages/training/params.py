@@ -4,18 +4,21 @@ Options are beside their component where its module imports no torch (schedule.p
 `plan` and `checkpoints` read them all, and must answer before torch is imported.
 """
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from stages.artifacts.errors import StageError
-from stages.artifacts.params_file import ExperimentName
+from stages.artifacts.outputs import ExperimentName
 from stages.checkpointing.retention import CheckpointRuntime
 from stages.training.fsdp import FsdpParams
 from stages.training.schedule import ScheduleParams
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+# Numbers too: YAML reads a run_id that has only decimal digits as one.
+RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$", coerce_numbers_to_str=True)]
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,8 @@ class TrainParams(ScheduleParams):
     """Passes over the training rows."""
     max_steps: PositiveInt | None
     """A limit below `num_epochs`, in optimizer steps; null for none."""
+    extend_from: RunId | None
+    """A finished run of the experiment to continue from, with the learning rates of this one; null for none."""
     optimizer: Literal["adamw", "adamw_8bit"]
     """adamw | adamw_8bit: its two moments use one byte each instead of four (from torchao, which must be installed)."""
     weight_decay: NonNegativeFloat
@@ -58,6 +63,8 @@ class TrainParams(ScheduleParams):
     """Whether torch.compile compiles the layers, each by itself."""
     eval_freq: PositiveInt
     """Optimizer steps between two validations; there is one before the first step and one after the last."""
+    eval_rows: PositiveInt | None
+    """Held-out rows that a validation measures, spread evenly over all of them and always the same; null for all."""
     history_freq: PositiveInt
     """Optimizer steps between two rows of history.tsv."""
     fsdp: FsdpParams
@@ -65,11 +72,6 @@ class TrainParams(ScheduleParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.total_batch_size % self.batch_size:
-            raise ValueError(
-                f"total_batch_size {self.total_batch_size} is not a multiple of batch_size {self.batch_size}: "
-                f"use {_nearest(self.total_batch_size, self.batch_size)}"
-            )
         self.fsdp.check()
 
     def grad_accum_steps(self, dp_world_size: int) -> int:
@@ -86,6 +88,33 @@ class TrainParams(ScheduleParams):
                 "or another batch_size or runtime.nproc_per_node"
             )
         return self.total_batch_size // rows
+
+    def check_any_num_ranks(self) -> None:
+        """Check what `grad_accum_steps` would refuse for every number of ranks, where it is not known yet.
+
+        Raises:
+            StageError: naming values of `total_batch_size` that several numbers of ranks can share evenly.
+        """
+        if self.total_batch_size % self.batch_size:
+            choices = [
+                f"{_nearest(self.total_batch_size, self.batch_size * ranks)} for {ranks} rank{'s' * (ranks > 1)}"
+                for ranks in (1, 2, 4, 8)
+            ]
+            raise StageError(
+                f"total_batch_size {self.total_batch_size} is not a multiple of batch_size {self.batch_size} x the "
+                f"number of ranks: use {', '.join(choices)}, or another batch_size"
+            )
+
+    def check_optimizer(self) -> None:
+        """Check that the package of the optimizer is installed, without importing it.
+
+        Raises:
+            StageError: it is not.
+        """
+        if self.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+            raise StageError(
+                "optimizer adamw_8bit needs torchao, which is not installed: run `pip install torchao`, or use adamw"
+            )
 
     def total_steps(self, num_rows: int) -> int:
         """Optimizer steps of the whole run over `num_rows` training rows."""
@@ -104,7 +133,7 @@ class TrainRuntime(CheckpointRuntime):
     """The leaves of the `runtime` section that training reads. None of them changes what is learned."""
 
     launcher: Literal["torchrun"]
-    """What starts the ranks."""
+    """What starts the ranks: the process management of torchrun."""
     nproc_per_node: PositiveInt | None
     """Ranks on this machine; null: one per GPU, or 2 where there is none."""
     log_freq: PositiveInt
@@ -115,9 +144,9 @@ class TrainRuntime(CheckpointRuntime):
     max_restarts: NonNegativeInt
     """How often the ranks are restarted after one of them crashed or hung. An error that would recur, and a
     signal to stop, end the training at once."""
-    resume: Literal["auto", "never", "extend"]
-    """auto: continue from the newest checkpoint that this run would have reached itself | never: start over |
-    extend: continue with more steps although the learning rate of the steps already done would have been another."""
+    resume: Literal["auto", "never"]
+    """auto: continue from the newest checkpoint that this run would have reached itself | never: delete the checkpoints
+    of this run at the launch, and start over."""
     tracker: Literal["none", "tensorboard", "wandb"]
     """Where else the metrics go: files below outputs/<experiment_name>/ for TensorBoard or Weights & Biases."""
     debug: bool

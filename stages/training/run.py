@@ -12,11 +12,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts import code, publish
+from stages.artifacts import code, outputs, publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.identity import Adoption, RunIdentity, TokenFingerprints
+from stages.checkpointing import retention
 from stages.checkpointing.layout import CheckpointManifest, UnsupportedFormat, checkpoint_root, list_checkpoints
-from stages.model.manifest import MANIFEST
+from stages.checkpointing.lock import try_delete_lock
+from stages.model.manifest import MANIFEST, ModelManifest
 from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.schedule import ScheduleParams, lr_ratio
@@ -26,11 +28,14 @@ _ENTRIES = ("stages.launch", "stages.train")
 
 _SCHEDULE = {field.name for field in dataclasses.fields(ScheduleParams)}
 _NEUTRAL = {
-    *("experiment_name", "batch_size", "num_epochs", "max_steps", "eval_freq", "history_freq"),
+    *("experiment_name", "batch_size", "num_epochs", "max_steps", "eval_freq", "eval_rows", "history_freq"),
     *("activation_checkpointing", "compile", "fsdp"),
 }
 """Parameters that may differ between two runs which compute the same weights, up to rounding, at every step that both
 of them do. Those of the schedule may differ too: the learning rates themselves are compared, step by step."""
+
+_ABSENT = "nothing"
+"""What a difference shows for a parameter that a run does not have."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class Run:
     @property
     def log_directory(self) -> Path:
         """For logs and trackers. Like the checkpoints, it is not in the copy that `dvc exp run --temp` deletes."""
-        return Path(os.environ.get("DVC_ROOT", ".")) / "outputs" / self.params.experiment_name
+        return Path(os.environ.get("DVC_ROOT", ".")) / outputs.directory(self.params.experiment_name)
 
     @property
     def total_steps(self) -> int:
@@ -83,34 +88,52 @@ def describe(params: TrainParams) -> Run:
     )
 
 
+def start_over(run: Run) -> None:
+    """Delete the checkpoints of a run.
+
+    `retention.prune` would count the old steps as the newest, and a rename could not replace them.
+
+    Raises:
+        StageError: another run or a transfer reads from them, or the run could not start without them.
+    """
+    if run.params.extend_from is not None:
+        _last_to_extend(run)  # raises before anything is deleted
+    with try_delete_lock(run.directory) as nobody_reads:
+        if not nobody_reads:
+            raise StageError(f"{run.directory} is being read, so it cannot start over: launch it again in a minute")
+        retention.delete(list_checkpoints(run.directory))
+
+
 def resume_candidates(run: Run, runtime: TrainRuntime, report: Callable[[str], None]) -> list[Path]:
     """The checkpoints from which `run` may continue, best first; none: it starts at step 0.
 
-    Its own come first. Without any, those of another run of the experiment that `_may_adopt` accepts.
+    Its own come first. Without any, those of another run of the experiment that `_may_adopt` accepts (not with
+    `resume: never`), and then the last one of the run that `extend_from` names.
 
     Raises:
-        StageError: a checkpoint in the run's own directory belongs to another run.
+        StageError: a checkpoint in the run's own directory belongs to another run, or that run cannot be extended.
     """
-    if runtime.resume == "never":
-        return []
-    # Own checkpoints exclude all others, even those with more steps.
+    # Own checkpoints exclude all others, even those with more steps. With `never` they are those of this launch.
     if own := list_checkpoints(run.directory):
         for path, manifest in _readable(own, report):
             if manifest.identity != run.identity:
-                differences = "\n".join(_differences(manifest.identity, run.identity))
-                raise StageError(f"{path} belongs to another run; move it away. It differs in\n{differences}")
+                lines = "\n".join(differences(manifest.identity, run.identity))
+                raise StageError(f"{path} belongs to another run; move it away. It differs in\n{lines}")
         return own
     others = []
-    for directory in checkpoint_root(run.params.experiment_name).glob("*/"):
+    for directory in checkpoint_root(run.params.experiment_name).glob("*/") if runtime.resume == "auto" else ():
         checkpoints = list(_readable(list_checkpoints(directory), report))
         # Of all its checkpoints: the last one but one of a finished run is not that of an unfinished one.
         is_finished = any(manifest.step >= manifest.total_steps for _, manifest in checkpoints)
         for path, manifest in checkpoints:
-            if _may_adopt(run, manifest, is_finished, extend=runtime.resume == "extend"):
+            if _may_adopt(run, manifest, is_finished):
                 others.append((manifest.step, path))
     others.sort(reverse=True)  # the most steps first: they need not be computed again
     if others:
         report(f"continuing from {others[0][1]}, whose run was identical until there")
+    elif run.params.extend_from is not None:
+        others = [(0, _last_to_extend(run))]
+        report(f"extending {others[0][1]} with another schedule")
     return [path for _, path in others]
 
 
@@ -125,14 +148,14 @@ def _readable(paths: list[Path], report: Callable[[str], None]) -> Iterator[tupl
             pass  # `latest_valid` reports the damaged ones
 
 
-def _may_adopt(run: Run, manifest: CheckpointManifest, is_finished: bool, extend: bool) -> bool:
+def _may_adopt(run: Run, manifest: CheckpointManifest, is_finished: bool) -> bool:
     """Whether `run` may continue from a checkpoint of another run, which `is_finished` or not.
 
     It may where it would have reached these very weights itself, up to rounding:
 
     - the same training rows and the same model to start from;
     - the same parameters, but for those that cannot change the weights (`_NEUTRAL`);
-    - the same learning rate at every step until the checkpoint (with `extend`, any learning rate).
+    - the same learning rate at every step until the checkpoint.
 
     The code may differ: an unfinished run continues after a bug fix. And the two runs must not be the same piece of
     work done twice: a *finished* run is continued only by a longer one. So a run that ran out of memory continues with
@@ -144,19 +167,13 @@ def _may_adopt(run: Run, manifest: CheckpointManifest, is_finished: bool, extend
     """
     if manifest.step >= run.total_steps or (is_finished and manifest.total_steps >= run.total_steps):
         return False
-    theirs, ours = manifest.identity, run.identity
-    # Validation rows are only measured, so they may differ.
-    if theirs.data.train != ours.data.train or theirs.model != ours.model:
+    # The router loss of a mixture of experts is computed once per forward pass, so it depends on the rows of one.
+    changing = {"batch_size"} if ModelManifest.read().router_loss_coef else set()
+    if _obstacles(manifest.identity, run.identity, (_NEUTRAL | _SCHEDULE) - changing):
         return False
-    # Also the names: a parameter that only one of them has comes from another version of the code.
-    compared = ours.params.keys() - _NEUTRAL - _SCHEDULE
-    if theirs.params.keys() != ours.params.keys() or any(theirs.params[name] != ours.params[name] for name in compared):
-        return False
-    if extend:
-        return True
     # The rates, not the parameters of the schedule: with `wsd`, runs of different lengths share the stable phase.
     # Exact equality is right, as the same function computed both.
-    schedule = ScheduleParams(**{name: theirs.params[name] for name in _SCHEDULE})
+    schedule = ScheduleParams(**{name: manifest.identity.params[name] for name in _SCHEDULE})
     return all(
         schedule.lr * lr_ratio(schedule, manifest.total_steps, step)
         == run.params.lr * lr_ratio(run.params, run.total_steps, step)
@@ -164,23 +181,71 @@ def _may_adopt(run: Run, manifest: CheckpointManifest, is_finished: bool, extend
     )
 
 
-def _differences(theirs: RunIdentity, ours: RunIdentity) -> list[str]:
+def _last_to_extend(run: Run) -> Path:
+    """The last checkpoint of the run that `extend_from` names.
+
+    Unlike an adopted run it has other learning rates, so the result is another one than from scratch. That is why
+    `extend_from` is a parameter, part of the identity, and names one run: the result depends on nothing else.
+
+    Raises:
+        StageError: it has not finished, differs in more than `_may_adopt` allows and the schedule, or is not shorter.
+    """
+    last = {}
+    for directory in checkpoint_root(run.params.experiment_name).glob("*/"):
+        for path, manifest in _readable(list_checkpoints(directory)[:1], lambda message: None):
+            if directory != run.directory and manifest.step >= manifest.total_steps:
+                last[manifest.run_id] = (path, manifest)
+    ignored = _NEUTRAL | _SCHEDULE | {"extend_from"}
+    obstacles = {run_id: _obstacles(manifest.identity, run.identity, ignored) for run_id, (_, manifest) in last.items()}
+    for run_id, (_, manifest) in last.items():
+        if manifest.step >= run.total_steps:
+            obstacles[run_id].append(f"steps: {manifest.step} there, only {run.total_steps} here")
+    wanted = str(run.params.extend_from)
+    if wanted in last and not obstacles[wanted]:
+        return last[wanted][0]
+    lines = "\n".join(obstacles.get(wanted, [f"there is no finished run of this name in {run.directory.parent}"]))
+    possible = ", ".join(sorted(run_id for run_id in last if not obstacles[run_id])) or "none"
+    raise StageError(f"extend_from: run {wanted} cannot be extended:\n{lines}\nruns that can be extended: {possible}")
+
+
+def _obstacles(theirs: RunIdentity, ours: RunIdentity, ignored: set[str]) -> list[str]:
+    """The differences that keep one run from continuing the other; those of the parameters `ignored` do not."""
+    found = []
+    for name, there, here in _compare(dataclasses.asdict(theirs), dataclasses.asdict(ours)):
+        section, _, parameter = name.partition(".")
+        # Validation rows are only measured, so they may differ. A parameter that only one of the runs has comes from
+        # another version of the code, so it counts although it is ignored.
+        is_ignored = parameter.partition(".")[0] in ignored and _ABSENT not in (there, here)
+        if not (name in ("code", "data.validation") or (section == "params" and is_ignored)):
+            found.append(f"{name}: {there} there, {here} here")
+    return found
+
+
+def differences(theirs: RunIdentity | TrainRuntime, ours: RunIdentity | TrainRuntime) -> list[str]:
     """One line for each leaf that differs: `params.batch_size: 2 there, 4 here`."""
+    compared = _compare(dataclasses.asdict(theirs), dataclasses.asdict(ours))
+    return [f"{name}: {there} there, {here} here" for name, there, here in compared]
 
-    def compare(old: dict[str, Any], new: dict[str, Any], prefix: str) -> Iterator[str]:
-        for name in sorted(old.keys() | new.keys()):
-            there, here = old.get(name), new.get(name)
-            if isinstance(there, dict) and isinstance(here, dict):
-                yield from compare(there, here, f"{prefix}{name}.")
-            elif there != here:
-                yield f"{prefix}{name}: {there!r} there, {here!r} here"
 
-    return list(compare(dataclasses.asdict(theirs), dataclasses.asdict(ours), ""))
+def _compare(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    for name in sorted(old.keys() | new.keys()):
+        if isinstance(old.get(name), dict) and isinstance(new.get(name), dict):
+            yield from _compare(old[name], new[name], f"{prefix}{name}.")
+            continue
+        if name not in old or name not in new or old[name] != new[name]:
+            there, here = (repr(values[name]) if name in values else _ABSENT for values in (old, new))
+            yield f"{prefix}{name}", there, here
 
 
 def adoption(run: Run, manifest: CheckpointManifest) -> Adoption:
     """What the lineage of `run` records of the checkpoint of another run that it continues from."""
-    return Adoption(manifest.run_id, manifest.step, _differences(manifest.identity, run.identity), manifest.adopted)
+    return Adoption(manifest.run_id, manifest.step, differences(manifest.identity, run.identity), manifest.adopted)
+
+
+def validates_same_rows(run: Run, manifest: CheckpointManifest) -> bool:
+    """Whether the validation losses of a checkpoint, which `run` adopts, are on the rows that `run` measures."""
+    theirs, ours = manifest.identity, run.identity
+    return theirs.data.validation == ours.data.validation and theirs.params["eval_rows"] == ours.params["eval_rows"]
 
 
 def packages() -> dict[str, str]:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.torch_version import TorchVersion
@@ -129,8 +130,19 @@ class Saver:
         """
         self.wait()
         # Without its parameter groups: the learning rate is in the scheduler's state, the rest in the run's parameters.
-        optimizer_state = get_optimizer_state_dict(model, optimizer)["state"]
-        tensors = {"model": _model_state(model), "optimizer": optimizer_state}
+        optimizer_state = cast(dict[str, Any], get_optimizer_state_dict(model, optimizer)["state"])
+        model_state = _model_state(model)
+        shapes = {
+            name: TensorEntry(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in model_state.items()
+        }
+        manifest = dataclasses.replace(manifest, tensors=shapes)
+        # torch would write one copy of each, too, but only after each rank has staged all of them.
+        elsewhere = _saved_elsewhere(model_state)
+        tensors = {
+            kind: {name: value for name, value in states.items() if name not in elsewhere}
+            for kind, states in {"model": model_state, "optimizer": optimizer_state}.items()
+        }
         # Now, not in the thread: by then the training has drawn more random numbers and changed the scheduler.
         small = _Small(copy.deepcopy(scheduler.state_dict()), state, rng_state(), history, manifest)
         if self._thread is None:
@@ -161,11 +173,7 @@ class Saver:
             _write_small(temporary, small, rng)
             others = [path for path in temporary.iterdir() if not path.name.endswith(".distcp")]
             files = {name: entry for part in [*shards, _entries(others)] for name, entry in part.items()}
-            shapes = {
-                name: TensorEntry(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-                for name, tensor in tensors["model"].items()
-            }
-            manifest = dataclasses.replace(small.manifest, files=dict(sorted(files.items())), tensors=shapes)
+            manifest = dataclasses.replace(small.manifest, files=dict(sorted(files.items())))
             # The order is what makes it safe against a power cut: all files are on the disk before the manifest names
             # them, and the manifest is before the rename makes the checkpoint exist. The rename itself is on the disk
             # before an older checkpoint is deleted.
@@ -238,6 +246,20 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return {**dict(model.named_parameters()), **buffers}
+
+
+def _saved_elsewhere(tensors: dict[str, Any]) -> set[str]:
+    """The replicated parameters whose copy in another group of ranks is saved; every group saves a similar share."""
+    elsewhere = set()
+    loads: dict[int, int] = {}  # elements by group, computed alike on all ranks
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
+        if isinstance(tensor, DTensor) and tensor.placements[0].is_replicate():
+            groups = tensor.device_mesh.size(0)
+            group = min(range(groups), key=lambda number: loads.get(number, 0))
+            loads[group] = loads.get(group, 0) + tensor.numel()
+            if group != tensor.device_mesh.get_local_rank(0):
+                elsewhere.add(name)
+    return elsewhere
 
 
 def _entries(paths: list[Path]) -> dict[str, FileEntry]:

@@ -50,7 +50,7 @@ def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh, initia
     if params.compile:
         for layer in layers:
             layer.compile()  # in place: torch.compile(layer) would wrap it, and rename its class and its parameters
-    sharding.shard(model, manifest.layer_classes, params, mesh)
+    sharding.shard(model, params.fsdp.wrapped_classes(manifest), params, mesh)
     sharding.materialize(model, params, mesh)
     reference = meta.build(directory)
     if initialize and not manifest.weights:

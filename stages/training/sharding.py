@@ -18,12 +18,12 @@ from stages.training.params import TrainParams
 from stages.training.precision import mixed_precision_policy
 
 
-def shard(model: nn.Module, layer_classes: list[str], params: TrainParams, mesh: DeviceMesh) -> None:
+def shard(model: nn.Module, wrapped_classes: list[str], params: TrainParams, mesh: DeviceMesh) -> None:
     """Shard a meta model in place. It must be given memory by `materialize` afterwards.
 
     Args:
         model: On the meta device.
-        layer_classes: What to wrap, where `fsdp.wrap_layer_cls` is null.
+        wrapped_classes: What `FsdpParams.wrapped_classes` gives.
         params: Precision, and how to shard.
         mesh: The ranks of each copy of the model are its last axis.
     """
@@ -31,7 +31,7 @@ def shard(model: nn.Module, layer_classes: list[str], params: TrainParams, mesh:
     # Before sharding, as it replaces modules.
     if fsdp.sync_batchnorm:
         _sync_batchnorm(model, mesh)
-    layers = modules_to_wrap(model, fsdp.wrap_layer_cls, layer_classes)
+    layers = modules_to_wrap(model, wrapped_classes)
     reshards = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
     for module in [*reversed(layers), model]:  # modules inside others first, as fully_shard requires
         fully_shard(
@@ -70,26 +70,16 @@ def materialize(model: nn.Module, params: TrainParams, mesh: DeviceMesh) -> None
             module._buffers[name] = None if buffer is None else buffer.to(mesh.device_type)
 
 
-def modules_to_wrap(model: nn.Module, names: str | None, layer_classes: list[str]) -> list[nn.Module]:
+def modules_to_wrap(model: nn.Module, classes: list[str]) -> list[nn.Module]:
     """The modules that FSDP wraps, whose weights are gathered together, in the order of the model.
 
     Args:
         model: Its parameters may be on the meta device.
-        names: `fsdp.wrap_layer_cls`.
-        layer_classes: Those to use where that is null.
+        classes: Names of the classes of these modules.
 
     Raises:
-        StageError: the model has no such class, or the classes would separate tied weights.
+        StageError: the classes would separate tied weights.
     """
-    classes = [name.strip() for name in names.split(",")] if names else layer_classes
-    inner = [module for module in model.modules() if module is not model]
-    known = {type(module).__name__ for module in inner if any(True for _ in module.parameters())}
-    if unknown := sorted(set(classes) - known):
-        others = ", ".join(sorted(known - set(layer_classes)))
-        raise StageError(
-            f"fsdp.wrap_layer_cls: {type(model).__name__} has no {', '.join(unknown)}: use {','.join(layer_classes)} "
-            f"(its layers, as with null), or of {others}"
-        )
     # FSDP shards a parameter with the innermost wrapped module around it; a tied one has two places, but one owner.
     modules = [module for module in model.modules() if type(module).__name__ in classes]
     _check_tied(model, modules, classes)

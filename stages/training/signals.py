@@ -14,9 +14,6 @@ DVC would record a half-trained run as the result of the stage."""
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 """Those that ask a training to save and exit."""
 
-LAUNCHER = "TRAINING_LAUNCHER_PID"
-"""Environment variable with the process id of the launcher, for the ranks."""
-
 
 class StopSignal:
     """Remembers that a signal asked this process to stop; the training looks at it between two steps."""
@@ -54,11 +51,11 @@ def forward_stop_signals(on_signal: Callable[[], None]) -> None:
         while True:
             signal.sigwait(STOP_SIGNALS)
             on_signal()
-            # One that comes before torchrun has started the ranks waits for them, as nothing else would pass it on.
+            # One that comes before the ranks are started waits for them, as nothing else would pass it on.
             while not (children := psutil.Process().children()):
                 time.sleep(0.1)
             for child in children:
                 child.send_signal(signal.SIGTERM)  # all four mean the same to a rank
 
-    # A thread, as the main one is in torchrun; a daemon, as sigwait never returns where no signal comes.
+    # A thread, as the main one waits for the ranks; a daemon, as sigwait never returns where no signal comes.
     threading.Thread(target=forward, daemon=True).start()

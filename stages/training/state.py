@@ -10,8 +10,27 @@ STATE = "state.json"
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What the steps of a run have cost, added up over its launches.
+
+    Not in it: steps of another run whose checkpoint it adopted, and time whose work was lost and done again. All
+    figures are of rank 0.
+    """
+
+    steps: int = 0
+    training_seconds: float = 0.0
+    """All time by the clock between the start of the loop and the save, validations and earlier saves included."""
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    """Mean per step of each phase; together they are all the time."""
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    """Model FLOPs utilization, from 0 to 1; None on CPUs, and where it is not known."""
+    memory_peak_gib: float | None = None
+
+
+@dataclass(frozen=True)
 class TrainMetrics(Record):
-    """Content of outputs/<experiment_name>/train_metrics.json, a metric of DVC."""
+    """Content of outputs/train_metrics.json."""
 
     STAGE: ClassVar[str] = "train"
 
@@ -21,15 +40,10 @@ class TrainMetrics(Record):
     loss: float | None = None
     """Of the last step, in nats per token."""
     validation_loss: float | None = None
-    """The newest, in nats per token."""
+    """The newest, on the rows of `eval_rows`, in nats per token."""
     skipped_steps: int = 0
     """fp16: steps whose gradient was not finite."""
-    tokens_per_second: float | None = None
-    mfu: float | None = None
-    """Model FLOPs utilization, from 0 to 1; None on CPUs, and where it is not known."""
-    memory_peak_gib: float | None = None
-    milliseconds: dict[str, float] = field(default_factory=dict)
-    """Of each phase of a step."""
+    cost: Cost = field(default_factory=Cost)
 
 
 @dataclass(frozen=True)

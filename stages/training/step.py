@@ -1,7 +1,7 @@
 """One optimizer step, and one validation."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from stages.artifacts.errors import StageError
-from stages.tokens.loss import loss_sum, total_loss
+from stages.artifacts.model_files import CONFIG
+from stages.model import meta
+from stages.tokens.loss import total_loss, training_losses
 from stages.training.distributed import all_reduce_sum, device_type
-from stages.training.loader import BatchLoader
 from stages.training.params import TrainParams
 from stages.training.timers import Timers
 
@@ -23,7 +24,7 @@ class StepResult(NamedTuple):
     """What a step has measured. None where a value was not finite and the step was skipped (fp16)."""
 
     loss: float | None
-    """Mean loss of the step, in nats per token."""
+    """Mean loss of the step, in nats per token; also None where no token of the step has a label."""
     grad_norm: float | None
     """L2 norm of the gradient, before clipping."""
 
@@ -36,21 +37,32 @@ def train_step(
 
     Every token of the step has the same weight, whatever the number of ranks and forward passes: each loss is divided
     by `num_labels`, the number of tokens that all ranks predict in this step, and gradients are summed over the ranks.
+    Where there are none, as in rows of nothing but EOS, the gradient is 0. The router loss of a mixture of experts is
+    not a sum over tokens: that of a forward pass has the weight of all its tokens together. With a single forward pass
+    the gradient is the one of transformers' own loss.
 
     Raises:
         StageError: the gradient is not finite, on all ranks alike, and no smaller loss scale would help; the weights
-            were not updated.
+            were not updated. Or the model should have a router loss and computed none.
     """
+    router_loss_coef = meta.router_loss_coef(model)
     total = torch.zeros((), dtype=torch.float64, device=device_type())  # not read before the norm is
     assert isinstance(model, FSDPModule)
     for number, batch in enumerate(batches, start=1):
         # Copies of the model (HYBRID_SHARD, ddp) exchange gradients once per step, not once per forward pass.
         model.set_requires_all_reduce(number == len(batches))
         with timers.phase("forward"):
-            loss = loss_sum(model, batch)
+            loss, router_loss = training_losses(model, batch)
+            total += loss.detach()  # without the router loss, as in validation
+            if router_loss_coef:
+                if not isinstance(router_loss, Tensor):
+                    raise StageError(
+                        f"{type(model).__name__} computes no router loss: set output_router_logits to false in its "
+                        f"{CONFIG}"
+                    )
+                loss = loss + router_loss_coef * router_loss * (batch["labels"] != -100).sum()
         with timers.phase("backward"):
-            scaler.scale(loss * (1 / num_labels)).backward()
-        total += loss.detach()
+            scaler.scale(loss * (1 / max(1, num_labels))).backward()
     with timers.phase("update"):
         scaler.unscale_(optimizer)  # before clipping, which would otherwise compare the scaled norm with the limit
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), params.max_grad_norm)
@@ -61,25 +73,26 @@ def train_step(
         is_finite = math.isfinite(grad_norm)
         if not is_finite and scaler.get_scale() <= 1:  # in bf16 and fp32 always: the scale of a disabled scaler is 1
             raise StageError(
-                f"the gradient norm is {grad_norm}: lower lr, raise warmup_steps, or look at the data of this step; "
-                "the newest checkpoint is from before it"
+                f"the gradient norm is {grad_norm}: lower lr, raise warmup_steps, or look at the data of this step"
             )
         scaler.step(optimizer)  # skipped where the gradient is not finite
         scaler.update()
         optimizer.zero_grad()
-    # After the update: a non-finite gradient has by now ended all ranks alike, so none is missing here.
-    (loss_of_all,) = all_reduce_sum(own_loss)
+        # After the update: a non-finite gradient has by now ended all ranks alike, so none is missing here.
+        (loss_of_all,) = all_reduce_sum(own_loss)
     return StepResult(
-        loss=loss_of_all / num_labels if math.isfinite(loss_of_all) else None,
+        loss=loss_of_all / num_labels if num_labels and math.isfinite(loss_of_all) else None,
         grad_norm=grad_norm if is_finite else None,
     )
 
 
 @torch.no_grad()
-def validation_loss(model: nn.Module, loader: BatchLoader, before_forward: Callable[[], None]) -> float | None:
-    """Mean loss over all validation rows, in nats per token; None where there are no rows."""
+def validation_loss(
+    model: nn.Module, batches: Iterable[dict[str, Tensor]], before_forward: Callable[[], None]
+) -> float | None:
+    """Mean loss over the validation batches of all ranks, in nats per token; None where they have no labels."""
     model.eval()
-    total, num_labels = total_loss(model, loader.validation_batches(), before_forward)
+    total, num_labels = total_loss(model, batches, before_forward)
     model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,4 +1,4 @@
-"""What a step costs: the time of each of its phases, and memory."""
+"""What the steps of a training cost: time by the clock, divided into phases, and memory."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,20 +6,22 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-PHASES = ("data", "forward", "backward", "update")
+PHASES = ("data", "forward", "backward", "update", "validation", "saving")
+"""What is timed; the rest of the time is the phase `other`."""
 
 
 class Timers:
-    """Seconds spent in each phase of a step. On a GPU the times are those of its work, not of queueing it."""
+    """Seconds since the start, by phase. On a GPU the times are those of its work, not of queueing it."""
 
     def __init__(self, on_phase: Callable[[str], None]) -> None:
         self._on_phase = on_phase
+        self._start = time.perf_counter()
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the block to phase `name`; `on_phase` is called as it starts."""
+        """Add the time of the block to phase `name`; `on_phase` is called as it starts. Phases do not overlap."""
         self._on_phase(name)
         if torch.cuda.is_available():
             # Events are read when the times are reported: reading a clock here would have to wait for the GPU.
@@ -33,14 +35,14 @@ class Timers:
             yield
             self._seconds[name] += time.perf_counter() - start_time
 
-    def reset(self) -> dict[str, float]:
-        """Return the seconds since the last call by phase, and start again from 0."""
+    def read(self) -> dict[str, float]:
+        """The seconds of each phase since the start. With `other`, the sum is the time that has passed by the clock."""
         for name, start, end in self._events:
             end.synchronize()  # once per line of output, not per step
             self._seconds[name] += start.elapsed_time(end) / 1000
         self._events.clear()
-        seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
-        return seconds
+        passed = time.perf_counter() - self._start
+        return {**self._seconds, "other": passed - sum(self._seconds.values())}
 
 
 def memory_gib() -> tuple[float, float]:

@@ -11,7 +11,6 @@ needs; NCCL's own watchdog sees collectives only, not a rank that is stuck in re
 import logging
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -22,9 +21,9 @@ from typing import NamedTuple
 
 import psutil
 
-DIRECTORY = "TRAINING_HEARTBEATS"
-"""Environment variable with a directory of the launcher, in which each rank has a file."""
+from stages.training.handoff import DIRECTORY
 
+_FILE = "heartbeat-"  # and the rank
 _MAX_BYTES = 128  # of a note
 _LOG = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ class Heartbeat:
         self._count = 0
         self._file = None
         if DIRECTORY in os.environ:
-            self._file = (Path(os.environ[DIRECTORY]) / str(rank)).open("wb", buffering=0)
+            self._file = (Path(os.environ[DIRECTORY]) / f"{_FILE}{rank}").open("wb", buffering=0)
         self.note("start")
 
     def note(self, activity: str) -> None:
@@ -62,40 +61,39 @@ class Watchdog:
     """Kills the ranks when one of them made no progress for too long; a context manager around their lives.
 
     Args:
+        directory: Where the ranks write their notes.
         limit: Seconds. Only the time in which this process runs counts: suspending the whole training (SIGSTOP to the
             process group, a laptop that sleeps) does not end it.
         dump_stacks: Whether to send SIGUSR2 first, at which ranks of a `debug` run write their stacks to their logs.
     """
 
-    def __init__(self, limit: float, dump_stacks: bool) -> None:
+    def __init__(self, directory: Path, limit: float, dump_stacks: bool) -> None:
         self.hang: str | None = None
         """Which rank hung, and where; None as long as none did."""
         self._limit = limit
         self._dump_stacks = dump_stacks
-        self._directory = tempfile.TemporaryDirectory(prefix="training-")
+        self._directory = directory
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> "Watchdog":
-        os.environ[DIRECTORY] = self._directory.name
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self._ended.set()
         self._thread.join()
-        self._directory.cleanup()
 
     def activity(self, rank: int) -> str:
         """What a rank of this machine was doing last."""
         return next((note.activity for note in self._notes() if note.rank == rank), "start")
 
     def _notes(self) -> Iterator[Note]:
-        for path in sorted(Path(self._directory.name).iterdir()):
+        for path in sorted(self._directory.glob(f"{_FILE}*")):
             pid, _, rest = path.read_text(encoding="utf-8", errors="replace").rstrip().partition(" ")
             number, _, activity = rest.partition(" ")
             if activity:  # otherwise the file has just been created
-                yield Note(int(path.name), int(pid), int(number), activity)
+                yield Note(int(path.name.removeprefix(_FILE)), int(pid), int(number), activity)
 
     def _watch(self) -> None:
         interval = min(1.0, self._limit / 20)

@@ -36,7 +36,7 @@ def train(project: Project, fault: str = "", status: int = 0, **variables: str) 
 
 
 def losses(project: Project) -> np.ndarray:
-    return np.genfromtxt(project / "outputs/test/history.tsv", delimiter="\t", names=True)["loss"][1:]
+    return np.genfromtxt(project / "outputs/history.tsv", delimiter="\t", names=True)["loss"][1:]
 
 
 @pytest.mark.parametrize("compile_blocks", [False, True])
@@ -48,9 +48,12 @@ def test_a_killed_training_continues(training: Project, compile_blocks: bool) ->
     train(training, "kill rank 0 at step 5", status=1)
     assert re.search(r"resuming from step [24] of 12", train(training))
     np.testing.assert_allclose(losses(training), losses(undisturbed), rtol=0.01)
-    metrics = training.json("outputs/test/train_metrics.json")
-    assert 0 < metrics["memory_peak_gib"] < 10
-    assert set(metrics["milliseconds"]) == {"data", "forward", "backward", "update"}
+    metrics = training.json("outputs/train_metrics.json")
+    assert 0 < metrics["cost"]["memory_peak_gib"] < 10
+    times = metrics["cost"]["milliseconds"]
+    assert times.keys() == {"data", "forward", "backward", "update", "validation", "saving", "other"}
+    assert all(value >= 0 for value in times.values())
+    assert metrics["cost"]["steps"] == 12
 
 
 def test_a_gpu_trains_on_the_same_rows_as_two_ranks_on_the_cpu(training: Project) -> None:
