@@ -43,6 +43,14 @@ def main() -> None:
     if not is_empty(raw_dir):
         print(f"sample corpus: {raw_dir} already holds files; left unchanged")
         return
+    lock = Path("dvc.lock")
+    if lock.exists() and f"path: {raw_dir}\n" in lock.read_text(encoding="utf-8"):
+        # As in a clone: with the sample corpus, all stages would run and replace the results.
+        raise SystemExit(
+            f"sample corpus: {raw_dir} is empty, but {lock} has results of other files in it: `dvc pull` gets the "
+            f"results, and the files if they were added with `dvc add {raw_dir}`; without the files, use `dvc repro "
+            f"--allow-missing`. To start with the sample corpus instead, delete {lock}"
+        )
     sizes = write(raw_dir)
     print(f"sample corpus: {len(sizes)} files, {sum(sizes):,} bytes in {raw_dir}")
 

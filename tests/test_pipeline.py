@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from dvc.utils.hydra import apply_overrides
+from pydantic import TypeAdapter, ValidationError
 
-from scripts import deps
-from stages.artifacts import code
+from scripts import deps, diagram
+from stages.artifacts import code, outputs
 from stages.artifacts.params_file import leaves
 from tests.pipeline import DATA_STAGES, STAGES, ran
 from tests.project import REPO, Project, ranks_of, wait_for
@@ -47,6 +50,52 @@ def test_make_deps_repairs_a_list_with_a_module_too_many_or_too_few() -> None:
     too_many = text.replace(line, "      - stages/launch.py\n" + line, 1)
     assert text not in (too_few, too_many)
     assert deps.with_deps(too_few) == deps.with_deps(too_many) == text
+
+
+def test_the_picture_is_drawn_from_dvc_yaml() -> None:
+    stages = PIPELINE["stages"]
+    assert diagram.PICTURE.read_text() == diagram.draw(stages), "run `make deps`"
+    arrows = diagram.arrows(stages)
+    assert len(arrows) == 13
+    assert {("pack", "evaluate"), ("train", "evaluate"), ("download", "evaluate")} <= set(arrows)
+    assert diagram.inputs(stages) == [("${raw_dir}", "organize"), ("models", "download")]
+    # A line runs down from a box and then right, so it meets no box only if each stage is below those that it reads.
+    assert all(STAGES.index(source) < STAGES.index(target) for source, target in arrows)
+    picture = xml.etree.ElementTree.parse(diagram.PICTURE)
+    lines = picture.findall("{*}path[@class='line']")
+    assert len({line.attrib["d"] for line in lines}) == len(arrows) + 2
+
+
+def test_dvc_edits_params_yaml_and_leaves_the_rest_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    shutil.copy(REPO / "params.yaml", path)
+    before = path.read_text()
+    apply_overrides(path, ["batch_size=4", "runtime.log_freq=5"])  # what `dvc exp run -S` does
+    text = before.replace("batch_size: 2 ", "batch_size: 4 ").replace("log_freq: 10 ", "log_freq: 5  ")
+    assert path.read_text() == text != before
+    apply_overrides(path, ["batch_size=2", "runtime.log_freq=10", "max_steps=3", "max_steps=null"])
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize("name", ["raw", "raw_stage2"])
+def test_raw_files_can_be_added_to_dvc_and_never_to_git(name: str) -> None:
+    def is_ignored(path: str) -> bool:
+        return subprocess.run(["git", "check-ignore", "-q", path], cwd=REPO, check=False).returncode == 0
+
+    assert not is_ignored(f"data/{name}.dvc")
+    assert is_ignored(f"data/{name}/file.txt")
+
+
+def test_an_experiment_cannot_have_the_name_of_an_output() -> None:
+    """DVC would delete its checkpoints together with the output."""
+    adapter = TypeAdapter(outputs.ExperimentName)
+    assert adapter.validate_python("report2") == "report2"
+    fixed = [out for name in STAGES for out in diagram.outs(PIPELINE["stages"][name])]
+    names = [out.removeprefix("outputs/") for out in fixed if re.fullmatch(r"outputs/[\w.]+", out)]
+    assert len(names) == 5
+    for name in names:
+        with pytest.raises(ValidationError, match="choose another name"):
+            adapter.validate_python(name)
 
 
 def test_no_stage_imports_a_module_that_dvc_does_not_watch(reproduced: Project) -> None:
@@ -186,8 +235,9 @@ print(tokenizer.decode(model.generate(**tokenizer("The file", return_tensors="pt
 """
     assert "The file" in reproduced.run("python", "-c", code)
     metrics = json.loads(reproduced.run("dvc", "metrics", "show", "--json"))[""]["data"]
-    assert metrics["outputs/test/metrics.json"]["data"]["validation_loss"] < 9
-    assert metrics["data/extract.json"]["data"]["files"] == 36
+    assert list(metrics) == ["outputs/metrics.json"]  # one file, so that no name is there twice
+    assert metrics["outputs/metrics.json"]["data"]["validation_loss"] < 9
+    assert reproduced.json("data/extract.json")["files"] == 36
     assert "consolidate" in reproduced.run("dvc", "dag")
     assert "params.lr" not in reproduced.run("dvc", "params", "diff")
 
@@ -196,10 +246,11 @@ def test_plots_open_without_a_network(reproduced: Project) -> None:
     reproduced.run("dvc", "plots", "show")
     page = (reproduced / "dvc_plots/index.html").read_text()
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
-    pictures = re.findall(r'<img[^>]*src="([^"]+)"', page)
-    assert len(pictures) == 2
-    assert all((reproduced / "dvc_plots" / picture).is_file() for picture in pictures)
-    report = (reproduced / "outputs/test/report/index.html").read_text()
+    assert re.findall(r"vegaEmbed\('#(\w+)'", page) == ["Loss", "Learning_rate", "Gradient_norm"]
+    assert "<img" not in page  # the pictures of the report show the same
+    labels = set(re.findall(r'"title": "([^"]*)"', page))
+    assert labels == {"step", "loss (nats per token)", "learning rate", "gradient norm, before clipping"}
+    report = (reproduced / "outputs/report/index.html").read_text()
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", report)
 
 
@@ -218,6 +269,13 @@ def test_another_lr_is_a_float_and_starts_at_step_0(reproduced: Project) -> None
     assert "resuming" not in output
     assert reproduced.json("outputs/test/run.json")["identity"]["params"]["lr"] == 2e-05
     assert reproduced.json("outputs/test/run.json")["adopted"] is None
+    show = ("dvc", "exp", "show", "--only-changed", "--sort-by", "validation_loss")
+    wide = reproduced.run(*show).splitlines()
+    columns = ["Experiment", "Created", "validation_loss", "perplexity", "lr"]
+    assert wide[1].split()[:5] == columns  # the rest are digests of what stages read
+    narrow = reproduced.run(*show, "--drop", ".*/").splitlines()
+    assert narrow[1].split() == columns
+    assert max(map(len, narrow)) <= 80
 
 
 def test_a_change_under_runtime_reruns_nothing(reproduced: Project) -> None:
@@ -228,7 +286,9 @@ def test_a_misspelt_parameter_is_a_clear_error(reproduced: Project) -> None:
     output = reproduced.run("dvc", "exp", "run", "-S", "batchsize=4", status=255)
     assert "batchsize" in output
     assert "Traceback" not in output
-    reproduced.set(batchsize=4, num_splits=3)
+    reproduced.set(batchsize=4)
+    assert "up to date" in reproduced.run("dvc", "repro")  # DVC knows nothing of it, and no stage runs that could
+    reproduced.set(num_splits=3)
     output = reproduced.run("dvc", "repro", status=255)
     assert "unknown parameter 'batchsize'; did you mean 'batch_size'?" in output
     assert "Traceback" not in output
@@ -345,8 +405,7 @@ def test_a_killed_repro_resumes_and_ends_with_the_same_weights(
 
 
 def no_network(project: Project, *command: str, **environment: str) -> str:
-    script = "ip link set lo up && exec " + " ".join(command)
-    return project.run("unshare", "-rn", "sh", "-c", script, **environment)
+    return project.run("unshare", "-rn", "python", str(REPO / "tests/network.py"), *command, **environment)
 
 
 can_unshare = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode == 0
@@ -354,7 +413,10 @@ can_unshare = subprocess.run(["unshare", "-rn", "true"], capture_output=True, ch
 
 @pytest.mark.skipif(not can_unshare, reason="this machine allows no network namespaces")
 def test_repro_needs_no_network(reproduced: Project, tmp_path: Path) -> None:
-    """All stages in a namespace whose only interface is loopback: from a Hub id in a HF_HOME, pretrained weights."""
+    """All stages in a namespace whose only interface is loopback: from a Hub id in a HF_HOME, pretrained weights.
+
+    They ask no nameserver, and the ranks listen on loopback only.
+    """
     code = """
 import sys, torch, transformers
 torch.manual_seed(0)
@@ -378,14 +440,16 @@ model.to(torch.bfloat16).save_pretrained(sys.argv[1])
     reproduced.set(model_name="someone/nano", num_splits=5)
     output = no_network(reproduced, "dvc", "repro", HF_HOME=str(tmp_path / "hf"))
     assert ran(output) == STAGES
+    observed = json.loads(re.findall(r"^observed (.*)", output, re.MULTILINE)[0])
+    assert observed == {"names": [], "is_listening": True, "everywhere": []}
     manifest = reproduced.json("data/model.json")
     assert manifest["commit"] == commit
     assert manifest["weights"] == ["model.safetensors"]
     assert reproduced.json("outputs/test/model/config.json")["dtype"] == "bfloat16"
     lineage = reproduced.json("outputs/test/model/lineage.json")
     assert commit in json.dumps(lineage)
-    metrics = reproduced.json("outputs/test/metrics.json")
-    assert metrics["validation_loss"] < metrics["untrained_validation_loss"]
+    losses = reproduced.json("outputs/report/eval_losses.json")
+    assert losses["exported"] < losses["untrained"]
 
 
 @pytest.mark.skipif(not can_unshare, reason="this machine allows no network namespaces")

@@ -6,6 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.pipeline import STAGES, ran
 from tests.project import REPO, Project
 
@@ -25,6 +27,33 @@ def test_the_commands_of_the_readme_run(reproduced: Project) -> None:
         reproduced.run("bash", "-c", command.replace("make ", "make --old-file setup "))
 
 
+def test_a_colleague_gets_the_results_and_has_nothing_to_run(reproduced: Project, tmp_path: Path) -> None:
+    """The commands of "Working together"."""
+    section = (REPO / "README.md").read_text().split("## Working together")[1].split("\n## ")[0]
+    lines = [line.split("  #")[0] for line in re.findall(r"^\$ (.*)", section, re.MULTILINE)]
+    places = {"/shared/dvc": str(tmp_path / "dvc"), "/shared/project.git": str(reproduced.path)}
+    place = next(index for index, line in enumerate(lines) if line.startswith("git clone"))
+    for line in lines[: place + 1]:
+        for name, path in places.items():
+            line = line.replace(name, path)
+        reproduced.run("bash", "-c", line)
+    assert reproduced.run("git", "ls-files", "data").split() == ["data/.gitignore", "data/raw.dvc"]
+    # The clone is made inside of the first project, whose directory is the current one.
+    clone = Project((reproduced / "project").rename(tmp_path / "clone"))
+    assert "missing data 'source': data/raw" in clone.run("dvc", "repro", status=255)
+    assert ran(clone.run("dvc", "repro", "--allow-missing")) == []
+    assert lines[place + 1 :] == ["dvc pull", "dvc repro"]
+    clone.run("dvc", "pull")
+    assert "Data and pipelines are up to date." in clone.run("dvc", "repro")
+    for path in ("data/raw/folder0/0.txt", "outputs/test/model/model.safetensors", "outputs/report/index.html"):
+        assert (clone / path).read_bytes() == (reproduced / path).read_bytes()
+
+    shutil.rmtree(clone / "data/raw")
+    output = clone.run("python", "-m", "scripts.sample_corpus", status=1)  # as `make repro` does
+    assert "data/raw is empty, but dvc.lock has results" in output
+    assert not (clone / "data/raw").exists()
+
+
 def test_a_second_training_starts_from_the_weights_of_the_first(reproduced: Project) -> None:
     """The commands of docs/training.md, with other files to train on and the same held-out ones."""
     reproduced.run("git", "reset", "-q", "--soft", "HEAD^")  # the first training is not committed yet
@@ -35,17 +64,22 @@ def test_a_second_training_starts_from_the_weights_of_the_first(reproduced: Proj
     for file in raw.rglob("*.txt"):
         if str(file.relative_to(raw)) not in held_out:
             file.write_text("Another text to train on. " * 40)
-    trained = reproduced.json("outputs/test/train_metrics.json")["validation_loss"]
+    trained = reproduced.json("outputs/train_metrics.json")["validation_loss"]
     parent = reproduced.json("outputs/test/model/lineage.json")
 
     recipe = [command.replace("tiny-llama", "test") for command in commands("docs/training.md")]
-    outputs = {command: ran(reproduced.run("bash", "-c", command)) for command in recipe}
-    again = [stages for command, stages in outputs.items() if command.endswith("dvc repro")]
+    outputs = {command: reproduced.run("bash", "-c", command) for command in recipe}
+    again = [ran(output) for command, output in outputs.items() if command.endswith("dvc repro")]
     assert again == [[], []]
-    assert list(outputs.values()).count(STAGES) == 1
-    metrics = reproduced.json("outputs/stage2/metrics.json")
-    assert metrics["untrained_validation_loss"] == trained
-    assert metrics["validation_loss"] != trained
+    assert [ran(output) for output in outputs.values()].count(STAGES) == 1
+    compared = outputs["dvc metrics diff HEAD~1"]
+    assert re.search(r"validation_loss +\d\S+ +\d\S+ +-?\d", compared), compared
+    reproduced.run("dvc", "plots", "diff", "HEAD~1")
+    page = (reproduced / "dvc_plots/index.html").read_text()
+    assert set(re.findall(r'"rev": "([^"]+)"', page)) == {"HEAD~1", "workspace"}
+    losses = reproduced.json("outputs/report/eval_losses.json")
+    assert losses["untrained"] == trained
+    assert losses["exported"] == pytest.approx(losses["trained"], abs=1e-4) != trained
     lineage = reproduced.json("outputs/stage2/model/lineage.json")
     assert lineage["data"]["train"] != parent["data"]["train"]
     assert lineage["model"]["lineage"] == parent
