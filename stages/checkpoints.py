@@ -162,7 +162,7 @@ def _verify(runs: list[Path]) -> None:
 
 def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> None:
     pointed = _pointed(current.params.experiment_name)
-    freed = 0
+    freed: list[int] = []  # bytes
     for directory in runs:
         # The locks are held while it deletes: a training that starts now is refused, and could otherwise resume from
         # a checkpoint that is about to go.
@@ -183,7 +183,7 @@ def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> Non
                     if path == pointed:  # DVC has no copy of it, and could only train it again
                         continue
                     size = _size(path)
-                    freed += size
+                    freed.append(size)
                     print(f"{'deleting' if arguments.yes else 'would delete'} {path}, {format_gib(size)}")
                     if arguments.yes:
                         retention.delete([path])
@@ -191,7 +191,7 @@ def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> Non
     if not freed:
         print("nothing to delete")
     else:
-        print(f"{format_gib(freed)} {'freed' if arguments.yes else f'would be freed: run `{command_line}`'}")
+        print(f"{format_gib(sum(freed))} {'freed' if arguments.yes else f'would be freed: run `{command_line}`'}")
 
 
 def _pointed(experiment_name: str) -> Path | None:

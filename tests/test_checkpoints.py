@@ -306,9 +306,9 @@ def test_checkpoints_are_listed_verified_and_pruned(training: Project, ranks: Ra
 
     assert output.endswith("freed\n")
     output = training.run(*COMMAND, "prune", "--other-runs")
-    assert "would delete" in output and "run prune --other-runs --yes" in output
+    assert "would delete" in output and "checkpoints prune --other-runs --yes`" in output
     output = training.run(*COMMAND, "prune")
-    assert "would delete" in output and "run prune --yes" in output
+    assert "would delete" in output and "checkpoints prune --yes`" in output
     assert len(retention.list_leftovers(unfinished)) == 2
     training.run(*COMMAND, "prune", "--yes")
     assert retention.list_leftovers(unfinished) == []

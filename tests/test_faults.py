@@ -77,7 +77,7 @@ def test_15_26_a_rank_that_hangs_and_one_that_dies_are_named_and_there_is_one_re
     ) in output
     assert "resuming from step 2 of 12" in output
     assert "rank 1 was killed by signal 9: step 6, data (if the machine ran out of memory, use batch_size 1" in output
-    assert "error: after 1 restarts, the training failed; the next launch continues from its newest" in output
+    assert "error: after 1 restarts, the training failed; set runtime.resume to auto to continue" in output
     assert "Traceback" not in output
     assert "resuming from step 4 of 12" in ranks.run(project)
     assert result(project) == reference  # so `debug` changes nothing, too

@@ -17,10 +17,9 @@ from stages import launch
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
 from stages.checkpointing.layout import list_checkpoints, step_name
-from stages.launch import refuse_changed_files
 from stages.training import handoff, memory
 from stages.training.distributed import check_devices
-from stages.training.params import TrainParams
+from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import describe
 from tests.faults import environment
 from tests.project import LAUNCH, REPO, Project
@@ -44,11 +43,13 @@ def test_what_was_edited_during_a_training_is_not_recorded_as_its_input(
     training: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(training.path)
-    launched = describe(load_params(TrainParams))
-    refuse_changed_files(launched)
+    launched, runtime = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
+    launch.refuse_changed_files(launched, runtime)
     training.set(seed=1)
-    with pytest.raises(StageError, match=r"has finished, but its files have changed .*\nparams.seed: 0 there, 1 here$"):
-        refuse_changed_files(launched)
+    for resume, advice in (("auto", r"finds the finished run"), ("never", r"\(with runtime.resume auto: .*\)")):
+        message = rf"has finished, but its files have changed .*{advice}\nparams.seed: 0 there, 1 here$"
+        with pytest.raises(StageError, match=message):
+            launch.refuse_changed_files(launched, replace(runtime, resume=resume))
 
 
 @pytest.mark.parametrize(

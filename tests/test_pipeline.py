@@ -254,6 +254,7 @@ def test_plots_open_without_a_network(reproduced: Project) -> None:
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", report)
 
 
+@pytest.mark.slow
 def test_a_new_batch_size_reruns_what_it_must_and_the_old_one_comes_from_the_cache(reproduced: Project) -> None:
     output = reproduced.run("dvc", "exp", "run", "-S", "batch_size=4")
     assert ran(output) == ["plan", "train", "consolidate", "evaluate"]
@@ -382,10 +383,8 @@ def kill_training(process: "subprocess.Popen[str]") -> None:
             victim.kill()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [*(pytest.param(c, marks=pytest.mark.slow) for c in ("repro", "exp run")), "exp run --temp --allow-missing"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["repro", "exp run", "exp run --temp --allow-missing"])
 def test_a_killed_repro_resumes_and_ends_with_the_same_weights(
     reproduced: Project, uninterrupted: dict[str, str], command: str
 ) -> None:
