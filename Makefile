@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup repro test faults check deps lock
+.PHONY: help setup repro test slow faults check deps lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -17,6 +17,9 @@ repro: setup ## Run the pipeline, on a sample corpus if data/raw is empty
 
 test: setup ## Run all tests that are not slow
 	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile
+
+slow: setup ## Run the slow tests: whole pipelines, large inputs
+	$(PY) -m pytest -m slow -n 2 --dist loadfile
 
 faults: setup ## Test all faults of docs/faults.md, at every step and every file
 	$(PY) -m pytest tests/test_checkpoints.py tests/test_resume.py tests/test_launch.py tests/test_faults.py

@@ -265,6 +265,7 @@ def test_a_new_batch_size_reruns_what_it_must_and_the_old_one_comes_from_the_cac
     assert reproduced.json("outputs/test/run.json")["identity"]["params"]["batch_size"] == 2
 
 
+@pytest.mark.slow
 def test_another_lr_is_a_float_and_starts_at_step_0(reproduced: Project) -> None:
     output = reproduced.run("dvc", "exp", "run", "-S", "lr=0.00002")
     assert "resuming" not in output

@@ -54,6 +54,7 @@ def test_a_colleague_gets_the_results_and_has_nothing_to_run(reproduced: Project
     assert not (clone / "data/raw").exists()
 
 
+@pytest.mark.slow
 def test_a_second_training_starts_from_the_weights_of_the_first(reproduced: Project) -> None:
     """The commands of docs/training.md, with other files to train on and the same held-out ones."""
     reproduced.run("git", "reset", "-q", "--soft", "HEAD^")  # the first training is not committed yet
