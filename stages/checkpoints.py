@@ -95,7 +95,6 @@ def _pull(experiment_name: str, directory: Path | None) -> None:
             f"{store.path(experiment_name, pointer.run_id)} does not contain {pointer.checkpoint}: run "
             "`python -m stages.checkpoints push` where it was trained"
         )
-    run.mkdir(parents=True, exist_ok=True)
     with try_writer_lock(run, "pulling") as is_locked:
         if not is_locked:
             raise StageError(f"{run} is being trained: wait for it, or stop it with SIGTERM")

@@ -330,7 +330,6 @@ def train(stop_signal: StopSignal) -> bool:
     if runtime.debug:
         log_to(run.log_directory / "logs" / run.run_id / f"rank-{rank}.log")
     heartbeat = Heartbeat(rank)
-    run.directory.mkdir(parents=True, exist_ok=True)  # without a launcher, of a new run
     with (
         # Outermost: held until the process group has ended and the last checkpoint is published.
         rank_lock(run.directory),

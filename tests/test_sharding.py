@@ -9,6 +9,7 @@ import socket
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -103,10 +104,11 @@ class Training:
 
         state = train_state(self.step, scaler_state(self.scaler))
         runtime = load_params(TrainRuntime, "runtime", path=REPO / "params.yaml")
-        with saver.Saver(runtime, asynchronous=self.params.optimizer != "adamw_8bit") as writer:
-            saver.DefaultStager.stage = new_stage  # type: ignore[assignment,method-assign]
+        with (
+            saver.Saver(runtime, asynchronous=self.params.optimizer != "adamw_8bit") as writer,
+            mock.patch.object(saver.DefaultStager, "stage", new_stage),
+        ):
             writer.save(directory, self.model, self.optimizer, self.scheduler, state, "", checkpoint_manifest())
-            saver.DefaultStager.stage = stage  # type: ignore[method-assign]
         return sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in staged)
 
     def load(self, directory: Path) -> None:
