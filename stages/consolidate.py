@@ -55,14 +55,15 @@ def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
     params = load_params(ConsolidateParams)
-    model = ModelManifest.read()
-    pointer, checkpoint = resolve(params.experiment_name)
-    # Config and tokenizer come from the model that data/model.json describes now, the weights from the run.
-    if pointer.identity.model != publish.sha256_file(MANIFEST):
-        raise StageError(f"{MANIFEST} is not the one that the run was trained with: run `dvc repro train`")
     target = outputs.directory(params.experiment_name) / "model"
-    dtype = PRECISIONS[params.export_dtype] if params.export_dtype else model.dtype
-    weights = export(params.experiment_name, model, dtype, pointer, checkpoint, target)
+    with publish.lock(target):
+        model = ModelManifest.read()
+        pointer, checkpoint = resolve(params.experiment_name)
+        # Config and tokenizer come from the model that data/model.json describes now, the weights from the run.
+        if pointer.identity.model != publish.sha256_file(MANIFEST):
+            raise StageError(f"{MANIFEST} is not the one that the run was trained with: run `dvc repro train`")
+        dtype = PRECISIONS[params.export_dtype] if params.export_dtype else model.dtype
+        weights = export(params.experiment_name, model, dtype, pointer, checkpoint, target)
     size = sum((target / name).stat().st_size for name in weights)
     print(
         f"consolidate: {target}: step {pointer.step} of run {pointer.run_id}, {dtype}, "

@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from tqdm import tqdm
 
-from stages.artifacts import command
+from stages.artifacts import command, publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import FileEntry
 from stages.model import headers, hub
-from stages.model.manifest import ModelManifest
+from stages.model.manifest import MANIFEST, ModelManifest
 
 _OTHER_TOKENIZERS = ("*.model", "*.tiktoken", "vocab*", "merges.txt")
 """Files from which transformers makes tokenizer.json."""
@@ -42,8 +42,9 @@ class DownloadParams:
 def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
-    model = describe(load_params(DownloadParams))
-    model.write()
+    with publish.lock(MANIFEST):
+        model = describe(load_params(DownloadParams))
+        model.write()
     origin = "a local directory" if model.commit is None else f"commit {model.commit}"
     weights = f"{model.dtype} weights in {len(model.weights)} files" if model.weights else "random weights"
     print(

@@ -96,6 +96,16 @@ def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
     params = load_params(EvaluateParams)
+    with publish.lock(outputs.REPORT):
+        evaluate(params)
+
+
+def evaluate(params: EvaluateParams) -> None:
+    """Write the report and the metrics, and print the losses.
+
+    Raises:
+        StageError: the model, the history or the held-out rows are missing or damaged.
+    """
     import numpy as np
 
     from stages.export import report

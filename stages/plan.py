@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from stages.artifacts import command, outputs
+from stages.artifacts import command, outputs, publish
 from stages.artifacts.command import format_gib
 from stages.artifacts.dtypes import BY_NAME
 from stages.artifacts.errors import StageError
@@ -64,9 +64,10 @@ def main() -> None:
     params = load_params(TrainParams)
     runtime = load_params(TrainRuntime, "runtime")
     check_num_ranks(params, runtime.nproc_per_node)
-    model = ModelManifest.read()
-    plan = estimate(params, model, PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
-    plan.write(outputs.PLAN)
+    with publish.lock(outputs.PLAN):
+        model = ModelManifest.read()
+        plan = estimate(params, model, PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
+        plan.write(outputs.PLAN)
 
     # Beside the newest checkpoints there are the best one, and the one that is being written.
     disk = (runtime.keep_checkpoints + 2) * plan.checkpoint_bytes + plan.model_bytes

@@ -141,7 +141,7 @@ def assert_refused(match: str) -> None:
     """The stage fails with a clear message, and publishes nothing."""
     with pytest.raises(StageError, match=match):
         consolidate.main()
-    assert sorted(path.name for path in Path("outputs/exp").iterdir()) == ["checkpoints", "run.json"]
+    assert sorted(path.name for path in Path("outputs/exp").iterdir()) == [".model.lock", "checkpoints", "run.json"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -480,13 +480,12 @@ stream.ShardedWeights.read = lambda *args: time.sleep(60)
 consolidate.main()
 """
     process = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(REPO)})
-    half_written = Path("outputs/exp/model.tmp/model.safetensors")
-    wait_for(half_written.is_file)
+    wait_for(lambda: list(Path("outputs/exp").glob("model.*.tmp/model.safetensors")))
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not Path("outputs/exp/model").exists()
     consolidate.main()
-    assert not half_written.parent.exists()
+    assert not list(Path("outputs/exp").glob("model.*"))
     assert exported_tensors().keys() == tensors.keys()
 
 

@@ -91,6 +91,15 @@ def test_a_validation_measures_the_same_rows_on_any_number_of_ranks(
         assert num_batches == {loader.num_validation_batches}
 
 
+def test_trap_29_rows_that_the_tokens_do_not_have_are_refused(training: Project) -> None:
+    directory = training / "data/tokens/train"
+    state = training.json("data/tokens/train/state.json")
+    state["_data_files"][0]["rows"] += 1
+    (directory / "state.json").write_text(json.dumps(state))
+    with pytest.raises(StageError, match=r"lists 97 rows, and there are 96: run `dvc repro -f -s pack`"):
+        TokenRows(directory)
+
+
 def test_plan_names_the_share_of_the_validations(
     training: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 from stages.artifacts import process
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import StageError, describe
 
 USER_ERROR = 2
 """Exit status after a `StageError`."""
@@ -26,21 +26,35 @@ def format_gib(size: float) -> str:
     return f"{size / 2**30:.3f} GiB"
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[[], None], after_interrupt: str = "run it again") -> None:
     """Run `main`; a `StageError`, or an error of the operating system, is one message and exit status 2.
 
-    A stage that DVC runs ends with it: DVC itself leaves its child alive when it is killed.
+    Ctrl-C and SIGTERM raise a KeyboardInterrupt in it, once: what cleans up after the first one is not interrupted by
+    others. They are one message, too, and the exit status that shells give them, 130 and 143.
+
+    A stage that DVC runs ends with it: DVC itself leaves its child alive when it is killed. DVC ignores Ctrl-C and
+    waits for the stage.
+
+    Args:
+        main: The stage; it may handle the signals in a way of its own.
+        after_interrupt: What to do then, for the message.
     """
     if "DVC_STAGE" in os.environ:
         process.die_with_parent(signal.SIGTERM)  # not SIGKILL: a training saves a checkpoint first
-    try:
-        main()
-    except StageError as error:
-        sys.exit(_fail(str(error)))
-    except OSError as error:  # a full disk, a missing permission: the user's to fix, like a StageError
-        sys.exit(_fail(f"{error.filename or 'input/output'}: {error.strerror or error}"))
-    except KeyboardInterrupt:
-        sys.exit(130)  # 128 + SIGINT, as shells report it, and no traceback: DVC ignores Ctrl-C and waits for this end
+    with process.raise_on_interrupt() as received:
+        try:
+            main()
+        except BaseException as error:
+            if received:  # whatever the error is: the interrupt caused it
+                print(f"interrupted: {after_interrupt}", file=sys.stderr)
+                sys.exit(128 + received[0])
+            if isinstance(error, StageError):
+                sys.exit(_fail(str(error)))
+            if isinstance(error, OSError):  # a full disk, a missing permission: the user's to fix, like a StageError
+                sys.exit(_fail(describe(error)))
+            if isinstance(error, MemoryError):
+                sys.exit(_fail("memory ran out: lower runtime.num_workers or raise its limit, and run again"))
+            raise
 
 
 def _fail(message: str) -> int:

@@ -6,9 +6,9 @@ by those who know what is in them (stages/corpus/arrow.py, stages/tokens/rows.py
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from stages.artifacts import publish
 from stages.artifacts.errors import StageError
@@ -21,7 +21,7 @@ class Shard(NamedTuple):
     """A finished Arrow file, as `state.json` lists it."""
 
     filename: str
-    rows: int
+    rows: Annotated[int, Field(ge=0, strict=True)]
     sha256: str
 
 

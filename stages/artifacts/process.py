@@ -4,6 +4,12 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that ask a stage to stop."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -22,3 +28,62 @@ def die_with_parent(number: signal.Signals, parent: int | None = None) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:  # it ended before the line above
         os._exit(1)  # at once: nobody waits for cleanup, and the next run may have started
+
+
+@contextmanager
+def raise_on_interrupt() -> Iterator[list[int]]:
+    """In the block, the first signal to stop raises a KeyboardInterrupt, and all others are ignored.
+
+    Yields an empty list, to which the signal is added: the interrupt may cause other errors.
+    """
+    # Those that are ignored already stay so, as Ctrl-C in what a shell runs in the background.
+    numbers = [number for number in INTERRUPTS if signal.getsignal(number) is not signal.SIG_IGN]
+    received: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)  # what cleans up is not to be interrupted itself
+        received.append(number)
+        raise KeyboardInterrupt
+
+    def again(lost: "sys.UnraisableHookArgs") -> None:
+        # What is raised in a finalizer, or a callback of the garbage collector such as Dask's, does not leave it: with
+        # Dask, 2 interrupts of 25. It would be the last one, so it is repeated after that.
+        if received and lost.exc_type is KeyboardInterrupt:
+            for each in numbers:
+                signal.signal(each, stop)
+            threading.Timer(0.01, os.kill, (os.getpid(), received.pop())).start()
+        else:
+            hook(lost)
+
+    hook, sys.unraisablehook = sys.unraisablehook, again
+    handlers = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield received
+    finally:
+        sys.unraisablehook = hook
+        if not received:  # after an interrupt the others are ignored until the process ends
+            for each, handler in handlers.items():
+                signal.signal(each, handler)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Postpone the signals to stop to the end of the block, so that nothing in it is left half-way."""
+    if threading.current_thread() is not threading.main_thread():  # their handlers run in the main thread only
+        yield
+        return
+    # Not by a signal mask: that of one thread leaves the signals to the others, and the main thread still handles them.
+    received: list[int] = []
+
+    def postpone(number: int, frame: object) -> None:
+        received.append(number)
+
+    handlers = {number: signal.signal(number, postpone) for number in INTERRUPTS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for late in received:
+            signal.raise_signal(late)

@@ -1,18 +1,51 @@
 """Files and directories that appear complete or not at all: written beside their place, synced, renamed.
 
 Each stage reads what another one wrote, so a kill or a power cut must leave the old file, the new one or none, never a
-part that looks finished. The price is an fsync for each file and its directory.
+part that looks finished. The price is an fsync for each file and its directory. A lock on each output keeps two runs of
+a stage from writing side by side.
 """
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from stages.artifacts.errors import naming
+from stages.artifacts.file_lock import flock, open_lock, read_status, set_status
+
+
+@contextmanager
+def lock(target: Path) -> Iterator[None]:
+    """Hold an output of a stage: another run of the stage in this working copy waits, and prints for whom.
+
+    It waits rather than fails, because a stage may outlive a killed `dvc` for a moment, and the next `dvc repro` must
+    not fail for that. What killed runs have left of `directory` is removed.
+    """
+    target = _real(target)
+    with open_lock(target.with_name(f".{target.name}.lock")) as file:  # not inside: the target is replaced
+        if not flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            print(f"waiting for another run that writes {target} ({read_status(file)})", flush=True)
+            flock(file, fcntl.LOCK_EX)
+        set_status(file, "running")
+        for leftover in target.parent.glob(_temporary_name(target.name, "[0-9a-f]" * 8)):
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield
+
+
+def _real(target: Path) -> Path:
+    """Where an output is a link, as to a larger disk, what it links to is replaced, not the link."""
+    return target.resolve() if target.is_symlink() else target
+
+
+def _temporary_name(name: str, random: str) -> str:
+    return f"{name}.{random}.tmp"  # ignored by .dvcignore
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -31,42 +64,61 @@ def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8", newline="") as file:  # the same line ends, and digest, on each system
-        file.write(text)
-        # Before the rename: file systems may write the new name before the data, and a power cut would then leave an
-        # empty file where a valid one was.
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)  # replaces the old file in one step; both are in one directory, so on one file system
+    try:
+        # newline: the same line ends, and digest, on each system
+        with naming(path), temporary.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            # Before the rename: file systems may write the new name before the data, and a power cut would then leave
+            # an empty file where a valid one was.
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)  # replaces the old file in one step; both are in one directory, so on one file system
+    except BaseException:  # Ctrl-C, too
+        temporary.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Read a JSON file.
+
+    Raises:
+        ValueError: it is not valid.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deep") from None
 
 
 @contextmanager
 def directory(target: Path) -> Iterator[Path]:
-    """Yield `<target>.tmp`, an empty directory to fill; on success it is synced and takes the place of `target`.
+    """Yield an empty directory to fill; on success it is synced and takes the place of `target`.
 
-    On an error nothing of it stays. What a killed process left is removed by the next one.
+    On an error nothing of it stays, and `target` is as it was. What a killed process left is removed by `lock`.
     """
-    temporary = target.with_name(target.name + ".tmp")  # on the same file system, and ignored by .dvcignore
-    shutil.rmtree(temporary, ignore_errors=True)
+    target = _real(target)
+    # On the same file system. Of this run alone: a worker that outlives its stage, as on a cluster, must not write
+    # into the directory of the next run.
+    temporary, old = (target.with_name(_temporary_name(target.name, secrets.token_hex(4))) for _ in range(2))
     temporary.mkdir(parents=True)
     try:
-        yield temporary
-        sync_tree(temporary)
-        # A rename replaces no directory with files in it. Under DVC there is none: it removes outputs before it runs a
-        # stage. A stage run by hand that is killed right here leaves the old directory incomplete, or none.
+        with naming(target):
+            yield temporary
+            sync_tree(temporary)
+        # A rename replaces no directory with files in it, so the old one goes aside. Removing it first would take
+        # seconds, in which a kill leaves neither.
         if target.exists():
-            shutil.rmtree(target)
+            target.rename(old)
         temporary.rename(target)
         sync_directory(target.parent)
     except BaseException:  # Ctrl-C, too
+        if old.exists() and not target.exists():
+            old.rename(target)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def sync_tree(path: Path) -> None:

@@ -1,8 +1,8 @@
 """Results that are kept under the digest of everything that decides them, and used again when the digest recurs.
 
 One store serves runs that were killed, small edits, and several machines or experiments that share a disk. A result is
-a file and a value of one type. It is published by rename, complete or not at all, and its SHA-256 is verified at each
-use.
+a file and a value of one type. It is published by rename, complete or not at all, and its SHA-256 is verified before it
+is published and at each use.
 
 `rm -rf data/.reuse` clears the store at any time: what is not found is computed again.
 """
@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import TypeAdapter
 
 from stages.artifacts import publish
+from stages.artifacts.errors import StageError, naming
 
 Value = TypeVar("Value")
 
@@ -68,15 +69,31 @@ class Store(Generic[Value]):
         return None
 
     def put(self, key: str, file: Path, sha256: str, value: Value) -> None:
-        """Store a finished file and its value. The file must not be written to again: the store may link to it."""
+        """Store a finished file and its value. The file must not be written to again: the store may link to it.
+
+        Args:
+            key: The digest of everything that decides the result.
+            file: Its file.
+            sha256: Of what was to be written to the file.
+            value: Stored with it.
+
+        Raises:
+            StageError: the file contains something else. A store that trusted it would seal the damage for all runs.
+        """
         # As JSON, because the checksum must be that of what `fetch` reads back.
         content = TypeAdapter(self.value_type).dump_python(value, mode="json")
         self.path.mkdir(parents=True, exist_ok=True)
         # In the store, as a rename works within a file system only; under a random name, as runs publish side by side.
         temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.path))
         try:
-            _link(file, temporary / _FILE)
-            (temporary / _VALUE).write_text(json.dumps({"checksum": _checksum(content, sha256), "value": content}))
+            with naming(temporary):
+                _link(file, temporary / _FILE)
+                (temporary / _VALUE).write_text(json.dumps({"checksum": _checksum(content, sha256), "value": content}))
+            # Of the file in the store: it may be a copy on another disk.
+            if publish.sha256_file(temporary / _FILE) != sha256:
+                raise StageError(
+                    f"{file} is not what was written to it: the disk is damaged, or another process writes there"
+                )
             temporary.chmod(0o755)  # mkdtemp gives 0o700, but others who share the store read it
             # No fsync: after a power cut an entry may be incomplete, which `fetch` finds out by its checksum.
             temporary.rename(self.path / key)

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from stages.artifacts.dataset import STATE
 from stages.artifacts.errors import StageError
 from stages.tokens.packed import PackedTokens
 
@@ -22,7 +23,7 @@ class TokenRows:
         """Open `data/tokens/train` or `data/tokens/validation`.
 
         Raises:
-            StageError: a file is missing or truncated.
+            StageError: a file is missing or truncated, or there are more or fewer rows than the metadata lists.
         """
         tokens = PackedTokens.read(directory)
         self.seq_length = tokens.seq_length
@@ -33,6 +34,12 @@ class TokenRows:
         # Each (rows of the chunk, seq_length) int32, on the pages of the file.
         self._chunks = [_values(chunk.flatten()).reshape(len(chunk), -1) for chunk in chunks]
         self._ends = np.cumsum([len(chunk) for chunk in self._chunks], dtype=np.int64)
+        # The fingerprint does not cover the number of rows, and the length of a training follows from it.
+        if len(self) != tokens.num_rows:
+            raise StageError(
+                f"{directory / STATE} lists {tokens.num_rows} rows, and there are {len(self)}: "
+                "run `dvc repro -f -s pack`"
+            )
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._chunks else 0

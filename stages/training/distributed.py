@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import StageError, describe
 from stages.training.handoff import DIRECTORY
 
 T = TypeVar("T")
@@ -178,6 +178,4 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
 
 def _as_stage_error(error: StageError | OSError) -> StageError:
     # The message that `command.run` prints for an OSError, so that all ranks report the same one.
-    if isinstance(error, OSError):
-        return StageError(f"{error.filename or 'input/output'}: {error.strerror or error}")
-    return error
+    return StageError(describe(error)) if isinstance(error, OSError) else error
