@@ -13,6 +13,7 @@ setup: ## Install the locked environment that fits this machine into .venv
 
 repro: setup ## Run the pipeline, on a sample corpus if data/raw is empty
 	@$(PY) -m scripts.sample_corpus
+	@$(PY) -m scripts.check_raw
 	.venv/bin/dvc repro
 
 test: setup ## Run all tests that are not slow

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -24,10 +25,12 @@ from tqdm import tqdm
 from stages.artifacts import command, publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
-from stages.corpus import assignment, parts, splits, tree, workers
+from stages.corpus import assignment, costs, parts, splits, tree, workers
 from stages.corpus.formats import suffixes
 
 MATERIALIZED = Path("data/materialized")
+WRITTEN = (splits.SPLITS, MATERIALIZED, *map(Path, ("data/corpus", "data/tokens", "data/.reuse", "outputs")))
+"""The directories that stages write."""
 
 File = Sequence[splits.RawFile]
 """All parts of a raw file, in order, or the entire file alone."""
@@ -55,10 +58,11 @@ def main() -> None:
     parser = command.parser(__doc__)
     parser.add_argument("--materialize", choices=("hardlink", "copy"), help="lay out the splits that exist")
     method = parser.parse_args().materialize
-    if method:
-        print(materialize(load_params(OrganizeParams), method))
-        return
-    print(organize(load_params(OrganizeParams), load_params(OrganizeRuntime, "runtime")))
+    with publish.lock(MATERIALIZED if method else splits.SPLITS):
+        if method:
+            print(materialize(load_params(OrganizeParams), method))
+        else:
+            print(organize(load_params(OrganizeParams), load_params(OrganizeRuntime, "runtime")))
 
 
 def organize(
@@ -72,13 +76,9 @@ def organize(
     """Write the manifests and the summary; return a line that describes them.
 
     Raises:
-        StageError: `raw_dir` is not a directory, or contains no file that can be read.
+        StageError: `raw_dir` is not a directory of raw files, or contains no file that can be read.
     """
-    root = Path(params.raw_dir)
-    if not root.is_dir():
-        raise StageError(
-            f"raw_dir is {params.raw_dir!r}, which is not a directory: create it and put the raw files in it"
-        )
+    root = find_root(params.raw_dir)
     paths, passed_over = tree.walk(root, lambda name: suffixes.find(name) is not None)
     part_size, large = find_large(root, paths, params.num_splits, smallest_part)
     with tqdm(total=len(paths), desc="organize", unit="file", disable=None) as progress:
@@ -125,6 +125,30 @@ def organize(
     )
 
 
+def find_root(raw_dir: str) -> Path:
+    """The directory of the raw files.
+
+    Raises:
+        StageError: it is not a directory, or stages write into it, so that each run would read what the last one wrote.
+    """
+    root = Path(raw_dir)
+    if not raw_dir:  # which `Path` reads as the current directory
+        raise StageError("raw_dir is empty: name the directory of the raw files, such as data/raw")
+    if not root.is_dir():
+        remedy = "name its directory" if root.exists() else "create it and put the raw files in it"
+        raise StageError(f"raw_dir is {raw_dir!r}, which is not a directory: {remedy}")
+    real_root = root.resolve()
+    for place in (Path(), *WRITTEN):
+        is_inside = real_root.is_relative_to(place.resolve()) and place != Path()  # data/raw is inside the project
+        if is_inside or place.resolve().is_relative_to(real_root):
+            raise StageError(
+                f"raw_dir is {raw_dir!r}, which {'is in' if is_inside else 'contains'} "
+                f"{'the project' if place == Path() else place}, where stages write: name a directory that has "
+                "nothing but raw files, such as data/raw"
+            )
+    return root
+
+
 def path_of(file: File) -> str:
     """The path of a raw file."""
     return file[0].path
@@ -154,14 +178,16 @@ def cut_all(
     A file that is not UTF-8 is not cut: its encoding depends on all of its bytes, so no part can be read alone.
     """
     tasks = {path: parts.tasks(root / path, size, part_size, bytes_per_task) for path, size in large.items()}
-    results = workers.ordered_map(parts.measure, [*chain.from_iterable(tasks.values())], runtime)
     cut: dict[str, File] = {}
-    for path in tasks:
-        measured = [next(results) for _ in tasks[path]]
-        found = [*chain.from_iterable(filter(None, measured))]
-        if None not in measured and len(found) > 1:  # otherwise `measure_all` finds out what it is
-            cut[path] = parts.join(path, found)
-            progress.update()
+    seconds = costs.of_measuring(0, sum(large.values()))
+    measuring = workers.ordered_map(parts.measure, [*chain.from_iterable(tasks.values())], runtime, seconds=seconds)
+    with closing(measuring) as results:
+        for path in tasks:
+            measured = [next(results) for _ in tasks[path]]
+            found = [*chain.from_iterable(filter(None, measured))]
+            if None not in measured and len(found) > 1:  # otherwise `measure_all` finds out what it is
+                cut[path] = parts.join(path, found)
+                progress.update()
     return cut
 
 
@@ -174,13 +200,17 @@ def measure_all(
     # Thousands of files a task: to pass a task to a process costs more than to read a small file.
     tasks = [(str(root), paths[start : start + files_per_task]) for start in range(0, len(paths), files_per_task)]
     # Results come in the order of the tasks, so the number of workers does not change the order of the files.
-    for (_, batch), results in zip(tasks, workers.ordered_map(measure, tasks, runtime), strict=True):
-        for path, found in zip(batch, results, strict=True):
-            if isinstance(found, str):
-                unreadable.append(splits.PassedOver(path, found))
-            else:
-                files.append([splits.RawFile(path, *found)])
-        progress.update(len(batch))
+    seconds = costs.of_measuring(len(paths), 0)
+    if seconds < runtime.min_seconds:  # a million files are spared the next line
+        seconds += costs.of_measuring(0, sum(tree.size(os.path.join(root, path)) for path in paths))
+    with closing(workers.ordered_map(measure, tasks, runtime, seconds=seconds)) as results:
+        for (_, batch), measured in zip(tasks, results, strict=True):
+            for path, found in zip(batch, measured, strict=True):
+                if isinstance(found, str):
+                    unreadable.append(splits.PassedOver(path, found))
+                else:
+                    files.append([splits.RawFile(path, *found)])
+            progress.update(len(batch))
     return files, unreadable
 
 
@@ -193,10 +223,12 @@ def assign(files: Sequence[File], num_splits: int, part_size: int) -> list[list[
     whole = [file[0] for file in files if len(file) == 1]
     cut = [part for file in files if len(file) > 1 for part in file]
     names = [parts.name(part, part_size) for part in cut]
-    # `first`: where the entire files stopped, so that the counts of both together differ by at most one, too.
+    # The first splits stay empty where there are fewer files and parts than splits: the last ones are held out.
+    first = max(0, num_splits - len(whole) - len(cut))
+    # The parts begin where the entire files stopped, so that the counts of both together differ by at most one, too.
     split_of = [
-        *assignment.assign([file.path for file in whole], num_splits).tolist(),
-        *assignment.assign(names, num_splits, first=len(whole) % num_splits).tolist(),
+        *assignment.assign([file.path for file in whole], num_splits, first).tolist(),
+        *assignment.assign(names, num_splits, first + len(whole)).tolist(),
     ]
     members: list[list[splits.RawFile]] = [[] for _ in range(num_splits)]
     for file, split in zip([*whole, *cut], split_of, strict=True):
@@ -206,7 +238,7 @@ def assign(files: Sequence[File], num_splits: int, part_size: int) -> list[list[
 
 def write_split(directory: Path, index: int, files: Sequence[splits.RawFile]) -> splits.Split:
     """Write the manifest of a split; return its entry in the summary."""
-    name = f"split_{index:02d}.jsonl"
+    name = splits.manifest_name(f"{index:02d}")
     digest = splits.write_manifest(directory / name, files)
     num_files = len({file.path for file in files})
     return splits.Split(manifest=name, files=num_files, bytes=sum(file.size for file in files), digest=digest)
@@ -254,7 +286,7 @@ def materialize(
     Raises:
         StageError: there are no splits, a file was changed since they were made, or it cannot be linked.
     """
-    summary = splits.Summary.read(source / splits.SUMMARY)
+    summary = splits.read_summary(source)
     with publish.directory(target) as directory:
         for split in summary.splits:
             split_directory = directory / Path(split.manifest).stem

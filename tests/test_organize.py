@@ -9,13 +9,16 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stages.artifacts import reuse
 from stages.artifacts.errors import StageError
 from stages.corpus import assignment, parts, splits, tree
-from stages.organize import OrganizeParams, OrganizeRuntime, materialize, organize
-from tests.project import Project
+from stages.organize import WRITTEN, OrganizeParams, OrganizeRuntime, materialize, organize
+from tests.corpus import with_processes
+from tests.project import REPO, Project
 
 PATHS = st.sets(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), max_size=60)
 
@@ -29,7 +32,7 @@ def run(
 ) -> dict[str, bytes]:
     """Organize `root`; the files of the result by name."""
     target = root.parent / "splits"
-    runtime = OrganizeRuntime(num_workers=num_workers)
+    runtime = with_processes(OrganizeRuntime(num_workers=num_workers))
     organize(params_of(root, num_splits, deduplicate), runtime, target, **sizes)
     return {path.name: path.read_bytes() for path in target.iterdir()}
 
@@ -155,6 +158,24 @@ def test_trap_03_there_may_be_fewer_files_than_splits(root: Path) -> None:
     assert selected(result) == ["a.txt"]
 
 
+@pytest.mark.parametrize("num_files", [1, 2, 5, 19, 20, 21])
+@pytest.mark.parametrize("num_lines", [0, 2500])  # of a file that is cut into four parts
+def test_trap_03_the_first_splits_are_empty_as_the_last_ones_are_held_out(
+    root: Path, num_files: int, num_lines: int
+) -> None:
+    for number in range(1, num_files):
+        (root / f"{number}.txt").write_text("text")
+    if num_lines:
+        (root / "large.jsonl").write_text('"four words of text"\n' * num_lines)
+    result = run(root, num_splits=20)
+    counts = [result[f"split_{index:02d}.jsonl"].count(b"\n") for index in range(20)]
+    assert sum(counts) == num_files + (4 if num_lines else 0)
+    if sum(counts) < 20:
+        assert counts == sorted(counts)
+    assert counts[-1] > 0
+    assert max(counts) - min(counts) <= 1
+
+
 def test_trap_03_a_directory_without_readable_files_is_refused(root: Path) -> None:
     (root / "a.txt").rename(root / "a.bin")
     with pytest.raises(StageError, match=r"contains no file that can be read \(1 x other suffix\).*\.txt"):
@@ -168,6 +189,40 @@ def test_trap_03_a_directory_without_readable_files_is_refused(root: Path) -> No
     assert not (root.parent / "splits").exists()
 
 
+@pytest.mark.parametrize(
+    ("raw_dir", "message"),
+    [
+        ("", "raw_dir is empty: name the directory"),
+        (".", "contains the project, where stages write"),
+        ("..", "contains the project, where stages write"),
+        ("data/raw/../..", "contains the project, where stages write"),
+        ("link", "contains the project, where stages write"),
+        ("data", "contains data/splits, where stages write"),
+        ("outputs", "is in outputs, where stages write"),
+        ("outputs/test/model", "is in outputs, where stages write"),
+        ("data/corpus", "is in data/corpus, where stages write"),
+    ],
+)
+def test_trap_31_a_directory_that_stages_write_into_is_refused(empty_project: Path, raw_dir: str, message: str) -> None:
+    for name in ("data/raw", "data/corpus", "outputs/test/model"):
+        Path(name).mkdir(parents=True)
+        Path(name, "a.txt").write_text("a")
+    Path("link").symlink_to(empty_project)
+    runtime = OrganizeRuntime(num_workers=1)
+    with pytest.raises(StageError, match=message):
+        organize(OrganizeParams(num_splits=2, raw_dir=raw_dir, deduplicate_files=False), runtime)
+    for name in ("data/raw", str(empty_project / "data/raw")):  # beside what stages write
+        organize(OrganizeParams(num_splits=2, raw_dir=name, deduplicate_files=False), runtime)
+
+
+def test_trap_31_the_directories_that_stages_write_are_known() -> None:
+    pipeline = yaml.safe_load((REPO / "dvc.yaml").read_text())
+    outs = [Path(out) for stage in pipeline["stages"].values() for out in [*stage["outs"], *stage.get("metrics", [])]]
+    directories = {out if not out.suffix else out.parent for out in outs} - {Path("data")}  # which data/raw is in
+    assert not [path for path in directories if not any(path.is_relative_to(place) for place in WRITTEN)]
+    assert reuse.root().relative_to(Path.cwd()) in WRITTEN
+
+
 def test_trap_04_links_are_followed_only_to_other_files_inside(root: Path) -> None:
     outside = root.parent / "outside.txt"
     outside.write_text("outside")
@@ -175,6 +230,7 @@ def test_trap_04_links_are_followed_only_to_other_files_inside(root: Path) -> No
     (root / "folder" / "blob").write_text("blob")
     for name, target in {
         "loop.txt": "loop.txt",
+        "top": ".",
         "up": "..",
         "folder/again": "../folder",
         "out.txt": "../outside.txt",
@@ -191,19 +247,41 @@ def test_trap_04_links_are_followed_only_to_other_files_inside(root: Path) -> No
     result = run(root)
     assert selected(result) == ["a.txt", "snapshot.txt"]
     assert summary(result)["passed_over"] == {
-        "folder/again": "link to a folder",
+        "folder/again": "link to a directory",
         "folder/blob": "other suffix",
         "loop.txt": "broken link",
         "missing.txt": "broken link",
-        "out.txt": "link that leaves the folder",
+        "out.txt": "link that leaves the directory",
         "picture.png": "other suffix",
-        "pipe.txt": "no regular file",
-        "same.txt": "link to a file that is taken already",
-        "to_pipe.txt": "no regular file",
-        "twice.txt": "link to a file that is taken already",
-        "up": "link that leaves the folder",
-        "zero.txt": "link that leaves the folder",
+        "pipe.txt": "not a regular file",
+        "same.txt": "link to a file that is already read",
+        "to_pipe.txt": "not a regular file",
+        "top": "link to a directory",
+        "twice.txt": "link to a file that is already read",
+        "up": "link that leaves the directory",
+        "zero.txt": "link that leaves the directory",
     }
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_trap_04_a_file_that_became_a_pipe_after_the_walk_is_reported(
+    root: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "a.txt").rename(root / name)
+    (root / "b.txt").write_text("b")
+    walk = tree.walk
+
+    def walk_then_change(*arguments: Any) -> Any:
+        found = walk(*arguments)
+        (root / name).unlink()
+        os.mkfifo(root / name)
+        return found
+
+    monkeypatch.setattr(tree, "walk", walk_then_change)
+    monkeypatch.setattr(tree, "size", lambda _: 100)  # so that a.jsonl is cut
+    result = run(root, smallest_part=1)
+    assert selected(result) == ["b.txt"]
+    assert summary(result)["passed_over"] == {name: "unreadable: not a regular file"}
 
 
 def parts_in(result: dict[str, bytes]) -> list[dict[str, Any]]:

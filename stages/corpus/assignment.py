@@ -28,7 +28,7 @@ def assign(paths: Sequence[str], num_splits: int, first: int = 0) -> Indices:
     Args:
         paths: In an order that does not change.
         num_splits: At least 1.
-        first: The split that gets one more before the others do.
+        first: The split that gets one more before the others do, modulo `num_splits`.
 
     Returns:
         (n,) int64, from 0 to `num_splits - 1`.
@@ -38,7 +38,7 @@ def assign(paths: Sequence[str], num_splits: int, first: int = 0) -> Indices:
     splits = np.arange(num_splits)
     # (num_splits,): the first ones get one more
     room = (len(paths) + num_splits - 1 - (splits - first) % num_splits) // num_splits
-    is_open = room > 0  # with fewer files than splits the last ones have no room from the start
+    is_open = room > 0  # with fewer files than splits some have no room from the start
     choice = _favourites(keys, splits[is_open])
     start = 0  # the paths before it have their place
     while start < len(paths):

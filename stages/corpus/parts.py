@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from stages.corpus import tree
 from stages.corpus.splits import Part, RawFile
 
 PARTS_PER_SPLIT = 8
@@ -63,7 +64,7 @@ def measure(task: Task) -> list[Measured] | None:
     None: the file is not UTF-8, or cannot be read.
     """
     try:
-        with task.file.open("rb") as file:
+        with open(tree.open_regular(task.file), "rb") as file:
             measured = []
             start = _line_start(file, task.start, task.end)
             for place in range(task.start + task.size, task.end + 1, task.size):
@@ -98,7 +99,7 @@ def name(file: RawFile, size: int) -> str:
 
 def copy(file: Path, part: Part, target: Path) -> None:
     """Copy a part to a file of its own."""
-    with file.open("rb") as source, target.open("wb") as copied:
+    with open(tree.open_regular(file), "rb") as source, target.open("wb") as copied:
         source.seek(part.start)
         left = math.inf if part.end is None else part.end - part.start
         while left and (piece := source.read(int(min(_CHUNK, left)))):

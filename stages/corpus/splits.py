@@ -91,6 +91,28 @@ class Summary(Record):
     passed_over: list[PassedOver]
 
 
+def manifest_name(number: str) -> str:
+    """The file name of the manifest of a split."""
+    return f"split_{number}.jsonl"
+
+
+def read_summary(directory: Path) -> Summary:
+    """Read the summary of the splits in a directory.
+
+    Raises:
+        StageError: it is missing or not valid, or lists other manifests than there are: those that it lacks would
+            silently be left out.
+    """
+    summary = Summary.read(directory / SUMMARY)
+    number = len([*directory.glob(manifest_name("*"))])
+    # In this order, too: the last ones are held out.
+    if [split.manifest for split in summary.splits] != [manifest_name(f"{index:02d}") for index in range(number)]:
+        raise StageError(
+            f"{directory / SUMMARY} does not list the manifests in {directory}: run `dvc repro -f -s organize`"
+        )
+    return summary
+
+
 def write_manifest(path: Path, files: Iterable[RawFile]) -> str:
     """Write a manifest and return its SHA-256.
 

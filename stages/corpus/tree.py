@@ -4,12 +4,17 @@ Written for millions of small files: paths are strings, joined as such, and not 
 a million files with two processes (docs/benchmarks.md).
 """
 
+import errno
 import hashlib
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from stages.corpus.splits import PassedOver
+
+NOT_REGULAR = "not a regular file"
+"""Why a pipe, a socket or a device is passed over."""
 
 _CHUNK = 1 << 20  # bytes read at once
 
@@ -56,7 +61,7 @@ def walk(root: Path, is_wanted: Callable[[str], bool]) -> tuple[list[str], list[
             elif entry.is_dir(follow_symlinks=False):
                 directories.append(path + "/")
             else:
-                passed_over.append(PassedOver(path, "no regular file"))
+                passed_over.append(PassedOver(path, NOT_REGULAR))
     real_root = os.path.realpath(root)  # raw_dir itself may be a link to another disk
     taken = {os.path.join(real_root, path) for path in files} if links else set()
     for path in sorted(links):  # of several links to one file the first in this order is read, on every machine
@@ -73,15 +78,16 @@ def walk(root: Path, is_wanted: Callable[[str], bool]) -> tuple[list[str], list[
 def _objection(path: str, target: str, real_root: str, taken: set[str], is_wanted: Callable[[str], bool]) -> str | None:
     if not os.path.exists(target):
         return "broken link"  # its target is missing, or it leads back to itself
-    if not target.startswith(os.path.join(real_root, "")):  # with a slash: `raw-old` is not inside `raw`
-        return "link that leaves the folder"
+    # With a slash at the end of both: `raw-old` is not inside `raw`, but a link to `raw` itself leaves nothing.
+    if not os.path.join(target, "").startswith(os.path.join(real_root, "")):
+        return "link that leaves the directory"
     if os.path.isdir(target):
-        return "link to a folder"
+        return "link to a directory"
     if not os.path.isfile(target):
-        return "no regular file"
+        return NOT_REGULAR
     if not is_wanted(path):
         return "other suffix"
-    return "link to a file that is taken already" if target in taken else None
+    return "link to a file that is already read" if target in taken else None
 
 
 def size(path: str) -> int:
@@ -92,6 +98,20 @@ def size(path: str) -> int:
         return 0
 
 
+def open_regular(path: str | Path) -> int:
+    """Open a file for reading and return its descriptor, without waiting, whatever has become of it since the walk.
+
+    Raises:
+        OSError: it cannot be opened, or is not a regular file.
+    """
+    # Without O_NONBLOCK a pipe would wait for a writer before it could be recognized; a regular file ignores the flag.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, NOT_REGULAR, os.fspath(path))
+    return descriptor
+
+
 def measure(path: str | Path) -> tuple[int, str]:
     """The size of a file in bytes and the SHA-256 of its bytes, in hexadecimal.
 
@@ -99,7 +119,7 @@ def measure(path: str | Path) -> tuple[int, str]:
     DVC and the Hugging Face Hub show it too, and because equal digests must mean equal content.
     """
     digest, size = hashlib.sha256(), 0
-    descriptor = os.open(path, os.O_RDONLY)  # a third faster than `open` for a million small files
+    descriptor = open_regular(path)  # a descriptor is a third faster than `open` for a million small files
     try:
         while chunk := os.read(descriptor, _CHUNK):
             digest.update(chunk)

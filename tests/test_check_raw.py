@@ -1,0 +1,215 @@
+"""What DVC does with raw files that it cannot read, and what `scripts/check_raw.py` advises."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from dvc.repo import Repo
+
+from tests.project import REPO, Project
+
+NOT_UTF8 = os.fsdecode(b"caf\xe9")
+
+# Root may read every file, unless it gives up these capabilities.
+CAPABILITIES = "-dac_override,-dac_read_search"
+AS_USER = ("setpriv", f"--bounding-set={CAPABILITIES}", f"--inh-caps={CAPABILITIES}") if os.geteuid() == 0 else ()
+is_user = not AS_USER or (
+    shutil.which("setpriv") is not None and subprocess.run([*AS_USER, "true"], check=False).returncode == 0
+)
+as_user = pytest.mark.skipif(not is_user, reason="this machine does not let root give up a capability")
+
+
+@pytest.fixture(scope="module")
+def _organized(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project after `dvc repro organize`."""
+    project = Project(tmp_path_factory.mktemp("check_raw") / "project")
+    (project / "data/raw").mkdir(parents=True)
+    for name in ("dvc.yaml", "params.yaml", ".dvcignore", ".gitignore", "data/.gitignore"):
+        shutil.copy(REPO / name, project / name)
+    for name in ("stages", "scripts"):
+        shutil.copytree(REPO / name, project / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (project / ".dvc").mkdir()
+    shutil.copy(REPO / ".dvc/config", project / ".dvc")
+    (project / "data/raw/a.txt").write_text("a")
+    project.run("git", "init", "-q")
+    project.run("dvc", "repro", "organize")
+    return project
+
+
+@pytest.fixture
+def organized(_organized: Project, tmp_path: Path) -> Project:
+    return _organized.copy(tmp_path / "project")
+
+
+def obstacles(raw: Path) -> dict[str, str]:
+    """Put everything at which DVC hangs or fails into a directory; what DVC prints at each, "" where it hangs."""
+    outside = raw.parent.parent.parent / "outside"
+    outside.mkdir()
+    os.mkfifo(outside / "pipe")
+    (raw / "folder").mkdir()
+    os.mkfifo(raw / "pipe.txt")
+    os.mkfifo(raw / "folder/a [b]*\\ .txt")
+    os.mkfifo(raw / "folder/white space ")
+    (raw / "to_pipe.txt").symlink_to(outside / "pipe")
+    (raw / "zero.txt").symlink_to("/dev/zero")
+    (raw / "missing.txt").symlink_to("nowhere")
+    (raw / "loop.txt").symlink_to("loop.txt")
+    with tempfile.TemporaryDirectory() as short:  # the path of a socket has 107 bytes at most
+        with socket.socket(socket.AF_UNIX) as unix:
+            unix.bind(f"{short}/socket")
+        shutil.move(f"{short}/socket", raw / "socket.txt")
+    (raw / "folder/.dvcignore").write_text("*.csv\n")
+    (raw / "closed.txt").touch(mode=0)
+    (raw / NOT_UTF8).mkdir()
+    (raw / NOT_UTF8 / "it's.txt").write_text("one")
+    (raw / f"{NOT_UTF8}.txt").write_text("two")
+    return {
+        "pipe.txt": "", "folder/a [b]*\\ .txt": "", "folder/white space ": "", "to_pipe.txt": "", "zero.txt": "",
+        "missing.txt": "[Errno 2] No such file or directory",
+        "loop.txt": "[Errno 40] Too many levels of symbolic links",
+        "socket.txt": "[Errno 6] No such device or address",
+        "closed.txt": "[Errno 13] Permission denied",
+        "folder/.dvcignore": ".dvcignore file should not be in collected dir path",
+        NOT_UTF8: "'utf-8' codec can't encode character", f"{NOT_UTF8}.txt": "'utf-8' codec can't encode character",
+    }  # fmt: skip
+
+
+STATUS_OF_EACH = """
+import json, shutil, sys
+from pathlib import Path
+from dvc.repo import Repo
+for name, place in json.load(sys.stdin):
+    place = Path(place)
+    place.parent.mkdir(exist_ok=True)
+    Path(name).rename(place)
+    try:
+        print(json.dumps(Repo().status(targets=["organize"])))
+    except Exception as error:
+        print(json.dumps(str(error)))
+    place.rename(name)
+"""
+
+
+def status_of_each(project: Project, moves: list[tuple[Path, Path]]) -> list[object]:
+    """What `dvc status` finds while one file is at another place, for each of them; in a single process."""
+    given = json.dumps([(str(source), str(target)) for source, target in moves])
+    output = project.run(*AS_USER, "bash", "-c", 'python -c "$CODE" <<< "$GIVEN"', CODE=STATUS_OF_EACH, GIVEN=given)
+    return [json.loads(line) for line in output.splitlines()]
+
+
+@as_user
+def test_trap_04_dvc_stops_where_the_docs_state(organized: Project, tmp_path: Path) -> None:
+    away = tmp_path / "x/away/raw"
+    away.mkdir(parents=True)
+    messages = obstacles(away)
+    fails = {name: message for name, message in messages.items() if message}
+    found = status_of_each(organized, [(away / name, organized / "data/raw" / name) for name in fails])
+    docs = " ".join((REPO / "docs/data.md").read_text().split())
+    for message, output in zip(fails.values(), found, strict=True):
+        assert message in str(output)
+        assert message in docs
+    shutil.move(away / "pipe.txt", organized / "data/raw/pipe.txt")
+    with organized.popen("dvc", "status", "organize") as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=3)
+        process.kill()
+
+
+@as_user
+def test_trap_04_after_the_advice_dvc_reads_everything_else(organized: Project) -> None:
+    raw = organized / "data/raw"
+    names = obstacles(raw)
+    (raw / "ab.txt").write_text("which the pattern for `a [b]*` must not match")
+    output = organized.run(*AS_USER, "bash", "-c", "python -m scripts.check_raw >> .dvcignore", status=2)
+    lines = re.findall("^error: (.*)", output, re.MULTILINE)
+    assert len(lines) == len(names)
+    for line in lines:
+        if "mv" in line:
+            organized.run(*AS_USER, "bash", "-c", line.partition("rename it: ")[2])
+    assert (
+        organized.run(*AS_USER, "python", "-m", "scripts.check_raw")
+        == "check_raw: DVC can read all files in data/raw\n"
+    )
+    assert "organize: 4 files" in organized.run(*AS_USER, "dvc", "repro", "organize")
+    summary = organized.json("data/splits/summary.json")
+    assert summary["names_not_utf8"] == []
+    assert {entry["path"] for entry in summary["passed_over"]} >= {"pipe.txt", "zero.txt", "loop.txt", "socket.txt"}
+    assert (raw / "café/it's.txt").read_text() == "one"
+    assert "up to date" in organized.run(*AS_USER, "dvc", "status", "organize")
+    (raw / "ab.txt").write_text("changed")
+    assert "modified:           data/raw" in organized.run(*AS_USER, "dvc", "status", "organize")
+
+
+@as_user
+def test_trap_31_every_edit_of_a_raw_file_is_noticed(organized: Project) -> None:
+    moves = [
+        (organized / "new.txt", organized / "data/raw" / name)
+        for name in ("notes.tmp/a.txt", "b.tmp", "dvc_plots/a.txt", "__pycache__/a.txt", "cache-x.arrow", ".venv/a.txt",
+                     "outputs/a.tmp", "logs/a.txt")
+    ]  # fmt: skip
+    (organized / "new.txt").write_text("new")
+    noticed = {"organize": [{"changed deps": {"data/raw": "modified"}}]}
+    assert status_of_each(organized, moves) == [noticed] * len(moves)
+
+
+def test_trap_31_dvc_passes_over_what_a_killed_stage_leaves() -> None:
+    ignore = Repo(str(REPO)).dvcignore
+    for name in (
+        "data/splits.tmp/a", "data/splits.x1y2.tmp/a", "data/extract.json.tmp", "data/extract.json.x1y2.tmp",
+        "data/tokens/train.tmp/a", "data/tokens/train.x1y2.tmp/a", "outputs/plan.json.x1y2.tmp", "outputs/report.tmp/a",
+        "outputs/test/run.json.x1y2.tmp", "outputs/test/model.x1y2.tmp/a", "outputs/test/checkpoints/a",
+        "data/corpus/cache-1.arrow", "data/tokens/train/cache-1.arrow", "models/__pycache__/a.pyc", "data/.reuse/a",
+    ):  # fmt: skip
+        assert ignore.is_ignored_file(str(REPO / name)), name
+    for name in ("raw", "data/other", "corpora/a"):  # wherever raw_dir is
+        for file in (
+            "a.tmp",
+            "x.tmp/a",
+            "cache-1.arrow",
+            "__pycache__/a",
+            "dvc_plots/a",
+            ".venv/a",
+            "outputs/a/logs/b",
+        ):
+            assert not ignore.is_ignored_file(str(REPO / name / file)), (name, file)
+
+
+def test_trap_31_raw_files_that_dvc_does_not_watch_are_counted(organized: Project) -> None:
+    raw = organized / "corpora/raw"
+    (raw / "other/.dvc").mkdir(parents=True)
+    for name in ("other/a.txt", "b.txt", "b.md", "c.tmp", "d.txt", "dvc.yaml"):
+        (raw / name).write_text("a")
+    with (organized / ".dvcignore").open("a") as file:
+        file.write("b.*\n")
+    line = len((organized / ".dvcignore").read_text().splitlines())
+    organized.set(raw_dir="corpora/raw")
+    output = organized.run("python", "-m", "scripts.check_raw", status=2).splitlines()
+    unnoticed = "warning: DVC does not notice edits of"
+    remedy = ": remove that pattern, or the .dvc in that directory, unless this is meant so"
+    assert sorted(output) == [
+        "error: corpora/raw/dvc.yaml is read by DVC as stages: name the directory corpora/raw in .gitignore",
+        f"{unnoticed} 1 files that organize reads (in sub_repo:other){remedy}",
+        f"{unnoticed} 2 files that organize reads (.dvcignore:{line}:b.*){remedy}",
+    ]
+    (organized / ".gitignore").write_text("/corpora/raw/\n")
+    assert "DVC can read all files in corpora/raw" in organized.run("python", "-m", "scripts.check_raw")
+    assert "organize: 5 files" in organized.run("dvc", "repro", "organize")
+
+
+def test_trap_04_nothing_can_be_hidden_outside_of_the_project(organized: Project, tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    os.mkfifo(tmp_path / "far/pipe.txt")
+    organized.set(raw_dir=str(tmp_path / "far"))
+    output = organized.run("python", "-m", "scripts.check_raw", status=2)
+    assert output == (
+        f"error: {tmp_path}/far/pipe.txt is a pipe, for which DVC waits forever: "
+        "remove it (.dvcignore has no effect outside of the project)\n"
+    )
+    organized.set(raw_dir="")
+    assert "raw_dir is empty" in organized.run("python", "-m", "scripts.check_raw", status=2)
