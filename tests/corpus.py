@@ -1,15 +1,21 @@
 """Raw files, the corpus made of them, and the processes that make it: for the tests of the data stages."""
 
 import dataclasses
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import yaml
 
+from stages.corpus.workers import Runtime
 from stages.extract import ExtractParams
 from stages.organize import OrganizeParams, OrganizeRuntime, organize
 from tests.project import wait_for
+
+NOT_RECORDS = (b"", b"{", b"[]", b"null", b'"text"', b"{}", b"\xff\xfe", b"[" * 100_000)
+"""Contents of a JSON file that a stage cannot have written."""
+AnyRuntime = TypeVar("AnyRuntime", bound=Runtime)
 
 CORPUS = Path("data/corpus")
 SPLITS = Path("data/splits")
@@ -43,16 +49,38 @@ def put_slow_files(num_files: int = 12, num_strings: int = 20_000) -> None:
     put({f"{number}.yaml": f"{text}- file {number}" for number in range(num_files)})
 
 
+def put_large_file() -> None:
+    """Write a file that is by its size worth processes, but read fast."""
+    put({"large.yaml": "# no string\n" * 1_000_000})
+
+
 def organize_raw(num_splits: int, raw_dir: str = PARAMS.raw_dir, **runtime: Any) -> None:
     """Assign the raw files to splits."""
     params = OrganizeParams(num_splits=num_splits, raw_dir=raw_dir, deduplicate_files=False)
-    organize(params, OrganizeRuntime(num_workers=1, **runtime))
+    organize(params, OrganizeRuntime(**{"num_workers": 1, **runtime}))
 
 
 def write_params_of_extract(num_workers: int) -> None:
     """Write PARAMS into params.yaml, for a process that runs the stage."""
     runtime = {"num_workers": num_workers, "reuse_gib": 1}
     Path("params.yaml").write_text(yaml.safe_dump({**dataclasses.asdict(PARAMS), "runtime": runtime}))
+
+
+def with_processes(runtime: AnyRuntime) -> AnyRuntime:
+    """The same, but more than one worker means processes however small the work is."""
+    return runtime if runtime.num_workers == 1 else _with_min_seconds(runtime, 0.0)
+
+
+def in_this_process(runtime: AnyRuntime) -> AnyRuntime:
+    """The same without processes, however much work it is."""
+    return _with_min_seconds(runtime, math.inf)
+
+
+def _with_min_seconds(runtime: AnyRuntime, seconds: float) -> AnyRuntime:
+    kind = type(runtime)
+    other: Any = type(kind.__name__, (kind,), {"min_seconds": seconds})
+    changed: AnyRuntime = other(**vars(runtime))
+    return changed
 
 
 def content_of(directory: Path) -> dict[str, bytes]:

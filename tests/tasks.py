@@ -58,3 +58,23 @@ def be_slow(number: int) -> int:
     time.sleep(0.2 * (number == 0))
     print(f"task {number}", file=sys.stderr)
     return -number
+
+
+def write_for_long(directory: Path) -> None:
+    """Write new files, for longer than a test lasts."""
+    for number in range(6000):
+        directory.joinpath(f"{os.getpid()}-{number}").touch()  # an error where the directory is gone
+        time.sleep(0.01)
+
+
+def fail_or_write(directory: Path | None) -> None:
+    """Fail where nothing is given, otherwise write for long."""
+    if directory is None:
+        time.sleep(0.5)  # meanwhile others begin to write
+        raise StageError("of a task")
+    write_for_long(directory)
+
+
+def send_much(_: int) -> bytes:
+    """Return what is longer than a pipe holds."""
+    return bytes(50_000_000)

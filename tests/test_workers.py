@@ -3,10 +3,12 @@
 import contextlib
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -24,12 +26,12 @@ import yaml
 from stages.artifacts import code
 from stages.artifacts.errors import StageError
 from stages.artifacts.reuse import Store
-from stages.corpus import arrow, cluster, progress
-from stages.corpus.workers import Runtime, no_initializer, ordered_map
+from stages.corpus import arrow, cluster, progress, workers
+from stages.corpus.workers import Runtime, no_initializer, ordered_map, threaded_map
 from stages.extract import ExtractRuntime, extract
 from tests import tasks
-from tests.corpus import CORPUS, PARAMS, SPLITS, content_of, organize_raw, put, put_slow_files
-from tests.project import BIN, REPO, start_stage, wait_for
+from tests.corpus import CORPUS, PARAMS, SPLITS, content_of, organize_raw, put, put_large_file, put_slow_files
+from tests.project import BIN, REPO, is_alive, start_stage, wait_for
 
 pytestmark = pytest.mark.usefixtures("empty_project")
 
@@ -215,7 +217,7 @@ def test_the_work_of_a_killed_dask_worker_is_done_by_another(dask_cluster: DaskC
     victims = []
 
     def kill() -> None:
-        wait_for(lambda: list(Path("data/corpus.tmp").glob("*.arrow")))
+        wait_for(lambda: list(Path("data").glob("corpus.*.tmp/*.arrow")))
         victims.append(task_processes()[0])
         victims[0].parent().kill()
 
@@ -230,8 +232,7 @@ def test_task_processes_end_with_the_stage() -> None:
     put_slow_files()
     organize_raw(num_splits=2)
     process = start_extract(num_workers=2)
-    wait_for(lambda: len(list(Path("data/corpus.tmp").glob("whole-*"))) == 2)
-    assert len(task_processes()) == 2
+    wait_for(lambda: list(Path("data").glob("corpus.*.tmp/whole-*")) and len(task_processes()) == 2)
     process.kill()
     process.communicate()
     wait_for(lambda: not task_processes())
@@ -249,6 +250,131 @@ def test_a_task_whose_worker_is_gone_does_not_begin(tmp_path: Path) -> None:
         process.stdin.close()
         assert process.wait(20) == 1
     assert not (tmp_path / "file").exists()
+
+
+STAGE = """
+import sys
+from pathlib import Path
+from stages.artifacts import command, publish
+from stages.corpus.workers import Runtime, ordered_map
+from tests import tasks
+
+def main():
+    with publish.directory(Path("out")) as directory:
+        list(ordered_map(tasks.write_for_long, [directory] * 4, Runtime(num_workers=2, executor=sys.argv[1])))
+
+if __name__ == "__main__":
+    command.run(main, "the next run continues")
+"""
+
+
+def start_writing(executor: str) -> psutil.Popen:
+    """Start a stage of two processes that write; return it when they do."""
+    Path("stage.py").write_text(STAGE)
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "stage.py", executor]
+    stage = psutil.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe, start_new_session=True)
+    wait_for(lambda: len({path.name.split("-")[0] for path in Path().glob("out.*.tmp/*")}) == 2)
+    return stage
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_trap_21_an_interrupt_ends_the_tasks_and_others_change_nothing(executor: str, number: signal.Signals) -> None:
+    stage = start_writing(executor)
+    processes = stage.children(recursive=True)
+    assert len(processes) >= 2
+    for delay in (0, 0.02, 0.1, 0.3):
+        time.sleep(delay)
+        with contextlib.suppress(ProcessLookupError):
+            if number == signal.SIGINT:  # as the terminal does
+                os.killpg(stage.pid, number)
+            else:
+                os.kill(stage.pid, number)
+    output, error = stage.communicate(timeout=15)
+    assert (stage.returncode, output, error) == (128 + number, "", "interrupted: the next run continues\n")
+    psutil.wait_procs(processes, timeout=1)
+    assert not any(map(is_alive, processes))
+    assert [path.name for path in Path().iterdir()] == ["stage.py"]
+
+
+def test_an_interrupt_ends_the_tasks_of_other_dask_workers(dask_cluster: DaskCluster, tmp_path: Path) -> None:
+    results = ordered_map(tasks.fail_or_write, [None, tmp_path, tmp_path], dask_runtime(dask_cluster))
+    with pytest.raises(StageError, match="of a task"):
+        next(results)
+    assert task_processes() == []
+
+
+def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
+    code = """
+import os, signal, time
+from stages.artifacts import command
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+def main():
+    Finalized()
+    time.sleep(60)
+
+command.run(main)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    stage = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, timeout=30)
+    assert (stage.returncode, stage.stderr) == (130, "interrupted: run it again\n")
+
+
+def test_after_an_error_no_process_writes(tmp_path: Path) -> None:
+    """Neither after that of a task nor after that of the caller."""
+    runtime = Runtime(num_workers=3)
+    with pytest.raises(StageError, match="of a task"):
+        list(ordered_map(tasks.fail_or_write, [None, tmp_path, tmp_path], runtime))
+    assert multiprocessing.active_children() == []
+    results = ordered_map(abs, range(9), runtime)
+    next(results)
+    results.close()  # as `closing` does
+    assert multiprocessing.active_children() == []
+
+
+def test_threads_do_not_begin_tasks_that_nobody_waits_for() -> None:
+    begun = []
+    results = threaded_map(lambda number: (begun.append(number), time.sleep(0.1)), range(1000))
+    next(results)
+    results.close()
+    assert len(begun) < 500
+
+
+def test_a_worker_that_is_killed_while_it_sends_a_result_is_a_clear_error() -> None:
+    results = ordered_map(tasks.send_much, range(50), Runtime(num_workers=2))
+    next(results)
+    for process in multiprocessing.active_children():
+        process.kill()
+    with pytest.raises(StageError, match=r"worker process was killed.*runtime.num_workers, now 2"):
+        list(results)
+
+
+def test_processes_are_started_only_for_work_that_is_worth_it() -> None:
+    def processes(num_workers: int, seconds: float) -> set[int]:
+        places = ordered_map(tasks.place, range(4), Runtime(num_workers=num_workers), seconds=seconds)
+        return {process for _, process, _ in places}
+
+    assert processes(2, 0.5) == {os.getpid()}
+    assert os.getpid() not in processes(2, 5)
+    assert os.getpid() not in processes(1, 5)  # but in one that can be killed
+
+
+def test_small_corpora_are_organized_and_extracted_without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_start_processes", None)
+    put({f"{number}.json": json.dumps(["text"] * number) for number in range(200)})
+    organize_raw(num_splits=4, num_workers=2)
+    extract(replace(PARAMS, deduplicate_strings=True), ExtractRuntime(num_workers=2, reuse_gib=1))
+    put_large_file()
+    organize_raw(num_splits=4, num_workers=2)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        extract(PARAMS, ExtractRuntime(num_workers=2, reuse_gib=1))
 
 
 def test_errors_of_tasks_reach_the_user(dask_cluster: DaskCluster, capfd: pytest.CaptureFixture[str]) -> None:

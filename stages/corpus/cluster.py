@@ -11,7 +11,9 @@ also share the garbage collector. A `ProcessPoolExecutor` in the worker cannot s
 one it ran old code as well, and its processes survived a killed worker; with `max_tasks_per_child=1` it costs 0.5 s.
 """
 
+import asyncio
 import concurrent.futures
+import contextlib
 import importlib
 import itertools
 import json
@@ -23,8 +25,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -33,11 +37,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
+
 from stages.artifacts import code, process
 from stages.artifacts.errors import StageError
 
 PATIENCE = 60.0
 """Seconds to wait for the scheduler's file, the scheduler, or any worker: they may start together with the stage."""
+
+_SECONDS_TO_KILL = 10.0  # the tasks that run, after an error or Ctrl-C
 
 _SETTINGS = {
     "distributed.admin.large-graph-warning-threshold": "1 TiB",  # Dask would warn of each larger task
@@ -45,7 +53,8 @@ _SETTINGS = {
     "distributed.worker.http.routes": [],
 }
 _ROOT = str(Path(__file__).parents[2])
-_SERVE = "import sys; sys.path.insert(0, sys.argv[1]); from stages.corpus import cluster; cluster.serve()"
+_CALL = "import sys; sys.path.insert(0, sys.argv[1]); from stages.corpus import cluster; cluster.{}()"
+_SERVE, _KILL = _CALL.format("serve"), _CALL.format("kill_tasks")
 
 
 class Cluster:
@@ -64,12 +73,13 @@ class Cluster:
         # By default an equal task that the cluster still knows is not run again; but a task also writes a file.
         self._pool = client.get_executor(pure=False)
         self._submitted = itertools.count()
+        self._name = uuid.uuid4().hex  # in the command lines of its tasks
 
     def submit(self, task: Any) -> Callable[[], Any]:
         """Start a task, and return a function that waits for its result."""
         future = self._pool.submit(
             subprocess.run,  # pickled by name, so that the worker needs no module of the project
-            [sys.executable, "-c", _SERVE, _ROOT],
+            [sys.executable, "-c", _SERVE, _ROOT, self._name],
             input=self._header + pickle.dumps((self._function, self._initializer, task)),
             capture_output=True,
             cwd=os.getcwd(),
@@ -84,6 +94,25 @@ class Cluster:
             return sum(self._client.nthreads().values())  # the worker runs a task, and so a process, in each thread
         except OSError:
             raise self.lost() from None
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None:
+            return
+        # The tasks are killed and waited for: they write where the caller cleans up next.
+        self._pool.shutdown(wait=False)  # it only cancels those that have not begun
+        # Not forever: a worker may not answer, and the stage no longer listens to Ctrl-C.
+        killing = threading.Thread(target=self._kill, daemon=True)
+        killing.start()
+        killing.join(_SECONDS_TO_KILL)
+
+    def _kill(self) -> None:
+        # In a thread of the worker, as meanwhile it must receive what was cancelled.
+        command = [sys.executable, "-c", _KILL, _ROOT, self._name]
+        with contextlib.suppress(OSError):  # the scheduler is lost
+            self._client.run(asyncio.to_thread, subprocess.run, command, on_error="ignore")
 
     def lost(self) -> StageError:
         """The error for a scheduler that no longer answers."""
@@ -146,9 +175,9 @@ def connect(
                 f"no Dask scheduler answered {place} within {patience:g} seconds: start one with `dask scheduler`, "
                 f"correct runtime.dask_scheduler, now {scheduler}, or set runtime.executor to processes"
             ) from None
-        cluster = Cluster(client, place, function, initializer, patience)
         try:
-            yield cluster
+            with Cluster(client, place, function, initializer, patience) as cluster:
+                yield cluster
         except concurrent.futures.CancelledError:
             raise cluster.lost() from None
         except distributed.KilledWorker:
@@ -205,6 +234,16 @@ def serve() -> None:
         outcome = None, error, traceback.format_exc()
     with answer:
         pickle.dump(outcome, answer)
+
+
+def kill_tasks() -> None:
+    """Kill the tasks of a cluster, which is named on the command line, on this machine."""
+    named = [each for each in psutil.process_iter(["cmdline"]) if sys.argv[2] in (each.info["cmdline"] or ())]
+    tasks = [each for each in named if each.pid != os.getpid()]
+    for task in tasks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            task.kill()
+    psutil.wait_procs(tasks)
 
 
 def _is_closed(pipe: int) -> bool:

@@ -103,4 +103,4 @@ def show(directory: Path, total: int, **tqdm_arguments: Any) -> Iterator[Bar]:
             is_over.set()
             thread.join()
             files.refresh()
-            shutil.rmtree(directory, ignore_errors=True)  # after an error, tasks that still run may write into it
+            shutil.rmtree(directory, ignore_errors=True)  # a Dask worker that was lost may still write into it

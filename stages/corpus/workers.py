@@ -4,17 +4,23 @@ The price of the order is that a slow task keeps the results of later ones in me
 """
 
 import itertools
+import math
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from queue import SimpleQueue
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from pydantic import Field
 
@@ -41,6 +47,10 @@ class Runtime:
     dask_scheduler: Annotated[str, Field(pattern=r"^\w+://[^/]+:\d+$|\.json$")] | None = None
     """The cluster's address, or the file that its scheduler writes; None: one of `num_workers` on this machine."""
 
+    min_seconds: ClassVar[float] = 1.0
+    """Less work is done without starting processes. One costs 0.45 s, most of it for imports, so that two of them pay
+    off from 0.9 s. Above, even a single one is started: it can be killed in the middle of a task."""
+
 
 class Workers(Protocol):
     """What computes tasks."""
@@ -57,15 +67,17 @@ def ordered_map(
     tasks: Sequence[Task],
     runtime: Runtime,
     *,
+    seconds: float = math.inf,
     ahead: int | None = None,
     initializer: Callable[[], None] = no_initializer,
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Yield `function(task)` for each task, in order.
 
     Args:
         function: A module's function, so that it can be pickled by name.
         tasks: Pickled, as the results are.
-        runtime: Where they are computed. `processes` with one worker or one task means this process.
+        runtime: Where they are computed; `processes` means this process if `seconds` are less than `min_seconds`.
+        seconds: That all tasks need in one process, estimated.
         ahead: Tasks per worker that are started before their results are asked for, which bounds the memory of results;
             None: all.
         initializer: A module's function that each process calls before its first task.
@@ -79,10 +91,10 @@ def ordered_map(
         from stages.corpus import cluster
 
         start = cluster.connect(function, num_workers, runtime.dask_scheduler, initializer)
-    elif min(num_workers, len(tasks)) > 1:
+    elif tasks and seconds >= runtime.min_seconds:
         start = _start_processes(function, min(num_workers, len(tasks)), initializer)
     else:
-        initializer()  # here nothing has to be started: two processes cost half a second
+        initializer()
         yield from map(function, tasks)
         return
     waiting = iter(tasks)
@@ -98,48 +110,113 @@ def ordered_map(
             yield waits.popleft()()
 
 
+def threaded_map(function: Callable[[Task], Result], tasks: Sequence[Task]) -> Generator[Result, None, None]:
+    """The same with threads of this process: for functions that release the interpreter's lock, as hashing does."""
+    threads = ThreadPoolExecutor()
+    try:
+        yield from threads.map(function, tasks)
+    finally:
+        threads.shutdown(cancel_futures=True)  # by default all tasks are waited for, also after Ctrl-C
+
+
 class _Processes(NamedTuple):
     """Processes on this machine that compute one function."""
 
-    function: Callable[[Any], Any]
-    pool: ProcessPoolExecutor
-    size: int
+    processes: list[SpawnProcess]
+    idle: "SimpleQueue[Connection]"
+    """The pipes of those that compute nothing."""
+    threads: ThreadPoolExecutor
+    """One for each process: it gives tasks out while the stage is busy."""
 
     def submit(self, task: Any) -> Callable[[], Any]:
-        return self.pool.submit(self.function, task).result
+        return self.threads.submit(self._compute, task).result
 
     def num_workers(self) -> int:
-        return self.size
+        return len(self.processes)
+
+    def kill(self) -> None:
+        for each in self.processes:
+            each.kill()
+
+    def _compute(self, task: Any) -> Any:
+        pipe = self.idle.get()
+        try:
+            pipe.send(task)
+            result, error, trace = pipe.recv()
+        except (EOFError, OSError):  # which task needed the memory is not known: others may have been spared by chance
+            self.kill()
+            raise StageError(
+                "a worker process was killed, most often because memory ran out; nothing was published: "
+                f"lower runtime.num_workers, now {self.num_workers()}, and run again"
+            ) from None
+        finally:
+            self.idle.put(pipe)
+        if error is not None:
+            raise error from RuntimeError(trace)  # a traceback cannot be pickled, its text can
+        return result
 
 
 @contextmanager
 def _start_processes(
     function: Callable[[Any], Any], num_workers: int, initializer: Callable[[], None]
 ) -> Iterator[_Processes]:
+    """Processes that end with the block, however it ends: at once, not after the tasks that run.
+
+    Not a ProcessPoolExecutor. It waits for tasks that run; and if its processes are killed, it may wait forever for the
+    rest of a result that one of them was sending (10 times of 10, with results of 50 MB).
+    """
     # Spawned, not forked: a fork copies the locks that other threads hold (of Arrow, of tqdm) but not these threads, so
     # the child may wait for a lock forever.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, context, initializer=_begin, initargs=(os.getpid(), initializer))
+    started = _Processes([], SimpleQueue(), ThreadPoolExecutor(num_workers))
     try:
-        yield _Processes(function, pool, num_workers)
-    except BrokenProcessPool:  # raised for all tasks in flight; which one needed the memory is not known
-        raise StageError(
-            "a worker process was killed, most often because memory ran out; nothing was published: "
-            f"lower runtime.num_workers, now {num_workers}, and run again"
-        ) from None
+        with _unreached_by_interrupts():
+            for _ in range(num_workers):
+                pipe, end = context.Pipe()
+                # A daemon: Python kills it at its end if this thread could not.
+                worker = context.Process(target=_serve, args=(end, function, initializer, os.getpid()), daemon=True)
+                worker.start()
+                started.processes.append(worker)
+                started.idle.put(pipe)
+                end.close()  # only the process has it now, so that the pipe ends with it
+        yield started
     finally:
-        pool.shutdown(cancel_futures=True)  # waits for tasks that run: they write where the caller cleans up next
+        with process.uninterrupted():
+            started.kill()
+            for worker in started.processes:  # until then they write where the caller cleans up next
+                worker.join()
+            started.threads.shutdown(cancel_futures=True)
 
 
-def _begin(parent: int, initializer: Callable[[], None]) -> None:
-    """Prepare a worker process before its first task."""
-    # The terminal sends Ctrl-C to all processes. Only the parent handles it and ends its workers: a traceback from each
-    # of them would bury its message.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def _unreached_by_interrupts() -> Iterator[None]:
+    """Start processes that Ctrl-C does not reach.
+
+    The terminal sends it to all processes. Only the parent handles it and ends its workers: a traceback from each of
+    them would bury its message. Processes inherit what is blocked, so not even one that is just starting prints one.
+    """
+    resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks the signal
+    with process.uninterrupted():  # a process whose start is left half-way prints a traceback
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _serve(pipe: Connection, function: Callable[[Any], Any], initializer: Callable[[], None], parent: int) -> None:
+    """Compute the tasks of a pipe, in a process of its own."""
     # A killed parent cannot end its workers, which would finish their tasks, writing where the next run writes, and
     # then wait forever.
     process.die_with_parent(signal.SIGKILL, parent)
     initializer()
+    while True:
+        task = pipe.recv()
+        try:
+            outcome = pickle.dumps((function(task), None, ""))
+        except Exception as error:  # of any kind: the stage raises it
+            outcome = pickle.dumps((None, error, traceback.format_exc()))
+        pipe.send_bytes(outcome)
 
 
 def _num_cores() -> int:
