@@ -1,18 +1,16 @@
 """Turn the text into rows of tokens for the model, a part of them held out for validation.
 
-Reads    data/corpus/, data/model.json and the model's tokenizer.json
+Reads    data/corpus/, data/model.json, the model's tokenizer.json and tokenizer_config.json
 Writes   data/tokens/train, data/tokens/validation: Hugging Face datasets, `input_ids` of seq_length tokens a row
-         data/pack.json: documents, tokens, rows, characters per token, the share of unknown tokens
+         data/pack.json: documents, tokens, rows, characters per token, the share of unknown tokens, dropped characters
 Command  python -m stages.pack
 
 A split whose text, tokenizer and code are the same as in an earlier run is not encoded again (docs/data.md, "What is
 not done twice").
 """
 
-import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -21,14 +19,14 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 
 from stages.artifacts import code, command, publish, reuse
-from stages.artifacts.dataset import Dataset, Shard
+from stages.artifacts.dataset import STATE, Dataset, Shard
 from stages.artifacts.errors import StageError
-from stages.artifacts.model_files import TOKENIZER
+from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import Record
-from stages.corpus import arrow, encoding, packing, progress, workers
+from stages.corpus import arrow, costs, encoding, packing, progress, vocabulary, workers
 from stages.model.manifest import ModelManifest
-from stages.tokens.packed import TRAIN, VALIDATION
+from stages.tokens.packed import TOKENS, TRAIN, VALIDATION
 
 CORPUS = Path("data/corpus")
 METRICS = Path("data/pack.json")
@@ -41,8 +39,8 @@ AHEAD = 100
 class PackParams:
     """What decides the rows."""
 
-    seq_length: Annotated[int, Field(ge=2)]
-    """Tokens of a row."""
+    seq_length: Annotated[int, Field(ge=2, le=2**24)]
+    """Tokens of a row. The limit is far above that of any model; all of a row is in memory (64 MiB)."""
     validation_splits: Annotated[int, Field(ge=0)]
     """Splits, the last ones, that are held out of training."""
 
@@ -67,6 +65,8 @@ class PartMetrics:
     """EOS tokens not counted; null: there is no text."""
     unknown_share: float | None
     """Of the tokens, EOS not counted, those that replace what the vocabulary cannot express; null: there is no text."""
+    dropped_characters: int
+    """That leave no token, not even the unknown one, or lose a part of their bytes."""
     rows: int
 
 
@@ -85,6 +85,8 @@ class Split(NamedTuple):
 
     shard: Path
     num_documents: int
+    sha256: str
+    """Of the shard."""
     key: str
     """Of the tokens in the store."""
     tokens: Path
@@ -103,7 +105,8 @@ class EncodedSplit(NamedTuple):
 def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
-    print(pack(load_params(PackParams), load_params(PackRuntime, "runtime")))
+    with publish.lock(TOKENS):
+        print(pack(load_params(PackParams), load_params(PackRuntime, "runtime")))
 
 
 def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packing.MAX_BATCH_TOKENS) -> str:
@@ -126,10 +129,11 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     shards = read_corpus(params)
     store = reuse.Store(reuse.root(), packing.Counts)
     num_train = len(shards) - params.validation_splits  # entire splits, so no line of a file gives rows to both sides
-    with ExitStack() as stack:  # which publishes neither directory before both are complete
-        train_directory = stack.enter_context(publish.directory(TRAIN))
-        validation_directory = stack.enter_context(publish.directory(VALIDATION))
-        splits = encode_splits(shards, spec, train_directory, store, runtime)
+    with publish.directory(TOKENS) as directory:  # one directory for both, so that both appear at once
+        train_directory, validation_directory = directory / TRAIN.name, directory / VALIDATION.name
+        train_directory.mkdir()
+        validation_directory.mkdir()
+        splits = encode_splits(shards, spec, directory, store, runtime)
         train = write_rows(splits[:num_train], train_directory, spec, params, max_batch_tokens)
         validation = write_rows(splits[num_train:], validation_directory, spec, params, max_batch_tokens)
         if train.rows == 0:
@@ -166,8 +170,10 @@ def find_tokenizer_spec(params: PackParams) -> encoding.TokenizerSpec:
             f"{model.model_name} has no {TOKENIZER}: load its tokenizer with transformers' AutoTokenizer and "
             "save it beside the model with save_pretrained"
         )
-    path = model.verify([TOKENIZER]) / TOKENIZER  # only this file: the weights decide no token, and take long to hash
-    token_ids, unk_token_id = read_vocabulary(path)
+    names = [name for name in (TOKENIZER, TOKENIZER_CONFIG) if name in model.files]
+    path = model.verify(names) / TOKENIZER  # only these files: the weights decide no token, and take long to hash
+    config = publish.read_json(path.with_name(TOKENIZER_CONFIG)) if TOKENIZER_CONFIG in names else {}
+    token_ids, unk_token_id, special_tokens = vocabulary.read(path, config, model.eos_token_id)
     if model.eos_token_id not in token_ids:
         raise StageError(f"{path} has no token {model.eos_token_id}, which {model.model_name} gives as its EOS token")
     return encoding.TokenizerSpec(
@@ -175,25 +181,16 @@ def find_tokenizer_spec(params: PackParams) -> encoding.TokenizerSpec:
         sha256=model.files[TOKENIZER].sha256,
         eos_token_id=model.eos_token_id,
         unk_token_id=unk_token_id,
+        special_tokens=tuple(sorted(special_tokens)),
         vocab_size=model.vocab_size,
     )
-
-
-def read_vocabulary(path: Path) -> tuple[set[int], int | None]:
-    """The ids of all tokens in a `tokenizer.json`, and the id of its unknown token, if there is one."""
-    content = json.loads(path.read_bytes())
-    model = content["model"]
-    added = {token["id"] for token in content["added_tokens"]}
-    if isinstance(model["vocab"], list):  # Unigram: pairs of a token and its score, in the order of their ids
-        return added | {*range(len(model["vocab"]))}, model["unk_id"]
-    return added | {*model["vocab"].values()}, model["vocab"].get(model.get("unk_token"))
 
 
 def read_corpus(params: PackParams) -> list[Shard]:
     """The verified shards of the corpus, one per split.
 
     Raises:
-        StageError: a shard was changed, there is no text, or no split is left to train on.
+        StageError: a shard was changed, or there is no text, none to train on, or none to validate on.
     """
     shards = arrow.read_shards(CORPUS)
     if not any(shard.rows for shard in shards):
@@ -202,6 +199,20 @@ def read_corpus(params: PackParams) -> list[Shard]:
         raise StageError(
             f"validation_splits is {params.validation_splits} of num_splits = {len(shards)} splits, which leaves none "
             "to train on: lower it"
+        )
+    num_train = len(shards) - params.validation_splits
+    held_out = f"the last validation_splits = {params.validation_splits} of num_splits = {len(shards)} splits"
+    if not any(shard.rows for shard in shards[:num_train]):
+        raise StageError(
+            f"there is no text to train on: all of it is in {held_out}, which are held out. Add raw files; or write "
+            "the text as JSON Lines: only .jsonl and .ndjson are cut into parts for several splits, if they are large, "
+            'not compressed and in UTF-8 (docs/data.md, "How files become splits"); or lower validation_splits (0: '
+            "training without validation)"
+        )
+    if params.validation_splits and not any(shard.rows for shard in shards[num_train:]):
+        raise StageError(
+            f"there is no text to validate on: {held_out} have none. Lower num_splits, raise validation_splits, or add "
+            "raw files"
         )
     return shards
 
@@ -216,17 +227,29 @@ def encode_splits(
     """Put a file of tokens for each split into the directory, from the store or newly encoded; return them in order."""
     code_digest = code.digest_with_packages("stages.pack")
     splits = [
-        Split(CORPUS / shard.filename, shard.rows, key(shard.sha256, spec, code_digest), directory / f"split-{index}")
+        Split(
+            shard=CORPUS / shard.filename,
+            num_documents=shard.rows,
+            sha256=shard.sha256,
+            key=key(shard.sha256, spec, code_digest),
+            tokens=directory / f"split-{index}",
+        )
         for index, shard in enumerate(shards)
     ]
     reused = fetch_splits(splits, store)  # all of them first: workers then start only if something is missing
     missing = [split for split in splits if split not in reused]
     encoded = dict(encode_missing(missing, spec, directory / "progress", store, runtime))
+    for split, counts in (reused | encoded).items():
+        if counts.num_documents != split.num_documents:
+            raise StageError(
+                f"{CORPUS / STATE} lists {split.num_documents} rows of {split.shard.name}, and there are "
+                f"{counts.num_documents}: run `dvc repro -f -s extract`"
+            )
     return [EncodedSplit(split.tokens, (reused | encoded)[split], split in reused) for split in splits]
 
 
 def key(shard_digest: str, spec: encoding.TokenizerSpec, code_digest: str) -> str:
-    """The digest of all that decides the tokens of a split: its text, the tokenizer, the ids of the model, the code.
+    """The digest of all that decides the tokens of a split: its text, the tokenizer and its special tokens, the code.
 
     How they are cut into rows is not included, so that another `seq_length` encodes nothing again.
     """
@@ -237,8 +260,7 @@ def key(shard_digest: str, spec: encoding.TokenizerSpec, code_digest: str) -> st
 
 def fetch_splits(splits: Sequence[Split], store: reuse.Store[packing.Counts]) -> dict[Split, packing.Counts]:
     """Put the tokens of those splits that the store has in their places."""
-    with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
-        found = threads.map(lambda split: store.fetch(split.key, split.tokens), splits)
+    with closing(workers.threaded_map(lambda split: store.fetch(split.key, split.tokens), splits)) as found:
         return {split: counts for split, counts in zip(splits, found, strict=True) if counts is not None}
 
 
@@ -259,19 +281,26 @@ def encode_missing(
     with progress.show(directory, num_documents, desc="pack", unit="document") as bar:
         # A task is a record batch, not a split: one large split then occupies all workers.
         tasks = {split: list(tasks_of(split, spec, bar)) for split in splits}
-        results = workers.ordered_map(
+        encoding_all = workers.ordered_map(
             packing.encode,
             [*chain.from_iterable(tasks.values())],
             runtime,
+            seconds=costs.of_encoding(sum(split.shard.stat().st_size for split in splits)),
             ahead=AHEAD,
             initializer=encoding.use_one_thread,
         )
         # Generators: a split is joined and stored while workers encode the next ones, up to AHEAD batches.
-        for split, parts in tasks.items():
-            counts = sum(islice(results, len(parts)), packing.Counts())  # in their order, so these are the split's own
-            sha256 = packing.join([part.target for part in parts], split.tokens)
-            store.put(split.key, split.tokens, sha256, counts)  # before the next split is waited for
-            yield split, counts
+        with closing(encoding_all) as results:
+            for split, parts in tasks.items():
+                encoded = [*islice(results, len(parts))]  # in their order, so these are the split's own
+                counts = sum((part.counts for part in encoded), packing.Counts())
+                files = [(part.target, result.sha256) for part, result in zip(parts, encoded, strict=True)]
+                sha256 = packing.join(files, split.tokens)
+                # Again, as the tokens are stored under it: another run of extract may have replaced the corpus.
+                if publish.sha256_file(split.shard) != split.sha256:
+                    raise arrow.changed(split.shard)
+                store.put(split.key, split.tokens, sha256, counts)  # before the next split is waited for
+                yield split, counts
 
 
 def tasks_of(split: Split, spec: encoding.TokenizerSpec, bar: progress.Bar) -> Iterator[packing.Task]:
@@ -306,6 +335,7 @@ def write_rows(
         tokens=writer.num_tokens,
         characters_per_token=round(counts.num_characters / num_text_tokens, 4) if num_text_tokens else None,
         unknown_share=round(counts.num_unknown / num_text_tokens, 6) if num_text_tokens else None,
+        dropped_characters=counts.num_dropped,
         rows=shard.rows,
     )
 
@@ -314,12 +344,9 @@ def too_few(name: str, metrics: PartMetrics, params: PackParams) -> str:
     """The error message for a part without a single row."""
     message = f"{name} has {metrics.tokens} tokens, too few for one row of seq_length {params.seq_length}: "
     if name == "validation":
-        remedy = "lower seq_length"
-        if not metrics.tokens:  # as where there are fewer files than splits, and they cannot be cut into parts
-            remedy = 'lower num_splits, decompress .jsonl.gz and .jsonl.zst (docs/data.md, "How files become splits")'
-        return f"{message}{remedy}, raise validation_splits (now {params.validation_splits}), or add raw files"
+        return f"{message}lower seq_length, raise validation_splits (now {params.validation_splits}), or add raw files"
     return message + "lower seq_length, or add raw files"
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, "what is finished is in data/.reuse, and the next run continues with it")

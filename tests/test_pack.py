@@ -20,18 +20,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from stages.artifacts import code, reuse
+from stages.artifacts import code, publish, reuse
 from stages.artifacts.dataset import Dataset
 from stages.artifacts.errors import StageError
+from stages.artifacts.params_file import load_params
 from stages.artifacts.publish import read_json, sha256_file
 from stages.artifacts.record import FileEntry
-from stages.corpus import arrow, packing
+from stages.corpus import arrow, duplicates, packing
 from stages.corpus.encoding import Encoder, EncoderLimits, TokenizerSpec
 from stages.corpus.progress import Meter
 from stages.extract import ExtractRuntime, extract
 from stages.model.manifest import ModelManifest
 from stages.pack import PackParams, PackRuntime, find_tokenizer_spec, pack
-from tests.corpus import CORPUS, PARAMS, content_of, organize_raw, put, put_numbered, wait_for_workers
+from tests.corpus import (
+    CORPUS,
+    NOT_RECORDS,
+    PARAMS,
+    content_of,
+    organize_raw,
+    put,
+    put_numbered,
+    wait_for_workers,
+    with_processes,
+)
 from tests.project import REPO, peak_memory, start_stage
 
 pytestmark = pytest.mark.usefixtures("empty_project")
@@ -177,7 +188,7 @@ def test_trap_27_one_large_file_leaves_rows_to_validate() -> None:
     corpora = []
     for num_workers in (1, 2):
         organize_raw(num_splits=20)
-        extract(PARAMS, ExtractRuntime(num_workers=num_workers, reuse_gib=0))
+        extract(PARAMS, with_processes(ExtractRuntime(num_workers=num_workers, reuse_gib=0)))
         corpora.append(content_of(CORPUS))
     assert corpora[0] == corpora[1]
     assert 0.03 < run(seq_length=64)["validation"]["documents"] / len(lines) < 0.07
@@ -198,25 +209,6 @@ def test_trap_25_truncation_padding_and_added_tokens_of_the_tokenizer_are_disabl
     assert decode_documents(byte_tokenizer(), tokens("train")) == ["xyzxyz"]
 
 
-@pytest.mark.parametrize("kind", ["unigram", "word"])
-def test_trap_25_eos_never_comes_from_a_text(kind: str) -> None:
-    """Models that look up entire words confuse the tag </s> in a text with the token."""
-    if kind == "unigram":
-        pieces = [("</s>", 0.0), ("?", -9.0), *((letter, -5.0) for letter in "ab</s>")]
-        tokenizer = Tokenizer(models.Unigram(pieces, unk_id=1))
-    else:
-        tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "?": 1, "a": 2, "b": 3}, unk_token="?"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split("</s>", "isolated")
-    tokenizer.add_special_tokens(["</s>"])
-    make_model(tokenizer)
-    make_corpus([["a</s>b</s>", "a"], ["b" * 9]])
-    run(seq_length=2)
-    documents = decode_documents_of_ids(tokens("train"))
-    if kind == "unigram":
-        assert "".join(map(tokenizer.id_to_token, documents[0])) == "a</s>b</s>"
-    assert len(documents) == 2
-
-
 def decode_documents_of_ids(stream: list[int]) -> list[list[int]]:
     documents: list[list[int]] = [[]]
     for token in stream:
@@ -232,7 +224,7 @@ def test_trap_22_the_number_of_workers_and_the_executor_change_no_byte() -> None
     make_corpus([[f"document {split} {index} " * 9 for index in range(3)] for split in range(2)], batch_size=1)
     results = []
     for num_workers, executor in ((1, "processes"), (3, "processes"), (2, "dask")):
-        runtime = PackRuntime(num_workers=num_workers, reuse_gib=0, executor=executor)
+        runtime = with_processes(PackRuntime(num_workers=num_workers, reuse_gib=0, executor=executor))
         pack(PackParams(seq_length=4, validation_splits=1), runtime)
         results.append(content())
     assert results[0] == results[1] == results[2]
@@ -310,11 +302,16 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
         (
             [["long enough"], []],
             {},
-            r"validation has 0 tokens, .*: lower num_splits, decompress .* raise validation_sp",
+            "no text to validate on: the last validation_splits = 1 of num_splits = 2 splits have none. Lower num_spl",
+        ),
+        (
+            [[], ["long enough"]],
+            {},
+            "no text to train on: all of it is in the last validation_splits = 1 of num_splits = 2 splits, .* Add raw",
         ),
     ],
 )
-def test_too_little_text_is_refused(splits: list[list[str]], arguments: dict[str, Any], message: str) -> None:
+def test_trap_03_too_little_text_is_refused(splits: list[list[str]], arguments: dict[str, Any], message: str) -> None:
     make_model()
     make_corpus(splits)
     with pytest.raises(StageError, match=message):
@@ -337,7 +334,40 @@ def test_a_damaged_corpus_is_refused() -> None:
         run()
 
 
-def test_unknown_tokens_are_counted() -> None:
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
+def test_trap_29_metadata_that_extract_has_not_written_is_refused(name: str) -> None:
+    make_model()
+    make_corpus(SPLITS)
+    path = CORPUS / name
+    metadata = json.loads(path.read_text())
+    key = "_data_files" if name == "state.json" else "features"
+    for content in (*NOT_RECORDS, *(json.dumps({**metadata, key: value}).encode() for value in (None, 1, "text", [1]))):
+        path.write_bytes(content)
+        with pytest.raises(StageError, match=r"^data/corpus/state.json .*run `dvc repro -f -s extract`$"):
+            run()
+
+
+def test_trap_29_rows_that_the_corpus_does_not_have_are_refused() -> None:
+    make_model()
+    make_corpus(SPLITS)
+    run()
+    path = CORPUS / "state.json"
+    state = json.loads(path.read_text())
+    for rows in (4, -1):
+        state["_data_files"][0]["rows"] = rows
+        path.write_text(json.dumps(state))
+        for function in (encode, run):  # with the tokens in the store, and without
+            with pytest.raises(StageError, match=r"^data/corpus/state.json .*run `dvc repro -f -s extract`$"):
+                function()
+
+
+def test_a_seq_length_beyond_any_model_is_refused() -> None:
+    Path("params.yaml").write_text(f"seq_length: {2**31}\nvalidation_splits: 1\n")
+    with pytest.raises(StageError, match=r"seq_length is 2147483648: input should be less than or equal to 16777216"):
+        load_params(PackParams)
+
+
+def test_unknown_tokens_and_dropped_characters_are_counted() -> None:
     tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "?": 1, "a": 2}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     make_model(tokenizer)
@@ -345,8 +375,17 @@ def test_unknown_tokens_are_counted() -> None:
     metrics = run(seq_length=2)
     assert metrics["train"] == {
         "documents": 1, "characters": 7, "tokens": 5, "rows": 2, "characters_per_token": 1.75, "unknown_share": 0.5,
+        "dropped_characters": 0,
     }  # fmt: skip
     assert metrics["validation"]["unknown_share"] == 0
+    vocab = {token: index for index, token in enumerate(["</s>", *"abĠ"])}  # some bytes, no unknown token
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    make_model(tokenizer)
+    make_corpus([["a\x01 b\x02", "a b\x01"], ["aaaa"]])
+    metrics = run(seq_length=2)
+    assert (metrics["train"]["tokens"], metrics["train"]["dropped_characters"]) == (8, 3)
+    assert metrics["validation"]["dropped_characters"] == 0
 
 
 SPLITS = [[f"document {split} {index} " * 9 for index in range(5)] for split in range(5)]
@@ -378,7 +417,12 @@ def test_tokens_are_reused_if_text_tokenizer_and_code_are_the_same(monkeypatch: 
     assert encode() == 5
     tokenizer = byte_tokenizer()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    make_model(tokenizer)
+    files = make_model(tokenizer).files
+    assert encode() == 5
+    assert encode() == 0
+    config = Path("model/tokenizer_config.json")
+    config.write_text('{"pad_token": "ab"}')  # which is a special token then
+    make_model(tokenizer, files={**files, config.name: FileEntry.of(config)})
     assert encode() == 5
     assert encode() == 0
     monkeypatch.setattr(code, "digest_with_packages", lambda module: "of an edit")
@@ -420,7 +464,7 @@ def test_the_bar_moves_within_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     monkeypatch.setattr(Meter, "set", lambda meter, done: seen.append(done))
     make_model()
-    make_corpus([["text " * 100_000] * 4 + ["b"] * 5, ["validation"]])
+    make_corpus([["text " * 90_000] * 4 + ["b"] * 5, ["validation"]])
     run()
     assert seen == [2, 9, 1]  # after each piece of 1 MiB
 
@@ -436,7 +480,7 @@ def test_finished_splits_are_kept_when_another_fails(monkeypatch: pytest.MonkeyP
         patch.setattr(packing, "encode", failing(packing.encode, 3))
         with pytest.raises(RuntimeError):
             encode()
-    assert not list(Path("data/tokens").iterdir())
+    assert not list(Path("data").glob("tokens*"))
     assert encode() == 2
     assert content() == clean
 
@@ -444,12 +488,12 @@ def test_finished_splits_are_kept_when_another_fails(monkeypatch: pytest.MonkeyP
 def failing(function: Any, calls: int) -> Any:
     """The function, which fails after so many calls."""
 
-    def limited(task: packing.Task) -> packing.Counts:
+    def limited(task: packing.Task) -> packing.Encoded:
         nonlocal calls
         calls -= 1
         if calls < 0:
             raise RuntimeError
-        result: packing.Counts = function(task)
+        result: packing.Encoded = function(task)
         return result
 
     return limited
@@ -479,6 +523,79 @@ def test_the_file_of_a_lost_worker_is_not_written_to() -> None:
         packing.encode(packing.Task(shard=path, offset=offset, spec=spec_of_model(), target=target))
         assert left.read() == b"of a lost worker"
     assert target.stat().st_size == 2 * len("text.")
+
+
+def test_an_error_of_the_disk_is_not_the_end_of_a_file() -> None:
+    """As which numpy.fromfile takes it."""
+    make_model()
+    broken = Path("/proc/self/mem")  # there is nothing at its beginning, where reading is an error
+    with (
+        arrow.StreamWriter(Path("rows"), arrow.token_features(4)) as stream,
+        pytest.raises(OSError, match="error"),
+    ):
+        packing.RowWriter(stream, 4).add_file(broken, spec_of_model())
+    with pytest.raises(OSError, match="error"):
+        duplicates._read_entries(broken, 0, 1)
+
+
+def test_trap_28_two_runs_at_once_give_the_tokens_of_one() -> None:
+    make_model()
+    make_corpus([[f"document {split} {index} " * 90 for index in range(20)] for split in range(8)], batch_size=5)
+    run()
+    clean = content()
+    shutil.rmtree("data/.reuse")
+    shutil.rmtree("data/tokens")
+    Path("params.yaml").write_text("seq_length: 4\nvalidation_splits: 1\nruntime: {num_workers: 2, reuse_gib: 1}\n")
+    with publish.lock(Path("data/tokens")):  # both wait, and then compete
+        stages = [start_stage("pack") for _ in range(2)]
+        for stage in stages:
+            assert "waiting for another run that writes data/tokens" in stage.stdout.readline()
+    for stage in stages:
+        stage.communicate()
+    assert [stage.returncode for stage in stages] == [0, 0]
+    assert content() == clean
+    assert encode() == 0
+    assert content() == clean
+
+
+def test_trap_28_what_changes_while_it_is_packed_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model()
+    make_corpus(SPLITS)
+    encode_intact = packing.encode
+
+    def encode_replaced(task: packing.Task) -> packing.Encoded:
+        encoded = encode_intact(task)
+        make_corpus([["another"], *SPLITS[1:]])
+        return encoded
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "encode", encode_replaced)
+        with pytest.raises(StageError, match=r"data-00000-of-00005\.arrow was changed while it was read"):
+            encode()
+    assert not list(Path("data").glob("tokens*"))
+    assert not Path("data/.reuse").exists()
+
+
+@pytest.mark.parametrize("damage", ["written", "cut"])
+def test_trap_28_tokens_that_are_not_those_of_the_encoder_are_not_stored(
+    monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    make_model()
+    make_corpus(SPLITS)
+    encode_intact = packing.encode
+
+    def encode_damaged(task: packing.Task) -> packing.Encoded:
+        encoded = encode_intact(task)
+        if damage == "cut":
+            os.truncate(task.target, task.target.stat().st_size - 2)
+        else:
+            task.target.write_bytes(bytes(task.target.stat().st_size))
+        return encoded
+
+    monkeypatch.setattr(packing, "encode", encode_damaged)
+    with pytest.raises(StageError, match=r"split-0-.* is not what was written to it"):
+        encode()
+    assert not Path("data/.reuse").exists()
 
 
 @pytest.mark.slow
@@ -533,7 +650,7 @@ def test_a_long_word_is_encoded_at_once_where_windows_cannot_be_joined() -> None
     documents = decode_documents_of_ids([*chain.from_iterable(pieces)])
     assert documents[0] == [2, 3] * 500 + [1] + [3] * 500
     assert documents[1][:900] == [3] * 900
-    assert documents[1][900:] == [1, 1, 2] * 3
+    assert documents[1][900:] == [1, 1, 1, 2]  # also for `</s>`, which is EOS
 
 
 @pytest.mark.parametrize("setting", ["use_one_thread()", "pass"])

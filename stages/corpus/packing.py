@@ -7,6 +7,7 @@ Between the two are files of bare tokens, which the store keeps. They need disk 
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,12 +16,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from stages.artifacts.dataset import Shard
+from stages.artifacts.errors import StageError
 from stages.corpus import arrow
 from stages.corpus.encoding import Encoder, TokenizerSpec, Tokens
+from stages.corpus.limits import naming_files
 from stages.corpus.progress import Meter
 
 MAX_BATCH_TOKENS = 4 << 20
 """Tokens of a record batch of rows, at most, and of what is in memory: 16 MiB."""
+
+
+make_encoder = cache(Encoder)  # a worker encodes many record batches, and a large tokenizer takes a second to load
 
 
 class Task(NamedTuple):
@@ -44,44 +50,82 @@ class Counts:
     num_characters: int = 0
     num_unknown: int = 0
     """Tokens that replace what the vocabulary cannot express."""
+    num_dropped: int = 0
+    """Characters that leave no token."""
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(
             self.num_documents + other.num_documents,
             self.num_characters + other.num_characters,
             self.num_unknown + other.num_unknown,
+            self.num_dropped + other.num_dropped,
         )
 
 
-def encode(task: Task) -> Counts:
+class Encoded(NamedTuple):
+    """What `encode` wrote, or meant to: `join` compares it with what it reads."""
+
+    counts: Counts
+    sha256: str
+    """Of the tokens."""
+
+
+def encode(task: Task) -> Encoded:
     """Encode all documents of a record batch.
 
     Raises:
-        StageError: the tokenizer does not fit the model, or gives the EOS token inside a document.
+        StageError: the tokenizer does not fit the model, or cannot encode a document.
     """
     documents = arrow.read_batch(task.shard, task.offset)["text"]  # memory-mapped: a task is pickled without its text
+    encoder = make_encoder(task.spec)
     num_unknown = num_encoded = 0
-    # A new file, not the old one emptied: a Dask worker that was given up for lost may still write to its own.
+    digest = hashlib.sha256()
+    # A new file, not the old one emptied: a Dask worker that was considered lost may still write to its own.
     task.target.unlink(missing_ok=True)
-    with task.target.open("wb") as file, Meter(task.progress, len(documents)) as meter:
-        for tokens in Encoder(task.spec).encode(documents):
-            tokens.tofile(file)  # (n,) of 2 or 4 bytes each; without a header, so that parts can be joined
+    with (
+        naming_files(lambda: task.shard),
+        task.target.open("wb") as file,
+        Meter(task.progress, len(documents)) as meter,
+    ):
+        for tokens in encoder.encode(documents):
+            # (n,) of 2 or 4 bytes each; without a header, so that parts can be joined. Not by ndarray.tofile, which
+            # succeeds on a full disk.
+            file.write(tokens.data)
+            digest.update(tokens.data)
             num_encoded += int(np.count_nonzero(tokens == task.spec.eos_token_id))  # it ends each, and is nowhere else
             meter.set(num_encoded)
             if task.spec.unk_token_id is not None:
                 num_unknown += int(np.count_nonzero(tokens == task.spec.unk_token_id))
-    return Counts(len(documents), pc.sum(pc.utf8_length(documents)).as_py(), num_unknown)
+    if num_encoded != len(documents):
+        raise StageError(f"{task.spec.path} gave {num_encoded} EOS tokens for {len(documents)} documents")
+    num_characters = pc.sum(pc.utf8_length(documents)).as_py()
+    counts = Counts(len(documents), num_characters, num_unknown, encoder.count_dropped(documents))
+    return Encoded(counts, digest.hexdigest())
 
 
-def join(parts: Iterable[Path], target: Path) -> str:
-    """Move the contents of files, in order, to a new file and return its SHA-256."""
+def join(parts: Iterable[tuple[Path, str]], target: Path) -> str:
+    """Move the contents of files, in order, to a new file and return its SHA-256.
+
+    Args:
+        parts: Each file, with the SHA-256 that it must have.
+        target: The new file.
+
+    Raises:
+        StageError: a file has another content.
+    """
     digest = hashlib.sha256()
     with target.open("wb") as file:
-        for part in parts:
+        for part, sha256 in parts:
+            of_part = hashlib.sha256()
             with part.open("rb") as source:
                 while chunk := source.read(1 << 20):
                     file.write(chunk)
                     digest.update(chunk)
+                    of_part.update(chunk)
+            if of_part.hexdigest() != sha256:
+                raise StageError(
+                    f"{part} is not what was written to it: the disk is damaged, or another process writes there"
+                )
             part.unlink()  # at once, so that the disk has the tokens once
     return digest.hexdigest()
 
@@ -106,9 +150,10 @@ class RowWriter:
     def add_file(self, path: Path, spec: TokenizerSpec) -> None:
         """Append all tokens of a file that `encode` wrote to the stream."""
         with path.open("rb") as file:
-            # In pieces of a batch: the tokens of a split may be more than fits into memory.
-            while len(tokens := np.fromfile(file, spec.dtype, len(self._batch))):
-                self.add(tokens)
+            # In pieces of a batch: the tokens of a split may be more than fits into memory. Not by numpy.fromfile,
+            # which takes an error of the disk for the end of the file.
+            while piece := file.read(len(self._batch) * spec.dtype.itemsize):
+                self.add(np.frombuffer(piece, spec.dtype))
 
     def add(self, tokens: Tokens) -> None:
         """Append (n,) tokens to the stream."""

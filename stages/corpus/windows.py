@@ -65,7 +65,7 @@ def _windows(
     """
     start = begin = 0
     while True:
-        stop = _border(text, start + size)
+        stop = border(text, start + size)
         string = str(text[start:stop], "utf-8")  # a copy of the window only: `text` is a view of Arrow's buffer
         encoding = tokenizer.encode(string, add_special_tokens=False)
         # Offsets refer to the string itself, not to what a normalizer made of it.
@@ -74,12 +74,12 @@ def _windows(
         yield np.column_stack([np.array(encoding.ids, np.int64), offsets, begins_word]), begin, begin + len(string)
         if stop == len(text):
             return
-        next_start = _border(text, stop - overlap)
+        next_start = border(text, stop - overlap)
         begin += len(str(text[start:next_start], "utf-8"))
         start = next_start
 
 
-def _border(text: bytes | memoryview, index: int) -> int:
+def border(text: bytes | memoryview, index: int) -> int:
     """The last byte up to `index` that begins a character, or the end."""
     if index >= len(text):
         return len(text)

@@ -1,0 +1,142 @@
+"""What is in a `tokenizer.json`, and the same tokenizer with special tokens that no text can spell.
+
+A tokenizer looks for the pieces of a text among all its tokens. Unigram and word models thus find `</s>` or `[CLS]` in
+any text that spells it, or that a normalizer turns into it, and no setting prevents that. So the special tokens are
+renamed before the tokenizer is loaded: they keep their ids, and their new names occur in no text.
+"""
+
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from tokenizers import Tokenizer
+
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Keys of tokenizer_config.json."""
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_SPLIT_BYTE_TOKENS = {
+    "type": "Split",
+    "pattern": {"Regex": "<(?=0x[0-9A-F]{2}>)"},
+    "behavior": "Isolated",
+    "invert": False,
+}
+"""A pre-tokenizer that makes the first character of a text like `<0x0A>` a word of its own."""
+
+
+class Vocabulary(NamedTuple):
+    """The tokens of a `tokenizer.json`."""
+
+    token_ids: frozenset[int]
+    unk_token_id: int | None
+    """Replaces what the vocabulary cannot express."""
+    special_tokens: frozenset[str]
+
+
+def read(path: Path, config: dict[str, Any], eos_token_id: int) -> Vocabulary:
+    """Read the vocabulary of a tokenizer.
+
+    Args:
+        path: A `tokenizer.json`.
+        config: The content of its tokenizer_config.json.
+        eos_token_id: Of a token that is special, even if both files have it as an ordinary one.
+    """
+    content, model = _parse(path)
+    added = content["added_tokens"]
+    tokens = _tokens(model) | {token["id"]: token["content"] for token in added}
+    unk_token_id = _unk_token_id(model)
+    special = {token["content"] for token in added if token["special"]}
+    special |= {tokens[token_id] for token_id in (eos_token_id, unk_token_id) if token_id in tokens}
+    special |= {*_template_tokens(content["post_processor"])}
+    roles = [config.get(role) for role in _ROLES]
+    special |= {role["content"] if isinstance(role, dict) else role for role in roles if role}
+    return Vocabulary(frozenset(tokens), unk_token_id, frozenset(special & {*tokens.values()}))
+
+
+def load(path: Path, special_tokens: Iterable[str]) -> tuple[Tokenizer, dict[int, str]]:
+    """Load a tokenizer that gives no special token for a text, and for all other text the tokens that its file gives.
+
+    Returns:
+        The tokenizer, and the special tokens that it has renamed, by id.
+    """
+    content, names = _rename(path, special_tokens)
+    tokenizer: Tokenizer = Tokenizer.from_buffer(content)
+    ids = {token: tokenizer.token_to_id(name) for token, name in names.items()}
+    return tokenizer, {token_id: token for token, token_id in ids.items() if token_id is not None}
+
+
+def _rename(path: Path, special_tokens: Iterable[str]) -> tuple[bytes, dict[str, str]]:
+    """The content of a `tokenizer.json` with other names for special tokens, and these names.
+
+    Of its own, so that what is parsed here, 200 MB of a large tokenizer, is freed before the tokenizer is loaded.
+    """
+    content, model = _parse(path)
+    byte_fallback = model.get("byte_fallback", False)
+    # Where nothing replaces an unknown character, a token of one character stays: nothing else could express it.
+    min_chars = 2 if _unk_token_id(model) is None and not byte_fallback else 1
+    secret = secrets.token_hex(16)  # another one in each process, so that nobody can write a text with it
+    names = {
+        token: f"\uffff{secret}-{index}"
+        for index, token in enumerate(special_tokens)
+        if len(token) >= min_chars and not (byte_fallback and _BYTE_TOKEN.fullmatch(token))
+    }
+    for token in content["added_tokens"]:
+        if token["content"] in names:
+            # Not normalized: a normalizer might give all names the same form, and the tokenizer would refuse them.
+            token |= {"content": names[token["content"]], "normalized": False}
+    if isinstance(model["vocab"], list):
+        model["vocab"] = [(names.get(token, token), score) for token, score in model["vocab"]]
+    else:
+        model["vocab"] = {names.get(token, token): token_id for token, token_id in model["vocab"].items()}
+    if "unk_token" in model:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:
+        prefix = model.get("continuing_subword_prefix") or ""
+        model["merges"] = [(a, b) for a, b in model["merges"] if names.keys().isdisjoint((a, b, a + b[len(prefix) :]))]
+    # These two look up words, so `<0x0A>` in a text would become a line end. Its name is needed: the text is divided.
+    if byte_fallback and (isinstance(model["vocab"], list) or model.get("ignore_merges")):
+        steps = [step for step in (content["pre_tokenizer"], _SPLIT_BYTE_TOKENS) if step]
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    return msgspec.json.encode(content | {"model": model}), names
+
+
+def _parse(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The content of a `tokenizer.json`, without its model, and the model."""
+    raw = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+    raw_model = msgspec.json.decode(raw.pop("model"), type=dict[str, msgspec.Raw])
+    # Scores stay the bytes that they are: reading and writing them again might change the last digit.
+    vocab = msgspec.json.decode(raw_model.pop("vocab"), type=dict[str, int] | list[tuple[str, msgspec.Raw]])
+    defaults: dict[str, Any] = {"added_tokens": [], "pre_tokenizer": None, "post_processor": None}
+    content = defaults | {key: msgspec.json.decode(value) for key, value in raw.items()}
+    model = {key: msgspec.json.decode(value) for key, value in raw_model.items()}
+    if "merges" in model:  # older files have "a b" for ["a", "b"]
+        model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    return content, model | {"vocab": vocab}
+
+
+def _tokens(model: dict[str, Any]) -> dict[int, str]:
+    if isinstance(model["vocab"], list):  # Unigram: pairs of a token and its score, in the order of their ids
+        return {token_id: token for token_id, (token, _) in enumerate(model["vocab"])}
+    return {token_id: token for token, token_id in model["vocab"].items()}
+
+
+def _unk_token_id(model: dict[str, Any]) -> int | None:
+    is_unigram = isinstance(model["vocab"], list)
+    unk_token_id: int | None = model.get("unk_id") if is_unigram else model["vocab"].get(model.get("unk_token"))
+    return unk_token_id
+
+
+def _template_tokens(processor: dict[str, Any] | None) -> Iterator[str]:
+    """The tokens that a post-processor puts around a text."""
+    match processor:
+        case {"type": "Sequence", "processors": processors}:
+            for step in processors:
+                yield from _template_tokens(step)
+        case {"type": "TemplateProcessing", "special_tokens": tokens}:
+            for token in tokens.values():
+                yield from token["tokens"]
+        case {"type": "BertProcessing" | "RobertaProcessing", "sep": [sep, _], "cls": [cls, _]}:
+            yield from (sep, cls)

@@ -1,0 +1,283 @@
+"""Text is text: whatever spells a special token is encoded as the characters that it consists of."""
+
+import json
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from stages.artifacts.errors import StageError
+from stages.corpus import vocabulary
+from stages.corpus.encoding import Encoder, EncoderLimits, TokenizerSpec
+
+SPECIAL = ["</s>", "<s>", "<unk>", "<pad>", "[CLS]", "[MASK]", "<|im_start|>"]
+EOS, UNK = 0, 2
+WORDS = ["the", "other", "tokens", "s", "in", "a", "CLS", "[x]", "<tag>", "<0x0a>", "1234", "x=1", "über", "東京", "😀"]
+SMALL = EncoderLimits(batch=400, window=400, overlaps=(60, 100), at_once=2000)
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def prose(seed: int, count: int) -> str:
+    chance = random.Random(seed)
+    return "".join(chance.choice(WORDS) + chance.choice([" "] * 9 + ["\n", "  ", ", "]) for _ in range(count))
+
+
+@cache
+def make(kind: str) -> Tokenizer:
+    """A small tokenizer of each of the kinds that a `tokenizer.json` can describe."""
+    options: dict[str, Any] = {"special_tokens": SPECIAL, "show_progress": False}
+    alphabet = [*{*prose(0, 999), *"".join(SPECIAL)}]
+    metaspace, words = pre_tokenizers.Metaspace(), pre_tokenizers.WhitespaceSplit()
+    decoder: Any = decoders.Metaspace()
+    unigram = trainers.UnigramTrainer(vocab_size=120, unk_token="<unk>", initial_alphabet=alphabet, **options)
+    normalizer: Any = None
+    match kind:
+        case "BPE of bytes" | "BPE of bytes, entire words":
+            model: Any = models.BPE(ignore_merges=kind != "BPE of bytes")
+            options["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+            pre_tokenizer, decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+            trainer: Any = trainers.BpeTrainer(vocab_size=400, **options)
+        case "BPE, unknown":
+            model, pre_tokenizer = models.BPE(unk_token="<unk>"), metaspace
+            trainer = trainers.BpeTrainer(vocab_size=200, initial_alphabet=alphabet, **options)
+        case "BPE, byte fallback" | "BPE, byte fallback, entire words":
+            options["special_tokens"] = SPECIAL + BYTES
+            model = models.BPE(byte_fallback=True, ignore_merges=kind != "BPE, byte fallback")
+            normalizer = normalizers.Replace(" ", "▁")
+            pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+            decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+            trainer = trainers.BpeTrainer(vocab_size=400, **options)
+        case "Unigram" | "Unigram, NFKC":
+            model, pre_tokenizer, trainer = models.Unigram(), metaspace, unigram
+            normalizer = normalizers.NFKC() if "NFKC" in kind else None
+        case "Unigram, byte fallback":
+            pieces = [(piece, -1.0) for piece in SPECIAL] + [(piece, 0.0) for piece in BYTES]
+            pieces += [(piece, -2.0) for piece in ("▁", *"thesokn.<0xA>", "th", "▁th")]
+            tokenizer = Tokenizer(models.Unigram(pieces, unk_id=UNK, byte_fallback=True))
+            tokenizer.pre_tokenizer = metaspace
+            tokenizer.add_special_tokens(SPECIAL)
+            tokenizer.decoder = decoders.Sequence(
+                [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+            )
+            return tokenizer
+        case "WordPiece" | "WordPiece, BERT":
+            model, pre_tokenizer, decoder = models.WordPiece(unk_token="<unk>"), words, decoders.WordPiece()
+            if "BERT" in kind:
+                normalizer = normalizers.BertNormalizer(lowercase=True)
+                pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+            trainer = trainers.WordPieceTrainer(vocab_size=200, initial_alphabet=alphabet, **options)
+        case _:
+            model, pre_tokenizer, trainer = (
+                models.WordLevel(unk_token="<unk>"),
+                words,
+                trainers.WordLevelTrainer(**options),
+            )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = normalizer, pre_tokenizer, decoder
+    tokenizer.train_from_iterator([prose(seed, 300) for seed in range(5)], trainer)
+    return tokenizer
+
+
+KINDS = [
+    "BPE of bytes", "BPE of bytes, entire words", "BPE, unknown", "BPE, byte fallback",
+    "BPE, byte fallback, entire words", "Unigram", "Unigram, NFKC", "Unigram, byte fallback",
+    "WordPiece", "WordPiece, BERT", "WordLevel",
+]  # fmt: skip
+
+FULL_WIDTH = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
+SPELLINGS: list[Callable[[str], str]] = [
+    lambda token: token,
+    lambda token: f"a{token}s in{token}",
+    lambda token: token * 2,
+    lambda token: f" {token} the {token}\n",
+    lambda token: token.translate(FULL_WIDTH),
+    lambda token: f"{token[0]}\u200b{token[1:]}",
+    lambda token: f"\u200d{token}\ufe0f",
+    lambda token: token.swapcase(),
+    lambda token: f"{token[:-1]}{token}{token[-1]}",
+    lambda token: f"tokens{token}in a " * 60,  # many windows, and their borders within the spelling
+]
+
+
+def spec_of(tokenizer: Tokenizer, eos_token_id: int = EOS, **config: Any) -> TokenizerSpec:
+    """How `pack` uses a tokenizer."""
+    path = Path("tokenizer.json")
+    tokenizer.save(str(path))
+    found = vocabulary.read(path, config, eos_token_id)
+    vocab_size = max(found.token_ids) + 1
+    return TokenizerSpec(path, "", eos_token_id, found.unk_token_id, tuple(sorted(found.special_tokens)), vocab_size)
+
+
+def encode(encoder: Encoder, *documents: str) -> list[list[int]]:
+    """The ids of each document, without EOS."""
+    ids = [token for piece in encoder.encode(pa.array(documents)) for token in piece.tolist()]
+    ends = [index for index, token in enumerate(ids) if token == EOS]
+    assert len(ends) == len(documents)
+    return [ids[start + 1 : end] for start, end in zip([-1, *ends], ends, strict=False)]
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trap_25_no_text_gives_a_special_token(kind: str) -> None:
+    tokenizer = make(kind)
+    encoder, small = Encoder(spec_of(tokenizer)), Encoder(spec_of(tokenizer), SMALL)
+    special = {tokenizer.token_to_id(token) for token in SPECIAL} - {UNK}
+    documents = [spell(token) for token in [*SPECIAL, "<0x0A>", "<0x73>"] for spell in SPELLINGS]
+    encoded = encode(encoder, *documents)
+    assert encode(small, *documents) == encoded
+    for document, ids in zip(documents, encoded, strict=True):
+        assert special.isdisjoint(ids), document
+        if UNK not in ids:
+            text = tokenizer.decode(ids, skip_special_tokens=False)
+            assert without_spaces(text) == without_spaces(normalize(tokenizer, document))
+            if kind not in ("WordPiece", "WordPiece, BERT", "WordLevel"):
+                assert text.strip(" ") == normalize(tokenizer, document).strip(" ")
+
+
+def normalize(tokenizer: Tokenizer, text: str) -> str:
+    normalized: str = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
+    return normalized.replace("▁", " ")
+
+
+def without_spaces(text: str) -> str:
+    return "".join(text.split())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trap_25_other_text_has_the_tokens_that_the_file_gives_it(kind: str) -> None:
+    tokenizer = make(kind)
+    documents = [prose(seed, 99) for seed in range(5)]
+    plain = [tokenizer.encode(document, add_special_tokens=False).ids for document in documents]
+    assert encode(Encoder(spec_of(tokenizer)), *documents) == plain
+    loaded, renamed = vocabulary.load(Path("tokenizer.json"), SPECIAL)
+    assert renamed == {tokenizer.token_to_id(token): token for token in SPECIAL}
+    before, after = (json.loads(each.to_str()) for each in (Tokenizer.from_file("tokenizer.json"), loaded))
+    assert loaded.get_vocab_size() == tokenizer.get_vocab_size()
+    assert after["model"].get("merges") == before["model"].get("merges")
+    if kind.startswith("Unigram"):
+        assert [score for _, score in after["model"]["vocab"]] == [score for _, score in before["model"]["vocab"]]
+
+
+@pytest.mark.parametrize(
+    "source", ["flag", "role", "role with settings", "template", "BERT template", "EOS", "unknown"]
+)
+def test_trap_25_what_makes_a_token_special(source: str) -> None:
+    tokens = ["</s>", "<x>", "?", *"<x>/s"]
+    tokenizer = Tokenizer(models.Unigram([(token, -1.0) for token in dict.fromkeys(tokens)], unk_id=2))
+    config: dict[str, Any] = {}
+    eos_token_id = EOS
+    match source:
+        case "flag":
+            tokenizer.add_special_tokens(["<x>"])
+        case "role":
+            config = {"mask_token": "<x>", "pad_token": None, "add_bos_token": True}
+        case "role with settings":
+            config = {"bos_token": {"content": "<x>", "lstrip": False}}
+        case "template":
+            template = processors.TemplateProcessing(single="<x> $A", special_tokens=[("<x>", 1)])
+            tokenizer.post_processor = processors.Sequence([processors.ByteLevel(), template])
+        case "BERT template":
+            tokenizer.post_processor = processors.BertProcessing(("</s>", 0), ("<x>", 1))
+        case "EOS":
+            tokenizer.add_tokens(["<x>"])  # not a special one
+            eos_token_id = 1
+        case _:
+            tokenizer = Tokenizer(models.Unigram([(token, -1.0) for token in dict.fromkeys(tokens)], unk_id=1))
+    spec = spec_of(tokenizer, eos_token_id, **config)
+    assert "<x>" in spec.special_tokens
+    [ids] = Encoder(spec).encode(pa.array(["<x>"]))
+    assert [tokenizer.id_to_token(token) for token in ids[:-1]] == ["<", "x", ">"]
+
+
+def test_trap_25_added_tokens_that_are_not_special_stay_tokens() -> None:
+    tokenizer = make("BPE of bytes")
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.add_tokens([AddedToken("<tool>", lstrip=True)])
+    text = "a <tool>s</s>"
+    expected = [*tokenizer.encode("a").ids, tokenizer.token_to_id("<tool>")]
+    [ids] = encode(Encoder(spec_of(tokenizer)), text)
+    assert ids[: len(expected)] == expected
+    assert tokenizer.decode(ids[len(expected) :]) == "s</s>"
+
+
+def test_a_tokenizer_file_may_have_a_model_only() -> None:
+    spec = spec_of(
+        Tokenizer(models.Unigram([("</s>", 0.0), ("?", -9.0), *((char, -5.0) for char in "</s>")], unk_id=1))
+    )
+    spec.path.write_text(json.dumps({"model": json.loads(spec.path.read_text())["model"]}))
+    assert vocabulary.read(spec.path, {}, EOS).special_tokens == {"</s>", "?"}
+    assert encode(Encoder(spec), "</s>") == [[2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("prefix", ["", "##"])
+def test_trap_25_a_special_token_that_merges_would_give_is_not_merged(legacy: bool, prefix: str) -> None:
+    tokens = ["<e>", "the", "t", f"{prefix}h", f"{prefix}e", f"{prefix}he", f"{prefix}n", "then"]
+    merges = [(f"{prefix}h", f"{prefix}e"), ("t", f"{prefix}he"), ("the", f"{prefix}n")]
+    model = models.BPE({token: index for index, token in enumerate(tokens)}, merges, continuing_subword_prefix=prefix)
+    tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(["the"])
+    spec = spec_of(tokenizer)
+    if legacy:
+        content = json.loads(spec.path.read_text())
+        content["model"]["merges"] = [" ".join(pair) for pair in merges]
+        spec.path.write_text(json.dumps(content))
+    assert encode(Encoder(spec), "the", "then") == [[2, 5], [2, 5, 6]]
+
+
+def of_bytes(*tokens: str) -> Tokenizer:
+    """A tokenizer that has a token for some bytes only, and drops the others."""
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "problem"),
+    [
+        # The only way to write a line end, as no other token has that byte.
+        (of_bytes("Ċ", "a"), "aaa\nb", "gives the special token 'Ċ'"),
+        (Tokenizer(models.BPE({"</s>": 0, "a": 1}, [], unk_token="</s>")), "aaa\nb", "gives the special token '</s>'"),
+        (Tokenizer(models.Unigram([("</s>", 0.0), ("a", -1.0)])), "aaa\nb", "`unk_id` is missing"),
+        (Tokenizer(models.Unigram([("</s>", 0.0), ("a", -1.0)])), "aaa\n" * 200, "`unk_id` is missing"),
+        (
+            Tokenizer(models.WordLevel({"</s>": 0, "?": 1}, "?")),
+            "aaa\n" * 600,
+            "only 2000 bytes can be encoded, not 2400",
+        ),
+    ],
+)
+def test_trap_25_a_document_that_cannot_be_encoded_is_named(tokenizer: Tokenizer, text: str, problem: str) -> None:
+    encoder = Encoder(spec_of(tokenizer), SMALL)
+    message = f"begins with .aaa.n.* {problem}.* Remove or change it in raw_dir, or give the model another tok"
+    with pytest.raises(StageError, match=message):
+        list(encoder.encode(pa.array(["a", text, "aa"])))
+
+
+def test_trap_25_characters_that_leave_no_token_are_counted() -> None:
+    def count(tokenizer: Tokenizer, *documents: str) -> int:
+        encoder = Encoder(spec_of(tokenizer), SMALL)
+        list(encoder.encode(pa.array(documents)))
+        array = pa.array(["\x01", *documents, "\x01"])
+        return encoder.count_dropped(array.slice(1, len(documents)))
+
+    text = "ab\x01\x01 é\n東 \x7f"
+    for kind in KINDS:
+        assert count(make(kind), prose(0, 999), *SPECIAL) == 0
+        assert count(make(kind), text) == (3 if "BERT" in kind else 0)
+    tokenizer = of_bytes("</s>", *"abĠĊæĿÃ")
+    # Three control characters without a token, a letter without its second byte, another one without its last.
+    assert count(tokenizer, text) == count(tokenizer, text, "aab") == 5
+    assert count(tokenizer, *[text] * 100, text * 100) == 1000
+    tokenizer.add_tokens(["é"])
+    assert count(tokenizer, text) == 4
+    assert count(Tokenizer(models.BPE({"</s>": 0, "a": 1, " ": 2}, [])), "a b\x01a\n") == 3
