@@ -12,6 +12,7 @@ twice").
 import codecs
 import dataclasses
 import gc
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,10 +28,10 @@ from stages.artifacts.dataset import Dataset, Shard
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import Record
-from stages.corpus import progress, splits, workers
+from stages.corpus import costs, progress, splits, workers
 from stages.corpus.formats import suffixes
 from stages.corpus.formats.readers import READERS
-from stages.corpus.limits import LIMITS, Limits
+from stages.corpus.limits import LIMITS, Limits, naming_files
 from stages.corpus.source import Changed, Rejected, Source
 
 if TYPE_CHECKING:
@@ -43,19 +44,32 @@ NUM_PRINTED = 20
 """Rejected files named in the error message; all of them are in the metrics."""
 
 
+# The escape sequences of all of Python's encodings in which an ASCII character can be anything else than itself.
+_ESCAPES = b"\\u0041 +AGE- ~{:!~} \x1b$B \x0e xn--4ca"
+
+
 def _encoding(name: str | None) -> str | None:
-    """Python's own name of a text encoding.
+    """Python's own name of an encoding that any piece of a file can be decoded in.
 
     Raises:
-        ValueError: Python does not know the encoding, or it is not one of text.
+        ValueError: Python does not know the encoding, or it is another one.
     """
+    if name is None:
+        return None
     try:
-        if name is not None:
-            "".encode(name)  # a LookupError for codecs such as `base64`, which codecs.lookup alone would accept
-            name = codecs.lookup(name).name  # one name for all spellings, as it is part of the key in the store
-    except LookupError:
+        "".encode(name)  # a LookupError for codecs such as `base64`, which codecs.lookup alone would accept
+        num_chars = len(_ESCAPES.decode(name, "replace"))
+    except UnicodeError:
+        num_chars = 0
+    except (LookupError, ValueError):
         raise ValueError("must be an encoding that Python knows, such as cp1252, or null") from None
-    return name
+    # UTF-16, UTF-7, punycode, ...: what a byte means there depends on those before it.
+    if num_chars != len(_ESCAPES):
+        raise ValueError(
+            "must be null, or an encoding with one byte for each ASCII character, such as cp1252 or shift_jis: convert "
+            "files in other encodings with `iconv -t UTF-8`"
+        )
+    return codecs.lookup(name).name  # one name for all spellings, as it is part of the key in the store
 
 
 @dataclass(frozen=True)
@@ -141,6 +155,7 @@ class Task(NamedTuple):
     manifest: Path
     digest: str
     """Of the manifest."""
+    num_files: int
     num_bytes: int
     """Of its files, as they are stored."""
     shard: Path
@@ -169,7 +184,8 @@ class SplitResult(NamedTuple):
 def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
-    print(extract(load_params(ExtractParams), load_params(ExtractRuntime, "runtime")))
+    with publish.lock(CORPUS):
+        print(extract(load_params(ExtractParams), load_params(ExtractRuntime, "runtime")))
 
 
 def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIMITS) -> str:
@@ -180,7 +196,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     """
     from stages.corpus import arrow
 
-    parts = splits.Summary.read(splits.SPLITS / splits.SUMMARY).splits
+    parts = splits.read_summary(splits.SPLITS).splits
     store = reuse.Store(reuse.root(), StoredSplit)
     # With the versions of packages, unlike run_id: another parser may read other text, and a split costs only minutes.
     code_digest = code.digest_with_packages("stages.extract")
@@ -191,6 +207,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             Task(
                 manifest=splits.SPLITS / part.manifest,
                 digest=part.digest,
+                num_files=part.files,
                 num_bytes=part.bytes,
                 # Under another name first, as `deduplicate` cannot drop rows from the file that it reads.
                 shard=directory / (f"whole-{index}" if params.deduplicate_strings else shard_names[index]),
@@ -241,15 +258,18 @@ def deduplicate(
     from stages.corpus import duplicates
 
     sources = [task.shard for task in tasks]
-    digests = list(workers.ordered_map(duplicates.write_digests, sources, runtime))
+    num_at_once = tasks[0].limits.digests
+    splits_to_digest = [duplicates.Split(source, num_at_once) for source in sources]
+    seconds = costs.of_comparing(sum(shard.rows for shard in shards), sum(path.stat().st_size for path in sources))
+    digests = list(workers.ordered_map(duplicates.write_digests, splits_to_digest, runtime, seconds=seconds))
     # In the stage, not by workers: what occurs first depends on all splits.
-    flags = duplicates.find(digests, [shard.rows for shard in shards], tasks[0].limits.digests)
+    flags = duplicates.find(digests, [shard.rows for shard in shards], num_at_once)
     filters = [
         duplicates.Filter(source, target, features, flag)
         for source, target, flag in zip(sources, targets, flags, strict=True)
     ]
-    filtered = list(workers.ordered_map(duplicates.drop, filters, runtime))
-    for path in (*sources, *digests):  # `publish.directory` publishes whatever is in the directory
+    filtered = list(workers.ordered_map(duplicates.drop, filters, runtime, seconds=seconds))
+    for path in chain(sources, *digests):  # `publish.directory` publishes whatever is in the directory
         path.unlink()
     for result in filtered:  # splits are stored and counted with their duplicates
         counts["duplicate_strings"] += result.duplicates
@@ -277,9 +297,24 @@ def run(tasks: Sequence[Task], directory: Path, runtime: workers.Runtime) -> lis
     total = sum(task.num_bytes for task in tasks)
     with progress.show(directory, total, desc="extract", unit="B", unit_scale=True) as bar:
         ordered = [tasks[index]._replace(progress=bar.file(index)) for index in order]
+        seconds = estimate(ordered, runtime.min_seconds) if runtime.executor == "processes" else math.inf
+        extracted = workers.ordered_map(extract_split, ordered, runtime, seconds=seconds)
         # By index: the corpus keeps the order of the splits.
-        results = dict(zip(order, workers.ordered_map(extract_split, ordered, runtime), strict=True))
+        results = dict(zip(order, extracted, strict=True))
     return [results[index] for index in range(len(tasks))]
+
+
+def estimate(tasks: Sequence[Task], enough: float) -> float:
+    """The seconds that splits take one process; if that is more than `enough`, perhaps too few."""
+    missing = [task for task in tasks if not (task.store.path / task.key).exists()]
+    num_bytes = sum(task.num_bytes for task in missing)
+    seconds = costs.of_fetching(sum(task.num_bytes for task in tasks) - num_bytes)
+    at_least = costs.of_measuring(sum(task.num_files for task in missing), num_bytes)
+    if seconds + at_least > enough:  # manifests of millions of files are not read only for this
+        return seconds + at_least
+    return seconds + sum(
+        costs.of_reading(splits.read_manifest(task.manifest, task.digest), task.params.keep_source) for task in missing
+    )
 
 
 def extract_split(task: Task) -> SplitResult:
@@ -319,7 +354,7 @@ def read_split(task: Task, meter: progress.Meter) -> SplitResult:
     json_values.fill_array_cache()  # before the first large array (see there)
     params = task.params
     features = arrow.TEXT_AND_SOURCE if params.keep_source else arrow.TEXT
-    with without_collector(), arrow.StreamWriter(task.shard, features) as stream:
+    with naming_files(lambda: path), without_collector(), arrow.StreamWriter(task.shard, features) as stream:
         writer = TextWriter(stream, params.min_chars, report, params.keep_source, task.limits)
         for file in splits.read_manifest(task.manifest, task.digest):
             rejections = []
@@ -331,13 +366,13 @@ def read_split(task: Task, meter: progress.Meter) -> SplitResult:
             counts["files"] += offset == 0  # each file once, with its first part
             raw = Path(params.raw_dir, file.path)
             try:
-                source = Source(raw, compression, file.digest, params.fallback_encoding, task.limits, file.part)
-                source.on_read = show
-                counts["fallback_encoded_files"] += source.used_fallback
-                READERS[format](source, writer)
+                with Source(raw, compression, file.digest, params.fallback_encoding, task.limits, file.part) as source:
+                    source.on_read = show
+                    counts["fallback_encoded_files"] += source.used_fallback
+                    READERS[format](source, writer)
             except Rejected as reason:
                 writer.reject(reason)
-            except (Changed, FileNotFoundError):  # continue: one run finds all files that changed
+            except Changed:  # continue: one run finds all files that changed
                 changed.append(path)
             num_bytes += file.size
             meter.set(num_bytes)
@@ -401,4 +436,4 @@ def too_many(number: int, rejected: list[Rejection], limit: int) -> str:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    command.run(main, "what is finished is in data/.reuse, and the next run continues with it")

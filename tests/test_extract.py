@@ -1,47 +1,59 @@
 import codecs
+import dataclasses
+import encodings
 import gzip
 import io
+import itertools
 import json
 import os
+import pkgutil
+import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import datasets
 import psutil
+import pyarrow as pa
 import pytest
 import yaml
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stages.artifacts import publish
 from stages.artifacts.errors import StageError
+from stages.artifacts.params_file import load_params
 from stages.artifacts.publish import sha256_file
-from stages.corpus import arrow, json_values, source
+from stages.corpus import arrow, json_values, source, writer
 from stages.corpus.formats import json as json_format
-from stages.corpus.formats import readers, sink, suffixes
+from stages.corpus.formats import jsonl, readers, sink, suffixes
 from stages.corpus.formats import yaml as yaml_format
 from stages.corpus.limits import LIMITS, Limits
 from stages.corpus.progress import Meter
 from stages.corpus.source import Rejected
 from stages.corpus.writer import TextWriter
-from stages.extract import ExtractRuntime, extract
+from stages.extract import ExtractParams, ExtractRuntime, extract
 from tests.corpus import (
     CORPUS,
+    NOT_RECORDS,
     PARAMS,
     content_of,
     organize_raw,
     put,
+    put_large_file,
     put_slow_files,
     wait_for_workers,
+    with_processes,
     write_params_of_extract,
 )
 from tests.project import REPO, is_alive, peak_memory, start_stage, wait_for
@@ -63,7 +75,7 @@ def run(
         PARAMS, fallback_encoding=fallback, max_rejected_files=max_rejected_files, min_chars=min_chars,
         keep_source=keep_source,
     )  # fmt: skip
-    extract(params, ExtractRuntime(num_workers=num_workers, reuse_gib=1), limits)
+    extract(params, with_processes(ExtractRuntime(num_workers=num_workers, reuse_gib=1)), limits)
     metrics: dict[str, Any] = json.loads(Path("data/extract.json").read_text())
     return metrics
 
@@ -105,6 +117,9 @@ class ListSink:
     def add(self, strings: list[str], places: Sequence[str] = ()) -> None:
         self.current += strings
 
+    def add_text(self, stream: BinaryIO, size: int) -> None:
+        self.current.append(stream.read().decode())
+
     def end(self) -> None:
         self.documents.append(self.current)
         self.current = []
@@ -137,7 +152,116 @@ def test_trap_05_a_changed_file_is_refused() -> None:
         assert not CORPUS.exists()
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    path.with_name("new").write_bytes(content)
+    path.with_name("new").replace(path)
+
+
+def with_byte(content: bytes, value: int) -> bytes:
+    """`content` with another byte in its middle."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([value]) + content[middle + 1 :]
+
+
+CHANGES: dict[str, Callable[[Path, bytes], Any]] = {
+    "truncated": lambda path, content: os.truncate(path, len(content) // 2),
+    "cut off after a line": lambda path, content: os.truncate(path, content.rfind(b"\n", 0, len(content) // 2) + 1),
+    "emptied": lambda path, content: os.truncate(path, 0),
+    "grown": lambda path, content: path.write_bytes(content + content),
+    "edited": lambda path, content: path.write_bytes(with_byte(content, content[len(content) // 2] ^ 1)),
+    "not UTF-8": lambda path, content: path.write_bytes(with_byte(content, 255)),
+    "no longer of its format": lambda path, content: path.write_bytes(b"]" + content[1:]),
+    "replaced": lambda path, content: replace_file(path, content.replace(b"e", b"E")),
+    "removed": lambda path, content: path.unlink(),
+    "a pipe": lambda path, content: (path.unlink(), os.mkfifo(path)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_trap_05_a_large_file_that_changes_between_the_two_reads_is_refused(change: str) -> None:
+    lines = "".join(f'"line {number}"\n' for number in range(3000)).encode()
+    path = Path("raw")
+
+    def read(reader: Callable[..., None], compression: str, content: bytes) -> None:
+        limits = Limits(largest_held=100, chunk=1000)
+        with source.Source(path, compression, sha256_file(path), "cp1252", limits) as raw:
+            CHANGES[change](path, content)
+            reader(raw, ListSink())
+
+    for format, compression, content in (
+        ("jsonl", "", lines),
+        ("json", "", lines),
+        ("json", "", b"!\n" + lines),  # the reader stops at the first line
+        ("text", "", lines),
+        ("text", "", b"\xe9" + lines),
+        ("yaml", "", b"---\n" + lines.replace(b"\n", b"\n---\n")),
+        ("jsonl", ".gz", gzip.compress(lines)),
+        ("json", ".zst", zst(lines)),
+    ):
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+        with pytest.raises(source.Changed):
+            read(readers.READERS[format], compression, content)
+
+
+def test_trap_05_nothing_of_a_file_that_changes_while_it_is_read_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = Limits(largest_held=100, chunk=1000)
+    content = "".join(f'"line {number}"\n' for number in range(900))
+    put({"a.jsonl": content})
+    run(limits=limits)
+    clean = content_of(CORPUS)
+    shutil.rmtree("data/.reuse")
+    runtime = ExtractRuntime(num_workers=1, reuse_gib=1)
+
+    def read(source: Any, sink: Any) -> None:
+        os.truncate("data/raw/a.jsonl", len(content) // 2)
+        jsonl.read(source, sink)
+
+    monkeypatch.setitem(readers.READERS, "jsonl", read)
+    with pytest.raises(StageError, match=r"1 files were changed .* first is a.jsonl: run `dvc repro`"):
+        extract(PARAMS, runtime, limits)
+    monkeypatch.setitem(readers.READERS, "jsonl", jsonl.read)
+    put({"a.jsonl": content})
+    extract(PARAMS, runtime, limits)
+    assert content_of(CORPUS) == clean
+
+
+def become_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+def test_trap_05_what_is_no_longer_a_regular_file_is_refused_at_once() -> None:
+    become: dict[str, Callable[[Path], None]] = {
+        "a.txt": os.mkfifo, "b.txt.gz": os.mkfifo, "c.txt": os.mkdir, "d.txt": become_socket,
+        "e.txt": lambda path: path.symlink_to("/dev/zero"), "f.txt": lambda path: path.symlink_to(path),
+        "g.jsonl": os.mkfifo,
+    }  # fmt: skip
+    put(dict.fromkeys(become, '"a line"\n' * 9000))
+    organize_raw(num_splits=3)
+    for name, change in become.items():
+        Path("data/raw", name).unlink()
+        change(Path("data/raw", name))
+    with pytest.raises(StageError, match=r"7 files were changed .* first is a.txt: run `dvc repro`"):
+        extract(PARAMS, ExtractRuntime(num_workers=1, reuse_gib=1))
+
+
 # text
+
+
+def test_trap_29_a_summary_that_organize_has_not_written_is_refused() -> None:
+    put({f"{number}.txt": "text" for number in range(4)})
+    organize_raw(num_splits=2)
+    path = Path("data/splits/summary.json")
+    summary = json.loads(path.read_text())
+    fewer = [json.dumps({**summary, "splits": summary["splits"][:count]}).encode() for count in range(2)]
+    values = (None, "text", [1], [{}], summary["splits"][::-1])
+    others = [json.dumps({**summary, "splits": value}).encode() for value in values]
+    for content in (*NOT_RECORDS, *fewer, *others):
+        path.write_bytes(content)
+        with pytest.raises(StageError, match=r"^data/splits/summary.json .*run `dvc repro -f -s organize`$"):
+            extract(PARAMS, ExtractRuntime(num_workers=1, reuse_gib=1))
+    assert not CORPUS.exists()
 
 
 def test_trap_06_encodings_are_detected() -> None:
@@ -166,19 +290,80 @@ def test_trap_06_encodings_of_streamed_files_are_detected() -> None:
     assert "at byte 50" in rejection_of("a.txt", content, fallback=None, limits=limits)["detail"]
 
 
-def test_trap_07_text_is_not_changed() -> None:
-    text = "a\r\nb\rc\n\n\x00\x0c\u2028 end"
-    assert strings_of("a.txt", text) == [text]
+def test_trap_06_a_fallback_encoding_is_one_of_text_that_can_be_read_in_pieces() -> None:
+    codec_names = {module.name for module in pkgutil.iter_modules(encodings.__path__)} - {"aliases"}
+    some_bytes = bytes(range(256)) + random.Random(0).randbytes(5000)
+    refused = {}
+    for name in codec_names | {"klingon", ""}:
+        Path("params.yaml").write_text(yaml.safe_dump({**dataclasses.asdict(PARAMS), "fallback_encoding": name}))
+        try:
+            encoding = load_params(ExtractParams).fallback_encoding
+        except StageError as error:
+            refused[name] = str(error)
+            continue
+        assert encoding
+        decoder = codecs.getincrementaldecoder(encoding)("replace")
+        pieces = [decoder.decode(some_bytes[place : place + 1]) for place in range(len(some_bytes))]
+        pieces.append(decoder.decode(b"", final=True))
+        text = some_bytes.decode(encoding, "replace")
+        assert "".join(pieces) == text, name
+        assert text.encode()  # no lone surrogates
+    assert all("fallback_encoding" in error and "such as cp1252" in error for error in refused.values())
+    for name in ("utf_16", "utf_16_le", "utf_32", "utf_7", "unicode_escape", "raw_unicode_escape", "idna", "punycode"):
+        assert name in refused
+    assert {"rot_13", "base64_codec", "hz", "iso2022_jp", "undefined", "klingon", ""} <= refused.keys()
+    assert not {"cp1252", "latin_1", "shift_jis", "gb18030", "euc_kr", "koi8_r", "mac_roman", "cp037"} & refused.keys()
+
+
+WITHOUT_MARK = ("UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE")
+SCRIPTS = ("English text", "Größe: 5 €", "Zażółć gęślą jaźń", "Русский текст", "Ελληνικά", "טקסט בעברית", "نص عربي")
+
+
+@pytest.mark.parametrize("limits", [LIMITS, Limits(largest_held=10, chunk=7)], ids=["held", "streamed"])
+def test_trap_06_utf16_without_a_byte_order_mark_is_rejected_with_the_remedy(limits: Limits) -> None:
+    for encoding in WITHOUT_MARK:
+        files = {
+            f"{number}{suffix}": f'"{text}"\n'.encode(encoding)
+            for number, text in enumerate(SCRIPTS)
+            for suffix in (".txt", ".json", ".jsonl", ".yaml")
+        }
+        put({**files, "a.txt.gz": gzip.compress(files["3.txt"])})
+        for fallback in ("cp1252", None):
+            metrics = run(max_rejected_files=99, limits=limits, fallback=fallback)
+            assert metrics["rejected"] == {"unknown encoding": len(files) + 1}
+            remedy = f"looks like {encoding} without a byte order mark: convert it with `iconv -f {encoding} -t UTF-8`"
+            assert {rejection["detail"] for rejection in metrics["rejections"]} == {remedy}
+
+
+def test_trap_06_the_parts_of_a_file_in_utf16_without_a_byte_order_mark_are_rejected() -> None:
+    put({"a.jsonl": "".join(f'"line {number}"\n' for number in range(9000)).encode("utf-16-be"), "b.txt": "b"})
+    metrics = run(num_splits=4, max_rejected_files=1)
+    assert metrics["rejected"].keys() == {"unknown encoding"}
+    assert metrics["rejected_files"] == 1
+    assert rows() == ["b"]
+
+
+@pytest.mark.parametrize("limits", [LIMITS, Limits(largest_held=10, chunk=7)], ids=["held", "streamed"])
+def test_trap_07_text_is_not_changed(limits: Limits) -> None:
+    for text in (
+        "a\r\nb\rc\n\n\x00\x0c\u2028 end", "\x00", "\x00" * 99, "name\x00" * 9, "abc\x00" * 9, "ab\x00" * 9,
+        "one\x00two\x00three\x00", "id\x01name\x02", "text" + "\x00" * 500, "a\x00b\x00" + "c" * 9,
+    ):  # fmt: skip
+        assert strings_of("a.txt", text, limits=limits) == [text]
     assert strings_of("a.csv", 'x,"y\r\n"') == ['x,"y\r\n"']
 
 
 # JSON
 
 
-def cut_out(text: str) -> list[str] | None:
+def cut_out(text: str, window: int = LIMITS.chunk) -> list[str] | None:
     """The strings of a document, if it is one that can be cut."""
     document = text.encode()
-    return json_values.strings([document]).to_pylist() if json_format.is_document(document) else None
+    return cut([document], window) if json_format.is_document(document) else None
+
+
+def cut(documents: list[bytes], window: int = LIMITS.chunk) -> list[str]:
+    return [string for array in json_values.strings(documents, window) for string in array.to_pylist()]
 
 
 def test_trap_08_only_values_are_text() -> None:
@@ -237,7 +422,7 @@ def test_keys_are_recognized_before_any_white_space() -> None:
 
 def test_many_documents_are_cut_at_once() -> None:
     documents = [b'"a"', b'{"b": "c"}', b" 1 ", b'["\\n\\u00e9", "\xc3\xa9"]', b'"d\\\\"', b"{}"]
-    assert json_values.strings(documents).to_pylist() == ["a", "c", "\n\u00e9", "\u00e9", "d\\"]
+    assert cut(documents) == ["a", "c", "\n\u00e9", "\u00e9", "d\\"]
 
 
 def test_rows_follow_the_order_of_the_files_whatever_their_formats() -> None:
@@ -339,22 +524,126 @@ def test_trap_13_memory_does_not_grow_with_the_file() -> None:
 
 
 def test_trap_13_too_long_strings_are_rejected() -> None:
-    limits = Limits(longest_string=1000, largest_held=1000)
+    limits = Limits(longest_string=1000, longest_text=1000)
     long = "é" * 501
     for name, content in {
         "a.txt": long,
         "b.json": json.dumps(["fits", long], ensure_ascii=False),
         "c.yaml": f"- fits\n- {long}\n",
         "d.jsonl": f'"{long}"\n',
+        "e.json": json.dumps([long]),  # escaped
     }.items():
-        rejection = rejection_of(name, content, limits=limits)
-        assert rejection["reason"].endswith("too long")
-        assert rejection["rows"] == []
-        assert "1000" in rejection["detail"]
-    limits = replace(limits, largest_held=10)
-    assert rejection_of("a.txt", long, limits=limits)["reason"] == "string too long"
-    assert rejection_of("a.json", f'["{long}"]', limits=limits)["reason"] == "string too long"
-    assert strings_of("a.txt", long[:500], limits=limits) == [long[:500]]
+        for some in (limits, replace(limits, largest_held=10, chunk=10)):
+            rejection = rejection_of(name, content, limits=some)
+            assert rejection["reason"] == "string too long"
+            assert rejection["rows"] == []
+            assert "1000" in rejection["detail"]
+    for some in (limits, replace(limits, largest_held=10, chunk=10)):
+        assert strings_of("a.txt", long[1:], limits=some) == [long[1:]]
+        assert strings_of("a.json", json.dumps([long[1:], "é"]), limits=some) == [long[1:], "é"]  # escapes do not count
+        assert strings_of("a.json", json.dumps({long: "a"}, ensure_ascii=False), limits=some) == ["a"]
+
+
+def test_trap_13_records_beside_a_too_long_string_are_kept() -> None:
+    limits = Limits(longest_string=100, largest_held=50, chunk=10)
+    long = "a" * 101
+    rejection = rejection_of("a.json", f'["one"]\n["a",\n"{long}", "b"] {{"{long}": "two"}}', limits=limits)
+    assert rejection["rows"] == ["one", "two"]
+    assert rejection["position"] == "line 3"
+    content = f'["one"]\n["a", "{long}", "b"]\n["two", "{"x" * 99}"]\n{long}\n["three"]'
+    put({"a.jsonl": content})
+    Path("data/raw/a.json").unlink()
+    metrics = run(limits=limits, max_rejected_files=1)
+    assert rows() == ["one", "two", "x" * 99, "three", "sibling"]
+    assert [(entry["position"], entry["reason"]) for entry in metrics["rejections"]] == [
+        ("line 2", "string too long"), ("line 4", "invalid JSON"),
+    ]  # fmt: skip
+    assert rejection_of("a.json", f"[{'1' * 101}]", limits=limits)["reason"] == "number too long"
+    assert strings_of("a.json", f'["a",{" " * 999}"b"]', limits=limits) == ["a", "b"]
+    rejection = rejection_of("a.json", "[" * 200, limits=limits)
+    assert (rejection["reason"], rejection["position"]) == ("nested too deep", "line 1")
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 50])
+def test_strings_longer_than_a_piece_are_read_in_pieces(chunk: int) -> None:
+    string = 'é😀\ud83d"\\\n' + "a" * 40 + "😀\ude00"
+    expected = string.replace("\ud83d", "\ufffd").replace("\ude00", "\ufffd")
+    document = f'[{json.dumps(string)}, {{{json.dumps(string)}: "b"}}]'
+    assert scanned(document, chunk) == [[expected, "b"]]
+    for wrong in ('"', "\\x", "\t", "\\u12"):
+        with pytest.raises(Rejected, match="invalid JSON"):
+            scanned(f'["{"a" * 60}{wrong}{"z" * 60}"]', chunk)
+
+
+def test_trap_13_a_long_text_is_written_in_pieces() -> None:
+    """A streamed text gives the bytes of one that is not."""
+    for encoding in ("utf-8", "utf-16", "cp1252"):
+        for keep_source in (False, True):
+            put({"a.txt": "first", "b.txt": ("é€" * 123 + "a").encode(encoding), "c.txt": "last"})
+            metrics = run(keep_source=keep_source, limits=Limits(batch=5, chunk=7, largest_held=10))
+            assert rows() == ["first", "é€" * 123 + "a", "last"]
+            assert metrics["characters"] == 256
+            streamed = content_of(CORPUS)
+            run(keep_source=keep_source, limits=Limits(batch=200))
+            assert content_of(CORPUS) == streamed
+    assert run(min_chars=248, limits=Limits(batch=5))["strings"] == 0
+    assert rejection_of("a.txt", "a" * 101, limits=Limits(batch=5, longest_text=100))["rows"] == []
+
+
+@pytest.mark.parametrize("others", [(), ("a/b.txt",)])
+def test_texts_in_pieces_have_the_bytes_that_arrow_writes(others: tuple[str, ...], empty_project: Path) -> None:
+    features = arrow.TEXT_AND_SOURCE if others else arrow.TEXT
+    for size in (1, 7, 8, 9, 63, 64, 65, 100_001):
+        text = "é" * (size // 2) + "a" * (size % 2)
+        paths = [Path("at_once"), Path("in_pieces"), Path("copied")]
+        streams = [arrow.StreamWriter(path, features) for path in paths]
+        for stream in streams[:2]:
+            stream.write(*(pa.array([string]) for string in ("before", *others)))
+            if stream is streams[0]:
+                stream.write(*(pa.array([string]) for string in (text, *others)))
+            else:
+                pieces = (text.encode()[start : start + 777] for start in range(0, size, 777))
+                assert stream.write_text(pieces, size, *others) == len(text)
+            stream.write(*(pa.array([string]) for string in ("after", *others)))
+            stream.close()
+        offsets = arrow.batch_offsets(paths[1])
+        assert b"".join(arrow.read_text(paths[1], offsets[1])) == text.encode()
+        for start, end in itertools.pairwise([*offsets, arrow.end_of_batches(paths[1])]):
+            streams[2].copy(paths[1], start, end, rows=1)
+        streams[2].close()
+        assert [path.read_bytes() for path in paths] == [paths[0].read_bytes()] * 3
+
+
+def test_trap_13_a_place_that_is_too_long_is_not_repeated() -> None:
+    limits = Limits(longest_place=100, chunk=50, batch=1000)
+    key = "k" * 101
+    for name, value in {
+        "a.json": {key: ["a", "b"]}, "b.json": [{"a": {"b" * 60: {"c" * 60: "d"}}}], "c.yaml": {key: ["a"]},
+    }.items():  # fmt: skip
+        rejection = rejection_of(name, json.dumps(value), keep_source=True, limits=limits)
+        assert (rejection["reason"], rejection["position"]) == ("place too long", "line 1")
+        assert "keep_source" in rejection["detail"]
+        assert strings_of(name, json.dumps(value), limits=limits)
+    good = {key: 1, "b": "c", "d": {"e" * 97: "f"}}
+    assert strings_of("a.json", json.dumps(good), keep_source=True, limits=limits) == ["c", "f"]
+    assert sources() == ["a.json#1/b", f"a.json#1/d/{'e' * 97}"]
+    put({"a.jsonl": f'"a"\n{json.dumps({key: "b"})}\n"c"\n'})
+    assert run(keep_source=True, limits=limits, max_rejected_files=1)["rejections"][0]["position"] == "line 2"
+    assert rows()[-2:] == ["a", "c"]
+    deep = "[" * 101 + '"a"' + "]" * 101
+    assert rejection_of("a.json", deep, keep_source=True, limits=limits)["reason"] == "nested too deep"
+
+
+def test_memory_that_runs_out_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    put({"a.txt": "a", "b.json": '["b"]'})
+
+    def read(source: source.Source, sink: TextWriter) -> None:
+        raise MemoryError
+
+    monkeypatch.setitem(readers.READERS, "json", read)
+    with pytest.raises(StageError, match=r"memory ran out at b.json.*runtime.num_workers"):
+        run()
+    assert not CORPUS.exists()
 
 
 def test_trap_13_large_content_is_not_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,7 +657,7 @@ def test_trap_13_large_content_is_not_in_memory(monkeypatch: pytest.MonkeyPatch)
     assert large.data is None
     assert large.stream().read() == b"0123456789!"
     monkeypatch.setattr(source.Source, "stream", None)  # must not be called
-    with pytest.raises(Rejected, match="string too long"):
+    with pytest.raises(Rejected, match="file too large"):
         large.text()
 
 
@@ -379,7 +668,23 @@ def test_trap_13_a_long_document_leaves_no_row_if_its_end_is_bad() -> None:
     assert rows() == ["kept", *["dropped " * 3] * 30, *["also kept"] * 20]
     assert (metrics["records"], metrics["strings"]) == (3, 51)
     assert metrics["characters"] == sum(map(len, rows()))
-    assert metrics["rejections"][0]["position"] == "line 1, character 1679"
+    assert metrics["rejections"][0]["position"] == "line 1, character 1680"
+
+
+def test_small_records_are_not_joined_again_for_each_further_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would take hours for a file of them."""
+    num_joined = 0
+    batches = writer._batches
+
+    def counted(parts: Sequence[writer.Columns], *others: Any) -> Iterator[writer.Columns]:
+        nonlocal num_joined
+        num_joined += sum(len(part[0]) for part in parts)
+        return batches(parts, *others)
+
+    monkeypatch.setattr(writer, "_batches", counted)
+    put({"a.jsonl": '"b"\n[NaN,"c"]\n' * 2000})  # which two readers read in turn
+    assert run(limits=Limits(batch=1000))["strings"] == 4000
+    assert num_joined < 10 * 4000
 
 
 def test_trap_14_each_line_is_a_record() -> None:
@@ -387,10 +692,24 @@ def test_trap_14_each_line_is_a_record() -> None:
     put({"a.jsonl": content, "b.ndjson": '"five"\n'})
     metrics = run(max_rejected_files=1)
     assert rows() == ["one", "two", "three", "four\u2028", "five"]
-    assert metrics["records"] == 5
+    assert metrics["records"] == 4  # documents in one line are one record
     assert [rejection["position"] for rejection in metrics["rejections"]] == ["line 3", "line 5"]
     assert metrics["rejected"] == {"invalid JSON": 2}
     assert metrics["rejected_files"] == 1
+
+
+def test_trap_14_a_bad_line_leaves_nothing_of_its_first_documents() -> None:
+    for limits in (LIMITS, Limits(chunk=1), Limits(largest_held=10, chunk=4)):
+        rejection = rejection_of("a.jsonl", '["one"]\n{"a": "x"} {bad\n["two"] ["three"]\n', limits=limits)
+        assert rejection["rows"] == ["one", "two", "three"]
+        assert rejection["position"] == "line 2"
+
+
+def test_positions_count_characters_in_their_line() -> None:
+    for chunk in (1, 3, 1000):
+        with pytest.raises(Rejected) as error:
+            scanned('["é",\n\n ["é",  x]]' + " " * 50, chunk)
+        assert error.value.position == "line 3, character 9"
 
 
 def numbered_lines(number: int) -> list[dict[str, Any]]:
@@ -475,7 +794,7 @@ def test_trap_27_a_file_that_changes_or_grows_is_refused_once() -> None:
 def test_trap_14_a_file_may_contain_several_documents() -> None:
     assert strings_of("a.json", '{"a": "one"}\n{"a": "two"}["three"] "four"') == ["one", "two", "three", "four"]
     rejection = rejection_of("a.json", '{"a": "one"}\n{"a": "two"\n, x}')
-    assert (rejection["position"], rejection["rows"]) == ("line 3, character 27", ["one"])
+    assert (rejection["position"], rejection["rows"]) == ("line 3, character 3", ["one"])
 
 
 @pytest.mark.parametrize(
@@ -495,7 +814,8 @@ def test_invalid_json_is_rejected(text: str, chunk: int) -> None:
 
 
 def test_an_empty_file_has_no_document() -> None:
-    put({"a.json": "", "b.jsonl": "\n", "c.yaml": "", "d.txt": "", "e.yaml": "# comment\n", "f.txt.gz": b""})
+    put({"a.json": "", "b.jsonl": "\n", "c.yaml": "", "d.txt": "", "e.yaml": "# comment\n"})
+    put({f"{name}{suffix}": pack(b"") for name in ("a.json", "d.txt") for suffix, pack in PACKERS.items()})
     assert run()["rejected_files"] == 0
     assert rows() == []
 
@@ -527,7 +847,7 @@ def test_any_json_gives_exactly_its_strings_in_order(
         except ValueError:
             assert cut_out(text) is None
         else:
-            assert cut_out(text) == strings_in(value)
+            assert cut_out(text, chunk) == strings_in(value)
 
 
 def test_each_string_has_its_source() -> None:
@@ -619,6 +939,26 @@ def test_trap_15_the_table_in_the_docs_is_correct() -> None:
             assert yaml_strings(f"a: {scalar}\n") == ([scalar] if kind.strip() == "string" else []), line
 
 
+def test_trap_15_the_table_of_differences_in_the_docs_is_correct() -> None:
+    """Each document in the second table of docs/data.md is rejected, or has the string of its row."""
+    text = (REPO / "docs/data.md").read_text(encoding="utf-8")
+    table = text[text.index("| document |") :].split("\n\n")[0].splitlines()[2:]
+    assert len(table) >= 12
+    for line in table:
+        line = line.replace("\\|", "\0").replace("\\ufeff", "\ufeff").replace("↵", "\n").replace("→", "\t")
+        documents, _, strings = (cell.split("`")[1::2] for cell in line.strip("|").split("|"))
+        for document in documents:
+            document = document.replace("\0", "|")
+            if strings:
+                assert yaml_strings(document)[0] in strings, line
+            else:
+                with pytest.raises(Rejected, match="invalid YAML"):
+                    yaml_strings(document)
+    assert yaml_strings(f"{{{'k' * 1024}: a}}") == ["a"]
+    with pytest.raises(Rejected, match="invalid YAML"):
+        yaml_strings(f"{{{'k' * 1025}: a}}")
+
+
 def test_trap_16_tags_run_nothing_and_cost_nothing(empty_project: Path) -> None:
     text = f"""
 a: !!python/object/apply:os.system ["touch {empty_project}/ran"]
@@ -656,6 +996,14 @@ def test_line_breaks_of_yaml_1_1_are_characters() -> None:
     assert strings_of("a.yaml", text) == ["x\u2028 y", "p\x85 q", "\u2029", "ä\ufdd01"]
 
 
+def test_trap_15_a_question_mark_before_a_letter_is_text() -> None:
+    assert yaml_strings("[?x, a ?b, {c: ?d}, {?e: f}]") == ["?x", "a ?b", "?d", "f"]
+    assert yaml_strings("? [g]\n: ['?h', \"?i\", ?\tj]") == ["?h", "?i"]
+    assert yaml_strings("- !k?l <?m>\n- a?b:?c\n- ??n\n- 'o\ufdd1'\n") == ["<?m>", "a?b:?c", "??n", "o\ufdd1"]
+    for number in range(16_370, 16_390):  # libyaml reads pieces of 16 KiB
+        assert yaml_strings("[" + " " * number + "?x, ??, ? y]") == ["?x", "??"]
+
+
 def test_trap_13_strings_of_yaml_are_written_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Limits(chunk=10, batch=10)
     sizes: list[int] = []
@@ -675,6 +1023,32 @@ def test_trap_18_documents_before_a_bad_one_are_kept() -> None:
     assert (rejection["reason"], rejection["position"]) == ("invalid YAML", "line 4, column 1")
     assert rejection["rows"] == ["one"]
     assert rejection_of("b.yaml", "a: \x07")["position"] == "byte 3"
+
+
+def test_trap_13_what_libyaml_holds_in_memory_is_limited() -> None:
+    limits = Limits(longest_string=20_000)
+    fits, long = "a" * 3_000, "a" * 60_000
+    texts = [
+        long, f"'{long}'", f'"{long}"', f"|\n {long}", ">\n" + " a\n" * 30_000, f"[? {long}]", f"&{long} b",
+        f"*{long}", f"!{long} b", f"!<{long}> b", f"# {long}\nb", "\n" * 60_000, '"' + "\\u0416" * 10_000,
+    ]  # fmt: skip
+    documents = {f"{number}.yaml": f"kept\n---\n--- {text}" for number, text in enumerate(texts)}
+    documents |= {"directive.yaml": f"kept\n---\n...\n%{long}", "prefix.yaml": f"kept\n---\n...\n%TAG ! {long}"}
+    put(documents)
+    put({"a.yaml": f"- {fits}\n" * 30, "b.yaml.gz": gzip.compress(documents["0.yaml"].encode())})
+    metrics = run(max_rejected_files=99, limits=limits)
+    assert metrics["rejected"] == {"string too long": len(documents) + 1}
+    assert {rejection["position"] for rejection in metrics["rejections"]} == {"line 3"}
+    assert rows().count("kept") == len(documents) + 1
+    assert rows().count(fits) == 30
+
+
+def test_trap_18_many_directives_are_rejected_at_once() -> None:
+    start = time.monotonic()
+    directives = "".join(f"%TAG !{number}! x\n" for number in range(100_000))
+    assert "%TAG directives" in rejection_of("a.yaml", f"a\n---\nb\n...\n{directives}---\nc\n")["detail"]
+    assert time.monotonic() - start < 5  # libyaml alone needs minutes
+    assert strings_of("a.yaml", "".join(f"%TAG !{number}! x\n" for number in range(900)) + "--- !1!y z\n") == ["z"]
 
 
 @pytest.mark.parametrize("opening", ["[", "{", "- ", "? ", "[a, ", "[\n"])
@@ -735,10 +1109,29 @@ def test_trap_19_compressed_files_give_the_same_rows(suffix: str, limits: Limits
 def test_trap_19_truncated_members_are_rejected(suffix: str, limits: Limits) -> None:
     pack = PACKERS[suffix]
     good = pack(b'"one"\n' * 99)
-    for bad in (good[:-3], good + good[:-9], good + b"garbage", b"garbage"):
+    for bad in (good[:-3], good + good[:-9], good + b"garbage", b"garbage", b""):
         rejection = rejection_of("a.jsonl" + suffix, bad, limits=limits)
         assert rejection["reason"] == "damaged compression"
         assert rejection["rows"] == []
+
+
+def test_trap_19_empty_and_skippable_frames_are_no_damage() -> None:
+    skippable = b"\x50\x2a\x4d\x18\x03\x00\x00\x00abc"
+    content = b"".join([skippable, *[zst(b"")] * 999, zst(b"te"), skippable, zst(b"xt")])
+    assert strings_of("a.txt.zst", content) == ["text"]
+    assert strings_of("a.txt.gz", gzip.compress(b"") * 999 + gzip.compress(b"text") + bytes(99)) == ["text"]
+    assert strings_of("a.txt.zst", skippable) == []
+
+
+def test_trap_19_a_window_that_needs_too_much_memory_is_rejected_with_the_remedy() -> None:
+    def packed(window_log: int) -> bytes:  # a frame header, and a block that is not compressed
+        return b"\x28\xb5\x2f\xfd\x00" + bytes([window_log - 10 << 3]) + (4 << 3 | 1).to_bytes(3, "little") + b"text"
+
+    for window_log in (28, 31):
+        rejection = rejection_of("a.txt.zst", packed(window_log))
+        assert rejection["reason"] == "window too large"
+        assert "zstd -dc --long=31" in rejection["detail"]
+    assert strings_of("a.txt.zst", packed(27)) == ["text"]
 
 
 # The output
@@ -778,13 +1171,14 @@ def test_trap_21_a_killed_worker_leaves_nothing() -> None:
         run(num_splits=4, num_workers=2)
     thread.join()
     assert content_of(CORPUS) == clean  # the old result, which dvc would have removed; not a mixture
-    assert not CORPUS.with_name("corpus.tmp").exists()
+    assert not list(CORPUS.parent.glob("corpus.*"))
     run(num_splits=4, num_workers=2)
     assert content_of(CORPUS) == clean
 
 
 def test_trap_21_workers_end_with_the_stage() -> None:
     put_slow_files()
+    put_large_file()
     organize_raw(num_splits=4)
     write_params_of_extract(num_workers=2)
     stage = start_stage("extract")
@@ -794,6 +1188,28 @@ def test_trap_21_workers_end_with_the_stage() -> None:
     stage.communicate()
     wait_for(lambda: not any(map(is_alive, workers)), seconds=30)  # one that is just starting notices it later
     assert not CORPUS.exists()
+    assert len(list(CORPUS.parent.glob("corpus.*"))) == 1
+    with publish.lock(CORPUS):  # as the next run does
+        assert not list(CORPUS.parent.glob("corpus.*"))
+
+
+def test_trap_28_two_runs_at_once_give_the_corpus_of_one() -> None:
+    put_slow_files(12, 2000)
+    run(num_splits=8)
+    clean = content_of(CORPUS)
+    shutil.rmtree("data/.reuse")
+    shutil.rmtree(CORPUS)
+    write_params_of_extract(num_workers=2)
+    with publish.lock(CORPUS):  # both wait, and then compete
+        stages = [start_stage("extract") for _ in range(2)]
+        for stage in stages:
+            assert "waiting for another run that writes data/corpus" in stage.stdout.readline()
+    for stage in stages:
+        stage.communicate()
+    assert [stage.returncode for stage in stages] == [0, 0]
+    assert content_of(CORPUS) == clean
+    run(num_splits=8)
+    assert content_of(CORPUS) == clean
 
 
 def test_trap_22_the_number_of_workers_changes_no_byte() -> None:
@@ -887,7 +1303,7 @@ def test_too_many_rejected_files_fail_after_all_were_read() -> None:
     with pytest.raises(StageError) as error:
         run(num_splits=2, max_rejected_files=25)
     lines = str(error.value).splitlines()
-    assert lines[0] == "00.json: invalid JSON at line 1, character 1: the document does not end"
+    assert lines[0] == "00.json: invalid JSON at line 1, character 2: the document does not end"
     assert lines[-2] == "... and 6 more"
     assert lines[-1].startswith("26 files could not be read, max_rejected_files is 25: fix them, or raise it")
     metrics = json.loads(Path("data/extract.json").read_text())

@@ -26,9 +26,11 @@ from tests.corpus import (
     content_of,
     organize_raw,
     put,
+    put_large_file,
     put_numbered,
     put_slow_files,
     wait_for_workers,
+    with_processes,
     write_params_of_extract,
 )
 from tests.project import Project, flip_bit, start_stage
@@ -150,7 +152,7 @@ def test_the_first_of_equal_strings_is_kept(size: int) -> None:
         *(f"data-{index:05d}-of-00004.arrow" for index in range(4)), "dataset_info.json", "state.json",
     ]  # fmt: skip
     assert clean == fresh_result(params=params, limits=limits)
-    run(params=params, runtime=replace(RUNTIME, num_workers=3), limits=limits)
+    run(params=params, runtime=with_processes(replace(RUNTIME, num_workers=3)), limits=limits)
     assert result() == clean
     put({"0.json": '["an edit", "same"]'})
     assert run(params=params, limits=limits) == 1
@@ -230,7 +232,7 @@ def test_the_store_is_bounded_and_removes_the_least_recently_used_first() -> Non
     assert sorted(path.name for path in STORE.iterdir()) == ["key1", "key3", "key4"]
     store.trim(0)
     assert list(STORE.iterdir()) == []
-    store.put("key", Path(__file__), "", 0)
+    store.put("key", Path(__file__), reuse.publish.sha256_file(Path(__file__)), 0)
     shutil.rmtree(STORE)
     store.trim(0)
 
@@ -293,6 +295,7 @@ def test_files_that_dvc_checks_out_cannot_change_the_store(reproduced: Project, 
 def test_trap_21_after_a_kill_only_unfinished_splits_are_read(number: int) -> None:
     """A SIGKILL of a worker, or of the stage, then a run to the end."""
     put_slow_files(24, 1500)
+    put_large_file()
     assert run(12) == 12
     clean = result()
     shutil.rmtree(STORE)
@@ -318,4 +321,3 @@ def test_trap_21_after_a_kill_only_unfinished_splits_are_read(number: int) -> No
         num_kept = len(finished)
     assert run(12) == 12 - (num_kept if num_kills == 2 else 12)
     assert result() == clean
-    assert not CORPUS.with_name("corpus.tmp").exists()

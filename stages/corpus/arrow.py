@@ -4,20 +4,29 @@ Record batches are written one by one, in the encapsulated format of Arrow's IPC
 them, and a record that turns out to be unreadable can be cut off again.
 """
 
+import hashlib
+import io
 import json
-from concurrent.futures import ThreadPoolExecutor
+import mmap
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from stages.artifacts import publish
 from stages.artifacts.dataset import STATE, Dataset, Shard
 from stages.artifacts.errors import StageError
+from stages.corpus import workers
 
 Features = dict[str, Any]
 """The type of each column, by its name, as `datasets` writes them."""
 
+_PIECE = 1 << 20  # bytes that are copied at once
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # a message of length 0, which pyarrow writes on close, too
 
 TEXT: Features = {"text": {"dtype": "string", "_type": "Value"}}
@@ -46,10 +55,20 @@ def shard_name(index: int, num_shards: int) -> str:
     return f"data-{index:05d}-of-{num_shards:05d}.arrow"
 
 
+class Mark(NamedTuple):
+    """A place in a stream, to which it can be cut back."""
+
+    position: int
+    rows: int
+    digest: "hashlib._Hash"
+    """Of what precedes it."""
+
+
 class StreamWriter:
     """An Arrow IPC stream that can be cut back to an earlier length.
 
-    A `with` block closes the file on any error; only `close` makes it a complete stream.
+    A `with` block closes the file on any error; only `close` makes it a complete stream. Its digest is that of what was
+    to be written, not of what the file contains, so that whoever verifies the file finds any difference.
     """
 
     def __init__(self, path: Path, features: Features) -> None:
@@ -58,8 +77,9 @@ class StreamWriter:
         self.schema = schema(features)
         # A worker that was lost may still write to its file, or may have put it into the store: start a new file.
         path.unlink(missing_ok=True)
+        self._digest = hashlib.sha256()
         self._file = path.open("wb")
-        self._file.write(self.schema.serialize())
+        self._append(self.schema.serialize())
 
     def __enter__(self) -> "StreamWriter":
         return self
@@ -71,24 +91,83 @@ class StreamWriter:
         """Append a record batch."""
         self.rows += len(columns[0])
         # `serialize` copies, so the caller may fill its buffer again.
-        self._file.write(pa.record_batch(list(columns), schema=self.schema).serialize())
+        self._append(pa.record_batch(list(columns), schema=self.schema).serialize())
 
-    def mark(self) -> tuple[int, int]:
+    def write_text(self, pieces: Iterable[bytes], size: int, *others: str) -> int:
+        """Append a record batch of one row, whose first string comes in pieces of UTF-8; return its characters.
+
+        The bytes are those that `write` would append, but memory holds a piece.
+
+        Args:
+            pieces: Of the string.
+            size: Of all pieces, in bytes; at least 1.
+            others: The strings of the other columns.
+        """
+        before, after = self._message(size, *others)
+        self._append(before)
+        num_characters = 0
+        for piece in pieces:
+            self._append(piece)
+            num_characters += count_characters(piece)
+        self._append(after)
+        self.rows += 1
+        return num_characters
+
+    def _message(self, size: int, *others: str) -> tuple[bytes, bytes]:
+        """What precedes and what follows the first string in a record batch of one row."""
+        zeros = pa.py_buffer(mmap.mmap(-1, size))  # in place of the string: never read, so they need no memory
+        text = pa.StringArray.from_buffers(1, pa.py_buffer(struct.pack("<ii", 0, size)), zeros)
+        batch = pa.record_batch([text, *([other] for other in others)], schema=self.schema)
+        sink = _WithoutBuffer(zeros)
+        with pa.ipc.new_stream(pa.PythonFile(sink, "w"), self.schema) as stream:
+            stream.write_batch(batch)
+            [before, after] = sink.parts
+        return before.removeprefix(self.schema.serialize()), after  # the schema is in the file already
+
+    def copy(self, path: Path, start: int, end: int, rows: int) -> None:
+        """Append a record batch of another stream of the same schema, given its place, with memory for a piece."""
+        for piece in _read(path, start, end):
+            self._append(piece)
+        self.rows += rows
+
+    def mark(self) -> Mark:
         """The current end of the stream, for `cut`."""
-        return self._file.tell(), self.rows
+        return Mark(self._file.tell(), self.rows, self._digest.copy())
 
-    def cut(self, mark: tuple[int, int]) -> None:
-        """Drop what was written after `mark`."""
-        position, self.rows = mark
+    def cut(self, mark: Mark) -> None:
+        """Drop what was written after `mark`, which is used up."""
+        position, self.rows, self._digest = mark
         self._file.seek(position)
         self._file.truncate()  # a shorter record may follow, or none
 
     def close(self) -> Shard:
         """End the stream."""
         # No fsync: `publish.directory` flushes the shards before it renames their directory.
-        self._file.write(_END_OF_STREAM)
+        self._append(_END_OF_STREAM)
         self._file.close()
-        return Shard(self.path.name, self.rows, publish.sha256_file(self.path))
+        return Shard(self.path.name, self.rows, self._digest.hexdigest())
+
+    def _append(self, data: Any) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+
+
+class _WithoutBuffer(io.RawIOBase):
+    """Keeps what pyarrow writes before and after a buffer."""
+
+    def __init__(self, buffer: pa.Buffer) -> None:
+        self.parts = [b""]
+        self._buffer = buffer
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if isinstance(data, pa.Buffer) and data.address == self._buffer.address:
+            self.parts.append(b"")
+        else:
+            self.parts[-1] += bytes(data)
+        return len(data)
 
 
 def read_shards(directory: Path) -> list[Shard]:
@@ -101,8 +180,8 @@ def read_shards(directory: Path) -> list[Shard]:
     paths = [directory / shard.filename for shard in shards]
     if missing := [path for path in paths if not path.is_file()]:
         raise StageError(f"{missing[0]} is missing: run `dvc repro -f -s extract`")
-    with ThreadPoolExecutor() as threads:  # hashing releases the interpreter's lock
-        for path, shard, sha256 in zip(paths, shards, threads.map(publish.sha256_file, paths), strict=True):
+    with closing(workers.threaded_map(publish.sha256_file, paths)) as digests:
+        for path, shard, sha256 in zip(paths, shards, digests, strict=True):
             if sha256 != shard.sha256:
                 raise StageError(
                     f"{path} is damaged: its SHA-256 is not that in {STATE}; run `dvc repro -f -s extract`"
@@ -124,9 +203,51 @@ def batch_offsets(path: Path) -> list[int]:
             offsets.append(offset)
 
 
+def end_of_batches(path: Path) -> int:
+    """The offset in bytes of the end of the last record batch of a shard."""
+    return path.stat().st_size - len(_END_OF_STREAM)
+
+
 def read_batch(path: Path, offset: int) -> pa.RecordBatch:
-    """Read one record batch of a shard without copying it."""
+    """Read one record batch of a shard without copying it.
+
+    Raises:
+        StageError: there is none at the offset.
+    """
     file = pa.memory_map(str(path))  # not closed: the batch refers to it, and both end together
-    schema = pa.ipc.read_schema(file)
-    file.seek(offset)
-    return pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
+    try:
+        schema = pa.ipc.read_schema(file)
+        file.seek(offset)
+        return pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
+    except (pa.ArrowInvalid, EOFError):
+        raise changed(path) from None
+
+
+def changed(path: Path) -> StageError:
+    """The error for a shard that is no longer the one that was verified."""
+    return StageError(f"{path} was changed while it was read: run `dvc repro` again")
+
+
+def read_text(path: Path, offset: int) -> Iterator[bytes]:
+    """The first string of a record batch of one row, in pieces.
+
+    They are read, not mapped: what was touched of a mapped file stays in memory while it is mapped.
+    """
+    size = pc.binary_length(read_batch(path, offset).column(0))[0].as_py()
+    with path.open("rb") as file:
+        file.seek(offset)
+        _, metadata = struct.unpack("<ii", file.read(8))
+    start = offset + 8 + metadata + 8  # the offsets of the string precede it: two of 32 bits
+    return _read(path, start, start + size)
+
+
+def _read(path: Path, start: int, end: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(start)
+        while piece := file.read(min(_PIECE, end - file.tell())):
+            yield piece
+
+
+def count_characters(utf8: bytes) -> int:
+    """The characters that begin in a piece of UTF-8."""
+    return int(np.count_nonzero(np.frombuffer(utf8, np.int8) >= -64))  # those below are 10xxxxxx: continuations

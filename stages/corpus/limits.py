@@ -1,25 +1,52 @@
 """Sizes that bound the memory of `extract`. They are passed as an argument, so that a test can set small ones."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+from stages.artifacts.errors import StageError
 
 
 @dataclass(frozen=True)
 class Limits:
-    """All but `longest_string` and `num_listed` trade memory, of one worker, for speed."""
+    """With these, a worker of `extract` needs less than 1 GiB for any files and any parameters.
+
+    That is the peak of its resident memory (VmHWM), with the interpreter and its libraries (tests/test_memory.py).
+    """
 
     chunk: int = 1 << 20
     """Bytes of a file that are read at once, and characters that the YAML reader hands on at once."""
     largest_held: int = 64 << 20
-    """Bytes of a decompressed file: a larger one is streamed, and read twice."""
+    """Bytes of a decompressed file, or of a line: a larger one is streamed. A large file is read twice."""
     batch: int = 4 << 20
     """Characters of a record batch, unless a single string is longer."""
-    digests: int = 4 << 20
-    """Strings, about, that are compared at once when duplicates are dropped: 40 bytes each."""
-    longest_string: int = 2**31 - 1
-    """Bytes of UTF-8: the offsets of Arrow's `string` have 32 bits."""
+    digests: int = 2 << 20
+    """Strings, about, that are compared at once when duplicates are dropped: 100 bytes each."""
+    longest_string: int = 32 << 20
+    """Bytes of UTF-8 of a string in JSON or YAML, which is in memory several times while it is read."""
+    longest_text: int = 2**31 - 1
+    """Bytes of UTF-8 of a text file, which is never in memory: the offsets of Arrow's `string` have 32 bits."""
+    longest_place: int = 1 << 16
+    """Characters of the place of a string in its file, with `keep_source`: it is repeated for each string."""
     num_listed: int = 1000
     """Rejections of one file that are listed in data/extract.json. All are counted."""
 
 
 LIMITS = Limits()
 """Those of the stage."""
+
+
+@contextmanager
+def naming_files(path: Callable[[], object]) -> Iterator[None]:
+    """Turn a `MemoryError` into an error that names the file that is read, which `path` returns.
+
+    Raises:
+        StageError: there was no more memory, although the limits bound it: the system gives less.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise StageError(
+            f"memory ran out at {path()}; nothing was published: lower runtime.num_workers, or raise the limit of "
+            "memory (ulimit -v, or that of the job); each worker needs up to 1 GiB"
+        ) from None

@@ -1,7 +1,8 @@
 """The content of a raw file or a part of one, decompressed and as UTF-8, after its digest and encoding were checked.
 
 A parser never starts on a file that turns out to be truncated, changed or undecodable at its end, so such a file leaves
-no row. The price is a second pass over a large file; one of up to 64 MiB is kept in memory after the first.
+no row. The price is a second pass over a large file; one of up to 64 MiB is kept in memory after the first. The digest
+of each pass is compared with that of the manifest, because the file may change in between.
 """
 
 import codecs
@@ -9,14 +10,16 @@ import gzip
 import hashlib
 import io
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO
 
 import zstandard
 
+from stages.corpus import tree
 from stages.corpus.limits import LIMITS, Limits
 from stages.corpus.splits import Part
 
@@ -28,6 +31,15 @@ _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
+# The places of four bytes in a row where most are below 9, and where hardly any are.
+_LAYOUTS = (
+    ("UTF-16LE", (1, 3), (0, 2)),
+    ("UTF-16BE", (0, 2), (1, 3)),
+    ("UTF-32LE", (2, 3), (0,)),
+    ("UTF-32BE", (0, 1), (3,)),
+)
+_LARGEST_WINDOW = 128 << 20  # bytes of memory: `zstd -d` without `--long` has the same limit
+_CHUNK = 1 << 20  # bytes that are read at once to verify the rest of a file
 
 
 class Rejected(Exception):
@@ -47,7 +59,11 @@ class Changed(Exception):
 
 
 class Source:
-    """One raw file, or a part of it. No parser reads any of it before all of it was found complete and decodable."""
+    """One raw file, or a part of it. No parser reads any of it before all of it was found complete and decodable.
+
+    Used with `with`, which raises `Changed` at its end, in place of any other error, if the reader was given other
+    bytes than those that were organized.
+    """
 
     def __init__(
         self,
@@ -77,17 +93,30 @@ class Source:
         """The number in the file of the first line that is read."""
         self.on_read: Callable[[int], None] = lambda position: None
         """Called with the number of stored bytes that readers of a large file have been given."""
-        self._path, self._compression, self._part = path, compression, part
+        self._path, self._compression, self._digest, self._part = path, compression, digest, part
+        self._given: list[_Stored] = []  # what readers read
         self.size = 0
         """Bytes after decompression, in the file's own encoding."""
-        content = self._check(digest)
-        self._encoding = self._find_encoding(content, fallback_encoding)
-        self.used_fallback = self._encoding == fallback_encoding != "utf-8"  # counted: it may decode wrongly
+        self.utf8_size = 0
+        """Bytes of the content as UTF-8, without byte order mark."""
+        self.used_fallback = False
+        """Whether the content is in `fallback_encoding`, and so may be decoded wrongly."""
+        content = self._check(fallback_encoding)
         # UTF-8, the usual case, is neither decoded nor copied: its bytes are already what readers get.
         if content is not None and self._encoding != "utf-8":
             content = content.decode(self._encoding).encode()
         self.data = content
         """The content as UTF-8, without byte order mark; None: it is large, use `stream`."""
+
+    def __enter__(self) -> "Source":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # Only if a change may be the reason: after Ctrl-C or on a full disk, the rest of the file might take minutes.
+        if error is None or (isinstance(error, Exception) and not isinstance(error, (OSError, MemoryError))):
+            for stored in self._given:
+                with stored:
+                    stored.verify(self._digest)
 
     def stream(self) -> BinaryIO:
         """The content as UTF-8, without byte order mark, to be read in pieces."""
@@ -97,131 +126,175 @@ class Source:
         """The entire content.
 
         Raises:
-            Rejected: it is too long for one string.
+            Rejected: it is too large to be held.
         """
-        if self.data is not None:
-            return self.data.decode()
-        longest = self.limits.longest_string
-        if self.size > longest:
-            raise Rejected("string too long", f"{self.size} bytes; a string holds at most {longest}: split it")
-        return self.stream().read().decode()
+        if self.data is None:
+            raise Rejected("file too large", f"{self.size} bytes; at most {self.limits.largest_held} are read at once")
+        return self.data.decode()
 
     def _stream_large(self) -> BinaryIO:
-        return io.BufferedReader(_Pieces(self._utf8()), self.limits.chunk)
+        stored = _Stored(_open(self._path), self._part)
+        self._given.append(stored)
+        return io.BufferedReader(_Pieces(self._utf8(stored)), self.limits.chunk)
 
-    def _check(self, digest: str) -> bytes | None:
+    def _utf8(self, stored: "_Stored") -> Iterator[bytes]:
+        decoder = codecs.getincrementaldecoder(self._encoding)()
+        for piece in _decompressed(stored, self._compression, self.limits.chunk):
+            self.on_read(stored.position)
+            yield piece if self._encoding == "utf-8" else decoder.decode(piece).encode()
+        yield decoder.decode(b"", final=True).encode()
+
+    def _check(self, fallback: str | None) -> bytes | None:
+        """Find the size and the encoding; return the content as it is stored, unless it is large."""
         kept: list[bytes] | None = []
-        damage = None
-        with self._open() as file:
-            if not self._compression and self._stored_size() <= self.limits.largest_held:
-                content = file.readall()
-                if hashlib.sha256(content).hexdigest() != digest:
-                    raise Changed
-                self.size = len(content)
-                return content
-            hashed = _Hashed(file)
-            try:
-                for chunk in _decompressed(hashed, self._compression, self.limits.chunk):
-                    self.size += len(chunk)
-                    if self.size > self.limits.largest_held:
-                        kept = None  # too large: from here on only the digest and the damage matter
-                    if kept is not None:
-                        kept.append(chunk)
-            except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-                damage = Rejected("damaged compression", str(error))  # raised below: first of all, did the file change?
-            while hashed.read(self.limits.chunk):  # what follows damaged data belongs to the digest, too
-                pass
-        if hashed.digest.hexdigest() != digest:
-            raise Changed
-        if damage:
-            raise damage
+        marked, trial, layout = None, _Trial("utf-8"), _Layout(self._part.start if self._part else 0)
+        for piece in self._pieces():
+            # A mark inside a file is a character like others. Parts, which are UTF-8, begin with no other mark.
+            if not self.size and (self._part is None or self._part.start == 0):
+                marked = next((name for mark, name in _BYTE_ORDER_MARKS if piece.startswith(mark)), None)
+                trial = _Trial(marked or "utf-8")
+            trial.add(piece)
+            if not marked:
+                layout.add(piece)
+            self.size += len(piece)
+            if self.size > self.limits.largest_held:
+                kept = None
+            if kept is not None:
+                kept.append(piece)
+        trial.end()
+        if not marked and (guess := layout.encoding()):  # before `fallback`: single-byte encodings accept NULs, too
+            remedy = f"convert it with `iconv -f {guess} -t UTF-8`"
+            raise Rejected("unknown encoding", f"looks like {guess} without a byte order mark: {remedy}")
+        objections = [trial.objection]
+        # A file with a mark is never tried in the fallback: cp1252 and latin-1 accept nearly any bytes.
+        if trial.objection and not marked and fallback:
+            self.used_fallback = True
+            trial = _Trial(fallback)
+            for piece in self._pieces() if kept is None else kept:
+                trial.add(piece)
+            trial.end()
+            objections.append(trial.objection)
+        if trial.objection:
+            raise Rejected("unknown encoding", "; ".join(objections))
+        self._encoding, self.utf8_size = trial.encoding, trial.utf8_size
         return None if kept is None else b"".join(kept)
 
-    def _find_encoding(self, content: bytes | None, fallback: str | None) -> str:
-        head = content[:4] if content is not None else next(self._raw())[:4]
-        # A mark inside a file is a character like others. Parts, which are UTF-8, begin with no other mark.
-        marks = _BYTE_ORDER_MARKS if self._part is None or self._part.start == 0 else ()
-        marked = next((name for mark, name in marks if head.startswith(mark)), None)
-        if content is not None and not marked and content.isascii():  # most files: no decoder needed
-            return "utf-8"
-        # A file with a mark is never tried in the fallback: cp1252 and latin-1 accept nearly any bytes.
-        candidates = [marked] if marked else ["utf-8", *([fallback] if fallback else [])]
-        objections = []
-        for encoding in candidates:
-            decoder, seen = codecs.getincrementaldecoder(encoding)(), 0
+    def _pieces(self) -> Iterator[bytes]:
+        """The content as it is stored, in pieces. If it ends without an error, the file is unchanged and complete."""
+        rejected = None
+        with _Stored(_open(self._path), self._part) as stored:
             try:
-                for chunk in [content] if content is not None else self._raw():
-                    seen += len(chunk)
-                    decoder.decode(chunk)
-                decoder.decode(b"", final=True)  # a character cut off at the end of the file is an error only here
-                return encoding
-            except UnicodeDecodeError as error:
-                # The error counts from the first byte that the decoder had: those left of the chunk before come first.
-                place = max(0, seen - len(error.object)) + error.start
-                objections.append(f"{encoding}: {error.reason} at byte {place}")
-        raise Rejected("unknown encoding", "; ".join(objections))
+                yield from _decompressed(stored, self._compression, self.limits.chunk)
+            except Rejected as error:
+                rejected = error  # raised below: first of all, did the file change?
+            stored.verify(self._digest)
+        if rejected:
+            raise rejected
 
-    def _raw(self, on_read: Callable[[int], None] = lambda position: None) -> Iterator[bytes]:
-        num_bytes = 0
-        with self._open() as file:
-            for chunk in _decompressed(file, self._compression, self.limits.chunk):
-                num_bytes += len(chunk)
-                on_read(file.tell() if self._compression else num_bytes)
-                yield chunk
 
-    def _open(self) -> io.RawIOBase:
-        file = io.FileIO(self._path)  # pieces are large, so a buffer would only copy them
-        if self._part is None:
-            return file
-        start, end, _ = self._part
+class _Stored(io.RawIOBase):
+    """The stored bytes of a file, or of a part of one, which are hashed while they are read."""
+
+    def __init__(self, file: io.FileIO, part: Part | None) -> None:
+        start, end, _ = part or Part(0, None, 1)
+        self.position = 0
+        """Bytes that were read."""
+        self._file, self._left, self._hash = file, sys.maxsize if end is None else end - start, hashlib.sha256()
         file.seek(start)
-        return file if end is None else _Bounded(file, end - start)
-
-    def _stored_size(self) -> int:
-        start, end, _ = self._part or (0, None, 1)
-        return (os.path.getsize(self._path) if end is None else end) - start
-
-    def _utf8(self) -> Iterator[bytes]:
-        decoder = codecs.getincrementaldecoder(self._encoding)()
-        for chunk in self._raw(self.on_read):
-            yield chunk if self._encoding == "utf-8" else decoder.decode(chunk).encode()
-
-
-class _Bounded(io.RawIOBase):
-    """The next `size` bytes of a file."""
-
-    def __init__(self, file: io.FileIO, size: int) -> None:
-        self._file, self._left = file, size
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(memoryview(buffer)[: self._left])
-        self._left -= count
-        return count
-
-    def readall(self) -> bytes:
-        return b"".join(iter(partial(self.read, 1 << 20), b""))  # the inherited one reads 8 KiB at a time
 
     def close(self) -> None:
         self._file.close()
         super().close()
 
+    def read(self, size: int = -1, /) -> bytes:
+        """At most `size` bytes; none at the end."""
+        piece = self._file.read(min(size, self._left))
+        self._hash.update(piece)
+        self._left -= len(piece)
+        self.position += len(piece)
+        return piece
 
-class _Hashed(io.RawIOBase):
-    """A file that is hashed while it is read."""
+    def verify(self, digest: str) -> None:
+        """Read what is left, and raise Changed if all bytes together have another digest."""
+        while self.read(_CHUNK):
+            pass
+        if self._hash.hexdigest() != digest:
+            raise Changed
 
-    def __init__(self, file: io.RawIOBase) -> None:
-        self._file, self.digest = file, hashlib.sha256()
 
-    def readable(self) -> bool:
-        return True
+def _open(path: Path) -> io.FileIO:
+    """Raises Changed if there is no regular file, as there was when it was organized."""
+    try:
+        return io.FileIO(path, opener=lambda name, flags: tree.open_regular(name))
+    except OSError:
+        if os.path.isfile(path):
+            raise  # a missing permission, too many open files
+        raise Changed from None
 
-    def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(buffer) or 0
-        self.digest.update(memoryview(buffer)[:count])
-        return count
+
+class _Trial:
+    """Whether content, which is given in pieces, is in an encoding."""
+
+    def __init__(self, encoding: str) -> None:
+        self.encoding = encoding
+        self.objection = ""
+        """Why it is not."""
+        self.utf8_size = 0
+        """Bytes of the content as UTF-8."""
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._seen = 0
+
+    def add(self, piece: bytes, is_last: bool = False) -> None:
+        """The next piece."""
+        if self.objection:
+            return
+        self._seen += len(piece)
+        try:
+            text = self._decoder.decode(piece, is_last)
+        except UnicodeDecodeError as error:
+            # The error counts from the first byte that the decoder had: those left of the piece before come first.
+            place = max(0, self._seen - len(error.object)) + error.start
+            self.objection = f"{self.encoding}: {error.reason} at byte {place}"
+        else:  # UTF-8, the usual case, is not encoded again
+            self.utf8_size += len(piece) if self.encoding == "utf-8" else len(text.encode())
+
+    def end(self) -> None:
+        """All pieces were added: a character that is cut off at the end of the file is an error only here."""
+        self.add(b"", is_last=True)
+
+
+class _Layout:
+    """How control characters are distributed over a file, which is given in pieces.
+
+    In UTF-16, the first or second byte of every letter of the Latin, Greek, Cyrillic, Hebrew and Arabic scripts is
+    below 9, as are NUL and seven control characters that occur in hardly any text. Such a file may be valid UTF-8.
+    """
+
+    def __init__(self, position: int) -> None:
+        self._start = self._position = position  # in the file: a part may begin inside a character
+        self._counts = [0, 0, 0, 0]  # of control characters, by position modulo 4
+
+    def add(self, piece: bytes) -> None:
+        """The next piece."""
+        import numpy as np  # not above: `--help` needs nothing of it
+
+        is_control = np.frombuffer(piece, np.uint8) < 9  # without tabs and line ends
+        if is_control.any():
+            for place in range(4):
+                self._counts[(self._position + place) % 4] += np.count_nonzero(is_control[place::4])
+        self._position += len(piece)
+
+    def encoding(self) -> str | None:
+        """The encoding that has this layout, if there is one."""
+        size = self._position - self._start
+        if not any(self._counts):  # most files
+            return None
+        for name, most, hardly_any in _LAYOUTS:
+            # Half of the bytes are at the places `most`. More than half of them, and few others.
+            inside, outside = (sum(self._counts[place] for place in places) for places in (most, hardly_any))
+            if inside > max(1, size / 4) and outside < size / 8:
+                return name
+        return None
 
 
 class _Pieces(io.RawIOBase):
@@ -244,28 +317,49 @@ class _Pieces(io.RawIOBase):
         return count
 
 
-def _decompressed(file: io.RawIOBase, compression: str, size: int) -> Iterator[bytes]:
-    """The content in pieces, of `size` bytes unless it is Zstandard.
+def _decompressed(stored: _Stored, compression: str, size: int) -> Iterator[bytes]:
+    """The content in pieces of at least `size` bytes, or less at its end.
 
-    Raises EOFError, gzip.BadGzipFile, zlib.error or zstandard.ZstdError on damage.
+    Raises:
+        Rejected: it is damaged.
     """
-    if compression == ".zst":
-        yield from _zstandard(file)
-        return
-    content = gzip.GzipFile(fileobj=file, mode="rb") if compression == ".gz" else file
-    while chunk := content.read(size):  # GzipFile continues with the next member, and raises EOFError if one is cut
-        yield chunk
+    try:
+        if compression == ".zst":
+            yield from _zstandard(stored, size)
+        else:
+            # GzipFile continues with the next member, and raises EOFError if one is cut.
+            content = gzip.GzipFile(fileobj=stored, mode="rb") if compression == ".gz" else stored
+            while piece := content.read(size):
+                yield piece
+        if compression and not stored.position:  # without even a header, which compressed emptiness has
+            raise EOFError("the file is empty")
+    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+        if "requires too much memory" in str(error):
+            remedy = "recompress it: `zstd -dc --long=31 FILE | zstd -o NEW`"
+            detail = f"it was written by `zstd --long`, with more than {_LARGEST_WINDOW >> 20} MiB: {remedy}"
+            raise Rejected("window too large", detail) from None
+        raise Rejected("damaged compression", str(error)) from None
 
 
-def _zstandard(file: io.RawIOBase) -> Iterator[bytes]:
+def _zstandard(stored: _Stored, size: int) -> Iterator[bytes]:
     # python-zstandard's own reader is not used: it takes the end of a truncated file for the end of the content.
     frame = None
-    while piece := file.read(4096):  # small: one call decompresses all of it, and 4 KiB can hold 128 MiB
-        while piece:
-            # libzstd's default limit of 128 MiB rejects what `zstd --long=31` wrote. Each frame needs a new object.
-            frame = frame or zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
-            if content := frame.decompress(piece):
-                yield content
-            piece, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    pieces: list[bytes] = []
+    num_bytes = 0
+    step = size // 1024 or 1  # few: one call decompresses all that it is given, up to 32 KiB for each byte
+    while block := stored.read(size):
+        for start in range(0, len(block), step):
+            rest = block[start : start + step]
+            while rest:
+                # Each frame needs a new object.
+                frame = frame or zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
+                pieces.append(frame.decompress(rest))
+                num_bytes += len(pieces[-1])
+                rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+                if num_bytes >= size:
+                    yield b"".join(pieces)
+                    pieces, num_bytes = [], 0
     if frame:
         raise EOFError("the file ends before its last frame does")
+    if num_bytes:
+        yield b"".join(pieces)

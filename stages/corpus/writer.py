@@ -1,18 +1,26 @@
-"""A shard of strings, written record by record, with memory for one record batch."""
+"""A shard of strings, written record by record, with memory for one record batch and one string."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from stages.artifacts.dataset import Shard
 from stages.corpus import json_values
-from stages.corpus.arrow import StreamWriter
+from stages.corpus.arrow import Mark, StreamWriter
 from stages.corpus.limits import LIMITS, Limits
 from stages.corpus.source import Rejected
+
+Columns = tuple[pa.Array, ...]
+"""Text, and with `keep_source` its source."""
+
+_AT_ONCE = 1000  # strings that are Python objects, which need up to 80 bytes each, beside what they contain
 
 
 class TextWriter:
@@ -38,49 +46,66 @@ class TextWriter:
         """Of the file that is read, for `keep_source`."""
         self._stream, self._min_chars, self._report, self._limits = stream, min_chars, report, limits
         # Not yet written, of complete records:
-        self._columns: list[tuple[pa.Array, ...]] = []  # text, and its source
+        self._complete = _Rows(1 + keep_source)
         self._json: list[bytes] = []  # after those
-        self._size = 0  # of both, characters
-        # Not yet written, of the current record:
-        self._strings: list[str] = []
-        self._sources: list[str] = []
-        self._current_size = 0  # characters, with those already written
-        self._start: tuple[int, int] | None = None  # of the current record in the stream, if parts of it are there
+        self._size = 0  # of both, characters, with those of the sources
+        # Of the current record:
+        self._current = _Rows(1 + keep_source)  # not yet written
+        self._current_size = 0  # characters, with those of the sources and those already written
+        self._current_characters = 0  # of the strings, with those already written
+        self._unwritten = 0  # of the size
+        self._start: Mark | None = None  # in the stream, if parts of it are there
 
     def add(self, strings: list[str], places: Sequence[str] = ()) -> None:
         """Add strings of the current record, in order, and their places, or none where a string is the entire file.
 
         Raises:
-            Rejected: one is too long for Arrow's `string`.
+            Rejected: one is too long.
         """
         if self.keep_source:
-            sources = [f"{self.path}#{place}" for place in places] if places else [self.path] * len(strings)
-            kept = zip(strings, sources, strict=True)
-            self._sources += [source for string, source in kept if len(string) >= self._min_chars]
-        if self._min_chars == 1:
-            strings = list(filter(None, strings))  # the default, min_chars: 1, without a Python loop
+            # A few at once: each source begins with the path, which may be longer than the string.
+            for first in range(0, len(strings), _AT_ONCE):
+                texts = strings[first : first + _AT_ONCE]
+                sources = [f"{self.path}#{place}" for place in places[first : first + _AT_ONCE]]
+                pairs = zip(texts, sources or [self.path] * len(texts), strict=True)
+                if kept := [pair for pair in pairs if len(pair[0]) >= self._min_chars]:
+                    self._extend(*map(list, zip(*kept, strict=True)))
+        elif self._min_chars == 1:
+            self._extend(list(filter(None, strings)))  # the default, min_chars: 1, without a Python loop
         else:
-            strings = [string for string in strings if len(string) >= self._min_chars]
-        size = sum(map(len, strings))
-        longest = self._limits.longest_string
-        # A character has at most 4 bytes. Most calls end with this comparison, which spares them the encoding.
-        if size > longest // 4 and max(len(string.encode()) for string in strings) > longest:
-            raise Rejected("string too long", f"a string holds at most {longest} bytes: split it")
-        self._strings += strings
-        self._current_size += size
+            self._extend([string for string in strings if len(string) >= self._min_chars])
         if self._size + self._current_size > self._limits.batch:
-            if self._start is None:  # the first part of a long record: what precedes it must be in the stream before
-                self._write_complete()
-                self._start = self._stream.mark()
-            for columns in self._take_current():
-                self._stream.write(*columns)
+            self._write_current()
+
+    def add_text(self, stream: BinaryIO, size: int) -> None:
+        """Add a string of any length to the current record: an entire file of `size` bytes, as a stream of UTF-8.
+
+        Raises:
+            Rejected: it is too long for Arrow's `string`.
+        """
+        longest = self._limits.longest_text
+        if size > longest:
+            raise Rejected("string too long", f"a text of {size} bytes of UTF-8; it may have {longest}: split it")
+        # A character has at most 4 bytes, so if there are more of these, a record batch has no room for it.
+        if size <= 4 * self._limits.batch:
+            self.add([stream.read().decode()])
+            return
+        self._begin_long()
+        mark = self._stream.mark()
+        pieces = iter(partial(stream.read, self._limits.chunk), b"")
+        num_characters = self._stream.write_text(pieces, size, *[self.path][: self.keep_source])
+        if num_characters < self._min_chars:
+            self._stream.cut(mark)
+            return
+        self._current_size += num_characters
+        self._current_characters += num_characters
 
     def end(self) -> None:
         """The current record is complete: keep its strings."""
-        self._convert_json()  # of earlier records: rows keep the order of the files
+        self._complete.extend_arrays(self._json_columns())  # of earlier records: rows keep the order of the files
         self.records += 1
-        self.characters += self._current_size
-        self._columns += self._take_current()
+        self.characters += self._current_characters
+        self._complete.extend_rows(self._current)
         self._size += 0 if self._start else self._current_size
         self._begin()
 
@@ -105,44 +130,110 @@ class TextWriter:
         return self._stream.close()
 
     def _begin(self) -> None:
-        self._strings, self._sources, self._current_size, self._start = [], [], 0, None
+        self._current = _Rows(1 + self.keep_source)
+        self._current_size = self._current_characters = self._unwritten = 0
+        self._start = None
 
-    def _convert_json(self) -> None:
-        """Turn the JSON documents into a column of their strings."""
-        if self._json:
-            strings = json_values.strings(self._json)
+    def _extend(self, texts: list[str], *sources: list[str]) -> None:
+        characters = sum(map(len, texts))
+        longest = self._limits.longest_string
+        # A character has at most 4 bytes. Most calls end with this comparison, which spares them the encoding.
+        if characters > longest // 4 and max(len(text.encode()) for text in texts) > longest:
+            raise Rejected("string too long", f"a string has more than {longest} bytes of UTF-8: split it")
+        self._current.extend((texts, *sources))
+        size = characters + sum(len(source) for column in sources for source in column)
+        self._current_characters += characters
+        self._current_size += size
+        self._unwritten += size
+        if self._unwritten > self._limits.batch:
+            self._write_current()
+
+    def _begin_long(self) -> None:
+        """What precedes the first part of a long record must be in the stream before it."""
+        if self._start is None:
+            self._write_complete()
+            self._start = self._stream.mark()
+
+    def _write_current(self) -> None:
+        self._begin_long()
+        for batch in _batches(self._current.take(), pc.utf8_length, self._limits.batch):
+            self._stream.write(*batch)
+        self._unwritten = 0
+
+    def _json_columns(self) -> Iterator[Columns]:
+        """The strings of the JSON documents, in pieces."""
+        documents, self._json = self._json, []
+        if not documents:
+            return
+        for strings in json_values.strings(documents, self._limits.chunk):
             lengths = pc.utf8_length(strings)
             if self._min_chars > 1:
                 is_kept = pc.greater_equal(lengths, self._min_chars)
                 strings, lengths = strings.filter(is_kept), lengths.filter(is_kept)
             self.characters += pc.sum(lengths).as_py() or 0
-            self._columns.append((strings,))
-            self._json = []
+            yield (strings,)
 
     def _write_complete(self) -> None:
-        self._convert_json()
-        if self._columns:
-            columns = [pa.concat_arrays(column) for column in zip(*self._columns, strict=True)]
-            text = columns[0]
-            # An array may be a slice of a larger one: its offsets begin at text.offset, and not at 0.
-            offsets = np.frombuffer(text.buffers()[1], np.int32)[text.offset :][: len(text) + 1]
-            for part in _batches(offsets[1:] - offsets[0], self._limits.batch):
-                self._stream.write(*(column[part] for column in columns))
-        self._columns, self._size = [], 0
-
-    def _take_current(self) -> Iterator[tuple[pa.Array, ...]]:
-        """The strings of the current record that are not yet written, as columns, in batches."""
-        columns = (self._strings, self._sources) if self.keep_source else (self._strings,)
-        for part in _batches(list(accumulate(map(len, self._strings))), self._limits.batch):
-            yield tuple(pa.array(column[part], pa.string()) for column in columns)
-        self._strings, self._sources = [], []
+        waiting: list[Columns] = []
+        size = 0  # bytes of those that were added since the last batch was written
+        for columns in chain(self._complete.take(), self._json_columns()):
+            waiting.append(columns)
+            size += sum(column.nbytes for column in columns)
+            if size > self._limits.batch:
+                # All but the last batch, which may have room for more.
+                *batches, last = _batches(waiting, pc.binary_length, self._limits.batch)
+                for batch in batches:
+                    self._stream.write(*batch)
+                waiting, size = [last], 0  # not its own size: it would be joined with each further row
+        for batch in _batches(waiting, pc.binary_length, self._limits.batch):
+            self._stream.write(*batch)
+        self._size = 0
 
 
-def _batches(ends: Sequence[int], size: int) -> Iterator[slice]:
-    """Batches of at most `size`, or of one string, given the cumulative lengths of the strings."""
+class _Rows:
+    """Rows in order: in Arrow arrays, and a few in Python lists after them."""
+
+    def __init__(self, num_columns: int) -> None:
+        self._arrays: list[Columns] = []
+        self._lists: list[list[str]] = [[] for _ in range(num_columns)]
+
+    def extend(self, columns: Iterable[list[str]]) -> None:
+        for known, new in zip(self._lists, columns, strict=True):
+            known += new
+        if len(self._lists[0]) > _AT_ONCE:
+            self._convert()
+
+    def extend_arrays(self, arrays: Iterable[Columns]) -> None:
+        for columns in arrays:
+            self._convert()
+            self._arrays.append(columns)
+
+    def extend_rows(self, rows: "_Rows") -> None:
+        self.extend_arrays(rows._arrays)
+        self.extend(rows._lists)
+
+    def take(self) -> list[Columns]:
+        """Remove all rows and return them."""
+        self._convert()
+        arrays, self._arrays = self._arrays, []
+        return arrays
+
+    def _convert(self) -> None:
+        if self._lists[0]:
+            self._arrays.append(tuple(pa.array(column, pa.string()) for column in self._lists))
+            self._lists = [[] for _ in self._lists]
+
+
+def _batches(parts: Sequence[Columns], lengths: Callable[[pa.Array], pa.Array], size: int) -> Iterator[Columns]:
+    """Cut rows into record batches of at most `size`, or of one row. `lengths` measures the strings of a column."""
+    if not parts:
+        return
+    columns = [pa.concat_arrays(column) for column in zip(*parts, strict=True)]
+    # `to_numpy` would import pandas.
+    ends: NDArray[np.int64] = np.cumsum(sum(np.from_dlpack(lengths(column)) for column in columns), dtype=np.int64)
     first = 0
     while first < len(ends):
         limit = size + (ends[first - 1] if first else 0)
         last = max(bisect_right(ends, limit, first), first + 1)
-        yield slice(first, last)
+        yield tuple(column[first:last] for column in columns)
         first = last

@@ -13,7 +13,7 @@ ijson would lose text. Its fast backend, yajl2_c, rejects documents with NaN, an
 import codecs
 import json
 import re
-from typing import BinaryIO
+from typing import Protocol
 
 import msgspec
 
@@ -22,12 +22,13 @@ from stages.corpus.limits import LIMITS, Limits
 from stages.corpus.source import Rejected, Source
 
 # Unrolled: runs of ordinary characters between escapes, so that no string makes the regular expression backtrack.
-_STRING = r'"[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*)*'  # without its last quote
+_CONTENT = r'[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*)*'  # of a string
 _NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 _TOKEN = re.compile(
-    rf'[ \t\n\r]*(?:(?P<string>{_STRING}")|(?P<mark>[][{{}},:])|(?P<scalar>{_NUMBER}|true|false|null|NaN|-?Infinity))'
+    rf'[ \t\n\r]*(?:(?P<string>"{_CONTENT}")|(?P<mark>[][{{}},:])|(?P<scalar>{_NUMBER}|true|false|null|NaN|-?Infinity))'
 )
-_BEGUN = re.compile(rf"[ \t\n\r]*(?:{_STRING})?")
+_BEGUN = re.compile(rf'[ \t\n\r]*(?P<string>"{_CONTENT})?')
+_INSIDE = re.compile(_CONTENT)
 _SPACE = re.compile(r"[ \t\n\r]*")
 _skip = msgspec.json.Decoder(msgspec.Raw).decode
 _LONGEST_CUT = 16  # characters: a token that ends this close to the end of a piece may continue in the next one
@@ -40,77 +41,79 @@ _OUTSIDE, _LIST, _MAP = b" [{"
 _AFTER_VALUE = {_OUTSIDE: _VALUE, _LIST: ",]", _MAP: ",}"}  # by the innermost open bracket; after a document: another
 
 
+class Stream(Protocol):
+    """What `scan` reads."""
+
+    def read(self, size: int, /) -> bytes:
+        """The next bytes; fewer than `size`, perhaps, but none at the end only."""
+
+
 def read(source: Source, sink: Sink) -> None:
     """Put the strings of a file into `sink`; the file may contain several documents in a row."""
-    limits = source.limits
-    if source.data is not None and not sink.keep_source and is_document(source.data, limits.largest_held):
+    if source.data is not None and not sink.keep_source and is_document(source.data, source.limits):
         sink.add_json(source.data)
     else:
-        scan(source.stream(), sink, limits=limits)
+        scan(source.stream(), sink, limits=source.limits)
 
 
-def is_document(data: bytes, longest: int = LIMITS.largest_held) -> bool:
+def is_document(data: bytes, limits: Limits = LIMITS) -> bool:
     """Whether `data` is one document of JSON that `json_values.strings` can read.
 
-    False also if it has more than `longest` bytes or is nested deeply.
+    False also if it is too large to be held, if a string in it may be too long, or if it is nested deeply.
     """
-    if len(data) > longest:
+    if len(data) > limits.largest_held:
         return False
     try:
         _skip(data)  # msgspec.Raw: validates all of it and creates no object for any value
     except (msgspec.DecodeError, RecursionError):  # msgspec recurses; `scan` then decides, and names the position
         return False
-    return True
+    if len(data) <= limits.longest_string:
+        return True
+    from stages.corpus import json_values  # here, as it imports pyarrow, which `--help` must not wait for
+
+    return not json_values.has_longer(data, limits.longest_string, limits.chunk)
 
 
-def scan(stream: BinaryIO, sink: Sink, line: int | None = None, limits: Limits = LIMITS) -> None:
+def scan(stream: Stream, sink: Sink, line: int | None = None, limits: Limits = LIMITS) -> None:
     """Put the strings of documents in a row into `sink`, with memory for one piece of the file and its longest string.
 
     Args:
         stream: UTF-8.
         sink: Receives the strings, with their places if it keeps these.
-        line: Which line of a file this is; None: an entire file, so that documents are counted.
+        line: Which line of a file this is: one record, even of several documents. None: an entire file, in which each
+            document is a record.
         limits: Size of the pieces, and of the longest string.
 
     Raises:
-        Rejected: what follows the last complete document is not JSON.
+        Rejected: what follows the last complete document is not JSON; or the line cannot be read.
     """
-    window = _Window(stream, limits)
-    text, place = "", 0
-    strings: list[str] = []
-    places: list[str] = []  # of these
-    where = Place(line or 1) if sink.keep_source else None
+    tokens, record = _Tokens(stream, limits), _Record(sink, limits)
+    next_token, longest_string = tokens.next, limits.longest_string  # local names, as this runs for each token
+    where = Place(line or 1, limits) if sink.keep_source else None
+    is_record = False  # whether the line has a document
     brackets = bytearray([_OUTSIDE])  # those that are open: a byte each, as a file may be nothing but brackets
+    deepest = limits.longest_place if where else limits.longest_string
     expected = _VALUE
     while True:
-        token = _TOKEN.match(text, place)
-        # Before the token is used: `1` may become `12`, and what is no token yet may become one.
-        if not window.is_last and len(text) - (token.end() if token else _end_of_begun(text, place)) <= _LONGEST_CUT:
-            # Handed over with each piece, so that a document of any size needs the memory of one.
-            sink.add(strings, places)
-            strings, places = [], []
-            text, place = window.advance(place), 0
-            continue
-        if token is None:  # the end, or an error: `check_end` finds out which
+        is_key = expected in (_KEY, _KEY_OR_END)
+        is_needed = record.rejected is None and (where is not None or not is_key)
+        kind, string = next_token(expected, longest_string if is_needed else 0)
+        if not kind:  # the end, or an error: `check_end` finds out which
             break
-        group = token.lastgroup
-        kind = '"' if group == "string" else "0" if group == "scalar" else token["mark"]
-        if kind not in expected:
-            break
-        place = token.end()
         if where and expected in (_VALUE, _VALUE_OR_END) and brackets[-1] == _LIST:
             where.item()
         if kind == '"':
-            if expected in (_KEY, _KEY_OR_END):
-                if where:
-                    where.key(_unescape(token["string"]))
+            if is_key:
+                if where and is_needed:
+                    where.key(" " * (limits.longest_place + 1) if string is None else string)  # the place is too long
                 expected = _COLON
                 continue
-            strings.append(_unescape(token["string"]))  # a value: keys were handled above
-            if where:
-                places.append(str(where))
+            if is_needed:
+                record.add(string, where, tokens)
         elif kind in "[{":
             brackets.append(ord(kind))
+            if len(brackets) > deepest:
+                raise Rejected("nested too deep", f"{deepest} levels or more", f"line {tokens.line()}")
             if where:
                 where.enter()
             expected = _VALUE_OR_END if kind == "[" else _KEY_OR_END
@@ -123,67 +126,200 @@ def scan(stream: BinaryIO, sink: Sink, line: int | None = None, limits: Limits =
             if where:
                 where.leave()
         expected = _AFTER_VALUE[brackets[-1]]  # a value is complete
-        if len(brackets) == 1:  # so is the document: an error further on does not drop its strings
-            sink.add(strings, places)
-            sink.end()
-            strings, places = [], []
-            if where and line is None:
-                where.record += 1
-    window.check_end(place, is_complete=len(brackets) == 1)
+        if len(brackets) == 1:  # so is the document
+            is_record = True
+            if line is None:  # an error further on does not drop its strings
+                record.end()
+                if where:
+                    where.record += 1
+    if record.rejected:
+        raise record.rejected
+    tokens.check_end(is_complete=len(brackets) == 1)
+    if line is not None and is_record:
+        record.end()
 
 
-class _Window:
-    """The piece of the text that is in memory, and where it is in the file."""
+class _Record:
+    """The strings of a record, which are handed to a sink in pieces: a document of any size needs the memory of one."""
 
-    def __init__(self, stream: BinaryIO, limits: Limits) -> None:
-        self.is_last = False
+    def __init__(self, sink: Sink, limits: Limits) -> None:
+        self.rejected: Rejected | None = None
+        """Why nothing is kept of the record, whose end is still to be found."""
+        self._sink, self._limits = sink, limits
+        self._begin()
+
+    def add(self, string: str | None, where: Place | None, tokens: "_Tokens") -> None:
+        """The last one of `tokens` is a string, None if it is too long, and its place is `where`."""
+        longest = self._limits.longest_string
+        if string is None:
+            detail = f"a string has more than {longest} bytes of UTF-8: split it"
+            self.rejected = Rejected("string too long", detail, f"line {tokens.line()}")
+        elif where and where.is_too_long:
+            self.rejected = where.rejected(tokens.line())
+        else:
+            place = str(where) if where else ""
+            size = len(string) + len(place)
+            if self._size + size > self._limits.chunk:
+                self._sink.add(self._strings, self._places)
+                self._begin()
+            self._size += size
+            self._strings.append(string)
+            if where:
+                self._places.append(place)
+
+    def end(self) -> None:
+        """The record is complete, and the next one begins."""
+        if self.rejected:
+            self._sink.reject(self.rejected)
+            self.rejected = None
+        else:
+            self._sink.add(self._strings, self._places)
+            self._sink.end()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._strings: list[str] = []
+        self._places: list[str] = []  # of these
+        self._size = 0  # characters of both
+
+
+class _Tokens:
+    """The tokens of a text, of which a piece is in memory."""
+
+    def __init__(self, stream: Stream, limits: Limits) -> None:
         self._stream, self._limits = stream, limits
         self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._is_last = False  # the piece
         self._text = ""
-        self._lines_before = self._characters_before = 0
+        self._place = 0  # in the text, after the last token
+        self._certain = 0  # a token that ends before this place does not continue in the next piece
+        self._lines_before = 0
+        self._characters_before = 0  # of the line in which the text begins
 
-    def advance(self, place: int) -> str:
-        """The text from `place` on, and a further piece of the file.
+    def next(self, expected: str, longest: int) -> tuple[str, str | None]:
+        """Read the next token if it is one of those that may come next.
+
+        Args:
+            expected: Their kinds.
+            longest: Bytes of UTF-8 that a string may have.
+
+        Returns:
+            The kind, empty if there is no such token; and the value of a string, or None if that is longer.
 
         Raises:
-            Rejected: the text from `place` on is a string that is too long.
+            Rejected: it is a number that is too long.
         """
+        # `1` may become `12`, and what is no token yet may become one.
+        while ((token := _TOKEN.match(self._text, self._place)) or self._begun()).end() >= self._certain:
+            begun = self._begun()
+            place = begun.end() - len(begun["string"] or "")  # white space is not kept
+            if begun.end() - place > self._limits.chunk:
+                return ('"', self._read_string(place, longest)) if '"' in expected else ("", None)
+            if begun["string"] is None and len(self._text) - place > self._limits.longest_string:
+                detail = f"a number has more than {self._limits.longest_string} characters"
+                raise Rejected("number too long", detail, f"line {self.line()}")
+            self._advance(place)
+        if token is None:
+            return "", None
+        group = token.lastgroup
+        kind = '"' if group == "string" else "0" if group == "scalar" else token["mark"]
+        if kind not in expected:
+            return "", None
+        self._place = token.end()
+        if kind != '"' or not longest:
+            return kind, None
+        string = _unescape(token["string"])
+        return kind, None if _is_longer(string, longest) else string
+
+    def check_end(self, is_complete: bool) -> None:
+        """Raise `Rejected` unless only white space follows, and the last document is complete."""
+        self._place = _match(_SPACE, self._text, self._place).end()
+        if self._place < len(self._text) or not is_complete:
+            raise self._error()
+
+    def line(self) -> int:
+        """The number of the current line, from 1."""
+        return self._lines_before + self._text.count("\n", 0, self._place) + 1
+
+    def _begun(self) -> re.Match[str]:
+        """What the text has of the next token, if that is a string, and the white space before it."""
+        return _match(_BEGUN, self._text, self._place)
+
+    def _advance(self, place: int) -> None:
+        """Drop the text before `place`, and read a further piece."""
+        rest = self._text[place:]  # a token that is cut
+        self._characters_before = self._column(place)
         self._lines_before += self._text.count("\n", 0, place)
-        self._characters_before += place
-        rest = self._text[place:]  # a token that is cut, most often a string
-        longest = self._limits.longest_string
-        if len(rest) > longest:
-            position = f"line {self._lines_before + 1}"
-            raise Rejected("string too long", f"more than {longest} characters", position)
         piece = self._stream.read(max(self._limits.chunk, len(rest)))  # at least doubled: each byte is moved twice
-        self.is_last = not piece
-        self._text = rest + self._decoder.decode(piece, self.is_last)
-        return self._text
+        self._is_last = not piece
+        self._text, self._place = rest + self._decoder.decode(piece, self._is_last), 0
+        self._certain = len(self._text) + (1 if self._is_last else -_LONGEST_CUT)
 
-    def check_end(self, place: int, is_complete: bool) -> None:
-        """Raise `Rejected` unless only white space follows `place`, and the last document is complete."""
-        space = _SPACE.match(self._text, place)
-        assert space
-        place = space.end()
-        if place == len(self._text) and is_complete:
-            return
+    def _read_string(self, place: int, longest: int) -> str | None:
+        """Read a string that begins at `place` and is longer than a piece, with memory for its value and a piece.
+
+        None: the value has more than `longest` bytes of UTF-8.
+
+        Raises:
+            Rejected: it is not a string.
+        """
+        self._place = place + 1  # after the quote
+        parts: list[bytes] = []  # of the value
+        size = 0
+        surrogate = ""  # the first half of a pair, of which the other half may be in the next piece
+        while True:
+            end = _match(_INSIDE, self._text, self._place).end()
+            if size <= longest:
+                value = surrogate + _decode(f'"{self._text[self._place : end]}"')
+                surrogate = value[-1:] if "\ud800" <= value[-1:] <= "\udbff" else ""
+                parts.append(_replace_surrogates(value[: len(value) - len(surrogate)]).encode())
+                size += len(parts[-1])
+            self._place = end
+            if self._text[end : end + 1] == '"':
+                break
+            if self._is_last or len(self._text) - end > _LONGEST_CUT:
+                raise self._error()
+            self._advance(end)
+        self._place += 1
+        parts.append(_replace_surrogates(surrogate).encode())
+        size += len(parts[-1])
+        return b"".join(parts).decode() if size <= longest else None
+
+    def _column(self, place: int) -> int:
+        """The characters of its line before a place."""
+        begin = self._text.rfind("\n", 0, place) + 1
+        return place - begin if begin else self._characters_before + place
+
+    def _error(self) -> Rejected:
         what = "the document does not end"
-        if place < len(self._text):
-            what = f"unexpected {self._text[place : place + 20]!r}"
-        line = self._lines_before + self._text.count("\n", 0, place) + 1
-        raise Rejected("invalid JSON", what, f"line {line}, character {self._characters_before + place}")
+        if self._place < len(self._text):
+            what = f"unexpected {self._text[self._place : self._place + 20]!r}"
+        return Rejected("invalid JSON", what, f"line {self.line()}, character {self._column(self._place) + 1}")
 
 
-def _end_of_begun(text: str, place: int) -> int:
-    """The place up to which `text` may be the beginning of a token."""
-    begun = _BEGUN.match(text, place)
-    assert begun
-    return begun.end()
+def _match(pattern: re.Pattern[str], text: str, place: int) -> re.Match[str]:
+    """The match of a pattern that matches nothing, too."""
+    match = pattern.match(text, place)
+    assert match
+    return match
+
+
+def _is_longer(string: str, size: int) -> bool:
+    """Whether a string has more than `size` bytes of UTF-8."""
+    return len(string) > size // 4 and len(string.encode()) > size  # a character has at most 4
 
 
 def _unescape(string: str) -> str:
     """The value of a JSON string; lone surrogates, which UTF-8 cannot express, become U+FFFD."""
-    if "\\" not in string:
-        return string[1:-1]
+    return _replace_surrogates(_decode(string)) if "\\" in string else string[1:-1]
+
+
+def _decode(string: str) -> str:
+    """The value of a JSON string."""
     value: str = json.loads(string)
+    return value
+
+
+def _replace_surrogates(value: str) -> str:
+    """Join pairs of surrogates, and replace the others."""
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,7 +1,11 @@
-"""JSON Lines: each line is a record; a line that cannot be read does not affect the others."""
+"""JSON Lines: each line is a record; a line that cannot be read does not affect the others.
+
+Several documents in one line are one record.
+"""
 
 import io
 from functools import partial
+from typing import BinaryIO
 
 from stages.corpus.formats import json
 from stages.corpus.formats.sink import Sink
@@ -11,16 +15,32 @@ from stages.corpus.source import Rejected, Source
 def read(source: Source, sink: Sink) -> None:
     """Put the strings of each line into `sink`."""
     stream, limits = source.stream(), source.limits
-    longest = limits.longest_string
-    # With a limit: a file without line ends would fill the memory.
-    for number, line in enumerate(iter(partial(stream.readline, longest), b""), source.first_line):
-        if len(line) == longest:
-            raise Rejected("line too long", f"a line has more than {longest} bytes", f"line {number}")
-        if not sink.keep_source and json.is_document(line, limits.largest_held):
-            sink.add_json(line)
+    # With a limit: a line may be longer than the memory.
+    for number, begin in enumerate(iter(partial(stream.readline, limits.largest_held), b""), source.first_line):
+        is_entire = begin.endswith(b"\n") or len(begin) < limits.largest_held
+        if is_entire and not sink.keep_source and json.is_document(begin, limits):
+            sink.add_json(begin)
             continue
+        line = io.BytesIO(begin) if is_entire else _Line(begin, stream)
         try:
-            # Also for lines that are not valid: the scanner finds the position, and may still accept NaN.
-            json.scan(io.BytesIO(line), sink, number, limits)
+            # Also for lines that are not valid: the scanner finds out why, and may still accept NaN.
+            json.scan(line, sink, number, limits)
         except Rejected as rejected:
             sink.reject(Rejected(rejected.reason, rejected.detail, f"line {number}"))
+            while line.read(limits.chunk):  # up to its end, where the next record begins
+                pass
+
+
+class _Line:
+    """The rest of a line that is too long to be held, as a file."""
+
+    def __init__(self, begin: bytes, stream: BinaryIO) -> None:
+        self._begin, self._stream = io.BytesIO(begin), stream
+        self._is_ended = False
+
+    def read(self, size: int, /) -> bytes:
+        piece = self._begin.read(size)
+        if not piece and not self._is_ended:
+            piece = self._stream.readline(size)
+            self._is_ended = not piece or piece.endswith(b"\n")
+        return piece

@@ -6,5 +6,5 @@ from stages.corpus.source import Source
 
 def read(source: Source, sink: Sink) -> None:
     """Put the content into `sink` as one record of one string."""
-    sink.add([source.text()])
+    sink.add_text(source.stream(), source.utf8_size)
     sink.end()

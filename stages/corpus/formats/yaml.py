@@ -15,6 +15,7 @@ import yaml
 from yaml._yaml import CParser
 
 from stages.corpus.formats.sink import Place, Sink
+from stages.corpus.limits import Limits
 from stages.corpus.source import Rejected, Source
 
 _NOT_STRING = re.compile(
@@ -32,9 +33,13 @@ _STRING_BY_TAG = {"!": True, _STANDARD + "str": True} | {
     _STANDARD + name: False for name in ("null", "bool", "int", "float", "binary", "timestamp")
 }
 # U+FDD0 is the escape, so it is escaped itself: whatever the text contains, `restore` gives it back.
-_HIDDEN = {"\x85": "\ufdd01", "\u2028": "\ufdd02", "\u2029": "\ufdd03", "\ufdd0": "\ufdd00"}
+_HIDDEN = {"\x85": "\ufdd01", "\u2028": "\ufdd02", "\u2029": "\ufdd03", "\ufdd1": "\ufdd04", "\ufdd0": "\ufdd00"}
 _HIDING = {ord(shown): hidden for shown, hidden in _HIDDEN.items()}
 _TO_HIDE = re.compile("[" + "".join(_HIDDEN) + "]")
+# A question mark at the start of a word, in a flow collection or elsewhere. It comes first, to be found fast.
+_QUESTION = re.compile(r"\?(?<=[ \t\r\n\[{,:]\?)(?=[^ \t\r\n\[\]{},])")
+_HIDDEN_QUESTION = "\ufdd1"
+_MOST_DIRECTIVES = 1000  # libyaml compares each `%TAG` with those before it: 3 ms for these, half an hour for 8 MB
 _DEEPEST = 1000  # libyaml needs time quadratic in the depth: 7 ms for this one, minutes for a million
 
 
@@ -57,11 +62,12 @@ def read(source: Source, sink: Sink) -> None:
     """Put the strings of each document of a file into `sink`.
 
     Raises:
-        Rejected: what follows the last complete document is not YAML, or is nested too deep.
+        Rejected: what follows the last complete document is not YAML, is nested too deep, or has a string that is too
+            long.
     """
-    text = _Text(source.stream())
+    text = _Text(source.stream(), source.limits.longest_string)
     try:
-        _read(CParser(text), text, sink, source.limits.chunk)
+        _read(CParser(text), text, sink, source.limits)
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
         position = f"line {mark.line + 1}, column {mark.column + 1}" if mark else None
@@ -69,6 +75,9 @@ def read(source: Source, sink: Sink) -> None:
         raise Rejected("invalid YAML", detail, position) from None
     except yaml.reader.ReaderError as error:
         raise Rejected("invalid YAML", f"{error.reason}: U+{error.character:04X}", f"byte {error.position}") from None
+    except Rejected as rejected:  # without a position: by `text` or `sink`
+        line = text.mark.line + 1 if text.mark else 1
+        raise Rejected(rejected.reason, rejected.detail, rejected.position or f"line {line}") from None
 
 
 class _Text:
@@ -76,40 +85,74 @@ class _Text:
 
     libyaml implements YAML 1.1, in which NEL, LS and PS are line breaks. Since YAML 1.2 they are ordinary characters
     (section 5.4), so libyaml gets noncharacters in their place, code points that Unicode reserves for internal use.
+    In a flow collection libyaml reads any question mark as the indicator of a key, and would drop the string of `[?x]`.
+    In YAML 1.2 only one before white space is an indicator (section 7.3.3), so the others are replaced, too.
+
+    libyaml holds scalars, tags and anchors of any size in memory. So what it is given between two events is limited.
     """
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BinaryIO, longest: int) -> None:
+        self.mark: Any = None
+        """Where the last event ended."""
         self._stream = io.TextIOWrapper(stream, "utf-8", newline="")
+        self._longest = longest
+        self._last = ""  # the last character that was read
         self._hides = False
+        self._seen: Any = None  # the mark at the last call of `read`
+        self._size = self._num_directives = 0  # since then
 
     def read(self, size: int = -1, /) -> str:
-        """The next `size` characters, some of them replaced."""
+        """The next `size` characters or one more, some of them replaced.
+
+        Raises:
+            Rejected: there was no event for too long.
+        """
         text = self._stream.read(size)
-        if text.isascii() or not _TO_HIDE.search(text):  # `translate` is as slow as the parser
-            return text
-        self._hides = True
-        return text.translate(_HIDING)
+        if text.endswith("?"):
+            text += self._stream.read(1)  # decides what the question mark is
+        self._check(text)
+        if not text.isascii() and _TO_HIDE.search(text):  # `translate` is as slow as the parser
+            self._hides = True
+            text = text.translate(_HIDING)
+        if "?" in text:
+            text, number = _QUESTION.subn(_HIDDEN_QUESTION, self._last + text)
+            text = text[len(self._last) :]
+            self._hides |= number > 0
+        self._last = text[-1:]
+        return text
 
     def restore(self, value: str) -> str:
         """What `value` was before `read`."""
-        if self._hides:
+        if self._hides and not value.isascii():
+            value = value.replace(_HIDDEN_QUESTION, "?")
             for shown, hidden in _HIDDEN.items():  # U+FDD0 last, or it would form other pairs
                 value = value.replace(hidden, shown)
         return value
 
+    def _check(self, text: str) -> None:
+        if self.mark is not self._seen:
+            self._seen, self._size, self._num_directives = self.mark, 0, 0
+        self._size += len(text)
+        self._num_directives += text.count("\n%TAG") + text.count("\r%TAG")
+        if self._size > self._longest:
+            raise Rejected("string too long", f"a string, key or comment has more than {self._longest} characters")
+        if self._num_directives > _MOST_DIRECTIVES:
+            raise Rejected("invalid YAML", f"more than {_MOST_DIRECTIVES} %TAG directives")
 
-def _read(parser: CParser, text: _Text, sink: Sink, max_chars: int) -> None:
-    """Put the strings into `sink`, at most `max_chars` characters at once unless a string is longer."""
+
+def _read(parser: CParser, text: _Text, sink: Sink, limits: Limits) -> None:
+    """Put the strings into `sink`, at most `limits.chunk` characters at once unless a string is longer."""
     strings: list[str] = []
     size = 0  # characters of these
     places: list[str] = []  # of these
-    where = Place() if sink.keep_source else None
+    where = Place(limits=limits) if sink.keep_source else None
     get_event, scalar = parser.get_event, yaml.ScalarEvent  # local names, as this runs for each scalar
     is_key: bool | None = None  # the next node, if the innermost open collection is a mapping
     outer: list[bool | None] = []  # the same of the collections around it
     key_depth = 0  # from this number of open collections on, everything belongs to a key that is itself a collection
     while True:
         event: Any = get_event()
+        text.mark = event.end_mark
         kind = type(event)
         if where:
             _follow(where, event, is_key, text)
@@ -121,10 +164,13 @@ def _read(parser: CParser, text: _Text, sink: Sink, max_chars: int) -> None:
                 is_key = True
             if not key_depth and is_string(event):  # not inside of a key such as `? [a, b]`
                 strings.append(text.restore(event.value))
-                if where:
-                    places.append(str(where))
                 size += len(event.value)
-                if size > max_chars:  # a document may be the entire file
+                if where:
+                    if where.is_too_long:
+                        raise where.rejected(event.start_mark.line + 1)
+                    places.append(str(where))
+                    size += len(places[-1])
+                if size > limits.chunk:  # a document may be the entire file
                     sink.add(strings, places)
                     strings, places, size = [], [], 0
         elif kind is yaml.MappingStartEvent or kind is yaml.SequenceStartEvent:

@@ -1,0 +1,48 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hostile import HOSTILE, MIB, OPTIONS
+from tests.project import REPO
+
+BOUND = 1024
+"""MiB of a worker of `extract`, with the interpreter and its libraries (docs/data.md)."""
+QUICK = (
+    "line_feeds.json", "open_string.json", "documents.json", "short_strings.json", "not_a_number.json",
+    "large_line_feeds.json", "large_emoji_and_ascii.json", "large_brackets.json", "long_key.json",
+    "one_line_of_escapes.jsonl", "short_lines.jsonl", "longest.txt", "large_cp1252.txt", "long_key_of_many.yaml",
+    "bomb.yaml.gz", "window.jsonl.zst",
+)  # fmt: skip
+"""Files of `HOSTILE` that needed more, or need the most, and that are read fast."""
+
+
+def extract_in_process(directory: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The lines that `tests.hostile` prints."""
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(directory)}
+    command = [sys.executable, "-m", "tests.hostile", *arguments]
+    completed = subprocess.run(command, env=environment, text=True, stdout=-1, stderr=-1)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return list(map(json.loads, completed.stdout.splitlines()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_trap_13_no_file_needs_more_memory_than_the_bound(name: str, tmp_path: Path) -> None:
+    lines = extract_in_process(tmp_path, name, str(MIB))
+    assert len(lines) == len(OPTIONS)
+    assert {line["option"]: line["peak"] for line in lines if line["peak"] > BOUND} == {}
+    assert {line["strings"] for line in lines if not line["strings"]} == set()  # the file beside it is read
+
+
+def test_trap_13_the_memory_that_files_need_scales_with_the_limits(tmp_path: Path) -> None:
+    """With limits of a 64th, files that are 64 times smaller need a 64th of what the bound leaves for them."""
+    lines = extract_in_process(tmp_path, ",".join(QUICK), str(MIB // 64), "default", "keep_source")
+    assert len(lines) == 2 * len(QUICK)
+    allowed = (BOUND - 150) / 64 + 4  # and a little that does not scale
+    assert {(line["name"], line["option"]): line["growth"] for line in lines if line["growth"] > allowed} == {}
