@@ -43,6 +43,7 @@ def test_comments_docstrings_and_layout_do_not_change_the_digest(project: Path) 
     )
 
 
+@pytest.mark.slow
 def test_a_statement_changes_the_digest_exactly_if_its_module_is_reached(project: Path) -> None:
     reached = {*code.reached(*ENTRIES, project=project).values()}
     before = code.digest(*ENTRIES, project=project)

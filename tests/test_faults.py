@@ -101,6 +101,7 @@ def test_26_a_rank_that_always_dies_is_restarted_max_restarts_times(fresh: Given
     assert result(project) == reference
 
 
+@pytest.mark.slow
 def test_16_17_a_launcher_that_gets_two_signals_saves_and_stops(fresh: Given, ranks: Ranks) -> None:
     project, reference = fresh
     process = project.popen(*LAUNCH, **environment("delay rank 1 at step 5"))

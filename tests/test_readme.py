@@ -18,6 +18,7 @@ def commands(document: str) -> list[str]:
     return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme_run(reproduced: Project) -> None:
     (reproduced / ".venv").symlink_to(Path(sys.prefix))
     assert "make repro" in commands("README.md")
