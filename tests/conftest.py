@@ -1,5 +1,6 @@
 """Fixtures that tests of several stages share."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from stages.artifacts import file_lock
 from tests.project import REPO, SMALL, Project, make_nano
 from tests.ranks import Ranks
 from tests.trainings import Given, result, weights
@@ -49,13 +51,31 @@ def params() -> "TrainParams":
     return load_params(TrainParams, path=REPO / "params.yaml")
 
 
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Project], None]) -> Project:
+    """A project that all workers of pytest-xdist share: the first one that needs it makes it."""
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent  # of the directories of the workers
+    project, made = Project(directory / name), directory / f"{name}.made"
+    with file_lock.open_lock(directory / f"{name}.lock") as lock:
+        file_lock.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(project.path, ignore_errors=True)  # of a worker that failed
+            project.path.mkdir()
+            make(project)
+            made.touch()
+    return project
+
+
 @pytest.fixture(scope="session")
 def _training(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    return made_once(tmp_path_factory, "training", make_training)
+
+
+def make_training(project: Project) -> None:
     from stages.artifacts.dataset import Dataset
     from stages.corpus import arrow
 
-    project = Project(tmp_path_factory.mktemp("session") / "training")
-    project.path.mkdir()
     for name in ("dvc.yaml", "params.yaml"):
         shutil.copy(REPO / name, project.path)
     (project / "stages").symlink_to(REPO / "stages")
@@ -74,7 +94,6 @@ def _training(tmp_path_factory: pytest.TempPathFactory) -> Project:
             writer.write(pa.FixedSizeListArray.from_arrays(part.ravel(), 32))
         Dataset(features, [writer.close()]).write(directory)
     project.run("python", "-m", "stages.download")
-    return project
 
 
 @pytest.fixture
@@ -86,8 +105,10 @@ def training(_training: Project, tmp_path: Path) -> Project:
 @pytest.fixture(scope="session")
 def _reproduced(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A git and DVC project with a small corpus, after one `dvc repro`."""
-    project = Project(tmp_path_factory.mktemp("session") / "project")
-    project.path.mkdir()
+    return made_once(tmp_path_factory, "reproduced", make_reproduced)
+
+
+def make_reproduced(project: Project) -> None:
     files = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPO, text=True)
     for name in filter(None, files.split("\0")):
         if (REPO / name).is_file():
@@ -115,7 +136,6 @@ def _reproduced(tmp_path_factory: pytest.TempPathFactory) -> Project:
         ("git", "commit", "-qm", "reproduced"),
     ):
         project.run(*command)
-    return project
 
 
 @pytest.fixture

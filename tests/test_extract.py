@@ -204,6 +204,26 @@ def test_trap_05_a_large_file_that_changes_between_the_two_reads_is_refused(chan
             read(readers.READERS[format], compression, content)
 
 
+@pytest.mark.parametrize("error", [OSError, MemoryError, KeyboardInterrupt])
+def test_the_rest_of_a_large_file_is_not_read_after_an_error_that_no_change_can_cause(
+    error: type[BaseException],
+) -> None:
+    path, limits = Path("raw"), Limits(largest_held=100, chunk=1000)
+    path.write_bytes(b"line\n" * 10_000)
+
+    def fail(error: type[BaseException]) -> None:
+        with source.Source(path, "", sha256_file(path), None, limits) as raw:
+            raw.stream().read(1)
+            os.truncate(path, 10)
+            raise error
+
+    with pytest.raises(error):
+        fail(error)
+    path.write_bytes(b"line\n" * 10_000)
+    with pytest.raises(source.Changed):  # which a change can cause
+        fail(ValueError)
+
+
 def test_trap_05_nothing_of_a_file_that_changes_while_it_is_read_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Limits(largest_held=100, chunk=1000)
     content = "".join(f'"line {number}"\n' for number in range(900))

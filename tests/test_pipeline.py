@@ -361,6 +361,7 @@ def test_a_statement_makes_a_new_run_exactly_where_train_reaches_its_module(repr
         path.write_text(text)
 
 
+@pytest.mark.slow
 def test_edits_rerun_what_depends_on_them(reproduced: Project) -> None:
     source = reproduced / "stages/training/schedule.py"
     source.write_text(source.read_text() + "edited = 1\n")

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import distributed
 import psutil
@@ -25,6 +26,7 @@ import yaml
 
 from stages.artifacts import code
 from stages.artifacts.errors import StageError
+from stages.artifacts.process import INTERRUPTS, raise_on_interrupt
 from stages.artifacts.reuse import Store
 from stages.corpus import arrow, cluster, progress, workers
 from stages.corpus.workers import Runtime, no_initializer, ordered_map, threaded_map
@@ -304,6 +306,29 @@ def test_an_interrupt_ends_the_tasks_of_other_dask_workers(dask_cluster: DaskClu
     with pytest.raises(StageError, match="of a task"):
         next(results)
     assert task_processes() == []
+
+
+def test_an_error_is_not_delayed_by_a_dask_worker_that_does_not_answer() -> None:
+    client = mock.Mock()
+    client.run = lambda *_, **__: time.sleep(20)
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError), cluster.Cluster(client, "", tasks.wait, no_initializer, patience=0.1):
+        raise ZeroDivisionError
+    assert time.monotonic() - start < 10
+
+
+def test_signals_are_handled_as_before_where_nothing_was_interrupted() -> None:
+    def handling() -> list[Any]:
+        return [sys.unraisablehook, *map(signal.getsignal, INTERRUPTS)]
+
+    before = handling()
+    with raise_on_interrupt() as received:
+        assert all(now is not then for now, then in zip(handling(), before, strict=True))
+    assert not received
+    assert handling() == before
+    with pytest.raises(ZeroDivisionError), raise_on_interrupt():
+        raise ZeroDivisionError
+    assert handling() == before
 
 
 def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:

@@ -106,7 +106,7 @@ class Cluster:
         # Not forever: a worker may not answer, and the stage no longer listens to Ctrl-C.
         killing = threading.Thread(target=self._kill, daemon=True)
         killing.start()
-        killing.join(_SECONDS_TO_KILL)
+        killing.join(min(_SECONDS_TO_KILL, self._patience))
 
     def _kill(self) -> None:
         # In a thread of the worker, as meanwhile it must receive what was cancelled.
