@@ -77,22 +77,14 @@ def describe(params: DownloadParams) -> ModelManifest:
         meta.check_headers(model, stored)
         meta.check_tied(model, stored, directory)
     config = model.config.get_text_config()  # a multimodal config has the decoder's values one level below
-    return ModelManifest(
+    return meta.describe(
+        model,
         model_name=params.model_name,
         model_revision=params.model_revision,
         commit=source.commit,
-        architecture=type(model).__name__,
-        model_type=config.model_type,
         dtype=meta.dtype_name(model, stored),
-        num_parameters=meta.num_parameters(model),
         files=_hash(directory, hub.model_files(source)),
         weights=source.weights,
-        tied_weights=meta.tied_weights(model),
-        layer_classes=meta.layer_classes(model),
-        module_classes=meta.module_classes(model),
-        router_loss_coef=meta.router_loss_coef(model),
-        vocab_size=meta.vocab_size(model),
-        max_seq_length=getattr(config, "max_position_embeddings", None),
         eos_token_id=_first(eos, getattr(config, "eos_token_id", None)),
         bos_token_id=_first(bos, getattr(config, "bos_token_id", None)),
         pad_token_id=_first(pad, getattr(config, "pad_token_id", None)),

@@ -12,9 +12,10 @@ computes in fp32: bf16 weights take seven times as long on a CPU without bf16 in
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import PositiveInt
 
@@ -26,6 +27,7 @@ from stages.artifacts.outputs import ExperimentName
 from stages.artifacts.params_file import load_params
 from stages.export.lineage import Lineage
 from stages.model.manifest import MANIFEST, ModelManifest
+from stages.tokens.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
 from stages.tokens.packed import VALIDATION, PackedTokens
 
 # torch, transformers and matplotlib take seconds to import, so functions import what needs them: not for --help.
@@ -59,11 +61,17 @@ class EvaluateParams:
     experiment_name: ExperimentName
     """Name of the directory under outputs/."""
     batch_size: PositiveInt
+    """Rows per forward pass where `eval_batch_size` is null."""
+    eval_batch_size: PositiveInt | None
     """Rows per forward pass."""
     document_mask: bool
     """Whether tokens attend within their own document only, as in training."""
+    attention: Attention
+    """The attention function of the training."""
     eval_rows: PositiveInt | None
     """Held-out rows that the training measured; null for all."""
+    loss: Literal["auto", "fused", "plain"]
+    """How it is computed, as in training."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +128,14 @@ def evaluate(params: EvaluateParams) -> None:
     PackedTokens.read(VALIDATION).verify()
     rows = TokenRows(VALIDATION)
     model, tokenizer = load_model(directory)
+    prepare_loss(model, params)
 
     # All rows in two parts: those that the training measured, and the others.
     eval_rows = rows.spread(params.eval_rows)
     other_rows = np.setdiff1d(np.arange(len(rows)), eval_rows)
-    eval_total, eval_tokens = total_validation_loss(model, rows, eval_rows, eos_token_id, params)
-    other_total, other_tokens = total_validation_loss(model, rows, other_rows, eos_token_id, params)
+    with training_attention(model, directory, rows.seq_length, params) as lengths:
+        eval_total, eval_tokens = total_validation_loss(model, rows, eval_rows, eos_token_id, params, lengths)
+        other_total, other_tokens = total_validation_loss(model, rows, other_rows, eos_token_id, params, lengths)
     loss = mean(eval_total + other_total, eval_tokens + other_tokens)
     metrics = Metrics(loss, report.perplexity(loss))
     losses = EvalLosses(len(eval_rows), *training_losses(course, lineage.step), mean(eval_total, eval_tokens))
@@ -175,21 +185,70 @@ def load_model(directory: Path) -> tuple["PreTrainedModel", Any]:
     return model, AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
+@contextmanager
+def training_attention(
+    model: "PreTrainedModel", directory: Path, seq_length: int, params: EvaluateParams
+) -> Iterator[bool]:
+    """Have a model use the attention function of the training; yields whether it needs the lengths of documents.
+
+    The exported weights may have another dtype than the training computed in, in which its function may not work: then
+    it is the one that `auto` stands for. All that are accepted give the same loss, up to rounding.
+    """
+    from stages.tokens.document_mask import choose_attention
+
+    given = directory, params.document_mask, seq_length, model.dtype, model.device.type
+    try:
+        attention = choose_attention(params.attention, *given)
+    except StageError:
+        if params.attention == "auto":
+            raise
+        attention = choose_attention("auto", *given)
+        print(f"evaluate: attention {params.attention} does not work in {model.dtype} here, {attention} is used")
+    own = model.config._attn_implementation
+    model.set_attn_implementation(IMPLEMENTATIONS[attention])
+    yield attention in NEED_LENGTHS
+    model.set_attn_implementation(own)  # to generate text, one token after another
+
+
+def prepare_loss(model: "PreTrainedModel", params: EvaluateParams) -> None:
+    """Let the model compute its loss without logits of all tokens, where that gives the same.
+
+    Raises:
+        StageError: `loss` is fused, which the model does not allow.
+    """
+    import torch
+
+    from stages.tokens.batch import make_batch
+    from stages.tokens.loss import choose, fuse, obstacle_to_fuse
+
+    tokens = torch.arange(16, device=model.device)[None] % model.config.get_text_config().vocab_size  # (1, T)
+    batch = make_batch(tokens, eos_token_id=-1, document_mask=False)
+    with torch.inference_mode():
+        loss = choose(params.loss, type(model).__name__, lambda: obstacle_to_fuse(model, batch))
+    if loss.reason:
+        print(f"evaluate: loss {loss.name}, because {loss.reason}")
+    if loss.name == "fused":
+        fuse(model)
+
+
 def total_validation_loss(
-    model: "PreTrainedModel", rows: "TokenRows", indices: "NDArray[np.int64]", eos_token_id: int, params: EvaluateParams
-) -> tuple[float, int]:
+    model: "PreTrainedModel", rows: "TokenRows", indices: "NDArray[np.int64]", eos_token_id: int,
+    params: EvaluateParams, lengths: bool,
+) -> tuple[float, int]:  # fmt: skip
     """The loss of the rows at `indices` in nats, summed over the tokens predicted, and their number."""
     import torch
     from tqdm import tqdm
 
     from stages.tokens.batch import make_batch
+    from stages.tokens.device import to_device
     from stages.tokens.loss import total_loss
 
     def batches() -> Iterator[dict[str, "Tensor"]]:
-        starts = range(0, len(indices), params.batch_size)
+        size = params.eval_batch_size or params.batch_size
+        starts = range(0, len(indices), size)
         for start in tqdm(starts, desc="evaluate", unit="batch", disable=len(starts) == 0 or None):
-            some = rows.rows(indices[start : start + params.batch_size])  # (B, T)
-            yield make_batch(torch.from_numpy(some).to(model.device), eos_token_id, params.document_mask)
+            some = torch.from_numpy(rows.rows(indices[start : start + size]))  # (B, T)
+            yield to_device(make_batch(some, eos_token_id, params.document_mask, lengths), model.device)
 
     with torch.inference_mode():
         return total_loss(model, batches())

@@ -30,6 +30,7 @@ from stages.checkpointing.lock import writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.training import trackers
 from stages.training.console import print_line
+from stages.training.environment import set_environment
 from stages.training.handoff import DIRECTORY, LAUNCHER, Launch
 from stages.training.memory import remedies
 from stages.training.params import TrainParams, TrainRuntime
@@ -55,7 +56,9 @@ def main() -> None:
         if runtime.resume != "never" and _is_finished(last):
             print(f"run {run.run_id} has already finished, at step {run.total_steps}: nothing to train")
         else:
-            trackers.check(runtime.tracker)  # here, where it is one message, and before torch takes seconds to import
+            # Here, where it is one message, and before torch takes seconds to import.
+            trackers.check(runtime.tracker)
+            run.params.check_packages()
             status = _train(run, runtime, set_status)
             if status == INTERRUPTED:
                 saved = list_checkpoints(run.directory)
@@ -120,10 +123,12 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
 
     forward_stop_signals(on_signal)
     from stages.training.distributed import check_devices
+    from stages.training.precision import check_precision
 
     # Errors that every rank would find are raised here once, before the ranks are started.
     num_gpus = check_devices(runtime.nproc_per_node)
     num_ranks = runtime.nproc_per_node or num_gpus or 2
+    check_precision(run.params, run.seq_length)
     run.params.grad_accum_steps(num_ranks)
     run.params.fsdp.mesh_shape(num_ranks, num_ranks)
     if runtime.resume == "never":
@@ -131,6 +136,7 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
     resume_candidates(run, runtime, lambda message: None)  # for its errors; the ranks choose the checkpoint
     os.environ[LAUNCHER] = str(os.getpid())
     Launch(run.params, runtime, run.identity).hand_over()
+    set_environment(run.params)
     # Several ranks with one thread per core each would compete for the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     for restart in itertools.count(1):

@@ -1,28 +1,47 @@
-"""Estimate what a training will need, before a GPU is booked for it.
+"""Estimate what a training will need, before a GPU is booked for it, and show what the model will be fed.
 
-Reads    data/model.json, data/tokens/train, data/tokens/validation
-Writes   outputs/plan.json
+Reads    data/model.json and the config of the model, data/tokens/train, data/tokens/validation
+Writes   outputs/plan.json, outputs/rows.txt
 Command  python -m stages.plan
+         python -m stages.plan --model DIR_OR_ID --ranks 4    only memory, of any model: nothing else is read or written
 
-The numbers follow from the manifests and the parameters alone; no weight and no token is read.
+The memory of each rank is measured with tensors that have no memory (stages/training/peak_memory.py); no weight is
+read. What is written depends on the manifests and the parameters alone, what is printed also on the GPUs of this
+machine.
 """
 
+import argparse
+import dataclasses
+import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
+
+import pyarrow as pa
+from pydantic import PositiveFloat, PositiveInt
 
 from stages.artifacts import command, outputs, publish
 from stages.artifacts.command import format_gib
 from stages.artifacts.dtypes import BY_NAME
 from stages.artifacts.errors import StageError
+from stages.artifacts.model_files import CONFIG, TOKENIZER
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import Record
 from stages.checkpointing.layout import checkpoint_root
+from stages.model import hub
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
+from stages.tokens.order import step_rows
 from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
+from stages.tokens.rows import TokenRows
+from stages.training import memory_plan
+from stages.training.memory_plan import PeakMemory, Table
 from stages.training.params import TrainParams, TrainRuntime
+from stages.training.run import describe
 
 _FP32 = 4
 _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
@@ -30,6 +49,52 @@ _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
 
 MAX_VALIDATION_SHARE = 0.2
 """Of the compute of a training; `plan` warns of more."""
+
+_FIND_GPUS = """
+import json, sys
+from torch import cuda
+from stages.artifacts.errors import StageError
+from stages.training.distributed import check_devices
+problem = None
+try:
+    check_devices(json.loads(sys.argv[1]))
+except StageError as error:
+    problem = str(error)
+print(json.dumps([[cuda.get_device_properties(index).total_memory for index in range(cuda.device_count())], problem]))
+"""
+
+_NUM_SHOWN = 3
+"""Rows in rows.txt, the first ones of the first step."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What `plan` computes for; it changes no training."""
+
+    num_ranks: PositiveInt
+    """Ranks of the training, on all machines."""
+    gpu_memory_gb: PositiveFloat | None
+    """Memory of each GPU in GiB, 80 for an H100; null: that of the GPUs of this machine, if there are any."""
+
+
+@dataclass(frozen=True)
+class PlanParams:
+    """The leaves of `params.yaml` that only `plan` reads."""
+
+    plan: Cluster
+    seq_length: PositiveInt
+    """Tokens per row; with `--model`, as otherwise the tokens have it."""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """Those of this machine."""
+
+    num: int
+    memory: int | None
+    """Bytes, of the smallest one; null where there is none."""
+    problem: str | None
+    """Why a training would not start on them. It may be planned for another machine."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +119,203 @@ class Plan(Record):
     """Of the compute of the training, from 0 to 1: a forward pass is a third of forward and backward pass."""
     training_state_bytes: int
     """Weights and gradients in fp32, and the moments of AdamW, of one copy of the model. Activations come on top."""
+    num_ranks: int
+    """That `peak` and `peaks` are computed for."""
+    peak: PeakMemory | None
+    """Of each rank; null where it could not be measured."""
+    peaks: Table | None
+    """Bytes of each rank at the peak of a step, by `activation_checkpointing` and `batch_size`; null where
+    `plan.gpu_memory_gb` is."""
     checkpoint_bytes: int
     model_bytes: int
     """Of the exported model."""
 
 
 def main() -> None:
-    command.parser(__doc__).parse_args()
-    params = load_params(TrainParams)
+    args = _parser().parse_args()
+    params, extra = load_params(TrainParams), load_params(PlanParams)
     runtime = load_params(TrainRuntime, "runtime")
+    gpus = find_gpus(runtime.nproc_per_node)
+    # After they were counted. What is written must not depend on this machine, so to torch it has no GPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    if args.model is not None:
+        plan_model(args, params, extra, gpus)
+        return
     check_num_ranks(params, runtime.nproc_per_node)
+    if gpus.problem:
+        print(f"warning: on this machine the training would not start: {gpus.problem}")
     with publish.lock(outputs.PLAN):
         model = ModelManifest.read()
         plan = estimate(params, model, PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
+        _print_summary(params, runtime, plan, model)
+        check_disk(params, runtime, plan)
+        num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
+        here = runtime.nproc_per_node or gpus.num or 2  # ranks, as the launcher counts them
+        if here != num_ranks:
+            print(f"plan: a launch here starts {here} ranks: for their memory, set plan.num_ranks to {here}")
+        # Another number of ranks will have other GPUs, on other machines.
+        limit = int(gpu_gib * 2**30) if gpu_gib else gpus.memory if here == num_ranks else None
+        source = "plan.gpu_memory_gb" if gpu_gib else "of this machine"
+        peak, table = measure_memory(model, params, num_ranks, extra.seq_length, limit)
+        if peak is not None and limit is not None:
+            memory_plan.check_fits(peak, table, limit, source)
+        rows = preview(params, model)
+        plan = dataclasses.replace(plan, num_ranks=num_ranks, peak=peak, peaks=table if gpu_gib and table else None)
         plan.write(outputs.PLAN)
+        publish.write_text(outputs.ROWS, rows)
+    encoding = sys.stdout.encoding or "utf-8"  # of a terminal that may lack a character
+    shown = rows.encode(encoding, "replace").decode(encoding)
+    print(f"plan: the first rows of the training, also in {outputs.ROWS}:\n{shown}", end="")
 
-    # Beside the newest checkpoints there are the best one, and the one that is being written.
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command.parser(__doc__)
+    group = parser.add_argument_group("the memory of any model; what is not given is as in params.yaml")
+    group.add_argument("--model", metavar="DIR_OR_ID", help="a directory with a config.json, or a Hub id in HF_HOME")
+    group.add_argument("--ranks", type=int, help="of the training, on all machines")
+    group.add_argument("--batch-size", type=int, help="rows per device and forward pass")
+    group.add_argument("--seq-length", type=int, help="tokens per row")
+    group.add_argument("--gpu-memory-gb", type=float, help="memory of each GPU, in GiB")
+    return parser
+
+
+def plan_model(args: argparse.Namespace, params: TrainParams, extra: PlanParams, gpus: Gpus) -> None:
+    """Print the memory that training any model needs, from its config alone.
+
+    Raises:
+        StageError: it is not found, or is not a causal language model.
+    """
+    source = hub.resolve(args.model, "main", want_weights=False, required=(CONFIG,))
+    from stages.model import meta  # torch takes seconds to import: not for --help
+
+    unknown = ("eos_token_id", "bos_token_id", "pad_token_id")
+    model = meta.describe(
+        meta.build(source.directory), model_name=args.model, model_revision="main", commit=source.commit,
+        dtype="float32", files={}, weights=[], **dict.fromkeys(unknown),
+    )  # fmt: skip
+    params.check_packages()
+    num_ranks = args.ranks or extra.plan.num_ranks
+    batch_size = args.batch_size or params.batch_size
+    # With several forward passes per step, which need the most, and a table of some size.
+    params = dataclasses.replace(params, batch_size=batch_size, total_batch_size=max(2 * batch_size, 64) * num_ranks)
+    gib = args.gpu_memory_gb or extra.plan.gpu_memory_gb
+    limit = int(gib * 2**30) if gib else gpus.memory
+    print(f"plan: {model.architecture}, {model.num_parameters:,} parameters")
+    measure_memory(model, params, num_ranks, args.seq_length or extra.seq_length, limit)
+
+
+def measure_memory(
+    model: ModelManifest, params: TrainParams, num_ranks: int, seq_length: int, limit: int | None
+) -> tuple[PeakMemory | None, Table]:
+    """Measure and print the memory of each rank, and where `limit` bytes of a GPU are known, a table of what fits.
+
+    Returns:
+        The peak, None where it cannot be measured; the table, empty without a limit.
+
+    Raises:
+        StageError: the model cannot be trained like this.
+    """
+    from stages.training import peak_memory  # imports torch
+
+    try:
+        _, size = params.fsdp.mesh_shape(num_ranks, num_ranks)
+    except StageError as error:  # these ranks are assumed, others may train
+        print(f"plan: the memory of {num_ranks} ranks (plan.num_ranks) is not known: {error}")
+        return None, {}
+    settings = (
+        f"batch_size {params.batch_size} x {seq_length:,} tokens, {params.precision}, activation_checkpointing "
+        f"{params.activation_checkpointing}"
+    )
+    try:
+        peak = peak_memory.measure(model, params, num_ranks, seq_length)
+        table = peak_memory.make_table(model, params, num_ranks, seq_length, limit) if limit else {}
+    except peak_memory.ERRORS as error:
+        state = _state_bytes(params, model.num_parameters) / size
+        print(
+            f"plan: activations of {model.architecture} cannot be measured ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:150]}): weights, gradients and optimizer state of each of {num_ranks} "
+            f"ranks need {format_gib(state)}, and what comes on top is not known"
+        )
+        return None, {}
+    print(f"plan: each of {num_ranks} ranks needs {peak.describe()}, with {settings}")
+    if limit:
+        print(f"plan: GiB of each rank by activation_checkpointing and batch_size; !: too much for {format_gib(limit)}")
+        print("\n".join(memory_plan.lines(table, limit)))
+    return peak, table
+
+
+def find_gpus(num_ranks: int | None) -> Gpus:
+    """The GPUs that a training with `num_ranks` ranks here would use; None: with one for each GPU."""
+    if not list(Path("/dev").glob("nvidia[0-9]*")):
+        return Gpus(0, None, None)
+    # In a process of its own: this one must not see them.
+    output = subprocess.run(
+        [sys.executable, "-c", _FIND_GPUS, json.dumps(num_ranks)], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    sizes, problem = json.loads(output)
+    return Gpus(len(sizes), min(sizes, default=None), problem)
+
+
+def preview(params: TrainParams, model: ModelManifest) -> str:
+    """The first rows of the first step, as text.
+
+    Raises:
+        StageError: they cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    from stages.tokens.preview import LEGEND, render  # imports torch
+
+    assert model.eos_token_id is not None, "`estimate` refuses a model without one"
+    model.verify([TOKENIZER])  # a damaged one would be an error of no class
+    tokenizer = Tokenizer.from_file(str(model.directory() / TOKENIZER))
+    try:
+        tokens = TokenRows(TRAIN)
+        indices = step_rows(0, params.total_batch_size, len(tokens), params.seed)[:_NUM_SHOWN]
+        texts = [
+            f"row {index}\n"
+            + render(row, lambda ids: tokenizer.decode(ids, skip_special_tokens=False), model.eos_token_id,
+                     params.document_mask)
+            for index, row in zip(indices, tokens.rows(indices), strict=True)
+        ]  # fmt: skip
+    except (pa.ArrowException, ArithmeticError, LookupError, ValueError) as error:  # of damaged files; train verifies
+        raise StageError(
+            f"{TRAIN} cannot be read ({' '.join(str(error).split())[:100]}): run `dvc repro -f -s pack`"
+        ) from None
+    return "\n\n".join([LEGEND, *texts]) + "\n"
+
+
+def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
+    """Refuse a training whose checkpoints cannot be on the disk together.
+
+    Raises:
+        StageError: naming the disk.
+    """
+    root = checkpoint_root(params.experiment_name)
+    disk = _existing(root)
+    is_shared = disk.stat().st_dev == _existing(outputs.OUTPUTS).stat().st_dev
+    model = plan.model_bytes if is_shared else 0
+    # Beside the newest checkpoints there are the one that is being written, and the best one, which may be among the
+    # newest; a short run has fewer.
+    most = runtime.keep_checkpoints + 2
+    least = min(most - 1, math.ceil(plan.steps / (runtime.ckpt_freq or plan.steps)))
+    free = shutil.disk_usage(disk).free + _size(describe(params).directory)  # of an earlier launch, which this resumes
+    if free < least * plan.checkpoint_bytes + model:
+        raise StageError(
+            f"{root}: No space left on device: {least} checkpoints and the model need "
+            f"{format_gib(least * plan.checkpoint_bytes + model)}, and {format_gib(free)} are free: free some space, "
+            "lower runtime.keep_checkpoints, or set CHECKPOINT_ROOT to a larger disk, and run again"
+        )
+    if free < most * plan.checkpoint_bytes + model:
+        print(f"warning: {disk} has {format_gib(free)} free; set CHECKPOINT_ROOT to a larger disk")
+
+
+def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model: ModelManifest) -> None:
     disk = (runtime.keep_checkpoints + 2) * plan.checkpoint_bytes + plan.model_bytes
     print(
         f"plan: {plan.steps:,} steps, {plan.tokens:,} tokens ({plan.epochs:.2f} epochs) of a model of "
-        f"{plan.parameters:,} parameters: {format_gib(plan.training_state_bytes)} of memory over the ranks that share "
-        f"a copy of it, beside activations; {format_gib(disk)} of disk for checkpoints and model"
+        f"{plan.parameters:,} parameters: {format_gib(plan.training_state_bytes)} of weights, gradients and optimizer "
+        f"state over the ranks that share a copy of it; {format_gib(disk)} of disk for checkpoints and model"
     )
     if plan.rows_per_validation:
         print(
@@ -85,9 +326,6 @@ def main() -> None:
         print("warning: validation uses much of the time of the training; lower eval_rows or raise eval_freq")
     if model.router_loss_coef == 0:
         print(ROUTER_LOSS_OFF)
-    checkpoints = _existing(checkpoint_root(params.experiment_name))
-    if (free := shutil.disk_usage(checkpoints).free) < disk:
-        print(f"warning: {checkpoints} has {format_gib(free)} free; set CHECKPOINT_ROOT to a larger disk")
 
 
 def check_num_ranks(params: TrainParams, num_ranks: int | None) -> None:
@@ -122,7 +360,7 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
     if model.eos_token_id is None:
         raise StageError(f"{model.model_name} has no eos_token_id: set one in its generation_config.json")
     params.fsdp.wrapped_classes(model)
-    params.check_optimizer()
+    params.check_packages()
     num_parameters, moments = model.num_parameters, _MOMENTS[params.optimizer]
     steps = params.total_steps(train.num_rows)
     validations = 1 + math.ceil(steps / params.eval_freq)
@@ -140,11 +378,23 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
         validations=validations,
         rows_per_validation=rows_per_validation,
         validation_share=round(validated / (validated + 3 * trained), 4),
-        training_state_bytes=int((2 * _FP32 + moments) * num_parameters),
+        training_state_bytes=_state_bytes(params, num_parameters),
+        num_ranks=0,
+        peak=None,
+        peaks=None,
         # Without the gradients: a checkpoint is between two steps, where there are none.
         checkpoint_bytes=int((_FP32 + moments) * num_parameters),
         model_bytes=BY_NAME[model.dtype].itemsize * num_parameters,
     )
+
+
+def _state_bytes(params: TrainParams, num_parameters: int) -> int:
+    """Weights, gradients and moments of one copy of the model."""
+    return int((2 * _FP32 + _MOMENTS[params.optimizer]) * num_parameters)
+
+
+def _size(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _existing(path: Path) -> Path:

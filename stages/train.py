@@ -11,7 +11,9 @@ import os
 import signal
 import sys
 import time
-from contextlib import closing
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -30,27 +32,39 @@ from stages.checkpointing import layout, retention
 from stages.checkpointing.layout import FORMAT, CheckpointManifest, latest_valid, list_checkpoints, step_name
 from stages.checkpointing.lock import rank_lock, read_lock
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
-from stages.tokens.batch import count_labels
+from stages.tokens.attention_names import NEED_LENGTHS
+from stages.tokens.document_mask import choose_attention
 from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens, damaged_tokens
 from stages.tokens.rows import TokenRows
 from stages.training import flops, handoff, saver, sharded_model, trackers
 from stages.training.console import Console, log_to, print_line
+from stages.training.determinism import use_deterministic_algorithms
 from stages.training.distributed import (
     LostConnection,
     all_reduce_sum,
     device_mesh,
+    device_type,
     is_rank0,
     process_group,
     run_on_all_ranks,
     run_on_rank0,
 )
-from stages.training.document_mask import check_document_mask
+from stages.training.environment import set_environment
 from stages.training.loader import BatchLoader
+from stages.training.loss_probe import choose_loss
 from stages.training.memory import explain_out_of_memory
 from stages.training.metrics import MetricsLogger
 from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainParams, TrainRuntime
-from stages.training.precision import load_scaler_state, make_grad_scaler, scaler_state
+from stages.training.precision import (
+    check_precision,
+    compute_dtype,
+    load_scaler_state,
+    make_grad_scaler,
+    scaler_state,
+    set_float32_precision,
+)
+from stages.training.profiler import Profiler
 from stages.training.run import (
     Run,
     adoption,
@@ -63,9 +77,11 @@ from stages.training.run import (
 )
 from stages.training.schedule import lr_ratio
 from stages.training.signals import INTERRUPTED, StopSignal
+from stages.training.start_line import start_line
 from stages.training.state import Cost, TrainState
-from stages.training.step import StepResult, train_step, validation_loss
+from stages.training.step import StepResult, UnreadStep, train_step, validation_loss
 from stages.training.timers import Timers, memory_gib
+from stages.training.torch_errors import explain_torch_errors
 from stages.training.verification import find_damaged
 from stages.training.watchdog import Heartbeat
 
@@ -85,16 +101,25 @@ class Trainer:
             print_line(ROUTER_LOSS_OFF)
         eos_token_id = model_manifest.eos_token_id
         assert eos_token_id is not None, "pack refuses a model without one"
-        # Before the seeds are set, because the check seeds torch itself; on one rank, as its answer is the same on all.
-        run_on_rank0(lambda: check_document_mask(model_manifest, self.params))
+        # Before the seeds are set, because the tests seed torch itself; on one rank, as the answer is the same on all.
+        attention = run_on_rank0(
+            lambda: choose_attention(
+                self.params.attention, model_manifest.directory(), self.params.document_mask, run.seq_length,
+                compute_dtype(self.params.precision), device_type(),
+            )
+        )  # fmt: skip
+        loss = run_on_rank0(lambda: choose_loss(model_manifest, self.params))
+        if is_rank0() and loss.reason:
+            print_line(f"loss: {loss.name}, because {loss.reason}")
         # Dropout must differ between ranks, which train on different rows. Times the number of ranks: seed + rank would
         # give rank 1 of seed 0 the masks of rank 0 of seed 1.
         torch.manual_seed(self.params.seed * dist.get_world_size() + dist.get_rank())
 
         self.verify_tokens()  # before they are opened: pyarrow may fail in any way at damaged ones
         train_rows = TokenRows(TRAIN)
-        self.train_loader = BatchLoader(train_rows, self.params, eos_token_id)
-        self.validation_loader = BatchLoader(TokenRows(VALIDATION), self.params, eos_token_id)
+        lengths = attention in NEED_LENGTHS
+        self.train_loader = BatchLoader(train_rows, self.params, eos_token_id, lengths)
+        self.validation_loader = BatchLoader(TokenRows(VALIDATION), self.params, eos_token_id, lengths)
         heartbeat.note("choosing the checkpoint to start from")
         candidates = run_on_rank0(self.list_candidates)
         # Another run may be training: what this one adopts must stay until it is loaded.
@@ -102,7 +127,8 @@ class Trainer:
             # Before the model is built: where there is a checkpoint, the weights of the model files are not read.
             start = self.find_start(candidates)
             heartbeat.note("building the model")
-            self.model = sharded_model.build(model_manifest, self.params, mesh, initialize=start is None)
+            chosen = dataclasses.replace(self.params, attention=attention, loss=loss.name)
+            self.model = sharded_model.build(model_manifest, chosen, mesh, initialize=start is None)
             self.optimizer = make_optimizer(self.model, self.params)
             self.scaler = make_grad_scaler(self.params.precision, next(self.model.parameters()).device)
             self.scheduler = LambdaLR(self.optimizer, lambda step: lr_ratio(self.params, run.total_steps, step))
@@ -111,6 +137,10 @@ class Trainer:
             self.saver = saver.Saver(runtime, asynchronous)
 
             self.step = 0
+            self.unread: deque[UnreadStep] = deque()
+            """The newest steps, whose numbers are not read yet."""
+            # On a GPU the numbers of a step are read when the next one is queued: the GPU always has something to do.
+            self.max_unread = 1 if device_type() == "cuda" else 0
             self.adopted: Adoption | None = None
             self.validation_loss: float | None = None
             """Of this very step, if it was validated."""
@@ -118,28 +148,32 @@ class Trainer:
             self.saved_at = time.monotonic()
             state, history = (None, History()) if start is None else self.resume(start)
         self.tracker = trackers.start_tracker(runtime.tracker if is_rank0() else "none", run, self.step)
+        profile_steps = runtime.profile_steps if is_rank0() else None
+        self.profiler = Profiler(profile_steps, run.log_directory / "profile" / run.run_id)
         self.timers = Timers(lambda phase: heartbeat.note(f"step {self.step + 1}, {phase}"))
         self.metrics = MetricsLogger(
             run, runtime.log_freq, Console(dist.get_rank(), self.step, run.total_steps), self.tracker, self.timers,
             flops.flops_per_token(self.model, train_rows.seq_length), history, state.metrics if state else None,
         )  # fmt: skip
+        if is_rank0():
+            print_line(start_line(chosen, mesh))
 
     def train(self) -> bool:
         """Train to the last step; False where a signal asked to stop before. Either way the state is saved."""
         self.model.train()
-        with self.saver:
+        with self.saver, closing(self.train_loader), self.profiler:
             if self.step == 0:  # the loss before training, with which `evaluate` compares
-                self.validate()
-                self.record(StepResult(loss=None, grad_norm=None))
+                self.report(0, StepResult(loss=None, grad_norm=None))
             while self.step < self.run.total_steps:
+                self.profiler.before_step(self.step + 1)
                 batches, num_labels, must_stop, must_save = self.next_batches()
                 if must_stop:
                     break
                 if must_save:  # the step before this one; its batches are already there, but draw no random numbers
                     self.save()
-                result = self.train_step(batches, num_labels)
-                self.validate()
-                self.record(result)
+                self.train_step(batches, num_labels)
+                if self.is_time_to_validate(self.step):
+                    self.catch_up()  # and validate
             self.save()  # where a save has failed on any rank, all raise here, as they left the loop at the same step
         self.metrics.console.close()
         return self.step == self.run.total_steps
@@ -149,58 +183,93 @@ class Trainer:
 
         What one rank knows, all must know at the same step: a signal reaches one process, a save fails on one rank,
         and the clock for saving is that of rank 0. A rank that acted alone would leave the others waiting in the next
-        collective. So each step has one all-reduce of four numbers on the CPU. With that of the loss it takes 4 ms of a
-        step of 970 ms of the default model on two cores (docs/benchmarks.md).
+        collective.
         """
         with self.timers.phase("data"):
-            batches = self.train_loader.step_batches(self.step)
-            self.heartbeat.note(f"step {self.step + 1}, agreeing with the other ranks")
-            num_labels, stop, failed, save = all_reduce_sum(
-                sum(map(count_labels, batches)), self.stop_signal.received, self.saver.failed, self.is_time_to_save()
+            batches, num_labels = self.train_loader.step_batches(self.step)
+            unread = self.unread.popleft() if len(self.unread) > self.max_unread else None
+            (num_labels_of_all, stop, failed, save), result = self.exchange(
+                unread, num_labels, self.stop_signal.received, self.saver.failed, self.is_time_to_save()
             )
-        return batches, int(num_labels), bool(stop or failed), bool(save)
+        if unread and result:
+            self.report(unread.step, result)
+        return batches, int(num_labels_of_all), bool(stop or failed), bool(save)
 
-    def train_step(self, batches: list[dict[str, Tensor]], num_labels: int) -> StepResult:
+    def catch_up(self) -> None:
+        """Report all steps until this one, and validate where it is due."""
+        while self.unread:
+            unread = self.unread.popleft()
+            _, result = self.exchange(unread, 0, False, False, False)
+            assert result
+            self.report(unread.step, result)
+
+    def exchange(
+        self, unread: UnreadStep | None, num_labels: int, stop: bool, failed: bool, save: bool
+    ) -> tuple[list[float], StepResult | None]:
+        """Sum the numbers over the ranks, and what a step has measured.
+
+        The one collective of a few numbers in a step. On GPUs it passes while they compute the step before. There are
+        always as many numbers, so that gloo adds the losses in the same order, wherever a training is resumed.
+        """
+        own_loss, grad_norm = 0.0, None
+        if unread:
+            self.heartbeat.note(f"step {unread.step}, reading its loss")
+            with self.explained(unread.step):
+                own_loss, grad_norm = unread.read()
+        self.heartbeat.note(f"step {self.step + 1}, agreeing with the other ranks")
+        *numbers, loss = all_reduce_sum(num_labels, stop, failed, save, own_loss)
+        return numbers, unread.result(loss, grad_norm) if unread else None
+
+    def train_step(self, batches: list[dict[str, Tensor]], num_labels: int) -> None:
         """Update the weights with one step."""
+        with self.explained(self.step + 1):
+            numbers = train_step(self.model, self.optimizer, self.scaler, batches, num_labels, self.params, self.timers)
+        self.scheduler.step()
+        self.step += 1
+        self.validation_loss = None
+        self.unread.append(UnreadStep(self.step, num_labels, numbers))
+
+    @contextmanager
+    def explained(self, step: int) -> Iterator[None]:
+        """Have errors name the step, and the checkpoint from which the next launch resumes."""
         try:
-            result = train_step(self.model, self.optimizer, self.scaler, batches, num_labels, self.params, self.timers)
+            yield
         except StageError as error:
             saved = self.saved_step
             newest = f"the newest checkpoint is of step {saved}" if saved else "no checkpoint is saved yet"
-            raise StageError(f"step {self.step + 1}: {error}; {newest}") from None
-        self.scheduler.step()
-        self.step += 1
-        return result
+            raise StageError(f"step {step}: {error}; {newest}") from None
 
-    def is_time_to_validate(self) -> bool:
-        """Whether a validation is due after this step."""
-        return self.step % self.params.eval_freq == 0 or self.step == self.run.total_steps
+    def is_time_to_validate(self, step: int) -> bool:
+        """Whether a validation is due after a step."""
+        return step % self.params.eval_freq == 0 or step == self.run.total_steps
 
     def validate(self) -> None:
-        """Measure the loss on the validation rows, where it is due."""
-        self.validation_loss = None
-        if self.is_time_to_validate():
-            loader, console = self.validation_loader, self.metrics.console
-            with self.timers.phase("validation"):
-                self.validation_loss = validation_loss(
-                    self.model,
-                    console.progress(loader.validation_batches(), loader.num_validation_batches, "validation"),
-                    before_forward=lambda: self.heartbeat.note(f"validation after step {self.step}"),
-                )
-            if self.validation_loss is not None:
-                num_rows = len(loader.validation_rows)
-                console.line(f"step {self.step}: validation loss {self.validation_loss:.4f} ({num_rows:,} rows)")
+        """Measure the loss on the validation rows."""
+        loader, console = self.validation_loader, self.metrics.console
+        with self.timers.phase("validation"):
+            self.validation_loss = validation_loss(
+                self.model,
+                console.progress(loader.validation_batches(), loader.num_validation_batches, "validation"),
+                before_forward=lambda: self.heartbeat.note(f"validation after step {self.step}"),
+            )
+        if self.validation_loss is not None:
+            num_rows = len(loader.validation_rows)
+            console.line(f"step {self.step}: validation loss {self.validation_loss:.4f} ({num_rows:,} rows)")
 
-    def record(self, result: StepResult) -> None:
-        """Report the step and its validation."""
-        if self.runtime.debug and self.step:
-            rows = self.train_loader.step_indices(self.step - 1).tolist()
+    def report(self, step: int, result: StepResult) -> None:
+        """Report a step, and the validation after it, which is made here where it is due."""
+        is_validated = self.is_time_to_validate(step)
+        if is_validated:
+            assert step == self.step, "`catch_up` reports it before the next step"
+            self.validate()
+        if self.runtime.debug and step:
+            rows = self.train_loader.step_indices(step - 1).tolist()
             now, peak = memory_gib()
             _LOG.debug(
-                f"step {self.step} done: rows {rows}, loss {result.loss!r}, grad norm {result.grad_norm!r}, "
+                f"step {step} done: rows {rows}, loss {result.loss!r}, grad norm {result.grad_norm!r}, "
                 f"memory {now:.3f} GiB, peak {peak:.3f} GiB"
             )
-        self.metrics.log(self.step, result, self.validation_loss, self.is_time_to_validate())
+        self.metrics.log(step, result, self.validation_loss if is_validated else None, is_validated)
 
     def verify_tokens(self) -> None:
         """Compare the packed tokens with their digests, a share on each rank; all ranks raise the same."""
@@ -271,7 +340,12 @@ class Trainer:
         return by_step or (minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes)
 
     def save(self) -> None:
-        """Publish a checkpoint of this step, unless there is one, or nothing was trained yet."""
+        """Publish a checkpoint of this step, unless there is one, or nothing was trained yet.
+
+        Raises:
+            StageError: this step, or one before it, has failed; or the save, or the one before it.
+        """
+        self.catch_up()  # the checkpoint has their history, and none that is not finite
         if self.step in (0, self.saved_step):
             return
         self.heartbeat.note(f"saving step {self.step}")
@@ -323,7 +397,13 @@ def train(stop_signal: StopSignal) -> bool:
     """Train as one of the ranks; False where a signal asked to stop before the last step."""
     # Before the process group come the errors that every rank finds by itself: none waits for another that has ended.
     run, runtime = read_run()
+    set_environment(run.params)
+    set_float32_precision(run.params.tf32)
+    if run.params.deterministic:
+        use_deterministic_algorithms()
+    check_precision(run.params, run.seq_length)
     trackers.check(runtime.tracker)
+    run.params.check_packages()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run.params.grad_accum_steps(world_size)
     mesh_shape = run.params.fsdp.mesh_shape(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
@@ -335,6 +415,7 @@ def train(stop_signal: StopSignal) -> bool:
         rank_lock(run.directory),
         process_group(runtime.timeout_minutes),
         explain_out_of_memory(run.params, rank, world_size),
+        explain_torch_errors(),
     ):
         refuse_different_ranks(run, runtime)  # before the mesh, which each rank makes from its own parameters
         mesh = device_mesh(mesh_shape, runtime.timeout_minutes)

@@ -100,6 +100,9 @@ def _inject_step(what: str, where: str, step: int) -> None:
 
 def _inject_file(what: str, where: str, value: str) -> None:
     number = 0
+    if where == "in write of":  # here, in the main thread: the file may be written in another one
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         nonlocal number
@@ -123,9 +126,6 @@ def _inject_file(what: str, where: str, value: str) -> None:
             if not os.path.lexists(path):
                 os.symlink("/dev/full", path)
         elif found and writes:
-            if what == "kill":
-                signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
     sys.addaudithook(hook)

@@ -32,7 +32,7 @@ STAGES = {
     "extract": Stage(["extract"], ["data/corpus", "data/extract.json"]),
     "download": Stage(["download"], ["data/model.json"]),
     "pack": Stage(["pack"], ["data/tokens", "data/pack.json"]),
-    "plan": Stage(["plan"], ["outputs/plan.json"]),
+    "plan": Stage(["plan"], ["outputs/plan.json", "outputs/rows.txt"]),
     "train": Stage(["launch"], ["outputs/test/run.json", "outputs/history.tsv", "outputs/train_metrics.json"]),
     "consolidate": Stage(["consolidate"], ["outputs/test/model"]),
     "evaluate": Stage(["evaluate"], ["outputs/metrics.json", "outputs/report"]),

@@ -1,5 +1,6 @@
 """Tiny models of each family that the training is tested with."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -66,26 +67,18 @@ MIXTRAL = transformers.MixtralConfig(
 def manifest_of(directory: Path, with_weights: bool) -> ModelManifest:
     """The manifest that `download` would write for a model of CONFIGS in `directory`."""
     model = meta.build(directory)
-    return ModelManifest(
+    others = {"eos_token_id": 0, "bos_token_id": None, "pad_token_id": None}
+    manifest = meta.describe(
+        model,
         model_name=str(directory),
         model_revision="main",
         commit=None,
-        architecture=type(model).__name__,
-        model_type=model.config.model_type,
         dtype="float32",
-        num_parameters=meta.num_parameters(model),
         files={path.name: FileEntry.of(path) for path in directory.iterdir()},
         weights=hub.weight_files(directory) if with_weights else [],
-        tied_weights=meta.tied_weights(model),
-        layer_classes=meta.layer_classes(model),
-        module_classes=meta.module_classes(model),
-        router_loss_coef=meta.router_loss_coef(model),
-        vocab_size=101,
-        max_seq_length=64,
-        eos_token_id=0,
-        bos_token_id=None,
-        pad_token_id=None,
+        **others,
     )
+    return dataclasses.replace(manifest, max_seq_length=64)
 
 
 def write_tokenizer(directory: Path, words: list[str]) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 import pytest
@@ -21,11 +22,19 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import FileEntry
 from stages.checkpointing import retention
-from stages.checkpointing.layout import CheckpointManifest, UnsupportedFormat, latest_valid, list_checkpoints, step_name
+from stages.checkpointing.layout import (
+    CheckpointManifest,
+    UnsupportedFormat,
+    latest_valid,
+    list_checkpoints,
+    step_name,
+    verify,
+)
 from stages.checkpointing.lock import rank_lock, read_lock, try_delete_lock, try_writer_lock, writer_lock
 from stages.checkpointing.pointer import RunPointer, resolve
+from stages.training import shard_file
 from stages.training.params import TrainRuntime
-from stages.training.saver import Saver
+from stages.training.saver import Saver, load
 from tests.project import REPO, Project, flip_bit, wait_for
 from tests.ranks import Ranks
 from tests.trainings import Given, checkpoint_manifest, result, train_state
@@ -105,6 +114,94 @@ def test_all_files_are_synced_before_the_rename_and_the_manifest_is_last(
     synced = {path for kind, path in events[written:published] if kind == "sync"}
     assert synced >= {"step-00000001.tmp", *(f"step-00000001.tmp/{name}" for name in files)}
     assert events[published + 1] == ("sync", ".")
+
+
+class Counting(Saver):
+    """Counts the calls of torch's Python functions in the thread that saves."""
+
+    num_calls = 0
+
+    def _publish(self, *args: Any) -> None:
+        def count(frame: FrameType, event: str, argument: object) -> None:
+            self.num_calls += event == "call" and "/torch/" in frame.f_code.co_filename
+
+        sys.setprofile(count)
+        try:
+            super()._publish(*args)
+        finally:
+            sys.setprofile(None)
+
+
+class Odd(torch.nn.Module):
+    """Tensors of all kinds, `num_layers` times."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 3) for _ in range(num_layers)])
+        for name, buffer in {
+            "scalar": torch.tensor(1.5, dtype=torch.bfloat16), "empty": torch.zeros(0, 3),
+            "transposed": torch.arange(6.0).view(2, 3).T, "part": torch.arange(9)[3:5], "bool": torch.tensor([True]),
+        }.items():  # fmt: skip
+            self.register_buffer(name, buffer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        for layer in self.layers:
+            layer(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for buffer in self.buffers():
+            buffer.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
+
+
+def save_thrice(directory: Path, num_layers: int, asynchronous: bool) -> tuple[dict[str, bytes], int]:
+    """The tensor files of the last of three saves, and how many functions of torch were called to publish it."""
+    torch.manual_seed(0)
+    model = Odd(num_layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = LambdaLR(optimizer, lambda _: 1.0)
+    model.step(optimizer)
+    runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
+    with Counting(runtime, asynchronous) as saver:
+        for step in (1, 2, 3):
+            saver.num_calls = 0
+            path = directory / step_name(step)
+            saver.save(path, model, optimizer, scheduler, train_state(), "", checkpoint_manifest(step=step))
+            model.step(optimizer)  # while it is saved
+    return {file.name: file.read_bytes() for file in path.glob("*.distcp")}, saver.num_calls
+
+
+def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(mesh: DeviceMesh, tmp_path: Path) -> None:
+    (synchronous, _), (asynchronous, _) = (
+        save_thrice(tmp_path / str(is_asynchronous), 2, is_asynchronous) for is_asynchronous in (False, True)
+    )
+    # Read as torch does: the bytes of a tensor that is not contiguous may be in another order.
+    assert asynchronous.keys() == synchronous.keys() == {"__0_0.distcp"}
+    states = []
+    for name in ("False", "True"):
+        model = Odd(2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.step(optimizer)
+        load(tmp_path / name / step_name(3), model, optimizer, LambdaLR(optimizer, lambda _: 1.0))
+        moments = [value for state in optimizer.state.values() for value in state.values()]
+        states.append([*model.parameters(), *model.buffers(), *moments])
+    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+    verify(tmp_path / "True" / step_name(3))
+
+
+def test_the_thread_that_saves_leaves_the_interpreter_to_the_training(mesh: DeviceMesh, tmp_path: Path) -> None:
+    small, large = (save_thrice(tmp_path / str(num), num, asynchronous=True)[1] for num in (1, 9))
+    assert 0 < large < small + 50  # of 64 tensors more; torch itself would call hundreds for each
+
+
+def test_memory_that_does_not_suffice_for_an_asynchronous_save_is_a_clear_error(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: Any) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(shard_file._Unclosed, "write", write, raising=False)
+    with pytest.raises(StageError, match=r"rank 0 .* MemoryError.* set runtime\.async_checkpoint to false"):
+        save_thrice(tmp_path, 1, asynchronous=True)
 
 
 def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp_path: Path) -> None:

@@ -1,65 +1,238 @@
-"""Which architectures keep documents apart: tested on tiny random models."""
+"""Which attention functions keep documents apart, and compute what the model should: tested on tiny random models."""
 
-import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoConfig, PreTrainedConfig
 
 from stages.artifacts.errors import StageError
-from stages.training import document_mask
-from stages.training.params import TrainParams
-from tests.models import CONFIGS, manifest_of
+from stages.tokens import attention, document_mask
+from stages.tokens.attention import varlen_attention
+from stages.tokens.batch import make_batch
+from stages.tokens.document_mask import choose_attention
+from stages.tokens.loss import loss_sum
+from tests.models import CONFIGS
 from tests.project import Project
 from tests.ranks import Ranks
 
-APART = ["llama", "gpt2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "gpt_neox", "mixtral"]
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
+    "vocab_size": 101, "pad_token_id": None,
+}  # fmt: skip
+WINDOW: dict[str, Any] = {**SMALL, "sliding_window": 64}
+NO_DROPOUT = {"attn_pdrop": 0.0, "attention_dropout": 0.0}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": SMALL, "gpt2": NO_DROPOUT, "qwen2": SMALL, "qwen3": SMALL, "mistral": WINDOW,
+    "ministral": {**WINDOW, **ROPE, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma": SMALL, "gemma3_text": WINDOW, "phi": {**SMALL, "num_key_value_heads": 4}, "phi3": WINDOW,
+    "gpt_neox": {**SMALL, "attention_dropout": 0.0}, "olmo2": SMALL, "olmo3": WINDOW, "granite": SMALL,
+    "smollm3": SMALL, "starcoder2": WINDOW, "cohere": SMALL, "cohere2": WINDOW, "glm4": SMALL, "mixtral": WINDOW,
+    "exaone4": WINDOW, "qwen3_moe": SMALL,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("attention", [None, "eager"])  # None: sdpa, in all but Gemma 2
-@pytest.mark.parametrize("name", APART)
-def test_documents_are_kept_apart(params: TrainParams, name: str, attention: str | None) -> None:
-    assert not document_mask.leaks_documents(AutoConfig.for_model(name), params, attention)
+def config_of(name: str) -> PreTrainedConfig:
+    if name == "gemma2":
+        return AutoConfig.for_model("gemma2", **WINDOW)
+    return AutoConfig.for_model(name, **ARCHITECTURES.get(name, {}))
 
 
-@pytest.mark.parametrize("name", ["opt", "falcon", "bloom"])
-def test_architectures_that_ignore_positions_are_refused(params: TrainParams, tmp_path: Path, name: str) -> None:
-    small = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "vocab_size": 101}
-    config = AutoConfig.for_model(name, **small)
-    config.save_pretrained(tmp_path)
-    manifest = manifest_of(tmp_path, with_weights=False)
-    with pytest.raises(StageError, match="lets tokens attend to other documents: set document_mask to false"):
-        document_mask.check_document_mask(manifest, params)
-    document_mask.check_document_mask(manifest, dataclasses.replace(params, document_mask=False))
+def refusal(name: str, attention: Any = "varlen", mask: bool = True, dtype: torch.dtype = torch.float32) -> str | None:
+    return document_mask.refusal(config_of(name), attention, mask, dtype, "cpu")
 
 
-def test_tiny_config_has_a_layer_of_each_kind() -> None:
+@pytest.mark.parametrize("attention", ["varlen", "sdpa"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_documents_are_computed_as_if_each_were_alone(name: str, attention: str) -> None:
+    assert refusal(name, attention) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
+    assert refusal("gemma3_text", dtype=dtype) is None
+    assert refusal("llama", mask=False, dtype=dtype) is None
+
+
+def without_window(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
+    return varlen_attention(*args, **kwargs)
+
+
+def without_soft_cap(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
+    return varlen_attention(*args, **kwargs)
+
+
+def with_shifted_window(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
+    return varlen_attention(*args, sliding_window=sliding_window and sliding_window + 1, **kwargs)
+
+
+def without_gradient(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+    return varlen_attention(module, query, key.detach(), *args, **kwargs)
+
+
+def of_other_heads(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+    return varlen_attention(module, query, key.flip(1), *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "reason"),
+    [
+        ("mistral", without_window, "computes logits that differ by"),
+        ("gemma3_text", without_window, "computes logits that differ by"),
+        ("olmo3", with_shifted_window, "computes logits that differ by"),
+        ("gemma2", without_soft_cap, "computes logits that differ by"),
+        ("llama", of_other_heads, "computes logits that differ by"),
+        ("llama", without_gradient, "computes gradients that differ by"),
+        ("gemma2", varlen_attention, "the model's attention has soft caps"),
+        ("gpt_oss", varlen_attention, "the model's attention has attention sinks"),
+    ],
+)
+def test_what_an_attention_function_leaves_out_is_seen(
+    monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., Any], reason: str
+) -> None:
+    monkeypatch.setitem(AttentionInterface._global_mapping, "varlen", function)
+    assert reason in str(refusal(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "reason"),
+    [
+        ("llama", {"cu_seq_lens": lambda lengths: lengths[[0, -1]]}, "lets tokens attend to other documents"),
+        ("llama", {"cu_seq_lens": lambda lengths: lengths + (lengths == 13).int()}, "lets tokens attend to other"),
+        ("llama", {"cu_seq_lens": lambda lengths: lengths - (lengths == 13).int()}, "computes logits that differ by"),
+        ("gpt2", {"position_ids": lambda ids: torch.arange(32).repeat(len(ids), 1)}, "computes logits that differ by"),
+    ],
+)
+def test_a_wrong_mask_is_seen(
+    monkeypatch: pytest.MonkeyPatch, name: str, changed: dict[str, Callable[..., Any]], reason: str
+) -> None:
+    """No mask, a mask that is shifted by a token to either side, positions that do not restart."""
+
+    def change(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        batch = make_batch(*args, **kwargs)
+        return batch | {key: function(batch[key]) for key, function in changed.items()}
+
+    monkeypatch.setattr(document_mask, "make_batch", change)
+    assert reason in str(refusal(name))
+
+
+def test_dropout_of_the_attention_is_not_dropped() -> None:
+    config = AutoConfig.for_model("gpt2")
+    reason = document_mask.refusal(config, "varlen", True, torch.float32, "cpu")
+    assert "dropout (set that of the attention to 0" in str(reason)
+    assert document_mask.refusal(config, "sdpa", True, torch.float32, "cpu") is None
+
+
+@pytest.mark.parametrize("window", [0, 70, 700])
+def test_varlen_on_cpus_is_exact_and_makes_no_large_mask(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    """Documents longer than a block, windows smaller and larger than one, heads that share keys."""
+    length, bounds = 1500, [0, 1, 1201, 1500, 1500]
+    masks = []
+    blocks = attention._blocks
+
+    def watch(*args: Any) -> Any:
+        for block in blocks(*args):
+            masks.append(block[2])
+            yield block
+
+    monkeypatch.setattr(attention, "_blocks", watch)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, length, 8, requires_grad=True) for heads in (4, 2, 2))
+    document = torch.bucketize(torch.arange(length), torch.tensor(bounds), right=True)
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    allowed = (document[:, None] == document) & (distance >= 0) & (distance < (window or length))
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=allowed, enable_gqa=True).transpose(1, 2)
+    found, _ = varlen_attention(
+        torch.nn.Module(), query, key, value, None, sliding_window=window or None,
+        cu_seq_lens_q=torch.tensor(bounds, dtype=torch.int32), max_length_q=length,
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    factors = torch.randn_like(expected)
+    gradients = [torch.autograd.grad(output, (query, key, value), factors) for output in (found, expected)]
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert max(0 if mask is None else mask.numel() for mask in masks) <= 512 * (512 + window)
+    assert len(masks) == (6 if window == 0 else 2 * (1 + 3 + 1))
+
+
+def test_varlen_needs_no_value_of_a_tensor() -> None:
+    """So that nothing is waited for on a GPU, and a training can be measured with fake tensors."""
+    config = AutoConfig.for_model("mistral", **WINDOW, num_hidden_layers=1)
+    batch = make_batch(torch.randint(0, 101, (2, 128)), 0, document_mask=True, lengths=True)
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="varlen")
+        loss_sum(model, {name: mode.from_tensor(tensor) for name, tensor in batch.items()}).backward()
+        assert all(param.grad is not None for param in model.parameters())
+
+
+def save(directory: Path, name: str, **sizes: Any) -> Path:
+    AutoConfig.for_model(name, architectures=[f"{name}ForCausalLM"], **sizes).save_pretrained(directory)
+    return directory
+
+
+def choose(directory: Path, name: Any = "auto", mask: bool = True, length: int = 256) -> str:
+    return choose_attention(name, directory, mask, length, torch.float32, "cpu")
+
+
+def test_auto_is_the_fastest_that_works(tmp_path: Path) -> None:
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    assert choose(tmp_path) == "sdpa"
+    assert choose(tmp_path, length=1024) == "varlen"
+    assert choose(tmp_path, length=1024, mask=False) == "sdpa"
+    assert choose(tmp_path, name="eager") == "eager"
+    CONFIGS["gemma2"].save_pretrained(tmp_path)
+    assert choose(tmp_path, length=1024) == choose(tmp_path, mask=False) == "eager"
+    save(tmp_path, "opt", hidden_size=24, num_attention_heads=3, vocab_size=101)  # ignores positions, but not lengths
+    assert choose(tmp_path) == "varlen"
+
+
+@pytest.mark.parametrize("name", ["falcon", "bloom"])
+def test_architectures_that_no_attention_keeps_apart_are_refused(tmp_path: Path, name: str) -> None:
+    save(tmp_path, name, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, vocab_size=101)
+    with pytest.raises(StageError, match=r"keeps the documents of .* apart: sdpa .*: set document_mask to false"):
+        choose(tmp_path)
+    assert choose(tmp_path, mask=False) in ("sdpa", "eager")
+
+
+def test_a_named_attention_that_does_not_work_is_refused(tmp_path: Path) -> None:
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    for name, reason in (("flash_attention_2", "ImportError"), ("flex", "(NotImplementedError|fails)")):
+        with pytest.raises(StageError, match=f"attention {name} does not work with .*{reason}.*: use auto, or sdpa or"):
+            choose(tmp_path, name)
+
+
+def test_a_model_that_cannot_be_tested_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    monkeypatch.setattr(document_mask, "logits", lambda *_: torch.zeros(2, 32, 64))
+    with pytest.raises(StageError, match="computes logits that do not depend on what stands before"):
+        choose(tmp_path)
+
+
+def test_tiny_config_has_a_layer_of_each_kind_and_small_windows() -> None:
     config = transformers.Gemma3TextConfig(head_dim=64)
     tiny = document_mask.tiny_config(config)
     assert tiny.layer_types == ["sliding_attention", "full_attention"]
-    assert (tiny.num_hidden_layers, tiny.hidden_size, tiny.vocab_size) == (2, 128, 64)
+    assert (tiny.num_hidden_layers, tiny.hidden_size, tiny.vocab_size) == (2, 256, 64)
+    assert (tiny.num_attention_heads, tiny.num_key_value_heads, tiny.sliding_window) == (4, 2, 5)
     assert config.num_hidden_layers == 26
+    assert document_mask.tiny_config(transformers.Gemma2Config()).attn_logit_softcapping == 1.0
 
 
-def test_a_model_that_cannot_be_tested_is_refused(
-    params: TrainParams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    CONFIGS["llama"].save_pretrained(tmp_path)
-    manifest = manifest_of(tmp_path, with_weights=False)
-    monkeypatch.setattr(document_mask, "_logits", lambda *_: torch.zeros(2, 16, 64))
-    with pytest.raises(StageError, match="cannot determine whether LlamaForCausalLM keeps documents apart"):
-        document_mask.check_document_mask(manifest, params)
-
-
-def test_training_starts_with_the_check(training: Project, ranks: Ranks) -> None:
+def test_training_starts_with_the_test(training: Project, ranks: Ranks) -> None:
     config = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": 4096, "hidden_size": 16,
               "ffn_dim": 32, "word_embed_proj_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
               "eos_token_id": 0, "bos_token_id": 0}  # fmt: skip
     (training / "models/nano/config.json").write_text(json.dumps(config))
+    training.set(attention="sdpa")
     training.run("python", "-m", "stages.download")
     output = ranks.run(training, status=2)
-    assert "OPTForCausalLM lets tokens attend to other documents: set document_mask to false" in output
+    assert "attention sdpa does not work with OPTForCausalLM in float32 on this cpu" in output
+    assert "it lets tokens attend to other documents: use auto, or varlen" in output
     assert "Traceback" not in output

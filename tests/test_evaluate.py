@@ -1,5 +1,6 @@
 """The loss is that of the model; the report needs no network and has the same bytes each time."""
 
+import dataclasses
 import html.parser
 import json
 import math
@@ -16,15 +17,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from stages import download, evaluate
 from stages.artifacts import history, outputs, publish
 from stages.artifacts.dataset import Dataset, Shard
 from stages.artifacts.errors import StageError
 from stages.artifacts.identity import TokenFingerprints
+from stages.artifacts.params_file import load_params
 from stages.export import report
 from stages.export.lineage import Lineage, SourceModel
+from stages.tokens.loss import LossHead
 from stages.tokens.packed import VALIDATION
 from tests.models import write_tokenizer
 from tests.project import REPO, flip_bit
@@ -84,7 +87,8 @@ def write_rows(num_rows: int, length: int = LENGTH) -> None:
 
 
 def write_params(**changed: Any) -> None:
-    values = {"experiment_name": "exp", "batch_size": 2, "document_mask": True, "eval_rows": 3, **changed}
+    values = {"experiment_name": "exp", "batch_size": 2, "eval_batch_size": None, "document_mask": True, "eval_rows": 3,
+              "attention": "auto", "loss": "auto", **changed}  # fmt: skip
     Path("params.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()))
 
 
@@ -111,9 +115,14 @@ def reference_loss(document_mask: bool, indices: slice | list[int] = slice(None)
 
 
 @pytest.mark.parametrize("document_mask", [True, False])
-@pytest.mark.parametrize("batch_size", [2, 7, 100])
-def test_loss_and_perplexity_are_those_of_each_document_alone(document_mask: bool, batch_size: int) -> None:
-    write_params(document_mask=document_mask, batch_size=batch_size)
+@pytest.mark.parametrize(
+    ("eval_batch_size", "attention"),
+    [(None, "auto"), (7, "varlen"), (100, "flex")],  # flex: not on CPUs
+)
+def test_loss_and_perplexity_are_those_of_each_document_alone(
+    document_mask: bool, eval_batch_size: int | None, attention: str
+) -> None:
+    write_params(document_mask=document_mask, eval_batch_size=eval_batch_size, attention=attention)
     metrics = run_stage()
     loss, tokens = reference_loss(document_mask)
     assert metrics["validation_loss"] == pytest.approx(loss, abs=1e-5)
@@ -164,6 +173,21 @@ def test_a_cpu_computes_in_fp32() -> None:
 def test_the_two_kinds_of_mask_give_different_losses() -> None:
     """Otherwise the test above would pass with either."""
     assert abs(reference_loss(document_mask=True)[0] - reference_loss(document_mask=False)[0]) > 1e-3
+
+
+def test_the_model_computes_the_loss_itself_where_that_gives_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = evaluate.load_model(Path("outputs/exp/model"))
+    scaled: Any = AutoModelForCausalLM.from_config(
+        GraniteConfig(**{**model.config.to_dict(), "model_type": "granite"}, logits_scaling=4.0)
+    ).eval()
+    params = load_params(evaluate.EvaluateParams)
+    for given in (model, scaled):
+        evaluate.prepare_loss(given, params)
+    assert isinstance(model.get_output_embeddings(), LossHead)
+    assert not isinstance(scaled.get_output_embeddings(), LossHead)
+    assert "evaluate: loss plain, because it changes logits after its output embedding" in capsys.readouterr().out
+    with pytest.raises(StageError, match="loss fused is not possible with GraniteForCausalLM"):
+        evaluate.prepare_loss(scaled, dataclasses.replace(params, loss="fused"))
 
 
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:

@@ -77,9 +77,9 @@ def can_mount() -> bool:
 @pytest.mark.parametrize(
     ("which", "step", "names"),
     [
-        ("project", 1, ["organize", "materialize", "extract", "pack", "plan"]),
+        ("project", 1, ["organize", "materialize", "extract", "pack"]),
         ("store", 1, ["extract", "pack"]),
-        ("project", 8, ["download", "train", "consolidate", "evaluate"]),
+        ("project", 8, ["download", "plan", "train", "consolidate", "evaluate"]),
     ],
 )
 def test_trap_30_a_disk_that_is_full_after_any_number_of_pages(

@@ -49,6 +49,8 @@ def test_flops_of_an_unknown_architecture_are_none(tmp_path: Path) -> None:
     [
         ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
         ("NVIDIA H100 80GB HBM3", "fp32", 67e12),
+        ("NVIDIA H100 80GB HBM3", "tf32", 494.5e12),
+        ("NVIDIA H100 80GB HBM3", "fp8", 1978e12),
         ("NVIDIA H100 PCIe", "bf16", 756e12),
         ("NVIDIA A100-SXM4-80GB", "fp16", 312e12),
         ("NVIDIA A10G", "bf16", None),  # not an A10
@@ -58,6 +60,16 @@ def test_flops_of_an_unknown_architecture_are_none(tmp_path: Path) -> None:
 )
 def test_an_unknown_gpu_has_no_peak_flops(name: str, precision: str, expected: float | None) -> None:
     assert flops.peak_flops(name, precision) == expected
+
+
+@pytest.mark.parametrize(("matmul", "peak"), [("highest", 19.5e12), ("high", 156e12)])
+def test_the_mfu_of_tf32_is_that_of_its_own_peak(monkeypatch: pytest.MonkeyPatch, matmul: str, peak: float) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: matmul)
+    assert flops.utilization(1e3, 10**9, "fp32") == pytest.approx(1e12 / (2 * peak))
+    assert flops.utilization(1e3, 10**9, "bf16") == pytest.approx(1e12 / (2 * 312e12))
 
 
 def test_peak_memory_is_measured_since_the_last_log_line() -> None:
@@ -103,7 +115,9 @@ class Recorder:
         pass
 
 
-def launch(params: TrainParams, step: int, metrics: TrainMetrics | None = None) -> tuple[TrainMetrics, Recorder]:
+def launch(
+    params: TrainParams, step: int, metrics: TrainMetrics | None = None, save_at: int | None = None
+) -> tuple[TrainMetrics, Recorder]:
     """Metrics of a launch that makes two steps after `step`, in 40 ms, half of them in no phase of a step."""
     identity = RunIdentity(params={}, data=TokenFingerprints(train="", validation=""), model="", code="")
     run = Run(params=params, identity=identity, num_rows=1000, seq_length=8)
@@ -112,7 +126,10 @@ def launch(params: TrainParams, step: int, metrics: TrainMetrics | None = None) 
     for number in (step + 1, step + 2):
         with timers.phase("forward"):
             time.sleep(0.01)
-        time.sleep(0.01)  # a save, a collective operation, logging
+        time.sleep(0.01)  # a collective operation, logging
+        if number == save_at:
+            with timers.phase("saving"):
+                time.sleep(0.02)
         logger.log(number, StepResult(loss=1.0, grad_norm=1.0), None, is_validated=False)
     return logger.snapshot(), recorder
 
@@ -125,6 +142,12 @@ def test_the_phases_add_up_to_the_time_by_the_clock(params: TrainParams) -> None
     tokens_per_step = 8 * params.total_batch_size
     assert recorder.values["tokens_per_second"] == pytest.approx(1000 * tokens_per_step / milliseconds)
     assert sum(metrics.cost.milliseconds.values()) == pytest.approx(500 * metrics.cost.training_seconds, abs=0.5)
+
+
+def test_what_each_save_costs_is_shown(params: TrainParams) -> None:
+    _, recorder = launch(params, step=0, save_at=2)
+    assert recorder.values["milliseconds_per_save"] == pytest.approx(2 * recorder.values["saving_ms"])  # of two steps
+    assert "milliseconds_per_save" not in launch(params, step=0)[1].values
 
 
 def test_the_cost_is_that_of_all_launches(params: TrainParams) -> None:

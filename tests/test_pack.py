@@ -439,6 +439,7 @@ def test_tokens_of_two_and_four_bytes_give_the_same_rows() -> None:
     assert content() == narrow
 
 
+@pytest.mark.slow
 def test_one_added_file_encodes_a_quarter_of_the_splits_on_average_at_most() -> None:
     def encode_raw() -> tuple[int, dict[str, bytes]]:
         organize_raw(num_splits=20)

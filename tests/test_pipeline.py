@@ -92,7 +92,7 @@ def test_an_experiment_cannot_have_the_name_of_an_output() -> None:
     assert adapter.validate_python("report2") == "report2"
     fixed = [out for name in STAGES for out in diagram.outs(PIPELINE["stages"][name])]
     names = [out.removeprefix("outputs/") for out in fixed if re.fullmatch(r"outputs/[\w.]+", out)]
-    assert len(names) == 5
+    assert len(names) == 6
     for name in names:
         with pytest.raises(ValidationError, match="choose another name"):
             adapter.validate_python(name)
@@ -311,6 +311,7 @@ def modules_of(project: Project) -> list[Path]:
     return sorted((project / "stages").rglob("*.py"))
 
 
+@pytest.mark.slow
 def test_a_comment_in_every_module_trains_nothing_and_reads_no_split(reproduced: Project) -> None:
     outs = dvc_outs(reproduced)
     checkpoints = {path: path.stat().st_mtime_ns for path in reproduced.checkpoints().rglob("*")}

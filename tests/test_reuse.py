@@ -130,7 +130,7 @@ def test_results_depend_on_parameters_and_code_and_not_on_the_directory(monkeypa
     assert run(params=moved) == 4
 
 
-@pytest.mark.parametrize("size", [7, 1 << 20])
+@pytest.mark.parametrize("size", [7, pytest.param(1 << 20, marks=pytest.mark.slow)])
 def test_the_first_of_equal_strings_is_kept(size: int) -> None:
     limits = Limits(digests=size, batch=50)
     chance = random.Random(0)
@@ -291,7 +291,7 @@ def test_files_that_dvc_checks_out_cannot_change_the_store(reproduced: Project, 
     assert reproduced.run("git", "status", "--porcelain", "--untracked-files=all", "data") == ""
 
 
-@pytest.mark.parametrize("number", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 50))])
+@pytest.mark.parametrize("number", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 50))])
 def test_trap_21_after_a_kill_only_unfinished_splits_are_read(number: int) -> None:
     """A SIGKILL of a worker, or of the stage, then a run to the end."""
     put_slow_files(24, 1500)

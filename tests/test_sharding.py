@@ -7,6 +7,8 @@ import os
 import re
 import socket
 import sys
+import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,15 +20,21 @@ import transformers
 import yaml
 from torch import multiprocessing, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_all_gather
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
 from stages.model import meta
+from stages.tokens.attention_names import NEED_LENGTHS
 from stages.tokens.batch import count_labels, make_batch
-from stages.training import saver, sharded_model, sharding
+from stages.training import saver, sharded_model, sharding, step
 from stages.training.distributed import all_reduce_sum, device_mesh, process_group
 from stages.training.fsdp import FSDP_PRESETS, FsdpParams
 from stages.training.optimizer import make_optimizer
@@ -34,7 +42,7 @@ from stages.training.params import TrainParams, TrainRuntime
 from stages.training.precision import load_scaler_state, make_grad_scaler, scaler_state
 from stages.training.schedule import lr_ratio
 from stages.training.state import ScalerState
-from stages.training.step import train_step
+from stages.training.step import StepResult, UnreadStep, train_step
 from stages.training.timers import Timers
 from tests.models import CONFIGS, full_value, manifest_of
 from tests.project import REPO
@@ -52,8 +60,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 RESUMED: dict[str, dict[str, Any]] = {
-    "bf16": {"precision": "bf16", "activation_checkpointing": "selective"},
+    "bf16": {"precision": "bf16", "activation_checkpointing": "selective", "loss": "fused"},
     "fp16": {"precision": "fp16"},
+    "varlen": {"attention": "varlen", "precision": "bf16"},
+    "fp16 fused": {"precision": "fp16", "loss": "fused"},
+    "selective_op": {"precision": "bf16", "activation_checkpointing": "selective_op"},
 }
 if importlib.util.find_spec("torchao"):
     RESUMED["adamw_8bit"] = {"optimizer": "adamw_8bit"}
@@ -65,7 +76,8 @@ class Training:
     def __init__(self, directory: Path, params: TrainParams, initialize: bool = True) -> None:
         self.params = params
         mesh = make_mesh(params.fsdp)
-        self.model = sharded_model.build(manifest_of(directory, with_weights=True), params, mesh, initialize=initialize)
+        manifest = manifest_of(directory, with_weights=True)
+        self.model = sharded_model.build(manifest, params, mesh, initialize=initialize)
         self.optimizer = make_optimizer(self.model, params)
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.scaler = make_grad_scaler(params.precision, next(self.model.parameters()).device)
@@ -76,40 +88,31 @@ class Training:
         for _ in range(steps):
             generator = torch.Generator().manual_seed(10 * self.step + dist.get_rank())
             rows = [torch.randint(0, 101, (2, 16), generator=generator) for _ in range(2)]
-            batches = [make_batch(part, eos_token_id=0, document_mask=True) for part in rows]
+            lengths = self.params.attention in NEED_LENGTHS
+            batches = [make_batch(part, 0, document_mask=True, lengths=lengths) for part in rows]
             (num_labels,) = all_reduce_sum(sum(map(count_labels, batches)))
-            results.append(
-                train_step(
-                    self.model,
-                    self.optimizer,
-                    self.scaler,
-                    batches,
-                    int(num_labels),
-                    self.params,
-                    Timers(lambda phase: None),
-                )
-            )
+            results.append(self.train_step(batches, int(num_labels)))
             self.scheduler.step()
             self.step += 1
         return results
 
+    def queue_step(self, batches: list[dict[str, torch.Tensor]], num_labels: int) -> UnreadStep:
+        timers = Timers(lambda phase: None)
+        numbers = train_step(self.model, self.optimizer, self.scaler, batches, num_labels, self.params, timers)
+        return UnreadStep(self.step + 1, num_labels, numbers)
+
+    def train_step(self, batches: list[dict[str, torch.Tensor]], num_labels: int) -> StepResult:
+        unread = self.queue_step(batches, num_labels)
+        own_loss, grad_norm = unread.read()
+        return unread.result(*all_reduce_sum(own_loss), grad_norm)
+
     def save(self, directory: Path) -> int:
         """Save; returns how many bytes this rank copied to CPU memory for it."""
-        staged: list[Any] = []
-        stage = saver.DefaultStager.stage
-
-        def new_stage(stager: saver.DefaultStager, tensors: dict[str, Any]) -> Any:
-            staged.extend(tree_leaves(tensors))
-            return stage(stager, tensors)
-
         state = train_state(self.step, scaler_state(self.scaler))
         runtime = load_params(TrainRuntime, "runtime", path=REPO / "params.yaml")
-        with (
-            saver.Saver(runtime, asynchronous=self.params.optimizer != "adamw_8bit") as writer,
-            mock.patch.object(saver.DefaultStager, "stage", new_stage),
-        ):
+        with saver.Saver(runtime, asynchronous=self.params.optimizer != "adamw_8bit") as writer:
             writer.save(directory, self.model, self.optimizer, self.scheduler, state, "", checkpoint_manifest())
-        return sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in staged)
+        return sum(place.nbytes for _, place in writer._shard_file._places) if writer._shard_file else 0
 
     def load(self, directory: Path) -> None:
         state = saver.load(directory, self.model, self.optimizer, self.scheduler)
@@ -143,13 +146,37 @@ def steps_of_all_strategies(directory: Path, params: TrainParams) -> dict[str, A
     return results
 
 
+def untied_embeddings(directory: Path, params: TrainParams) -> dict[str, Any]:
+    """Steps of a model whose embeddings FSDP gathers by themselves, and how often it gathers which unit."""
+    results = {}
+    for loss, name in (("plain", "FULL_SHARD"), ("fused", "FULL_SHARD"), ("fused", "SHARD_GRAD_OP"), ("fused", "ddp"),
+                       ("fused", "prefetch"), ("fused", "multi_node_fsdp")):  # fmt: skip
+        changed = dataclasses.replace(with_fsdp(params, **STRATEGIES[name]), loss=loss)  # type: ignore[arg-type]
+        training = Training(directory / "llama untied, scaled rope", changed)
+        steps = training.train(2)
+        gathered: list[str] = []
+
+        def gather(params: list[FSDPParam], *args: Any, gathered: list[str] = gathered) -> Any:
+            gathered.append(params[0]._param_fqn or "")
+            return foreach_all_gather(params, *args)
+
+        with mock.patch.object(_fsdp_param_group, "foreach_all_gather", gather):
+            steps += training.train(1)
+        weights = {key: full_value(param.detach()) for key, param in training.model.named_parameters()}
+        counts = {key: gathered.count(key) for key in ("model.embed_tokens.weight", "lm_head.weight")}
+        results[f"{loss} {name}"] = {"steps": steps, "weights": weights, "gathered": counts}
+    return results
+
+
 def checkpoints_across_strategies(directory: Path, params: TrainParams) -> dict[str, Any]:
     results = {}
     for saving, loading in (("FULL_SHARD", "NO_SHARD"), ("NO_SHARD", "HYBRID_SHARD"), ("HYBRID_SHARD", "FULL_SHARD")):
         one = Training(directory / "llama", with_fsdp(params, **STRATEGIES[saving]))
         one.train(1)
         path = directory / f"{saving}-{loading}" / "step-00000001"
-        staged = one.save(path)
+        copied = one.save(path)
+        once = sum(full_value(value).nbytes for param in one.model.parameters()
+                   for value in (param, *one.optimizer.state[param].values()))  # fmt: skip
         written = sum(file.stat().st_size for file in path.glob("*.distcp"))
         two = Training(directory / "llama", with_fsdp(params, **STRATEGIES[loading]), initialize=False)
         two.load(path)
@@ -159,7 +186,7 @@ def checkpoints_across_strategies(directory: Path, params: TrainParams) -> dict[
                                  (f"{param_name} exp_avg", training.optimizer.state[param]["exp_avg"]))}
             for training in (one, two)
         ]  # fmt: skip
-        results[saving] = {"values": values, "staged": staged, "written": written}
+        results[saving] = {"values": values, "copied": copied, "once": once, "written": written}
     return results
 
 
@@ -168,7 +195,7 @@ def resumed_and_not(directory: Path, params: TrainParams) -> dict[str, Any]:
     for name, changes in RESUMED.items():
         changed = dataclasses.replace(params, **changes)
         straight = Training(directory / "wide", changed)
-        if name == "fp16":  # so high that steps overflow before and after the checkpoint
+        if name.startswith("fp16"):  # so high that steps overflow before and after the checkpoint
             load_scaler_state(straight.scaler, ScalerState(scale=2.0**23, good_steps=0))
         steps = straight.train(2)
         path = directory / f"resumed-{name}" / "step-00000002"
@@ -245,7 +272,7 @@ def timeouts(port: int, rank: int) -> dict[str, float]:
         }
 
 
-JOBS = (steps_of_all_strategies, checkpoints_across_strategies, resumed_and_not, every_model)
+JOBS = (steps_of_all_strategies, untied_embeddings, checkpoints_across_strategies, resumed_and_not, every_model)
 
 
 def rank_main(rank: int, directory: Path, params: TrainParams, port: int) -> None:
@@ -305,12 +332,25 @@ def test_a_checkpoint_of_one_strategy_is_loaded_by_another(results: list[dict[st
             assert all(torch.equal(saved[name], found[name]) for name in saved)
 
 
+def test_embeddings_of_their_own_are_gathered_once_per_forward_pass(results: list[dict[str, Any]]) -> None:
+    for rank in results:
+        found = rank["untied_embeddings"]
+        for result in found.values():
+            torch.testing.assert_close(result["steps"], found["plain FULL_SHARD"]["steps"])
+            torch.testing.assert_close(result["weights"], found["plain FULL_SHARD"]["weights"])
+        # Two forward passes: in the backward pass they are not needed, or still there.
+        once = {"model.embed_tokens.weight": 2, "lm_head.weight": 2}
+        assert {name: result["gathered"] for name, result in found.items()} == {
+            **dict.fromkeys(found, once), "fused ddp": {"model.embed_tokens.weight": 0, "lm_head.weight": 0},
+        }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
 def test_a_save_copies_each_tensor_once(results: list[dict[str, Any]], name: str) -> None:
     found = [rank["checkpoints_across_strategies"][name] for rank in results]
-    staged, written = [result["staged"] for result in found], found[0]["written"]
-    assert sum(staged) < written  # which includes a header for each tensor
-    assert max(staged) < 0.6 * sum(staged)
+    copied, once, written = [result["copied"] for result in found], found[0]["once"], found[0]["written"]
+    assert sum(copied) == once < written  # which includes a header for each tensor
+    assert max(copied) < 0.6 * once
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -322,7 +362,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(results: list[dict[str, 
         assert resumed_steps == steps
         assert resumed_scaler == scaler
         assert all(torch.equal(tensors[key], resumed_tensors[key]) for key in tensors)
-        if name == "fp16":
+        if name.startswith("fp16"):
             assert [norm is None for _, norm in steps] == [True, True, True, True, False]
             assert scaler == ScalerState(scale=2.0**19, good_steps=1)
             assert {value.item() for key, value in tensors.items() if key.endswith(" step")} == {1.0}
@@ -433,14 +473,68 @@ def test_a_gradient_that_is_not_finite_is_an_error_once_no_smaller_scale_helps(
     assert all(torch.equal(before[key].nan_to_num(), value.nan_to_num()) for key, value in training.tensors().items())
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_gradient_that_is_not_finite_changes_no_bit(
+    params: TrainParams, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    training = Training(tmp_path, dataclasses.replace(params, precision=precision))
+    load_scaler_state(training.scaler, ScalerState(scale=256.0 if precision == "fp16" else 1.0, good_steps=0))
+    assert None not in training.train(2)[1]
+    before = {name: value.clone() for name, value in training.tensors().items()}
+    losses = step.training_losses
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "training_losses", lambda *args: (losses(*args)[0] * math.inf, None))
+        if precision == "fp16":
+            assert training.train(1) == [(None, None)]
+        else:
+            with pytest.raises(StageError, match="the gradient norm is nan"):
+                training.train(1)
+    after = training.tensors()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert {float(value) for name, value in after.items() if name.endswith(" step")} == {2.0}
+    training.train(1)  # the next one is as if there had been none
+    after = training.tensors()
+    assert not any(torch.equal(before[name], after[name]) for name in before if name.endswith(" exp_avg"))
+
+
+class Reads(TorchDispatchMode):
+    """Counts the reads of single numbers from the device: `.item()`, `bool(tensor)`, `if tensor`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_step_reads_no_number_from_the_device(
+    params: TrainParams, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    training = Training(tmp_path, dataclasses.replace(params, precision=precision))
+    # The masks of transformers' own attention functions depend on whether all positions of the batch are in one row.
+    transformers.AttentionInterface.register("maskless", sdpa_attention_forward)
+    training.model.config._attn_implementation = "maskless"
+    batch = make_batch(torch.randint(0, 101, (2, 16)), eos_token_id=0, document_mask=True)
+    with monkeypatch.context() as patch, Reads() as reads:
+        patch.setattr(torch.Tensor, "tolist", None)  # on CPUs it is no operation that a mode sees
+        unread = training.queue_step([batch, batch], num_labels=60)
+        assert reads.number == 0
+        assert training.scaler.get_scale() >= 1
+        assert reads.number == (precision == "fp16")  # the mode does count them
+    assert unread.read()[1] is not None
+
+
 def test_a_step_without_labels_has_no_gradient(params: TrainParams, mesh: DeviceMesh, tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
     training = Training(tmp_path, params)
     batch = make_batch(torch.zeros(2, 16, dtype=torch.int32), eos_token_id=0, document_mask=True)
     assert count_labels(batch) == 0
-    timers = Timers(lambda phase: None)
-    result = train_step(training.model, training.optimizer, training.scaler, [batch], 0, params, timers)
-    assert result == (None, 0.0)
+    assert training.train_step([batch], num_labels=0) == (None, 0.0)
     assert all(torch.isfinite(value).all() for value in training.tensors().values())
 
 
@@ -449,6 +543,31 @@ def test_the_8_bit_optimizer_names_its_missing_library(params: TrainParams, monk
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(StageError, match="adamw_8bit needs torchao, which is not installed: run `pip install torchao`"):
         make_optimizer(StrangeModel(), dataclasses.replace(params, optimizer="adamw_8bit"))
+
+
+def test_the_8_bit_optimizer_skips_what_torchao_does_not(params: TrainParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    class AdamW8bit(torch.optim.SGD):  # in place of that of torchao, which may be missing
+        def __init__(self, groups: Any, lr: float, betas: Any, eps: float) -> None:
+            super().__init__(groups, lr)
+
+        def step(self, closure: Any = None) -> None:
+            self.found_inf = None  # SGD refuses it, torchao does not know it
+            super().step(closure)
+
+    for name in ("torchao", "torchao.optim"):
+        module = types.ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+    module.AdamW8bit = AdamW8bit  # type: ignore[attr-defined]
+    layer = nn.Linear(2, 2)
+    optimizer = make_optimizer(layer, dataclasses.replace(params, optimizer="adamw_8bit"))
+    assert optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]  # else GradScaler decides by itself
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.ones_like(layer.weight)
+    for found_inf in (1.0, 0.0):
+        optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
+        optimizer.step()
+        assert torch.equal(layer.weight, before) == bool(found_inf)
 
 
 def ratios(params: TrainParams, steps: int, **changes: Any) -> list[float]:
@@ -467,3 +586,13 @@ def test_schedules_have_the_documented_ratios(params: TrainParams) -> None:
     assert ratios(params, 12, **wsd, lr_decay_steps=10) == [*warmup, 1, 1, 1, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.5]
     with pytest.raises(ValueError, match="lr_decay_steps 2 includes the warm-up, but warmup_steps is 2"):
         ratios(params, 4, lr_decay_steps=2)
+
+
+def test_a_wrapped_module_may_contain_embeddings(mesh: DeviceMesh, params: TrainParams, tmp_path: Path) -> None:
+    CONFIGS["llama untied, scaled rope"].save_pretrained(tmp_path)
+    model = meta.build(tmp_path)
+    sharding.shard(model, ["LlamaModel", "LlamaDecoderLayer"], params, mesh)
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    assert units == ["", "model", "model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in (model.model, model.model.embed_tokens)]
+    assert [len(group.fsdp_params) for group in groups] == [1, 1]  # the last norm, and the embedding

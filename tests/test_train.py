@@ -1,33 +1,39 @@
 """Training: the same rows, the same weights, whatever happens meanwhile."""
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from torch.distributed.device_mesh import DeviceMesh
 
-from stages import plan
+from stages import plan, train
 from stages.artifacts import history
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name
 from stages.checkpointing.lock import read_lock
 from stages.model.manifest import MANIFEST, ModelManifest
-from stages.tokens.batch import make_batch
+from stages.tokens.batch import count_labels, make_batch
 from stages.tokens.order import permute, step_rows
-from stages.tokens.packed import VALIDATION
+from stages.tokens.packed import TRAIN, VALIDATION
 from stages.tokens.rows import TokenRows
-from stages.training import run
+from stages.training import run, step
 from stages.training.handoff import Launch
 from stages.training.loader import BatchLoader
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.state import TrainState
-from tests.project import Project
+from stages.training.watchdog import Heartbeat
+from tests.project import Project, wait_for
 from tests.ranks import Ranks
 from tests.trainings import checkpoint_manifest, newest_checkpoint
 
@@ -64,9 +70,15 @@ def test_a_batch_restarts_positions_and_has_no_label_across_documents() -> None:
     batch = make_batch(rows, eos_token_id=0, document_mask=True)
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
     assert batch["labels"].tolist() == [[6, 0, -100, 8, 9, 0, -100, -100]]
+    assert make_batch(rows, 0, document_mask=True, lengths=True)["cu_seq_lens"].tolist() == [0, 3, 7, 8, 8]
+    batch = make_batch(rows.view(2, 4), 0, document_mask=True, lengths=True)
+    assert batch["cu_seq_lens"].tolist() == [0, 3, 4, 7, 8]  # two rows: the second begins inside a document
     batch = make_batch(rows, eos_token_id=0, document_mask=False)
     assert "position_ids" not in batch
     assert batch["labels"].tolist() == [[6, 0, 7, 8, 9, 0, 4, -100]]
+    batch = make_batch(rows.view(2, 4), 0, document_mask=False, lengths=True)  # each row is a document
+    assert batch["cu_seq_lens"].tolist() == [0, 4, 8]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(("eval_rows", "expected"), [(5, [0, 2, 5, 8, 11]), (None, range(14)), (100, range(14))])
@@ -75,8 +87,8 @@ def test_a_validation_measures_the_same_rows_on_any_number_of_ranks(
 ) -> None:
     monkeypatch.chdir(training.path)
     rows = TokenRows(VALIDATION)
-    for batch_size, world_size in ((2, 1), (4, 1), (1, 3), (2, 2)):
-        training.set(batch_size=batch_size, total_batch_size=12, eval_rows=eval_rows)
+    for batch_size, eval_batch_size, world_size in ((2, None, 1), (2, 4, 1), (1, None, 3), (4, 2, 2), (2, 5, 2)):
+        training.set(batch_size=batch_size, eval_batch_size=eval_batch_size, total_batch_size=12, eval_rows=eval_rows)
         loader = BatchLoader(rows, load_params(TrainParams), eos_token_id=0)
         monkeypatch.setattr("torch.distributed.get_world_size", lambda size=world_size: size)
         measured, num_batches = [], set()
@@ -89,6 +101,120 @@ def test_a_validation_measures_the_same_rows_on_any_number_of_ranks(
                 measured += [row.tolist() for row in batch["input_ids"][counts]]
         assert sorted(measured) == sorted(rows.rows(np.array(expected)).tolist())
         assert num_batches == {loader.num_validation_batches}
+
+
+def test_a_thread_makes_the_batches_of_the_next_step_and_its_error_is_raised(
+    training: Project, monkeypatch: pytest.MonkeyPatch, mesh: DeviceMesh
+) -> None:
+    monkeypatch.chdir(training.path)
+    rows, read = TokenRows(TRAIN), []
+
+    class Watched:
+        def __len__(self) -> int:
+            return len(rows)
+
+        def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int32]:
+            read.append((threading.current_thread().name, indices.tolist()))
+            if len(read) == 9:
+                raise StageError("the disk")
+            return rows.rows(indices)
+
+    loader = BatchLoader(Watched(), load_params(TrainParams), eos_token_id=0)  # type: ignore[arg-type]
+    made = loader.step_batches(5)
+    wait_for(lambda: len(read) == 8)  # 4 forward passes of step 5, and those of step 6, which was not asked for
+    assert [indices for _, indices in read] == [*loader.step_indices(5).tolist(), *loader.step_indices(6).tolist()]
+    assert {name for name, _ in read} == {"loader_0"}
+    expected = [make_batch(torch.from_numpy(rows.rows(indices)), 0, True) for indices in loader.step_indices(5)]
+    torch.testing.assert_close(made.batches, expected, rtol=0, atol=0)
+    assert made.num_labels == sum(map(count_labels, expected))
+    loader.step_batches(6)
+    with pytest.raises(StageError, match="the disk"):
+        loader.step_batches(7)
+    loader.close()
+    assert "loader_0" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in a rank of tests/ranks.py: with more threads, the operations of a tiny model wait for each other."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(number)
+
+
+class Signal:
+    """A signal to stop, or none."""
+
+    received = False
+
+
+def make_trainer(mesh: DeviceMesh, max_unread: int) -> train.Trainer:
+    """A training in this process, whose numbers are read as late as on a GPU if `max_unread` is 1."""
+    described = run.describe(load_params(TrainParams))
+    trainer = train.Trainer(described, load_params(TrainRuntime, "runtime"), mesh, Signal(), Heartbeat(0))  # type: ignore[arg-type]
+    trainer.max_unread = max_unread
+    return trainer
+
+
+def test_numbers_that_are_read_late_are_complete_in_every_checkpoint(
+    training: Project, monkeypatch: pytest.MonkeyPatch, mesh: DeviceMesh, one_thread: None
+) -> None:
+    """As on a GPU; whether the training ends, is stopped and resumed, or fails."""
+    monkeypatch.chdir(training.path)
+    training.set(runtime={"ckpt_freq": 3, "async_checkpoint": False, "keep_checkpoints": 9})
+    contents = []
+    for max_unread in (0, 1):
+        assert make_trainer(mesh, max_unread).train()
+        contents.append({path.name: content(path) for path in list_checkpoints(training.checkpoints())})
+        assert contents[-1].keys() == {step_name(step) for step in (3, 6, 9, 12)}
+        assert contents[-1][step_name(9)]["history.tsv"].count(b"\n") == 11
+        shutil.rmtree(training / "outputs")
+    assert contents[0] == contents[1]
+
+    queue_step = step.train_step
+    trainer = make_trainer(mesh, max_unread=1)
+
+    def stop_in_step_5(*args: Any) -> torch.Tensor:
+        trainer.stop_signal.received = trainer.step == 4
+        return queue_step(*args)
+
+    monkeypatch.setattr(train, "train_step", stop_in_step_5)
+    assert not trainer.train()
+    assert trainer.step == 5  # the step in which the signal came
+    losses, number = step.training_losses, 0
+
+    def fail_in_step_7(*args: Any) -> Any:
+        nonlocal number
+        number += 1  # 4 forward passes a step; the first one is of step 6
+        loss, router_loss = losses(*args)
+        return loss * (math.nan if number == 5 else 1), router_loss
+
+    monkeypatch.setattr(train, "train_step", queue_step)
+    monkeypatch.setattr(step, "training_losses", fail_in_step_7)
+    trainer = make_trainer(mesh, max_unread=1)
+    with pytest.raises(StageError, match=r"^step 7: the gradient norm is nan: .*; the newest checkpoint is of step 6$"):
+        trainer.train()
+    assert trainer.step == 8  # which was queued before the numbers of step 7 were read
+    assert [path.name for path in list_checkpoints(training.checkpoints())] == [step_name(step) for step in (6, 5, 3)]
+    assert make_trainer(mesh, max_unread=1).train()
+    last = training.checkpoints() / step_name(12)
+    assert content(last) == contents[0][step_name(12)]
+
+
+def test_the_validation_loss_does_not_depend_on_the_rows_of_a_forward_pass(
+    training: Project, monkeypatch: pytest.MonkeyPatch, mesh: DeviceMesh, one_thread: None
+) -> None:
+    """14 rows, which 5 and 8 do not divide."""
+    monkeypatch.chdir(training.path)
+    losses = {}
+    for size in (None, 1, 5, 8, 14, 100):
+        training.set(eval_batch_size=size)
+        trainer = make_trainer(mesh, max_unread=0)
+        trainer.validate()
+        assert trainer.validation_loader.num_validation_batches == math.ceil(14 / (size or 2))
+        losses[size] = trainer.validation_loss
+    assert losses == pytest.approx(dict.fromkeys(losses, losses[None]), rel=1e-6)
 
 
 def test_trap_29_rows_that_the_tokens_do_not_have_are_refused(training: Project) -> None:
@@ -287,11 +413,11 @@ def test_ranks_train_what_the_launcher_read_and_refuse_changed_files(
 def save_run(params: TrainParams, *saved: int) -> str:
     """Make checkpoints of a run at some steps, as far as `resume_candidates` reads them; returns the run_id."""
     described = run.describe(params)
-    for step in saved:
-        path = described.directory / step_name(step)
+    for number in saved:
+        path = described.directory / step_name(number)
         path.mkdir(parents=True)
         checkpoint_manifest(
-            run_id=described.run_id, identity=described.identity, step=step, total_steps=described.total_steps
+            run_id=described.run_id, identity=described.identity, step=number, total_steps=described.total_steps
         ).write(path)
     return described.run_id
 
@@ -314,7 +440,7 @@ def test_a_changed_batch_size_adopts_nothing_where_a_router_loss_depends_on_it(
 
 def test_a_changed_batch_size_adopts_an_unfinished_run(training: Project, ranks: Ranks) -> None:
     ranks.run(training, "kill rank 0 at step 5", -9)
-    training.set(batch_size=4, eval_rows=5)
+    training.set(batch_size=4, eval_batch_size=3, eval_rows=5)
     output = ranks.run(training)
     assert "was identical until there" in output
     last = newest_checkpoint(training, 12)

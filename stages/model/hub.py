@@ -40,7 +40,10 @@ class ModelSource:
     """Names of its safetensors files; empty where it has none, or where they are not wanted."""
 
 
-def resolve(model_name: str, model_revision: str, want_weights: bool, timeout: float = 10.0) -> ModelSource:
+def resolve(
+    model_name: str, model_revision: str, want_weights: bool, timeout: float = 10.0,
+    required: tuple[str, ...] = (CONFIG, TOKENIZER),
+) -> ModelSource:  # fmt: skip
     """Find a model's files; fetch them from the Hub where the cache lacks some.
 
     Args:
@@ -48,6 +51,7 @@ def resolve(model_name: str, model_revision: str, want_weights: bool, timeout: f
         model_revision: Branch, tag or commit of a Hub id.
         want_weights: Whether the weights are needed too, if the model has any.
         timeout: Seconds to wait for the Hub's first answer; huggingface_hub's own download has no limit.
+        required: Files without which a cached model is incomplete, beside its weights.
 
     Raises:
         StageError: the model is not found, or loading it would run code of its authors: pickles, `auto_map`.
@@ -58,7 +62,7 @@ def resolve(model_name: str, model_revision: str, want_weights: bool, timeout: f
         weights = weight_files(source) if want_weights else []
         names = _names(source)
     else:
-        source, weights, names = _from_hub(model_name, model_revision, want_weights, timeout)
+        source, weights, names = _from_hub(model_name, model_revision, want_weights, timeout, required)
         commit = source.name
     if not (source / CONFIG).is_file():
         raise StageError(f"model_name is {model_name!r}: it has no {CONFIG}, so transformers cannot load it")
@@ -88,9 +92,11 @@ def weight_files(directory: Path) -> list[str]:
     return [WEIGHTS] if (directory / WEIGHTS).is_file() else []
 
 
-def _from_hub(repo: str, revision: str, want_weights: bool, timeout: float) -> tuple[Path, list[str], list[str]]:
+def _from_hub(
+    repo: str, revision: str, want_weights: bool, timeout: float, required: tuple[str, ...]
+) -> tuple[Path, list[str], list[str]]:
     """The snapshot's directory, its weights, and the names of all files that the repository is known to have."""
-    source = _snapshot(repo, revision, list(_PATTERNS), [CONFIG, TOKENIZER], timeout)
+    source = _snapshot(repo, revision, list(_PATTERNS), list(required), timeout)
     if not want_weights:
         return source, [], []
     commit = source.name  # from here on the commit: the branch may get another one between two requests

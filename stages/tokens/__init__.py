@@ -1,1 +1,1 @@
-"""Packed rows of tokens: where they are, in which order a training uses them, and the loss of a model on them."""
+"""Packed rows of tokens: where they are, their order in a training, and the loss and attention of a model on them."""

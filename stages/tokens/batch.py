@@ -4,37 +4,57 @@ import torch
 from torch import Tensor
 
 
-def make_batch(input_ids: Tensor, eos_token_id: int, document_mask: bool) -> dict[str, Tensor]:
-    """Inputs and labels of packed rows.
+def make_batch(input_ids: Tensor, eos_token_id: int, document_mask: bool, lengths: bool = False) -> dict[str, Tensor]:
+    """Inputs and labels of packed rows, made on the CPU: on a GPU, the number of documents would have to be waited for.
 
     Args:
         input_ids: (B, T) integers; every document ends with `eos_token_id`, rows cut documents anywhere.
         eos_token_id: The token that ends a document, and occurs nowhere else.
-        document_mask: Add `position_ids` that restart after each document. Given such positions and no attention
-            mask, transformers lets no token attend to another document.
+        document_mask: Whether tokens attend to their own document only, else to their row.
+        lengths: For attention functions that need the lengths of the documents (`NEED_LENGTHS`): with them, the model
+            computes all rows as one.
 
     Returns:
         `input_ids` (B, T) int64, `labels` (B, T) int64 (already shifted: `labels[:, t]` is the token after
-        `input_ids[:, t]`, or -100 where nothing is to be predicted) and, with `document_mask`, `position_ids` (B, T)
-        int64. Models count positions by themselves; given some, transformers has the CPU wait for the GPU to see
-        whether they restart.
+        `input_ids[:, t]`, or -100 where nothing is to be predicted), and:
+
+        - with `document_mask` or `lengths`, `position_ids` (B, T) int64 that restart after each document. Given such
+          positions and no attention mask, most implementations of transformers let no token attend to another document.
+          Models count positions by themselves; given some, transformers has the CPU wait for the GPU to see whether
+          they restart, but not with attention functions that need no mask, such as `varlen`.
+        - with `lengths`, `cu_seq_lens` (N + 1,) int32: where each document starts among the B*T tokens, and then B*T,
+          repeated until N is a power of two.
     """
-    # Rows are stored, and copied to the GPU, as int32; only here they become int64, which cross_entropy asks of labels.
+    # Rows are stored as int32; only here they become int64, which cross_entropy asks of labels.
     input_ids = input_ids.long()
     num_rows, length = input_ids.shape
     # The last token of each row has no label: its successor is in another row.
     labels = torch.full_like(input_ids, -100)  # (B, T)
     labels[:, :-1] = input_ids[:, 1:]
-    if not document_mask:
-        return {"input_ids": input_ids, "labels": labels}
-    is_end = input_ids == eos_token_id  # (B, T) bool
-    labels[is_end] = -100  # the first token of a document follows from nothing before it
-    positions = torch.arange(length, device=input_ids.device).expand(num_rows, length)  # (B, T)
-    # Where a document starts, its position in the row, elsewhere 0: the running maximum is then the start of the
-    # document that each token is in. A row that begins inside a document counts from its own first token.
-    starts = torch.zeros_like(input_ids)
-    starts[:, 1:] = torch.where(is_end[:, :-1], positions[:, 1:], 0)
-    return {"input_ids": input_ids, "labels": labels, "position_ids": positions - starts.cummax(dim=1).values}
+    batch = {"input_ids": input_ids, "labels": labels}
+    is_start = torch.zeros_like(input_ids, dtype=torch.bool)  # (B, T)
+    if document_mask:
+        is_end = input_ids == eos_token_id  # (B, T) bool
+        labels[is_end] = -100  # the first token of a document follows from nothing before it
+        is_start[:, 1:] = is_end[:, :-1]
+    if document_mask or lengths:
+        positions = torch.arange(length, device=input_ids.device).expand(num_rows, length)  # (B, T)
+        # Where a document starts, its position in the row, elsewhere 0: the running maximum is then the start of the
+        # document that each token is in. A row that begins inside a document counts from its own first token.
+        batch["position_ids"] = positions - torch.where(is_start, positions, 0).cummax(dim=1).values
+    if lengths:
+        is_start[:, 0] = True  # also of a row that begins inside a document
+        batch["cu_seq_lens"] = _padded(is_start.flatten().nonzero().flatten(), end=is_start.numel())
+    return batch
+
+
+def _padded(starts: Tensor, end: int) -> Tensor:
+    """Add empty documents at the end: torch.compile sees few shapes.
+
+    To a power of two, not to the most that could be: kernels start blocks, and allocate memory, for empty ones too.
+    """
+    num_documents = 1 << (len(starts) - 1).bit_length()
+    return torch.nn.functional.pad(starts, (0, num_documents + 1 - len(starts)), value=end).int()
 
 
 def count_labels(batch: dict[str, Tensor]) -> int:

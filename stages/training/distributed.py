@@ -46,8 +46,7 @@ def process_group(timeout_minutes: float) -> Iterator[None]:
             store.set_timeout(timeout)  # else five minutes, also to wait for a rank that starts later
     try:
         if check_devices(int(os.environ["LOCAL_WORLD_SIZE"])):
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
+            device = _use_gpu(int(os.environ["LOCAL_RANK"]))
             # gloo beside NCCL: checkpoints and decisions are exchanged on the CPU, where they do not wait for the GPU.
             backend = "cpu:gloo,cuda:nccl"
         else:
@@ -90,17 +89,19 @@ def check_devices(num_ranks: int | None, devices: Path = Path("/dev")) -> int:
     """The GPUs of this machine that `num_ranks` ranks (None: any number) can use; 0: they train on the CPU.
 
     Raises:
-        StageError: there are fewer GPUs than ranks, or none of those in `devices` works.
+        StageError: there are fewer GPUs than ranks, or none works of those in `devices` or CUDA_VISIBLE_DEVICES.
     """
     if not torch.cuda.is_available():
         # Whoever hides the GPUs wants to train on the CPU. Otherwise a broken driver would only be noticed by the time.
         # NoDevFiles is what Slurm sets for a job without GPUs.
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
-        if not hidden and list(devices.glob("nvidia[0-9]*")):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        has_gpus = bool(list(devices.glob("nvidia[0-9]*")))
+        if visible not in ("", "-1", "NoDevFiles") and (visible or has_gpus):
+            found = "this machine has GPUs" if has_gpus else f"CUDA_VISIBLE_DEVICES is {visible}"
             has_cuda = torch.version.cuda is not None
             remedy = "check the driver with `nvidia-smi`" if has_cuda else "install the CUDA build with `make setup`"
             raise StageError(
-                f"this machine has GPUs, but torch {torch.__version__} cannot use them: {remedy}; to train on the CPU, "
+                f"{found}, but torch {torch.__version__} cannot use a GPU: {remedy}; to train on the CPU, "
                 "set the environment variable CUDA_VISIBLE_DEVICES to -1"
             )
         return 0
@@ -111,6 +112,25 @@ def check_devices(num_ranks: int | None, devices: Path = Path("/dev")) -> int:
             f"runtime.nproc_per_node to {num_gpus} or less, or to null for one rank per GPU"
         )
     return num_gpus
+
+
+def _use_gpu(index: int) -> torch.device:
+    """Make a GPU the one of this process, after it has shown that it computes.
+
+    Raises:
+        StageError: it does not, for example because torch was built for other GPUs, or another process has locked it.
+    """
+    device = torch.device("cuda", index)
+    try:
+        torch.cuda.set_device(device)
+        torch.ones((), device=device).add_(1).item()
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise StageError(
+            f"GPU {index} does not work ({reason}): check it with `nvidia-smi`, or leave it out of the environment "
+            "variable CUDA_VISIBLE_DEVICES"
+        ) from None
+    return device
 
 
 def _loopback_interface() -> str:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-# TFLOP/s of one GPU for dense matrices, from the makers' data sheets: bf16 and fp16 on tensor cores, and fp32, which
-# torch does not compute on them by default. The rates with sparsity are twice as high.
+# TFLOP/s of one GPU for dense matrices, from the makers' data sheets: bf16 and fp16 on tensor cores, and fp32 without
+# them. The rates with sparsity are twice as high.
 _PEAKS = {
     r"A10": (125, 31.2),
     r"A30": (165, 10.3),
@@ -36,16 +36,17 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """FLOP/s of a GPU by its name, as torch gives it; None where they are not known, as for a slice of a GPU (MIG)."""
     for pattern, (half, single) in _PEAKS.items():
         if "MIG" not in device_name and re.fullmatch(f"NVIDIA {pattern}", device_name):
-            return 1e12 * (single if precision == "fp32" else half)
+            # On the tensor cores of all of them, TF32 has half the rate of bf16, and float8, where they have it, twice.
+            return 1e12 * {"fp32": single, "tf32": half / 2, "fp8": 2 * half}.get(precision, half)
     return None
 
 
 def utilization(tokens_per_second: float, flops_per_token: int | None, precision: str) -> float | None:
     """The MFU of all ranks, from 0 to 1; None on CPUs and where the model's FLOPs or the GPU's peak are not known."""
-    # TF32 has a peak of its own, which is not in the table: no figure rather than one that is several times too high.
-    uses_tf32 = precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
-    if flops_per_token is None or uses_tf32 or not torch.cuda.is_available():
+    if flops_per_token is None or not torch.cuda.is_available():
         return None
+    if precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
+        precision = "tf32"
     peak = peak_flops(torch.cuda.get_device_name(), precision)
     return None if peak is None else tokens_per_second * flops_per_token / (dist.get_world_size() * peak)
 

@@ -8,12 +8,14 @@ B = `batch_size` and R ranks, the T rows of a step are dealt out like this (T = 
     rank                  0       1       0       1       0       1
     forward pass          0       0       1       1       2       2
 
-Nothing is read ahead, and there are no worker processes: the rows are memory-mapped. On two cores the training has
-100 % (93 to 106 %) of the tokens/s of a loop that has all its batches ready in memory (docs/benchmarks.md).
+A thread makes the batches of the next step while the device computes this one, in pinned memory if that is a GPU. One
+step ahead is enough, as the rows are memory-mapped; and a thread instead of worker processes, as it has little to do.
 """
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,27 +23,56 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stages.tokens.batch import make_batch
+from stages.tokens.batch import count_labels, make_batch
+from stages.tokens.device import pinned, to_device
 from stages.tokens.order import step_rows
 from stages.tokens.rows import TokenRows
 from stages.training.distributed import device_type
 from stages.training.params import TrainParams
 
 
+class StepBatches(NamedTuple):
+    """The batches of one rank for one optimizer step."""
+
+    batches: list[dict[str, Tensor]]
+    """`grad_accum_steps` of them, each of `batch_size` rows."""
+    num_labels: int
+    """How many of their tokens are predicted: counted before they are on a GPU, which would have to be waited for."""
+
+
 class BatchLoader:
     """Makes the batches of this rank."""
 
-    def __init__(self, rows: TokenRows, params: TrainParams, eos_token_id: int) -> None:
+    def __init__(self, rows: TokenRows, params: TrainParams, eos_token_id: int, lengths: bool = False) -> None:
+        """`lengths`: as for `make_batch`."""
         self._rows = rows
         self._params = params
         self._eos_token_id = eos_token_id
+        # A new thread uses the first GPU, whichever is this rank's, and would pin memory for that one.
+        on_gpu = torch.cuda.is_available()
+        setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_gpu else (None, ())
+        self._thread = ThreadPoolExecutor(1, "loader", *setup)  # started by the first step
+        self._ahead: dict[int, Future[StepBatches]] = {}
+        self._lengths = lengths
 
-    def step_batches(self, step: int) -> list[dict[str, Tensor]]:
-        """The batches of this rank for optimizer step `step`: `grad_accum_steps` of `batch_size` rows."""
-        return [self._batch(indices) for indices in self.step_indices(step)]
+    def step_batches(self, step: int) -> StepBatches:
+        """The batches of this rank for optimizer step `step`, on the device; those of the next one are made meanwhile.
+
+        Raises:
+            StageError: an error of the thread.
+        """
+        made = self._ahead.pop(step, None) or self._thread.submit(self._make, step)
+        # After the last step they are not used.
+        self._ahead = {step + 1: self._thread.submit(self._make, step + 1)}
+        batches, num_labels = made.result()
+        return StepBatches([to_device(batch, device_type()) for batch in batches], num_labels)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
 
     def step_indices(self, step: int) -> NDArray[np.int64]:
-        """The indices of their rows: (grad_accum_steps, batch_size) int64."""
+        """The indices of the rows of a step: (grad_accum_steps, batch_size) int64."""
         params, rank = self._params, dist.get_rank()
         indices = step_rows(step, params.total_batch_size, len(self._rows), params.seed)  # (total_batch_size,)
         return indices.reshape(-1, dist.get_world_size(), params.batch_size)[:, rank]
@@ -52,13 +83,13 @@ class BatchLoader:
         Every rank gets as many batches, because each forward pass is a collective operation: past the end the last row
         is repeated, with labels that do not count.
         """
-        rows, size, rank = self.validation_rows, self._params.batch_size, dist.get_rank()
+        rows, size, rank = self.validation_rows, self._params.rows_per_validation_pass, dist.get_rank()
         for number in range(self.num_validation_batches):
             start = (number * dist.get_world_size() + rank) * size
             own = np.arange(start, start + size)
             batch = self._batch(rows[np.minimum(own, len(rows) - 1)])
-            batch["labels"][torch.from_numpy(own >= len(rows)).to(batch["labels"].device)] = -100
-            yield batch
+            batch["labels"].view(size, -1)[torch.from_numpy(own >= len(rows))] = -100
+            yield to_device(batch, device_type())
 
     @property
     def validation_rows(self) -> NDArray[np.int64]:
@@ -68,8 +99,12 @@ class BatchLoader:
     @property
     def num_validation_batches(self) -> int:
         """Forward passes of each rank in a validation."""
-        return math.ceil(len(self.validation_rows) / (self._params.batch_size * dist.get_world_size()))
+        return math.ceil(len(self.validation_rows) / (self._params.rows_per_validation_pass * dist.get_world_size()))
+
+    def _make(self, step: int) -> StepBatches:
+        batches = [pinned(self._batch(indices)) for indices in self.step_indices(step)]
+        return StepBatches(batches, sum(map(count_labels, batches)))
 
     def _batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        rows = torch.from_numpy(self._rows.rows(indices)).to(device_type(), non_blocking=True)  # (B, T) int32
-        return make_batch(rows, self._eos_token_id, self._params.document_mask)
+        rows = torch.from_numpy(self._rows.rows(indices))  # (B, T) int32
+        return make_batch(rows, self._eos_token_id, self._params.document_mask, self._lengths)

@@ -39,8 +39,12 @@ def _is_out_of_memory(error: Exception) -> bool:
 def remedies(params: TrainParams, world_size: int) -> str:
     """Settings that need less memory, in words: the cheapest first."""
     found = []
+    if (params.eval_batch_size or 0) > params.batch_size:
+        found.append(f"eval_batch_size {params.batch_size}, if this was a validation")
     if smaller := _smaller_batch_size(params, world_size):
         found.append(f"batch_size {smaller} (total_batch_size {params.total_batch_size} stays, and so do the steps)")
+    if params.loss == "plain":
+        found.append("loss auto")
     if params.activation_checkpointing != "full":
         found.append("activation_checkpointing full")
     found.append("a smaller seq_length")

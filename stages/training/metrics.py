@@ -35,7 +35,8 @@ class MetricsLogger:
         self._tracker, self._timers, self._flops_per_token = tracker, timers, flops_per_token
         self._tokens_per_step = run.params.total_batch_size * run.seq_length
         self._num_steps = 0  # of this launch
-        self._reported_steps, self._reported_seconds = 0, dict.fromkeys((*PHASES, "other"), 0.0)
+        self._reported_steps, self._reported_saves = 0, 0
+        self._reported_seconds = dict.fromkeys((*PHASES, "other"), 0.0)
         self._memory_peak_gib = 0.0
 
     def log(self, step: int, result: StepResult, validation_loss: float | None, is_validated: bool) -> None:
@@ -76,14 +77,18 @@ class MetricsLogger:
         read = self._timers.read()
         seconds = {name: value - self._reported_seconds[name] for name, value in read.items()}
         steps = self._num_steps - self._reported_steps
+        saves = self._timers.counts["saving"] - self._reported_saves
+        per_save = 1000 * seconds["saving"] / saves if saves else None
         self._reported_steps, self._reported_seconds = self._num_steps, read
+        self._reported_saves = self._timers.counts["saving"]
         rate = steps * self._tokens_per_step / sum(seconds.values())
         mfu = self._utilization(rate)
         now, peak = memory_gib()
         reset_peak_memory()  # each line shows its own peak: that of loading would hide all later ones
         self._memory_peak_gib = max(peak, self._memory_peak_gib)
         times = {name: 1000 * value / steps for name, value in seconds.items()}
-        speed = {"tokens_per_second": rate, "mfu": mfu, "memory_gib": now, "memory_peak_gib": peak}
+        speed = {"tokens_per_second": rate, "mfu": mfu, "memory_gib": now, "memory_peak_gib": peak,
+                 "milliseconds_per_save": per_save}  # fmt: skip
         self._tracker.log(step, without_none(speed | {f"{name}_ms": value for name, value in times.items()}))
         loss, grad_norm = (math.nan if value is None else value for value in result)
         skipped = self._metrics.skipped_steps
@@ -92,6 +97,7 @@ class MetricsLogger:
             f"{rate:,.0f} tokens/s  "
             + ("" if mfu is None else f"MFU {mfu:.1%}  ")
             + "  ".join(f"{name} {value:.1f} ms" for name, value in times.items() if value)
+            + ("" if per_save is None else f"  {per_save:.1f} ms per save")
             + f"  memory {now:.2f} GiB, peak {peak:.2f} GiB"
             + (f"  {skipped} steps skipped" if skipped else "")
         )

@@ -28,7 +28,7 @@ def make_optimizer(model: nn.Module, params: TrainParams) -> Optimizer:
 
 def _make(groups: list[dict[str, Any]], params: TrainParams) -> Optimizer:
     options: dict[str, Any] = {"lr": params.lr, "betas": (params.adam_beta1, params.adam_beta2), "eps": params.adam_eps}
-    params.check_optimizer()
+    params.check_packages()
     if params.optimizer == "adamw_8bit":
         return _adamw_8bit(groups, options)
     return AdamW(groups, fused=True, **options)  # fused: one pass over a weight, not one per operation
@@ -66,12 +66,21 @@ def _allocate_state(optimizer: Optimizer) -> None:
 def _adamw_8bit(groups: list[dict[str, Any]], options: dict[str, Any]) -> Optimizer:
     from torchao.optim import AdamW8bit  # slow to import, and an extra
 
-    class EagerAdamW8bit(AdamW8bit):  # type: ignore[misc]  # torchao has no types
-        """torchao compiles the update, once for each shape of a parameter; on CPUs that takes minutes."""
+    on_cpu = groups[0]["params"][0].device.type == "cpu"
+
+    class SkippingAdamW8bit(AdamW8bit):  # type: ignore[misc]  # torchao has no types
+        """Skips a step where `found_inf` is 1, as torch's fused AdamW does; but here the CPU waits for the GPU.
+
+        torchao compiles the update, once for each shape of a parameter. On CPUs that takes minutes, so it is not done.
+        """
+
+        _step_supports_amp_scaling = True  # GradScaler then gives it `found_inf`
 
         def step(self, closure: Any = None) -> Any:
-            with torch.compiler.set_stance("force_eager"):
+            found_inf: Tensor | None = getattr(self, "found_inf", None)
+            if found_inf is not None and found_inf.item():
+                return None
+            with torch.compiler.set_stance("force_eager" if on_cpu else "default"):
                 return super().step(closure)
 
-    on_cpu = groups[0]["params"][0].device.type == "cpu"
-    return (EagerAdamW8bit if on_cpu else AdamW8bit)(groups, **options)
+    return SkippingAdamW8bit(groups, **options)

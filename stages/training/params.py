@@ -8,17 +8,28 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from stages.artifacts.errors import StageError
 from stages.artifacts.outputs import ExperimentName
 from stages.checkpointing.retention import CheckpointRuntime
+from stages.tokens.attention_names import Attention
 from stages.training.fsdp import FsdpParams
 from stages.training.schedule import ScheduleParams
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 # Numbers too: YAML reads a run_id that has only decimal digits as one.
 RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$", coerce_numbers_to_str=True)]
+
+
+def _check_order(steps: tuple[int, int]) -> tuple[int, int]:
+    if steps[0] > steps[1]:
+        raise ValueError("the first step must not be after the last")
+    return steps
+
+
+Steps = Annotated[tuple[PositiveInt, PositiveInt], AfterValidator(_check_order)]
+"""The first and the last of a range of steps, counted from 1."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +63,29 @@ class TrainParams(ScheduleParams):
     """Added to the root of the second moment."""
     max_grad_norm: PositiveFloat
     """Gradients are scaled down to this L2 norm over all parameters."""
-    precision: Literal["bf16", "fp16", "fp32"]
-    """Of forward and backward pass. The weights that the optimizer updates are fp32. fp16: the loss is scaled."""
-    activation_checkpointing: Literal["none", "full", "selective"]
+    precision: Literal["bf16", "fp16", "fp32", "fp8"]
+    """Of forward and backward pass. The weights that the optimizer updates are fp32. fp16: the loss is scaled | fp8:
+    bf16, and 8 bits in the matrix products of the layers (from torchao; GPUs of Ada, Hopper and newer)."""
+    tf32: bool
+    """Whether GPUs multiply fp32 matrices in TF32, with 10 instead of 23 bits after the point."""
+    deterministic: bool
+    """Whether GPUs give the same bits in every run, by slower algorithms. CPUs always do."""
+    activation_checkpointing: Literal["none", "full", "selective", "selective_op"]
     """full: keep only the inputs of each layer and recompute the rest in the backward pass | selective: the same in
-    every second layer."""
+    every second layer | selective_op: also keep the results of attention and of every second matrix product."""
     document_mask: bool
     """Whether tokens attend within their own document only."""
+    attention: Attention
+    """The attention function; each of them gives the same results up to rounding, or is refused for the model."""
+    loss: Literal["auto", "fused", "plain"]
+    """fused: the output embedding computes it, some tokens at a time | plain: from the logits of all tokens | auto:
+    fused where that gives the same loss."""
     compile: bool
     """Whether torch.compile compiles the layers, each by itself."""
     eval_freq: PositiveInt
     """Optimizer steps between two validations; there is one before the first step and one after the last."""
+    eval_batch_size: PositiveInt | None
+    """Rows per device and forward pass of a validation; null: `batch_size`."""
     eval_rows: PositiveInt | None
     """Held-out rows that a validation measures, spread evenly over all of them and always the same; null for all."""
     history_freq: PositiveInt
@@ -73,6 +96,12 @@ class TrainParams(ScheduleParams):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.fsdp.check()
+        if self.compile and self.activation_checkpointing == "selective_op":
+            # transformers computes a compiled layer inside the checkpoint, where torch does not see its operations.
+            raise ValueError(
+                "compile true and activation_checkpointing selective_op: nothing of a compiled layer would be kept, as "
+                "with full; use full or selective, or compile false"
+            )
 
     def grad_accum_steps(self, dp_world_size: int) -> int:
         """Forward passes of each rank per optimizer step.
@@ -88,6 +117,11 @@ class TrainParams(ScheduleParams):
                 "or another batch_size or runtime.nproc_per_node"
             )
         return self.total_batch_size // rows
+
+    @property
+    def rows_per_validation_pass(self) -> int:
+        """Rows per device and forward pass of a validation."""
+        return self.eval_batch_size or self.batch_size
 
     def check_any_num_ranks(self) -> None:
         """Check what `grad_accum_steps` would refuse for every number of ranks, where it is not known yet.
@@ -105,16 +139,20 @@ class TrainParams(ScheduleParams):
                 f"number of ranks: use {', '.join(choices)}, or another batch_size"
             )
 
-    def check_optimizer(self) -> None:
-        """Check that the package of the optimizer is installed, without importing it.
+    def check_packages(self) -> None:
+        """Check that torchao is installed where something needs it, without importing it.
 
         Raises:
             StageError: it is not.
         """
-        if self.optimizer == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-            raise StageError(
-                "optimizer adamw_8bit needs torchao, which is not installed: run `pip install torchao`, or use adamw"
-            )
+        for name, value, needs_torchao, other in (
+            ("optimizer", self.optimizer, "adamw_8bit", "adamw"),
+            ("precision", self.precision, "fp8", "bf16"),
+        ):
+            if value == needs_torchao and importlib.util.find_spec("torchao") is None:
+                raise StageError(
+                    f"{name} {value} needs torchao, which is not installed: run `pip install torchao`, or use {other}"
+                )
 
     def total_steps(self, num_rows: int) -> int:
         """Optimizer steps of the whole run over `num_rows` training rows."""
@@ -151,6 +189,8 @@ class TrainRuntime(CheckpointRuntime):
     """Where else the metrics go: files below outputs/<experiment_name>/ for TensorBoard or Weights & Biases."""
     debug: bool
     """Whether each rank writes what it does to outputs/<experiment_name>/logs/<run_id>/rank-N.log."""
+    profile_steps: Steps | None
+    """Steps of which rank 0 writes a trace to outputs/<experiment_name>/profile/<run_id>/; null: none."""
 
 
 def _nearest(value: int, factor: int) -> str:

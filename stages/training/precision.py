@@ -1,4 +1,4 @@
-"""The dtype of forward and backward pass, and the loss scale of fp16.
+"""The dtype of forward and backward pass, TF32, and the loss scale of fp16.
 
 The weights that the optimizer updates, and the gradients summed over the ranks, are fp32 in any case.
 """
@@ -8,6 +8,8 @@ from torch.amp import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from stages.artifacts.dtypes import PRECISIONS
+from stages.artifacts.errors import StageError
+from stages.training.params import TrainParams
 from stages.training.state import ScalerState
 
 _GROWTH_TRACKER = "_growth_tracker"  # in the state dict of a GradScaler
@@ -22,9 +24,42 @@ def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy:
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """What the layers compute in."""
-    dtype: torch.dtype = getattr(torch, PRECISIONS[precision])
+    """What the layers compute in: with fp8 bf16, except for matrix products."""
+    dtype: torch.dtype = getattr(torch, PRECISIONS["bf16" if precision == "fp8" else precision])
     return dtype
+
+
+def check_precision(params: TrainParams, seq_length: int) -> None:
+    """Check that the GPUs can compute in `precision`.
+
+    Raises:
+        StageError: fp8 on a CPU or on GPUs that cannot multiply matrices in 8 bits, or with a batch that they cannot.
+    """
+    if params.precision != "fp8":
+        return
+    devices = range(torch.cuda.device_count())
+    unfit = [torch.cuda.get_device_name(device) for device in devices if not _has_float8(device)]
+    if unfit or not devices:
+        raise StageError(
+            "precision fp8 needs GPUs of compute capability 8.9 or higher (Ada, Hopper and newer), "
+            f"not {unfit[0] if unfit else 'CPUs'}: use bf16"
+        )
+    if params.batch_size * seq_length % 16:  # in the product that gives the gradient of a weight
+        raise StageError(
+            f"precision fp8 needs a multiple of 16 tokens per forward pass, not batch_size {params.batch_size} x "
+            f"seq_length {seq_length}: use bf16, or another batch_size"
+        )
+
+
+def _has_float8(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def set_float32_precision(tf32: bool) -> None:
+    """Have GPUs multiply fp32 matrices in TF32, or in fp32. CPUs have no TF32, but oneDNN may use bf16 in its place."""
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32  # of convolutions, where it is the default
 
 
 def make_grad_scaler(precision: str, device: torch.device) -> GradScaler:

@@ -28,8 +28,9 @@ _ENTRIES = ("stages.launch", "stages.train")
 
 _SCHEDULE = {field.name for field in dataclasses.fields(ScheduleParams)}
 _NEUTRAL = {
-    *("experiment_name", "batch_size", "num_epochs", "max_steps", "eval_freq", "eval_rows", "history_freq"),
-    *("activation_checkpointing", "compile", "fsdp"),
+    *("experiment_name", "batch_size", "num_epochs", "max_steps", "history_freq"),
+    *("eval_batch_size", "eval_freq", "eval_rows"),
+    *("activation_checkpointing", "attention", "compile", "deterministic", "fsdp", "loss"),
 }
 """Parameters that may differ between two runs which compute the same weights, up to rounding, at every step that both
 of them do. Those of the schedule may differ too: the learning rates themselves are compared, step by step."""

@@ -14,22 +14,19 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.torch_version import TorchVersion
 
 from stages.artifacts import publish
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import StageError, naming
 from stages.artifacts.history import HISTORY
 from stages.artifacts.record import FileEntry
 from stages.checkpointing import retention
@@ -38,12 +35,10 @@ from stages.training.distributed import run_on_all_ranks, run_on_rank0
 from stages.training.optimizer import set_lr
 from stages.training.params import TrainRuntime
 from stages.training.rng import rng_state, set_rng_state
+from stages.training.shard_file import ShardFile
 from stages.training.state import STATE, TrainState
 
 _SCHEDULER = "lr_scheduler.pt"
-
-_STAGER_IS_REUSABLE = TorchVersion(torch.__version__) >= "2.13"
-"""Older ones are closed by their first use."""
 
 _SWITCH_INTERVAL = 0.0005
 """Seconds after which the interpreter passes from the thread that saves to the one that trains; by default 5 ms, which
@@ -64,11 +59,9 @@ class _Small(NamedTuple):
 class Saver:
     """Publishes the state of all ranks, one checkpoint at a time; a context manager that exits when all is published.
 
-    Asynchronous saves exchange memory for time. On two cores with two ranks they cost 88 % of the time of a synchronous
-    save (0.36 s of 0.41 s), as the thread needs a core; with a spare core 41 % (docs/benchmarks.md).
-
-    In asynchronous mode, training waits only for a copy of the state in CPU memory, which is pinned where there is a
-    GPU and kept for the next save. The rest happens in a thread, whose collectives use a process group of their own:
+    Asynchronous saves exchange memory for time: training waits only for a copy of the state in CPU memory
+    (stages/training/shard_file.py), which is kept for the next save. The rest happens in a thread that hardly uses the
+    interpreter; docs/benchmarks.md has what it costs. The collectives of the thread use a process group of their own:
     the collectives of one group must come in the same order on all ranks, and the thread runs in no order with the
     training.
     """
@@ -81,7 +74,7 @@ class Saver:
         # A new thread uses the first GPU, whichever is this rank's.
         setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
         self._thread = ThreadPoolExecutor(1, "saver", *setup) if asynchronous else None
-        self._stager = _new_stager()
+        self._shard_file: ShardFile | None = None  # in asynchronous mode, from the first save on
         self._pending: Future[None] | None = None
         self._switch_interval = sys.getswitchinterval()
 
@@ -129,31 +122,36 @@ class Saver:
             StageError: this save, or the one before it, failed; on all ranks alike.
         """
         self.wait()
-        # Without its parameter groups: the learning rate is in the scheduler's state, the rest in the run's parameters.
-        optimizer_state = cast(dict[str, Any], get_optimizer_state_dict(model, optimizer)["state"])
         model_state = _model_state(model)
         shapes = {
             name: TensorEntry(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             for name, tensor in model_state.items()
         }
         manifest = dataclasses.replace(manifest, tensors=shapes)
-        # torch would write one copy of each, too, but only after each rank has staged all of them.
-        elsewhere = _saved_elsewhere(model_state)
-        tensors = {
-            kind: {name: value for name, value in states.items() if name not in elsewhere}
-            for kind, states in {"model": model_state, "optimizer": optimizer_state}.items()
-        }
+        tensors = {"model": model_state, "optimizer": _optimizer_state(model, optimizer)}
         # Now, not in the thread: by then the training has drawn more random numbers and changed the scheduler.
         small = _Small(copy.deepcopy(scheduler.state_dict()), state, rng_state(), history, manifest)
         if self._thread is None:
             self._publish(directory, tensors, small)
         else:
-            if not _STAGER_IS_REUSABLE:
-                self._stager = _new_stager()
-            staged = cast(dict[str, Any], self._stager.stage(tensors))
-            self._pending = self._thread.submit(self._publish, directory, staged, small)
+            self._pending = self._thread.submit(self._publish, directory, self._copy(directory, tensors), small)
 
-    def _publish(self, directory: Path, tensors: dict[str, Any], small: _Small) -> None:
+    def _copy(self, directory: Path, tensors: dict[str, Any]) -> ShardFile:
+        torch.serialization.set_crc32_options(False)  # of this thread; the manifest has the SHA-256 of each file
+        if self._shard_file is not None:
+            self._shard_file.fill(tensors)
+            return self._shard_file
+        try:
+            self._shard_file = ShardFile(directory.parent, tensors, self._group)
+        except CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise StageError(
+                f"rank {rank} could not copy the weights and the optimizer state for an asynchronous save: {cause!r}; "
+                "set runtime.async_checkpoint to false, which needs no copy"
+            ) from None
+        return self._shard_file
+
+    def _publish(self, directory: Path, tensors: dict[str, Any] | ShardFile, small: _Small) -> None:
         temporary = directory.with_name(directory.name + retention.TEMPORARY)
 
         def prepare() -> None:
@@ -162,17 +160,22 @@ class Saver:
 
         # A barrier as well: no rank may write into the directory before rank 0 has emptied it.
         run_on_rank0(prepare, self._group)
-        self._write_tensors(temporary, directory, tensors)
-        # Each rank hashes what it wrote: its file is still in its page cache, and all of them do it at once.
-        rank = dist.get_rank()
-        shards = run_on_all_ranks(lambda: _entries(sorted(temporary.glob(f"__{rank}_*.distcp"))), self._group)
-        # Barriers as well: rank 0 lists the directory only when all ranks have written their files.
-        rng = run_on_all_ranks(lambda: small.rng, self._group)
+        if not isinstance(tensors, ShardFile):
+            self._write_tensors(temporary, directory, tensors)
+
+        def write() -> tuple[dict[str, FileEntry], dict[str, Any]]:
+            if isinstance(tensors, ShardFile):
+                return tensors.write(temporary), small.rng
+            # Each rank hashes what it wrote: its file is still in its page cache, and all of them do it at once.
+            return _entries(sorted(temporary.glob(f"__{dist.get_rank()}_*.distcp"))), small.rng
+
+        # A barrier as well: rank 0 lists the directory only when all ranks have written their files.
+        shards, rng = zip(*run_on_all_ranks(write, self._group), strict=True)
 
         def finish() -> None:
-            _write_small(temporary, small, rng)
-            others = [path for path in temporary.iterdir() if not path.name.endswith(".distcp")]
-            files = {name: entry for part in [*shards, _entries(others)] for name, entry in part.items()}
+            _write_small(temporary, small, list(rng))
+            files = {name: entry for part in shards for name, entry in part.items()}
+            files |= _entries([path for path in temporary.iterdir() if path.name not in files])
             manifest = dataclasses.replace(small.manifest, files=dict(sorted(files.items())))
             # The order is what makes it safe against a power cut: all files are on the disk before the manifest names
             # them, and the manifest is before the rename makes the checkpoint exist. The rename itself is on the disk
@@ -195,8 +198,6 @@ class Saver:
                 single_file_per_rank=True,
                 sync_files=True,
                 thread_count=1,  # with two, torch reports a failed write as a success
-                # A staged copy needs no copying ahead; with the default each tensor would wait for the GPU.
-                per_thread_copy_ahead=0 if self._thread else 10_000_000,
             )
             dcp.save(tensors, storage_writer=writer, process_group=self._group)
         except CheckpointException as error:
@@ -227,18 +228,10 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRS
 def _write_small(temporary: Path, small: _Small, rng: list[dict[str, Any]]) -> None:
     buffer = io.BytesIO()  # torch.save to a path would raise RuntimeError, not OSError, on a full disk
     torch.save(small.lr_scheduler, buffer)
-    (temporary / _SCHEDULER).write_bytes(buffer.getvalue())
+    with naming(temporary / _SCHEDULER):
+        (temporary / _SCHEDULER).write_bytes(buffer.getvalue())
     dataclasses.replace(small.state, rng=rng).write(temporary / STATE)
     publish.write_text(temporary / HISTORY, small.history)
-
-
-def _new_stager() -> DefaultStager:
-    cuda = torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-        )
-    )
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
@@ -248,18 +241,12 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
     return {**dict(model.named_parameters()), **buffers}
 
 
-def _saved_elsewhere(tensors: dict[str, Any]) -> set[str]:
-    """The replicated parameters whose copy in another group of ranks is saved; every group saves a similar share."""
-    elsewhere = set()
-    loads: dict[int, int] = {}  # elements by group, computed alike on all ranks
-    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].numel(), item[0])):
-        if isinstance(tensor, DTensor) and tensor.placements[0].is_replicate():
-            groups = tensor.device_mesh.size(0)
-            group = min(range(groups), key=lambda number: loads.get(number, 0))
-            loads[group] = loads.get(group, 0) + tensor.numel()
-            if group != tensor.device_mesh.get_local_rank(0):
-                elsewhere.add(name)
-    return elsewhere
+def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state of each parameter by its name, as `get_optimizer_state_dict` returns it, but in a tenth of the time.
+
+    Without the parameter groups: the learning rate is in the scheduler's state, the rest in the run's parameters.
+    """
+    return {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
 
 
 def _entries(paths: list[Path]) -> dict[str, FileEntry]:

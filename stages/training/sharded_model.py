@@ -11,7 +11,6 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +20,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from stages.artifacts.errors import StageError
 from stages.model import headers, meta
 from stages.model.headers import StoredTensor
 from stages.model.manifest import ModelManifest
+from stages.tokens.attention import activate_kernels
+from stages.tokens.attention_names import IMPLEMENTATIONS
+from stages.tokens.loss import fuse
 from stages.training import sharding
+from stages.training.activation_checkpointing import checkpoint_activations
 from stages.training.distributed import run_on_all_ranks
+from stages.training.float8 import convert_linears
 from stages.training.params import TrainParams
 
 
@@ -37,20 +40,14 @@ def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh, initia
 
     Args:
         manifest: The model manifest.
-        params: Precision, sharding, and the seed of random weights.
+        params: Precision, sharding, the seed of random weights, and what `choose_attention` and `choose_loss` returned:
+            with `auto`, transformers' own attention and the plain loss.
         mesh: The ranks of each copy of the model are its last axis.
         initialize: Whether to fill the parameters, pretrained or random. A checkpoint fills them otherwise; what no
             checkpoint holds, the buffers, is made in both cases.
     """
     directory = manifest.directory()
-    model = meta.build(directory)
-    # Found before sharding, because fully_shard gives them other classes.
-    layers = [module for module in model.modules() if type(module).__name__ in manifest.layer_classes]
-    _checkpoint_activations(model, layers, params.activation_checkpointing)
-    if params.compile:
-        for layer in layers:
-            layer.compile()  # in place: torch.compile(layer) would wrap it, and rename its class and its parameters
-    sharding.shard(model, params.fsdp.wrapped_classes(manifest), params, mesh)
+    model = prepare(manifest, params, mesh)
     sharding.materialize(model, params, mesh)
     reference = meta.build(directory)
     if initialize and not manifest.weights:
@@ -64,26 +61,30 @@ def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh, initia
     return model
 
 
+def prepare(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> PreTrainedModel:
+    """Build and shard the model on the meta device: all of `build` that needs no memory."""
+    if params.attention == "varlen":
+        activate_kernels()
+    model = meta.build(manifest.directory(), IMPLEMENTATIONS.get(params.attention))
+    # Found before sharding, because fully_shard gives them other classes.
+    layers = [module for module in model.modules() if type(module).__name__ in manifest.layer_classes]
+    if params.precision == "fp8":
+        convert_linears(layers)
+    checkpoint_activations(model, layers, params.activation_checkpointing)
+    if params.compile:
+        for layer in layers:
+            # In place: torch.compile(layer) would wrap it, and rename its class and its parameters. `fullgraph`: where
+            # a layer would fall apart into several graphs, an error shows it, not the time alone.
+            layer.compile(fullgraph=True)
+    if params.loss == "fused":
+        fuse(model)
+    sharding.shard(model, params.fsdp.wrapped_classes(manifest), params, mesh)
+    return model
+
+
 def _local_files(names: list[str]) -> list[str]:
     """The files that this rank verifies for all."""
     return names[dist.get_rank() :: dist.get_world_size()]
-
-
-def _checkpoint_activations(model: PreTrainedModel, layers: list[Any], kind: str) -> None:
-    """Have all layers, or every second one, keep only their inputs and recompute the rest in the backward pass."""
-    if kind == "none":
-        return
-    # Older releases have only the second name, newer ones warn that it is deprecated.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    one_by_one = all(hasattr(layer, "gradient_checkpointing") for layer in layers)
-    if not model.supports_gradient_checkpointing or (kind == "selective" and not one_by_one):
-        possible = "none or full" if model.supports_gradient_checkpointing else "none"
-        raise StageError(f"activation_checkpointing {kind}: {type(model).__name__} does not support it, use {possible}")
-    # The reentrant variant gives no gradients where no input of a layer requires them.
-    enable({"use_reentrant": False})
-    if kind == "selective":
-        for layer in layers[1::2]:
-            layer.gradient_checkpointing = False
 
 
 @torch.no_grad()

@@ -10,9 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from transformers import PreTrainedModel
 
 from stages.artifacts.errors import StageError
 from stages.model import meta
+from stages.tokens.loss import LossHead
 from stages.training.fsdp import FsdpParams
 from stages.training.params import TrainParams
 from stages.training.precision import mixed_precision_policy
@@ -32,17 +34,27 @@ def shard(model: nn.Module, wrapped_classes: list[str], params: TrainParams, mes
     if fsdp.sync_batchnorm:
         _sync_batchnorm(model, mesh)
     layers = modules_to_wrap(model, wrapped_classes)
+    first, last = ([module for module in modules if module not in layers] for modules in _untied_embeddings(model))
+    wrapped = {*first, *layers, *last}
+    inner = [module for module in model.modules() if module in wrapped]  # modules that contain others come before them
+    # Their backward pass needs no weights: an embedding only adds up, a fused head has made its gradients already.
+    forward_only: list[nn.Module] = [
+        module for module in (*first, *last) if isinstance(module, (nn.Embedding, LossHead))
+    ]
+    # The backward pass starts with these: gathering the weights again took 2 % of a step of the benchmark.
+    start = [module for module in (*last, model) if module not in forward_only]
     reshards = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
-    for module in [*reversed(layers), model]:  # modules inside others first, as fully_shard requires
+    for module in [*reversed(inner), model]:  # modules inside others first, as fully_shard requires
         fully_shard(
             module,
             mesh=mesh,
             mp_policy=mixed_precision_policy(params.precision),
-            # The backward pass starts with the root: gathering its weights again took 2 % of a step of the benchmark.
-            reshard_after_forward=reshards and module is not model,
+            reshard_after_forward=module in forward_only or (reshards and module not in start),
             offload_policy=CPUOffloadPolicy() if _offloads(fsdp, mesh) else OffloadPolicy(),
         )
-    units = [module for module in [*layers, model] if isinstance(module, FSDPModule)]
+    units = [module for module in [*inner, model] if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_unshard_in_backward(unit not in forward_only)
     if mesh.size() > 1:
         # Sum gradients over the ranks: `train_step` divides by the number of labels. An average that is scaled back
         # would be another pass over them, and inexact where the number of ranks is not a power of two. The second call
@@ -96,6 +108,17 @@ def local_rows(param: DTensor) -> slice:
     own = slice(start, min(start + size, rows))
     assert own.stop - own.start == param.to_local().shape[0]
     return own
+
+
+def _untied_embeddings(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The embedding and the output embedding, which FSDP gathers by themselves; nothing where they share a weight."""
+    if not isinstance(model, PreTrainedModel) or meta.tied_weights(model):
+        return [], []
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return (
+        [embedding] if isinstance(embedding, nn.Embedding) else [],
+        [head] if isinstance(head, nn.Linear) else [],
+    )
 
 
 def _offloads(fsdp: FsdpParams, mesh: DeviceMesh) -> bool:

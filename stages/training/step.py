@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import CONFIG
 from stages.model import meta
+from stages.tokens.device import Readback
 from stages.tokens.loss import total_loss, training_losses
-from stages.training.distributed import all_reduce_sum, device_type
+from stages.training.distributed import all_reduce_sum
 from stages.training.params import TrainParams
 from stages.training.timers import Timers
 
@@ -29,11 +30,43 @@ class StepResult(NamedTuple):
     """L2 norm of the gradient, before clipping."""
 
 
+class UnreadStep:
+    """A step that is queued, and whose numbers are on their way from the device."""
+
+    def __init__(self, step: int, num_labels: int, numbers: Tensor) -> None:
+        """`numbers` and `num_labels` are what `train_step` has returned, and was given."""
+        self.step = step
+        """Counted from 1."""
+        self._num_labels = num_labels
+        self._numbers = Readback(numbers)
+
+    def read(self) -> tuple[float, float | None]:
+        """The loss sum of this rank and the gradient norm, which is None where the step was skipped (fp16).
+
+        Raises:
+            StageError: the gradient is not finite, on all ranks alike, and no smaller loss scale would help. The
+                weights are those of before the step.
+        """
+        own_loss, grad_norm, scale = self._numbers.read()
+        if math.isfinite(grad_norm):
+            return own_loss, grad_norm
+        if scale <= 1:  # in bf16 and fp32 always
+            raise StageError(
+                f"the gradient norm is {grad_norm}: lower lr, raise warmup_steps, or look at the data of this step"
+            )
+        return own_loss, None
+
+    def result(self, loss_of_all: float, grad_norm: float | None) -> StepResult:
+        """The result, given the loss sum of all ranks."""
+        is_known = self._num_labels and math.isfinite(loss_of_all)
+        return StepResult(loss_of_all / self._num_labels if is_known else None, grad_norm)
+
+
 def train_step(
     model: nn.Module, optimizer: Optimizer, scaler: GradScaler, batches: list[dict[str, Tensor]], num_labels: int,
     params: TrainParams, timers: Timers,
-) -> StepResult:  # fmt: skip
-    """Forward, backward and update.
+) -> Tensor:  # fmt: skip
+    """Queue forward pass, backward pass and update: the CPU waits for nothing that the device computes.
 
     Every token of the step has the same weight, whatever the number of ranks and forward passes: each loss is divided
     by `num_labels`, the number of tokens that all ranks predict in this step, and gradients are summed over the ranks.
@@ -41,12 +74,17 @@ def train_step(
     not a sum over tokens: that of a forward pass has the weight of all its tokens together. With a single forward pass
     the gradient is the one of transformers' own loss.
 
+    Where the gradient is not finite, weights, moments and step counters stay as they are, bit for bit.
+
+    Returns:
+        (3,) float64, on the device: the loss of this rank in nats, summed over its labels; the L2 norm of the gradient
+        of all ranks, before clipping; the loss scale, 1 where it is not used. `UnreadStep` reads them.
+
     Raises:
-        StageError: the gradient is not finite, on all ranks alike, and no smaller loss scale would help; the weights
-            were not updated. Or the model should have a router loss and computed none.
+        StageError: the model should have a router loss and computed none.
     """
     router_loss_coef = meta.router_loss_coef(model)
-    total = torch.zeros((), dtype=torch.float64, device=device_type())  # not read before the norm is
+    total = torch.zeros((), dtype=torch.float64, device=batches[0]["labels"].device)
     assert isinstance(model, FSDPModule)
     for number, batch in enumerate(batches, start=1):
         # Copies of the model (HYBRID_SHARD, ddp) exchange gradients once per step, not once per forward pass.
@@ -67,23 +105,15 @@ def train_step(
         scaler.unscale_(optimizer)  # before clipping, which would otherwise compare the scaled norm with the limit
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), params.max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # an all-reduce of the ranks' parts
-        # The one place of a step where the CPU waits for the GPU: whether to update depends on the norm. It is the norm
-        # over all ranks, so all of them decide alike.
-        own_loss, grad_norm = torch.stack([total, norm.to(total)]).tolist()
-        is_finite = math.isfinite(grad_norm)
-        if not is_finite and scaler.get_scale() <= 1:  # in bf16 and fp32 always: the scale of a disabled scaler is 1
-            raise StageError(
-                f"the gradient norm is {grad_norm}: lower lr, raise warmup_steps, or look at the data of this step"
-            )
-        scaler.step(optimizer)  # skipped where the gradient is not finite
+        scale = scaler.scale(torch.ones_like(norm))  # of this step; reading it would wait
+        # The device decides whether to update, by GradScaler's protocol: the optimizer's kernel does nothing where
+        # `found_inf` is 1. The norm is that over all ranks, so all of them decide alike. An enabled scaler, which is
+        # that of fp16, sets its own `found_inf`.
+        optimizer.found_inf = norm.isfinite().logical_not().float()  # type: ignore[attr-defined]
+        scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        # After the update: a non-finite gradient has by now ended all ranks alike, so none is missing here.
-        (loss_of_all,) = all_reduce_sum(own_loss)
-    return StepResult(
-        loss=loss_of_all / num_labels if num_labels and math.isfinite(loss_of_all) else None,
-        grad_norm=grad_norm if is_finite else None,
-    )
+        return torch.stack([total, norm.to(total), scale.to(total)])
 
 
 @torch.no_grad()

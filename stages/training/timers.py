@@ -1,6 +1,7 @@
 """What the steps of a training cost: time by the clock, divided into phases, and memory."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -16,13 +17,16 @@ class Timers:
     def __init__(self, on_phase: Callable[[str], None]) -> None:
         self._on_phase = on_phase
         self._start = time.perf_counter()
+        self.counts = dict.fromkeys(PHASES, 0)
+        """How often each phase has started."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to phase `name`; `on_phase` is called as it starts. Phases do not overlap."""
         self._on_phase(name)
+        self.counts[name] += 1
         if torch.cuda.is_available():
             # Events are read when the times are reported: reading a clock here would have to wait for the GPU.
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -36,11 +40,13 @@ class Timers:
             self._seconds[name] += time.perf_counter() - start_time
 
     def read(self) -> dict[str, float]:
-        """The seconds of each phase since the start. With `other`, the sum is the time that has passed by the clock."""
-        for name, start, end in self._events:
-            end.synchronize()  # once per line of output, not per step
+        """The seconds of each phase since the start. With `other`, the sum is the time that has passed by the clock.
+
+        What a GPU has not finished counts at the next read: it is not waited for.
+        """
+        while self._events and self._events[0][2].query():
+            name, start, end = self._events.popleft()
             self._seconds[name] += start.elapsed_time(end) / 1000
-        self._events.clear()
         passed = time.perf_counter() - self._start
         return {**self._seconds, "other": passed - sum(self._seconds.values())}
 

@@ -2,26 +2,129 @@
 
 import importlib.util
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from stages.checkpointing.layout import list_checkpoints, step_name
+from stages.training.handoff import DIRECTORY
 from tests.faults import environment
 from tests.project import GPUS, LAUNCH, REPO, Project
+from tests.trainings import weights
 
 pytestmark = [pytest.mark.skipif(not GPUS, reason="needs a GPU"), pytest.mark.timeout(900)]
 
 GPU = {"CUDA_VISIBLE_DEVICES": GPUS.split(",")[0]}
 PROBE = """
-import dataclasses
-from pathlib import Path
+import torch
 from transformers import AutoConfig
-from stages.artifacts.params_file import load_params
-from stages.training import document_mask
-from stages.training.params import TrainParams
-one_row = dataclasses.replace(load_params(TrainParams), precision="bf16", batch_size=1)
-for name in ("llama", "qwen3", "mistral", "gemma", "phi3", "gpt_neox"):
-    print(name, document_mask.leaks_documents(AutoConfig.for_model(name), one_row, "{attention}"))
+from stages.tokens.document_mask import refusal
+for name in ("llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt_neox"):
+    sizes = {"attention_dropout": 0.0} if name == "gpt_neox" else {}
+    for mask in (True, False):
+        print(name, refusal(AutoConfig.for_model(name, **sizes), "ATTENTION", mask, torch.DTYPE, "cuda"))
+"""
+STEPS = """
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from stages.tokens.batch import make_batch
+from stages.tokens.loss import loss_sum
+from stages.tokens import attention
+sizes = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=512,
+             num_hidden_layers=4, vocab_size=512, sliding_window=300, pad_token_id=None)
+model = AutoModelForCausalLM.from_config(
+    AutoConfig.for_model("mistral", **sizes), attn_implementation="varlen", dtype=torch.bfloat16
+).cuda()
+layers = model.model.layers
+for layer in layers:
+    layer.compile(fullgraph=True)
+generator = torch.Generator().manual_seed(0)
+def batch(documents):
+    rows = torch.randint(1, 512, (2, 1024), generator=generator)
+    rows[:, torch.randperm(1024, generator=generator)[:documents]] = 0
+    made = make_batch(rows, 0, document_mask=True, lengths=True)
+    return {name: tensor.cuda() for name, tensor in made.items()}
+batches = [batch(documents) for documents in (3, 3, 40, 40, 9, 100, 20, 5)]
+for number, one in enumerate(batches):
+    if number == 4:  # by now, the number of documents is known to vary
+        torch.compiler.set_stance("fail_on_recompile")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    loss = loss_sum(model, one)
+    loss.backward()
+torch.cuda.set_sync_debug_mode("default")
+print("finite", bool(loss.isfinite()))
+"""
+
+STRICT = """
+import sys, torch
+from stages import train
+queue_step, num_steps = train.train_step, 0
+def strict_step(*args):
+    global num_steps
+    num_steps += 1
+    torch.cuda.set_sync_debug_mode("error" if num_steps > 1 else "default")  # the first one sets up libraries
+    try:
+        return queue_step(*args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+train.train_step = strict_step
+sys.argv = ["train"]
+train.main()
+"""
+
+QUEUED = """
+from pathlib import Path
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from stages.training.shard_file import ShardFile
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+tensors = {"model": {"weight": torch.zeros(1 << 26, device="cuda")}, "optimizer": {"step": torch.zeros(())}}
+weight = tensors["model"]["weight"]
+file = ShardFile(Path("run"), tensors, dist.group.WORLD)
+for step in range(1, 6):
+    for _ in range(20):
+        weight += 1
+    file.fill(tensors)
+    weight += 1000  # of the next step; queued before the copy was made
+    file.write(Path("."))
+    weight -= 1000
+    found = {"model": {"weight": torch.empty(1 << 26)}}
+    dcp.load(found, storage_reader=dcp.FileSystemReader("."))
+    assert (found["model"]["weight"] == 20 * step).all(), step
+print("all equal")
+"""
+
+LOSS = """
+import torch
+from torch.nn.functional import cross_entropy, linear
+from stages.tokens.loss import summed_loss
+torch.use_deterministic_algorithms(True)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    torch.manual_seed(0)
+    hidden = torch.randn(700, 64, device="cuda").to(dtype).requires_grad_()
+    weight = (0.2 * torch.randn(1000, 64, device="cuda")).to(dtype).requires_grad_()
+    labels = torch.randint(0, 1000, (700,), device="cuda")
+    labels[::7] = -100
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    expected = cross_entropy(linear(*exact), labels, reduction="sum")
+    expected.mul(1 / 77).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    loss = summed_loss(hidden, labels, weight, num_logits=64000)
+    loss.mul(1 / 77).backward()
+    torch.cuda.set_sync_debug_mode("default")
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
+    assert loss.dtype == torch.float32 and abs(loss.item() / expected.item() - 1) < tolerance
+    for found, reference in zip((hidden, weight), exact):
+        assert (found.grad.double() - reference.grad).norm() < tolerance * reference.grad.norm(), dtype
+hidden = torch.randn(16384, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+weight = torch.randn(128256, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+before = torch.cuda.memory_allocated()
+torch.cuda.reset_peak_memory_stats()
+summed_loss(hidden, torch.randint(0, 128256, (16384,), device="cuda"), weight).backward()
+print("peak", (torch.cuda.max_memory_allocated() - before) / 2**30)
 """
 
 
@@ -56,6 +159,89 @@ def test_a_killed_training_continues(training: Project, compile_blocks: bool) ->
     assert metrics["cost"]["steps"] == 12
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_the_cpu_waits_for_nothing_in_a_step(training: Project, tmp_path: Path, precision: str) -> None:
+    """An operation that would wait is an error."""
+    training.set(precision=precision)
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", DIRECTORY: str(tmp_path)}
+    output = training.run("python", "-c", STRICT, timeout=600, **{**GPU, **rank, "PYTHONPATH": str(REPO)})
+    assert "step 12/12" in output
+
+
+def test_a_loss_that_is_not_finite_is_named_and_in_no_checkpoint(training: Project) -> None:
+    """Although its numbers are read when the next step is queued."""
+    assert "step 6: the gradient norm is nan" in train(training, "nan rank 0 at step 5", status=2)
+    assert [path.name for path in list_checkpoints(training.checkpoints())] == [step_name(step) for step in (4, 2)]
+    assert "resuming from step 4 of 12" in train(training)
+
+
+def test_an_asynchronous_save_has_the_values_of_its_step(training: Project) -> None:
+    """The GPU copies while the next step is queued."""
+    assert "all equal" in training.run("python", "-c", QUEUED, **GPU)
+
+
+@pytest.mark.parametrize("compile_blocks", [False, True])
+def test_a_deterministic_training_that_was_killed_continues_to_the_same_bits(
+    training: Project, compile_blocks: bool
+) -> None:
+    kind = "full" if compile_blocks else "selective_op"
+    training.set(
+        precision="bf16", deterministic=True, activation_checkpointing=kind, compile=compile_blocks,
+        runtime={"profile_steps": [9, 10]},
+    )  # fmt: skip
+    undisturbed = training.copy(training.path.with_name("undisturbed"))
+    output = train(undisturbed)
+    assert re.search(
+        r"^training with 1 rank \(NVIDIA .*\): precision bf16, attention .*, strategy none, activation checkpointing "
+        rf"{kind}, (compiled, )?deterministic, memory ",
+        output,
+        re.M,
+    )
+    train(training, "kill rank 0 at step 5", status=1)
+    assert re.search(r"resuming from step [24] of 12", train(training))
+    assert weights(training) == weights(undisturbed)
+    for project in (training, undisturbed):
+        [directory] = project.path.glob("outputs/test/profile/*")
+        assert {path.name for path in directory.iterdir()} == {
+            "steps-9-10.trace.json.gz",
+            "steps-9-10.memory.pickle",
+        }
+    assert (training / "outputs/.compile").is_dir() == compile_blocks
+
+
+def test_tf32_is_near_fp32(training: Project) -> None:
+    training.set(precision="fp32")
+    exact = training.copy(training.path.with_name("exact"))
+    train(exact)
+    training.set(tf32=True)
+    assert "precision fp32, TF32, " in train(training)
+    np.testing.assert_allclose(losses(training), losses(exact), rtol=0.01)
+    assert not np.array_equal(losses(training), losses(exact))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs torchao")
+def test_fp8_is_near_bf16_and_its_checkpoints_are_the_same(training: Project) -> None:
+    training.set(precision="bf16", max_steps=4)
+    bf16 = training.copy(training.path.with_name("bf16"))
+    train(bf16)
+    training.set(precision="fp8")
+    train(training)
+    np.testing.assert_allclose(losses(training), losses(bf16), rtol=0.05)
+    names = []
+    for project in (training, bf16):
+        [manifest] = project.path.glob("outputs/test/checkpoints/*/step-00000004/manifest.json")
+        names.append(project.json(str(manifest.relative_to(project.path)))["tensors"].keys())
+    assert names[0] == names[1]
+
+
+def test_more_ranks_than_gpus_and_broken_ones_end_the_launch(training: Project) -> None:
+    training.set(runtime={"nproc_per_node": 2})
+    assert "2 ranks need 2 GPUs, but torch can use 1 here" in train(training, status=2)
+    output = train(training, status=2, CUDA_VISIBLE_DEVICES="99")
+    assert "CUDA_VISIBLE_DEVICES to -1" in output
+    assert "Traceback" not in output
+
+
 def test_a_gpu_trains_on_the_same_rows_as_two_ranks_on_the_cpu(training: Project) -> None:
     training.set(precision="fp32")
     cpu = training.copy(training.path.with_name("cpu"))
@@ -64,16 +250,44 @@ def test_a_gpu_trains_on_the_same_rows_as_two_ranks_on_the_cpu(training: Project
     np.testing.assert_allclose(losses(training), losses(cpu), atol=1e-3)
 
 
+def test_the_fused_loss_is_exact_small_and_without_waits(training: Project) -> None:
+    """Of 16 384 tokens, whose logits have 7.8 GiB in fp32."""
+    environment = {**GPU, "PYTHONPATH": str(REPO), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    output = training.run("python", "-c", LOSS, **environment)
+    assert float(output.split("peak")[1]) < 2.5
+
+
+@pytest.mark.parametrize("loss", ["fused", "plain"])
+def test_the_loss_of_a_training_is_that_of_the_cpu(training: Project, loss: str) -> None:
+    training.set(precision="fp32", loss=loss)
+    cpu = training.copy(training.path.with_name("cpu"))
+    train(cpu, CUDA_VISIBLE_DEVICES="")
+    training.set(precision="bf16")
+    train(training)
+    np.testing.assert_allclose(losses(training), losses(cpu), rtol=0.01)
+
+
 @pytest.mark.parametrize(
-    "attention",
+    ("attention", "dtype"),
     [
-        "sdpa",
+        ("varlen", "bfloat16"),
+        ("varlen", "float16"),
+        ("flex", "float32"),
+        ("sdpa", "bfloat16"),
         pytest.param(
             "flash_attention_2",
+            "bfloat16",
             marks=pytest.mark.skipif(not importlib.util.find_spec("flash_attn"), reason="needs flash_attn"),
         ),
     ],
 )
-def test_documents_are_kept_apart(training: Project, attention: str) -> None:
-    output = training.run("python", "-c", PROBE.format(attention=attention), **{**GPU, "PYTHONPATH": str(REPO)})
-    assert output.count("False") == 6, output
+def test_documents_are_computed_as_if_each_were_alone(training: Project, attention: str, dtype: str) -> None:
+    """Without leaks, with windows, with heads that share keys; logits and gradients."""
+    code = PROBE.replace("ATTENTION", attention).replace("DTYPE", dtype)
+    output = training.run("python", "-c", code, **{**GPU, "PYTHONPATH": str(REPO)})
+    assert output.count("None") == 12, output
+
+
+def test_varlen_neither_waits_nor_recompiles(training: Project) -> None:
+    output = training.run("python", "-c", STEPS, **{**GPU, "PYTHONPATH": str(REPO)})
+    assert "finite True" in output

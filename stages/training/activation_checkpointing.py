@@ -1,0 +1,66 @@
+"""Which activations the backward pass finds in memory, and which it computes again."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from stages.artifacts.errors import StageError
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
+
+
+def checkpoint_activations(model: PreTrainedModel, layers: list[Any], kind: str) -> None:
+    """Have the layers keep only a part of their activations. No module and no parameter gets another name.
+
+    Args:
+        model: Any model of transformers.
+        layers: Its layers.
+        kind: full: all layers keep only their inputs | selective: every second layer does | selective_op: all layers
+            also keep the results of attention and of every second matrix product.
+
+    Raises:
+        StageError: the architecture does not support it.
+    """
+    if kind == "none":
+        return
+    # Older releases have only the second name, newer ones warn that it is deprecated.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    one_by_one = all(hasattr(layer, "gradient_checkpointing") for layer in layers)
+    if not model.supports_gradient_checkpointing or (kind == "selective" and not one_by_one):
+        possible = "none, full or selective_op" if model.supports_gradient_checkpointing else "none"
+        raise StageError(f"activation_checkpointing {kind}: {type(model).__name__} does not support it, use {possible}")
+    # The reentrant variant gives no gradients where no input of a layer requires them.
+    enable({"use_reentrant": False, **({"context_fn": _contexts} if kind == "selective_op" else {})})
+    if kind == "selective":
+        for layer in layers[1::2]:
+            layer.gradient_checkpointing = False
+
+
+def _contexts() -> Any:
+    """The contexts of forward pass and recomputation, for one call of one layer."""
+    return create_selective_checkpoint_contexts(_policy())
+
+
+def _policy() -> Callable[..., CheckpointPolicy]:
+    """The policy of torchtitan (torchtitan/distributed/activation_checkpoint.py), for operations of any name.
+
+    Attention is the most expensive to compute again, for what its result needs. Of the matrix products half the results
+    are kept: keeping all would save the most time, and half of the memory that checkpointing is for.
+    """
+    num_products = Counter[bool]()  # releases of torch differ in whether they ask again in the recomputation
+
+    def choose(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in _PRODUCTS:
+            num_products[context.is_recompute] += 1
+            is_kept = num_products[context.is_recompute] % 2 == 1
+        else:
+            # By name: torch has an operation for each kernel of attention, and packages bring their own.
+            name = op.name()
+            is_kept = "attention" in name or "attn" in name
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return choose

@@ -1,0 +1,34 @@
+"""Environment variables that torch, CUDA and NCCL read once, when they start.
+
+The launcher sets them for the ranks, and a rank without a launcher for itself, before it uses a GPU. What a person has
+set stays.
+"""
+
+import os
+from pathlib import Path
+
+from stages.artifacts.outputs import OUTPUTS
+from stages.training.params import TrainParams
+
+COMPILE_CACHE = OUTPUTS / ".compile"
+"""Compiled code, for all later launches. By default it is below /tmp, which may not outlive the machine."""
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def set_environment(params: TrainParams) -> None:
+    """Set the variables that `params` needs, except those that are already set."""
+    # Like the checkpoints, the cache is not in the copy that `dvc exp run --temp` deletes.
+    cache = Path(os.environ.get("DVC_ROOT", "."), COMPILE_CACHE).resolve()
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
+    if not any(name in os.environ for name in _ALLOCATOR):
+        # Segments that grow instead of new ones: sizes that vary leave no holes that nothing fits into.
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if params.deterministic:
+        # cuBLAS then sums in the same order in every run; torch refuses to be deterministic without it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Sums inside the switches of NVLink and InfiniBand have no fixed order. Rings and trees have one, for the same
+        # sizes on the same ranks.
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("NCCL_COLLNET_ENABLE", "0")

@@ -1,0 +1,41 @@
+"""The line that a training starts with: where it runs, and which of the possible ways it has chosen."""
+
+import psutil
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from stages.training.params import TrainParams
+from stages.training.timers import memory_gib
+
+
+def start_line(params: TrainParams, mesh: DeviceMesh) -> str:
+    """Describe a training whose model and optimizer are in memory.
+
+    Args:
+        params: Those of the training, with the attention and the loss that were chosen.
+        mesh: The ranks of each copy of the model are its last axis.
+    """
+    if torch.cuda.is_available():
+        device, total = torch.cuda.get_device_name(), torch.cuda.get_device_properties().total_memory
+    else:
+        device, total = "CPU", psutil.virtual_memory().total
+    num_ranks, size = mesh.size(), mesh.size(mesh.ndim - 1)
+    fsdp = params.fsdp.resolved()
+    strategy = "none" if num_ranks == 1 else "ddp" if size == 1 else f"fsdp {fsdp.sharding_strategy}"
+    if 1 < size < num_ranks:
+        strategy += f" in groups of {size}"
+    chosen = {
+        f"precision {params.precision}": True,
+        "TF32": params.tf32 and mesh.device_type == "cuda",
+        f"attention {params.attention}": True,
+        f"loss {params.loss}": True,
+        f"strategy {strategy}": True,
+        "CPU offload": fsdp.cpu_offload,
+        f"optimizer {params.optimizer}": params.optimizer != "adamw",
+        f"activation checkpointing {params.activation_checkpointing}": params.activation_checkpointing != "none",
+        "compiled": params.compile,
+        "deterministic": params.deterministic,
+        f"memory {memory_gib()[0]:.2f} of {total / 2**30:.2f} GiB before the first step": True,
+    }
+    ranks = f"{num_ranks} ranks" if num_ranks > 1 else "1 rank"
+    return f"training with {ranks} ({device}): " + ", ".join(name for name, applies in chosen.items() if applies)

@@ -1,0 +1,309 @@
+"""What concerns GPUs, as far as CPUs can show it; tests/gpu has the rest."""
+
+import dataclasses
+import gzip
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from stages import launch
+from stages.artifacts.errors import StageError
+from stages.artifacts.params_file import load_params
+from stages.tokens.batch import make_batch
+from stages.tokens.loss import loss_sum
+from stages.training import sharded_model
+from stages.training.activation_checkpointing import _contexts
+from stages.training.distributed import _use_gpu, check_devices
+from stages.training.environment import set_environment
+from stages.training.float8 import convert_linears
+from stages.training.params import TrainParams, TrainRuntime
+from stages.training.precision import check_precision, set_float32_precision
+from stages.training.run import describe
+from stages.training.torch_errors import explain_torch_errors
+from tests.models import CONFIGS, full_value, manifest_of
+from tests.project import Project
+from tests.ranks import Ranks
+from tests.trainings import Given, result
+
+KILLED = -9
+
+
+def test_what_changes_no_bit_on_cpus_changes_none_in_a_killed_training_either(fresh: Given, ranks: Ranks) -> None:
+    project, reference = fresh
+    project.set(
+        deterministic=True, activation_checkpointing="selective_op", tf32=True, runtime={"profile_steps": [3, 6]}
+    )
+    output = ranks.run(project, "kill rank 0 at step 5", KILLED)
+    assert output.count("training with") == 1
+    assert re.search(
+        r"^training with 2 ranks \(CPU\): precision bf16, attention sdpa, loss fused, strategy fsdp FULL_SHARD, "
+        r"activation checkpointing selective_op, deterministic, "
+        r"memory \d\.\d\d of \d+\.\d\d GiB before the first step$",
+        output,
+        re.M,
+    )
+    output = ranks.run(project)
+    assert {**result(project), "result": ""} == {**reference, "result": ""}
+    [directory] = project.path.glob("outputs/test/profile/*")
+    [trace] = directory.iterdir()
+    assert trace.name == "steps-5-6.trace.json.gz"
+    assert output.count(f"the trace of steps 5 to 6 is outputs/test/profile/{directory.name}/{trace.name}") == 1
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = [event.get("name") for event in events]
+    assert names.count("Optimizer.step#AdamW.step") == 2
+    assert "[memory]" in names
+    assert any("Input Dims" in event.get("args", {}) for event in events)
+
+
+def test_steps_to_profile_are_a_range(training: Project, ranks: Ranks) -> None:
+    training.set(runtime={"profile_steps": [7, 3]})
+    output = ranks.run(training, status=2)
+    assert "runtime.profile_steps is [7, 3]: the first step must not be after the last" in output
+
+
+def test_an_operation_without_a_deterministic_form_is_one_clear_error() -> None:
+    torch.use_deterministic_algorithms(True)
+    message = r"^deterministic: set it to false, .* \(put_.* does not have a deterministic implementation"
+    try:
+        with pytest.raises(StageError, match=message), explain_torch_errors():
+            torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_layer_that_overwrites_what_selective_op_keeps_is_one_clear_error() -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return (x @ weight).mul_(2).exp()
+
+    with pytest.raises(StageError, match=r"^activation_checkpointing selective_op: use full"), explain_torch_errors():
+        checkpoint(layer, weight, use_reentrant=False, context_fn=_contexts).sum().backward()
+
+
+def test_other_errors_of_torch_stay_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), explain_torch_errors():
+        torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+class TwoGraphs(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it
+def test_layers_are_compiled_as_one_graph_each_also_with_activation_checkpointing(
+    params: TrainParams, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = []
+    compile_layer = nn.Module.compile
+
+    def compile_fast(layer: nn.Module, **options: Any) -> None:
+        given.append(options)
+        compile_layer(layer, **options, backend="eager")  # graphs as always, but no C++
+
+    monkeypatch.setattr(nn.Module, "compile", compile_fast)
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    batch = make_batch(torch.arange(32).view(2, 16), eos_token_id=7, document_mask=True)
+    gradients = []
+    for compiles in (False, True):
+        changed = dataclasses.replace(params, compile=compiles, activation_checkpointing="full")
+        model = sharded_model.build(manifest_of(tmp_path, with_weights=True), changed, mesh, initialize=True)
+        loss_sum(model.train(), batch).backward()
+        gradients.append([full_value(param.grad) for param in model.parameters() if param.grad is not None])
+    assert given == [{"fullgraph": True}] * 3
+    torch.testing.assert_close(*gradients)
+
+    with pytest.raises(ValueError, match="nothing of a compiled layer would be kept"):
+        dataclasses.replace(params, compile=True, activation_checkpointing="selective_op")
+
+    layer = TwoGraphs()
+    layer.compile(**given[0])
+    message = r"^compile: .* cannot be compiled as one graph: set it to false \(.*ranch"
+    with pytest.raises(StageError, match=message), explain_torch_errors():
+        layer(torch.ones(3))
+
+
+ENVIRONMENT = (
+    *("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+    *("CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE"),
+)
+
+
+def test_the_environment_is_that_of_the_parameters_unless_a_person_has_set_it(
+    params: TrainParams, empty_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ENVIRONMENT:  # first set, so that it is restored
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+    def environment(deterministic: bool) -> dict[str, str]:
+        set_environment(dataclasses.replace(params, deterministic=deterministic))
+        return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+
+    always = {
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "TORCHINDUCTOR_CACHE_DIR": str(empty_project / "outputs/.compile"),
+        "TRITON_CACHE_DIR": str(empty_project / "outputs/.compile/triton"),
+    }
+    assert environment(deterministic=False) == always
+    exact = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0", "NCCL_COLLNET_ENABLE": "0"}
+    assert environment(deterministic=True) == always | exact
+    theirs = dict.fromkeys(ENVIRONMENT, "theirs")
+    del theirs["PYTORCH_ALLOC_CONF"]  # its older name is enough
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    for name, value in theirs.items():
+        monkeypatch.setenv(name, value)
+    assert environment(deterministic=True) == theirs
+
+
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """Launch the training of the current directory; returns the environment of the ranks, which are not started."""
+    found = []
+
+    def run_ranks(*args: object) -> tuple[int, str]:
+        found.append(dict(os.environ))
+        return 0, ""
+
+    monkeypatch.setattr(launch, "_run_ranks", run_ranks)
+    monkeypatch.setattr(launch, "forward_stop_signals", lambda on_signal: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    run, runtime = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
+    assert launch._train(run, runtime, lambda status: None) == 0
+    return found
+
+
+def test_the_launcher_sets_the_environment_of_the_ranks(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(training.path)
+    training.set(deterministic=True)
+    [environment] = launched(monkeypatch)
+    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_launch_of_fp8_on_cpus_ends_before_the_ranks_start(
+    training: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(training.path)
+    training.set(precision="fp8")
+    with pytest.raises(StageError, match=r"^precision fp8 needs GPUs of compute capability"):
+        launched(monkeypatch)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretend that there are GPUs of these compute capabilities."""
+
+    def pretend(*capabilities: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: f"NVIDIA GPU {device}")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: capabilities[device])
+
+    return pretend
+
+
+def test_fp8_is_for_gpus_that_have_it(params: TrainParams, gpus: Callable[..., None]) -> None:
+    fp8 = dataclasses.replace(params, precision="fp8", batch_size=2)
+    check_precision(params, seq_length=3)
+    for capabilities, found in (((), "not CPUs: use bf16"), (((9, 0), (8, 0)), "not NVIDIA GPU 1: use bf16")):
+        gpus(*capabilities)
+        with pytest.raises(StageError, match=rf"^precision fp8 needs GPUs of compute capability 8.9 .*, {found}$"):
+            check_precision(fp8, seq_length=32)
+    gpus((8, 9), (10, 0))
+    check_precision(fp8, seq_length=32)
+    with pytest.raises(StageError, match=r"a multiple of 16 tokens per forward pass, not batch_size 2 x seq_length 30"):
+        check_precision(fp8, seq_length=30)
+
+
+def test_fp8_names_its_missing_library(params: TrainParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(
+        StageError, match="precision fp8 needs torchao, which is not installed: run `pip install torchao`"
+    ):
+        dataclasses.replace(params, precision="fp8").check_packages()
+
+
+def test_fp8_is_for_the_linear_layers_that_gpus_can_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    converted: list[nn.Module] = []
+
+    def convert(layer: nn.Module, module_filter_fn: Callable[[nn.Module, str], bool]) -> None:
+        converted.extend(module for name, module in layer.named_modules() if module_filter_fn(module, name))
+
+    fake: Any = ModuleType("torchao.float8")
+    fake.convert_to_float8_training = convert
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", fake)
+    layer = nn.Sequential(nn.Linear(32, 16), nn.LayerNorm(16), nn.Linear(16, 8), nn.Linear(24, 16))
+    convert_linears([layer])
+    assert converted == [layer[0]]
+    with pytest.raises(StageError, match="precision fp8: no layer of the model has linear modules whose sizes"):
+        convert_linears([nn.Linear(24, 16)])
+
+
+def test_tf32_is_for_gpus_and_only_where_it_is_wanted(gpus: Callable[..., None]) -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        set_float32_precision(tf32=True)
+        assert torch.get_float32_matmul_precision() == before[0]  # of CPUs
+        gpus((8, 0))
+        for tf32, expected in ((True, "high"), (False, "highest")):
+            set_float32_precision(tf32)
+            assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (expected, tf32)
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def test_more_ranks_than_gpus_are_one_clear_error(gpus: Callable[..., None]) -> None:
+    gpus((9, 0), (9, 0))
+    assert check_devices(None) == check_devices(1) == check_devices(2) == 2
+    with pytest.raises(StageError, match=r"3 ranks need 3 GPUs, but torch can use 2 here: set runtime.nproc_per_node"):
+        check_devices(3)
+
+
+def test_gpus_that_torch_cannot_use_are_an_error_unless_they_are_hidden(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "nvidiactl").touch()  # in a container without GPUs
+    assert check_devices(2, tmp_path) == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # whoever names GPUs wants to train on them
+    with pytest.raises(StageError, match=r"^CUDA_VISIBLE_DEVICES is 0,1, but torch .* cannot use a GPU"):
+        check_devices(2, tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (tmp_path / "nvidia0").touch()
+    for version, remedy in (("13.0", "check the driver with `nvidia-smi`"), (None, "install the CUDA build with")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        with pytest.raises(StageError, match=rf"this machine has GPUs, but torch .* cannot use a GPU: {remedy}"):
+            check_devices(2, tmp_path)
+    for hidden in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert check_devices(2, tmp_path) == 0
+
+
+def test_a_gpu_that_does_not_compute_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> None:
+        raise torch.AcceleratorError(
+            "CUDA error: no kernel image is available for execution on the device\nCompile with"
+        )
+
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    with pytest.raises(
+        StageError, match=r"^GPU 1 does not work \(CUDA error: no kernel image is .* device\): check it"
+    ):
+        _use_gpu(1)

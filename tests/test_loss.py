@@ -1,0 +1,278 @@
+"""The loss is that of the logits, its gradient too, and no tensor is as large as the logits of all tokens."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from stages.artifacts.errors import StageError
+from stages.tokens.batch import make_batch
+from stages.tokens.document_mask import tiny_config
+from stages.tokens.loss import LossChoice, fuse, logits, loss_sum, obstacle_to_fuse, summed_loss, total_loss
+from stages.training import sharded_model, sharding
+from stages.training.loss_probe import choose_loss
+from stages.training.params import TrainParams
+from tests.models import CONFIGS, full_value, manifest_of
+from tests.project import Project
+from tests.ranks import Ranks
+
+ARCHITECTURES = (
+    "llama", "gpt2", "qwen2", "qwen3", "mistral", "gemma", "gemma3_text", "phi", "phi3", "gpt_neox", "olmo2", "olmo3",
+    "smollm3", "starcoder2", "glm4", "exaone4", "mixtral", "opt", "falcon", "bloom", "stablelm", "deepseek_v3",
+)  # fmt: skip
+CHANGING: dict[str, dict[str, Any]] = {
+    "gemma2": {"final_logit_softcapping": 30.0},
+    "cohere": {"logit_scale": 0.0625},
+    "granite": {"logits_scaling": 8.0},
+}
+"""Models that change their logits after the output embedding, and the parameter of the config."""
+
+
+def tiny(name: str, **changed: Any) -> PreTrainedConfig:
+    return tiny_config(AutoConfig.for_model(name, **changed))
+
+
+def make_model(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return model
+
+
+def usual_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """By torch's function, from the logits of all tokens."""
+    return nn.functional.cross_entropy(
+        logits(model, batch).flatten(0, 1).float(), batch["labels"].flatten(), reduction="sum"
+    )
+
+
+def gradients(loss: Tensor, *inputs: Tensor | None) -> list[Tensor]:
+    """Of a part of the loss, as `train_step` makes it; in double precision."""
+    params = [tensor for tensor in inputs if tensor is not None]
+    return [gradient.double() for gradient in torch.autograd.grad(loss * (1 / 77), params)]
+
+
+def distance(found: list[Tensor], expected: list[Tensor]) -> list[float]:
+    return [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_loss_in_parts_is_as_exact_as_that_of_all_logits(dtype: torch.dtype, with_bias: bool) -> None:
+    """Compared with double precision; 90 tokens in parts of 16, the last one shorter."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(90, 32, generator=generator).to(dtype).requires_grad_()
+    weight = (0.2 * torch.randn(500, 32, generator=generator)).to(dtype).requires_grad_()
+    bias = torch.randn(500, generator=generator).to(dtype).requires_grad_() if with_bias else None
+    labels = torch.randint(0, 500, (90,), generator=generator)
+    labels[::7] = -100
+
+    exact = [None if tensor is None else tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+    losses = {
+        "exact": nn.functional.cross_entropy(nn.functional.linear(*exact), labels, reduction="sum"),
+        "usual": nn.functional.cross_entropy(
+            nn.functional.linear(hidden, weight, bias).float(), labels, reduction="sum"
+        ),
+        "fused": summed_loss(hidden, labels, weight, bias, num_logits=16 * 500),
+        "plain": summed_loss(nn.functional.linear(hidden, weight, bias), labels, num_logits=16 * 500),
+    }
+    inputs = {name: exact if name == "exact" else [hidden, weight, bias] for name in losses}
+    found = {name: gradients(loss, *inputs[name]) for name, loss in losses.items()}
+    usual = distance(found["usual"], found["exact"])
+    for name in ("fused", "plain"):
+        loss = losses[name]
+        assert (loss.dtype, loss.shape) == (torch.float32, ())
+        torch.testing.assert_close(loss, losses["usual"], rtol=1e-6, atol=0)
+        for error, limit in zip(distance(found[name], found["exact"]), usual, strict=True):
+            assert error < 1.4 * limit  # the gradient of fused hidden states is rounded once more
+    with torch.no_grad():
+        assert torch.equal(summed_loss(hidden, labels, weight, bias, num_logits=16 * 500), losses["fused"])
+
+
+def test_gradients_of_rare_tokens_do_not_vanish_in_fp16() -> None:
+    """In it, a probability below 3e-8 is 0."""
+    hidden = torch.ones(1, 1, dtype=torch.float16, requires_grad=True)
+    weight = torch.tensor([[0.0], [-18.0]], dtype=torch.float16, requires_grad=True)  # of the second: 1.5e-8
+    summed_loss(hidden, torch.tensor([0]), weight).mul(2**16).backward()
+    assert hidden.grad is not None
+    assert hidden.grad.item() == pytest.approx(2**16 * 1.523e-8 * -18, rel=0.03)
+
+
+def test_tokens_without_labels_have_no_gradient() -> None:
+    hidden, weight = torch.randn(4, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    loss = summed_loss(hidden, torch.full((4,), -100), weight)
+    loss.backward()
+    assert (loss.item(), hidden.grad.norm().item(), weight.grad.norm().item()) == (0, 0, 0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_fused_loss_and_its_gradients_are_those_of_the_logits(name: str) -> None:
+    model = make_model(tiny(name))
+    batch = make_batch(torch.randint(0, 64, (2, 16)), eos_token_id=0, document_mask=False)
+    expected = usual_loss(model, batch)
+    expected.backward()
+    gradients = {key: param.grad for key, param in model.named_parameters()}
+    model.zero_grad()
+    assert obstacle_to_fuse(model, batch) is None
+    fuse(model)
+    assert gradients.keys() == dict(model.named_parameters()).keys()
+    found = loss_sum(model, batch)
+    torch.testing.assert_close(found, expected)
+    found.backward()
+    for key, param in model.named_parameters():
+        torch.testing.assert_close(
+            param.grad, gradients[key], rtol=1e-4, atol=1e-5, msg=lambda text, key=key: key + text
+        )
+    with torch.no_grad():
+        assert total_loss(model, [batch])[0] == pytest.approx(expected.item(), rel=1e-5)
+        assert logits(model, batch).shape == (2, 16, 64)  # without labels it is a model like any other
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_model_that_changes_its_logits_keeps_the_plain_loss(name: str, params: TrainParams, tmp_path: Path) -> None:
+    (parameter,) = CHANGING[name]
+    choices = {}
+    for changes in (True, False):
+        off = None if name == "gemma2" else 1.0
+        config = tiny(name, **(CHANGING[name] if changes else {parameter: off}))
+        directory = tmp_path / str(changes)
+        config.save_pretrained(directory)
+        choices[changes] = choose_loss(manifest_of(directory, with_weights=False), params)
+        # If the answer of the test were ignored, the loss would be another one, and only then.
+        model = make_model(config)
+        batch = make_batch(torch.randint(1, 64, (2, 16)), eos_token_id=0, document_mask=False)
+        expected = usual_loss(model, batch)
+        torch.testing.assert_close(loss_sum(model, batch), expected)  # plain
+        fuse(model)
+        assert torch.allclose(loss_sum(model, batch), expected) == (not changes)
+    assert choices[False] == LossChoice("fused", None)
+    assert choices[True].name == "plain"
+    assert "it changes logits after its output embedding" in str(choices[True].reason)
+    manifest = manifest_of(tmp_path / "True", with_weights=False)
+    assert choose_loss(manifest, dataclasses.replace(params, loss="plain")) == LossChoice("plain", None)
+    with pytest.raises(StageError, match=r"loss fused is not possible with \w+: it changes .* use loss auto or plain"):
+        choose_loss(manifest, dataclasses.replace(params, loss="fused"))
+
+
+def test_a_model_that_uses_its_logits_keeps_the_plain_loss() -> None:
+    class Sliced(transformers.LlamaForCausalLM):
+        def forward(self, **inputs: Any) -> Any:
+            output = super().forward(**inputs)
+            output.logits = output.logits[..., :64]
+            return output
+
+    class Detached(transformers.LlamaForCausalLM):
+        def forward(self, **inputs: Any) -> Any:
+            output = super().forward(**inputs)
+            if output.logits.dim() == 0:
+                output.logits = output.logits.detach() + 0 * output.logits
+            return output
+
+    class OtherHead(transformers.LlamaForCausalLM):
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            self.lm_head = type("Scaled", (nn.Linear,), {})(config.hidden_size, config.vocab_size, bias=False)
+
+    batch = make_batch(torch.randint(1, 64, (2, 16)), eos_token_id=0, document_mask=False)
+    reasons = [str(obstacle_to_fuse(kind(tiny("llama")).eval(), batch)) for kind in (Sliced, Detached, OtherHead)]
+    assert "cannot continue with a loss in place of logits (IndexError" in reasons[0]
+    assert "the gradient of model.embed_tokens.weight would be another one" in reasons[1]
+    assert reasons[2] == "its output embedding is not torch's nn.Linear, but Scaled"
+
+
+class Sizes(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operation returns, by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.largest[tensor.dtype] = max(self.largest.get(tensor.dtype, 0), tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_no_tensor_is_as_large_as_the_logits_of_all_tokens(
+    params: TrainParams, mesh: DeviceMesh, tmp_path: Path, precision: Any
+) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=50_000, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        eos_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    batch = make_batch(torch.randint(1, 50_000, (2, 128)), eos_token_id=0, document_mask=True)
+    all_logits = 2 * 128 * 50_000
+    found = {}
+    for loss in ("fused", "plain"):
+        changed = dataclasses.replace(params, loss=loss, precision=precision)
+        model = sharded_model.build(manifest_of(tmp_path, with_weights=False), changed, mesh, initialize=True).train()
+        with Sizes() as training:
+            loss_sum(model, batch).backward()
+        with Sizes() as validation, torch.no_grad():
+            total_loss(model.eval(), [batch])
+        found[loss] = training.largest, validation.largest
+    for largest in found["fused"]:
+        assert max(largest.values()) <= all_logits / 2
+    for largest in found["plain"]:
+        if precision == "fp32":
+            assert largest[torch.float32] == all_logits  # what the model returns
+        else:
+            assert largest[torch.bfloat16] == all_logits
+            assert largest[torch.float32] <= all_logits / 2
+
+
+@pytest.mark.parametrize("loss", ["fused", "plain"])
+def test_embeddings_that_are_not_tied_are_gathered_by_themselves(
+    params: TrainParams, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: Any
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS["llama untied, scaled rope"]).save_pretrained(tmp_path)
+    params = dataclasses.replace(params, loss=loss, precision="bf16")
+    batch = make_batch(torch.randint(1, 101, (2, 16)), eos_token_id=0, document_mask=True)
+    losses, found = [], []
+    for units in (True, False):
+        if not units:
+            monkeypatch.setattr(sharding, "_untied_embeddings", lambda model: ([], []))
+        model: Any = sharded_model.build(manifest_of(tmp_path, with_weights=True), params, mesh, initialize=True)
+        loss = loss_sum(model.train(), batch)
+        is_gathered = [
+            name for name, module in model.named_modules() for group in [getattr(module, "_get_fsdp_state", None)]
+            if group and group()._fsdp_param_group.is_unsharded
+        ]  # fmt: skip
+        loss.backward()
+        losses.append(loss)
+        found.append({name: full_value(param.grad) for name, param in model.named_parameters()})
+        if units:
+            assert is_gathered == ([""] if params.loss == "fused" else ["", "lm_head"])
+            root = model._get_fsdp_state()._fsdp_param_group
+            assert [param._module_info.param_name for param in root.fsdp_params] == ["weight"]  # of the last norm
+    assert torch.equal(losses[0], losses[1])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_a_fused_loss_that_is_impossible_ends_the_training_and_auto_says_why_not(
+    training: Project, ranks: Ranks
+) -> None:
+    config = {**training.json("models/nano/config.json"), "model_type": "granite", "logits_scaling": 4.0,
+              "architectures": ["GraniteForCausalLM"]}  # fmt: skip
+    (training / "models/nano/config.json").write_text(json.dumps(config))
+    training.run("python", "-m", "stages.download")
+    training.set(max_steps=1, loss="fused")
+    output = ranks.run(training, status=2)
+    assert output.count("loss fused is not possible with GraniteForCausalLM: it changes logits after its output") == 1
+    assert "Traceback" not in output
+    training.set(loss="auto")
+    output = ranks.run(training)
+    assert output.count("loss: plain, because it changes logits after its output embedding") == 1
