@@ -119,7 +119,7 @@ def test_the_table_ends_with_what_does_not_fit(
 
     def measure_row(manifest: ModelManifest, params: TrainParams, num_ranks: int, seq_length: int) -> PeakMemory:
         if params.activation_checkpointing not in share:
-            raise StageError("not supported")
+            raise {"selective": StageError, "selective_op": RuntimeError}[params.activation_checkpointing]("unsuitable")
         return PeakMemory(share[params.activation_checkpointing] * params.batch_size * GIB, False, *[0] * 7)
 
     monkeypatch.setattr(peak_memory, "measure", measure_row)
@@ -151,6 +151,25 @@ def test_what_cannot_fit_is_refused_with_what_would() -> None:
         memory_plan.check_fits(peak, table, 80 * GIB, "plan.gpu_memory_gb")
     with pytest.raises(StageError, match=r"more ranks, or fsdp\.cpu_offload true"):
         memory_plan.check_fits(peak, table, 40 * GIB, "plan.gpu_memory_gb")
+    at_most = dataclasses.replace(peak, is_upper_bound=True)  # it may fit
+    memory_plan.check_fits(at_most, table, 40 * GIB, "plan.gpu_memory_gb")
+
+
+def test_what_only_eager_computes_on_cpus_is_an_upper_bound(params: TrainParams, tmp_path: Path) -> None:
+    CONFIGS["gemma2"].save_pretrained(tmp_path)
+    model = manifest_of(tmp_path, with_weights=False)
+    peak = measure(model, params, 2, 32)
+    assert peak.is_upper_bound
+    assert peak.describe().startswith("at most ")
+    assert not measure(model, dataclasses.replace(params, attention="eager"), 2, 32).is_upper_bound
+
+
+def test_the_loss_is_computed_in_parts_as_large_as_on_the_device(params: TrainParams, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**{**CONFIGS["llama"].to_dict(), "vocab_size": 49152})
+    config.save_pretrained(tmp_path)
+    model = manifest_of(tmp_path, with_weights=False)
+    cpu, gpu = (measure(model, params, 1, 1024, device).total for device in ("cpu", "cuda"))
+    assert gpu - cpu > 0.9 * 4 * (2048 - 128) * 49152  # logits in fp32
 
 
 def test_of_a_model_that_depends_on_values_the_state_is_printed(
@@ -217,6 +236,15 @@ def test_a_plan_is_the_same_on_each_machine(
         plan.main()
 
 
+def test_a_tokenizer_that_was_changed_is_refused(
+    training: Project, params: TrainParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(training.path)
+    (training / "models/nano/tokenizer.json").write_text("{")
+    with pytest.raises(StageError, match=r"tokenizer\.json"):
+        plan.preview(params, ModelManifest.read())
+
+
 def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(
     training: Project, params: TrainParams, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +267,14 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(
     free(1.9)
     with pytest.raises(StageError, match=r"2 checkpoints and the model need .* CHECKPOINT_ROOT to a larger disk"):
         plan.check_disk(small, runtime, needs)
+    long = plan.load_params(TrainParams)
+    free(3)  # two, and the one that is being written; the best one may be among them
+    plan.check_disk(long, runtime, plan.estimate(long, model, rows, rows))
+    assert "warning: " in capsys.readouterr().out
+    free(2.9)
+    with pytest.raises(StageError, match="3 checkpoints and the model need"):
+        plan.check_disk(long, runtime, plan.estimate(long, model, rows, rows))
+    free(1.9)
     own = plan.describe(small).directory / "step-00000002"
     own.mkdir(parents=True)
     (own / "data").write_bytes(bytes(needs.checkpoint_bytes))
