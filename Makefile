@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup repro test slow faults check deps lock
+.PHONY: help setup repro test slow faults gpu check deps lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -24,6 +24,10 @@ slow: setup ## Run the slow tests: whole pipelines, large inputs
 
 faults: setup ## Test all faults of docs/faults.md, at every step and every file
 	$(PY) -m pytest tests/test_checkpoints.py tests/test_resume.py tests/test_launch.py tests/test_faults.py
+
+# Without `setup`, which may not be able to install anything there: it also runs with a torch that the machine provides.
+gpu: ## Test and measure what needs a GPU, in at most 25 minutes; run it again to continue
+	$(or $(wildcard $(PY)),python3) -m benchmarks.gpu
 
 check: setup ## Check lint, format and types
 	$(PY) -m ruff check

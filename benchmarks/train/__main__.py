@@ -17,13 +17,13 @@ accelerate: `pip install .[bench]`.
 import argparse
 import os
 import signal
-import sys
 import tempfile
 from contextlib import closing
 from pathlib import Path
 
+from benchmarks.tables import markdown
 from benchmarks.train.bench import SHAPES, Bench
-from benchmarks.train.comparisons import checkpoints, load, resume, speed
+from benchmarks.train.comparisons import FORMATS, checkpoints, load, resume, speed
 
 
 def main() -> None:
@@ -55,8 +55,8 @@ def main() -> None:
             flush=True,
         )
         for kind in args.only:
-            kinds[kind](bench)
-            sys.stdout.flush()
+            title = f"load, {args.load_params} parameters" if kind == "load" else kind
+            print(f"\n{markdown(title, kinds[kind](bench), FORMATS)}", end="", flush=True)
         print(f"load at the end {os.getloadavg()[0]:.1f}")
 
 

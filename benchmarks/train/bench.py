@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,28 @@ from benchmarks import REPO
 from benchmarks.data.corpora import make_text
 from benchmarks.train.job import BETAS, EPS, LR, MAX_GRAD_NORM, SEED, WEIGHT_DECAY, Job
 from benchmarks.train.launched import Training
+from stages.checkpointing.pointer import RunPointer, pointer_path
+from stages.model import meta
 from stages.training import flops
 
 SHAPES = {  # hidden size, layers, attention heads, key-value heads, intermediate size, vocabulary
     "1M": (128, 4, 4, 2, 352, 4096),
     "12M": (384, 6, 6, 2, 1024, 8192),
     "100M": (768, 12, 12, 4, 2048, 32768),
+    "400M": (1024, 24, 16, 8, 4096, 32768),
     "1B": (2048, 16, 32, 8, 8192, 128256),
 }
 
 
+_MADE = "made"
+"""This file exists when the project is complete."""
+
+
 class Bench:
-    """The project, and how its trainings are started. `args` are those of the command line."""
+    """The project, which is made in an empty directory or used again, and how its trainings are started."""
 
     def __init__(self, project: Path, args: argparse.Namespace) -> None:
+        """`args` are those of the command line of `benchmarks.train`."""
         self.project, self.args = project, args
         self.num_ranks: int = args.ranks or torch.cuda.device_count() or 2
         self.batch_size: int = args.batch_size
@@ -42,8 +51,13 @@ class Bench:
             "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
         self.trainings: list[Training] = []
-        self.make_model(args.params)
-        self.make_tokens()
+        if not (project / _MADE).exists():
+            self.make_model(args.params)
+            self.make_tokens()
+            (project / _MADE).touch()
+        model = meta.build(project / "model")
+        self.num_parameters = meta.num_parameters(model)
+        self.flops_per_token = flops.flops_per_token(model, args.seq_length)
 
     def make_model(self, shape: str) -> None:
         """Write random weights in bf16, with the tokenizer of the embedded model."""
@@ -59,21 +73,23 @@ class Bench:
         model.save_pretrained(directory)
         for path in (REPO / "models/tiny-llama").glob("*token*"):
             shutil.copy(path, directory)
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.flops_per_token = flops.flops_per_token(model, self.args.seq_length)
 
     def make_tokens(self) -> None:
         corpus = self.project / "corpus"
+        shutil.rmtree(corpus, ignore_errors=True)  # of a process that was killed
         corpus.mkdir()
         make_text(corpus, self.args.megabytes)
         for name in ("dvc.yaml", "stages"):
+            (self.project / name).unlink(missing_ok=True)
             (self.project / name).symlink_to(REPO / name)
         self.write_params(1, "bench")
         for name in ("organize", "extract", "download", "pack"):
             self.start(["-m", f"stages.{name}"]).finish()
 
-    def write_params(self, steps: int, experiment: str, **runtime: Any) -> None:
-        """Write params.yaml such that the training of the pipeline does what the other programs do."""
+    def write_params(
+        self, steps: int, experiment: str, params: Mapping[str, Any] | None = None, **runtime: Any
+    ) -> None:
+        """Write params.yaml such that the pipeline trains as the other programs do, but for `params`."""
         content = yaml.safe_load((REPO / "params.yaml").read_text())
         content |= {
             "experiment_name": experiment, "raw_dir": "corpus", "model_name": "model",
@@ -82,7 +98,7 @@ class Bench:
             "lr_schedule": "constant", "warmup_steps": 0, "weight_decay": WEIGHT_DECAY, "adam_beta1": BETAS[0],
             "adam_beta2": BETAS[1], "adam_eps": EPS, "max_grad_norm": MAX_GRAD_NORM,
             "seed": SEED, "precision": self.args.precision, "compile": self.args.compile, "document_mask": False,
-            "eval_freq": 10**6,
+            "eval_freq": 10**6, **(params or {}),
         }  # fmt: skip
         content["runtime"] |= {"nproc_per_node": self.num_ranks, "log_freq": 1, "ckpt_freq": None, **runtime}
         (self.project / "params.yaml").write_text(yaml.safe_dump(content))
@@ -93,8 +109,11 @@ class Bench:
         self.trainings.append(Training(command, self.project, self.environment, errors))
         return self.trainings[-1]
 
-    def start_ours(self, steps: int, experiment: str = "bench", **runtime: Any) -> Training:
-        self.write_params(steps, experiment, **runtime)
+    def start_ours(
+        self, steps: int, experiment: str = "bench", params: Mapping[str, Any] | None = None, **runtime: Any
+    ) -> Training:
+        """Start the launcher, with the arguments of `write_params`."""
+        self.write_params(steps, experiment, params, **runtime)
         return self.start(["-m", "stages.launch"])
 
     def start_other(self, program: str, steps: int, **fields: Any) -> Training:
@@ -112,6 +131,15 @@ class Bench:
         """Leave no process behind."""
         for training in self.trainings:
             training.kill()
+
+    def remove_checkpoints(self) -> None:
+        """Make room; the outs stay."""
+        for directory in self.project.glob("outputs/*/checkpoints"):
+            shutil.rmtree(directory)
+
+    def result_digest(self, experiment: str = "bench") -> str:
+        """Of all that the pipeline's last training has computed: weights, optimizer state, history."""
+        return RunPointer.read(self.project / pointer_path(experiment)).result_sha256
 
     def history_losses(self, log_freq: int) -> list[float]:
         """The losses of the pipeline's last training, averaged as the other programs print them."""

@@ -1,7 +1,7 @@
-"""What is compared, each printed as a Markdown table."""
+"""What is compared, each as the rows of a table."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,6 +9,33 @@ import torch
 from benchmarks.train.bench import Bench
 from benchmarks.train.launched import Training
 from stages.training import flops
+
+OURS, BARE, TRAINER, DDP = "(a) ours", "(b) bare FSDP2", "(c) Trainer", "(d) DDP"
+PROGRAMS = {OURS: "", BARE: "bare", TRAINER: "trainer", DDP: "ddp"}
+"""What `speed` compares, and the `Job.program` of those that are not the pipeline itself."""
+
+FORMATS = {
+    "tokens/s": "{:,.0f}",
+    "of the bare loop": "{:.1%}",
+    "lower quartile": "{:.1%}",
+    "upper quartile": "{:.1%}",
+    "CPU time of it": "{:.1%}",
+    "MFU": "{:.1%}",
+    "peak GiB of rank 0": "{:.2f}",
+    "seconds": "{:.2f}",
+    "seconds lost": "{:.2f}",
+    "lower quartile, s": "{:.2f}",
+    "upper quartile, s": "{:.2f}",
+    "of the synchronous one": "{:.0%}",
+    "seconds from launch to first step": "{:.1f}",
+    "CPU seconds": "{:.1f}",
+    "of the Trainer": "{:.0%}",
+    "of its CPU seconds": "{:.0%}",
+    "MiB of weights read": "{:.0f}",
+    "MiB of other reads": "{:.0f}",
+    "peak MiB of memory": "{:.0f}",
+}
+"""The columns of the tables, and how their numbers are written."""
 
 
 def in_turns(
@@ -46,31 +73,36 @@ def median_ratio(values: list[float], others: list[float]) -> float:
     return statistics.median(value / other for value, other in zip(values, others, strict=True))
 
 
-def speed(bench: Bench) -> None:
-    """Tokens per second."""
+def speed(bench: Bench, programs: Iterable[str] = PROGRAMS) -> dict[str, dict[str, float | None]]:
+    """Tokens per second of the pipeline and of other programs."""
     size, num_turns = bench.args.log_freq, bench.args.rounds
     first = 2 * size
     steps = first + size * (num_turns + 1)  # the pipeline validates after the last one
-    programs = {
-        "(a) ours": lambda: bench.start_ours(steps, log_freq=size),
-        "(b) bare FSDP2": lambda: bench.start_other("bare", steps, log_freq=size),
-        "(c) Trainer": lambda: bench.start_other("trainer", steps, log_freq=size),
-        "(d) DDP": lambda: bench.start_other("ddp", steps, log_freq=size),
-    }
-    seconds, trainings = in_turns(programs, first, size, num_turns)
+
+    def start(program: str) -> Callable[[], Training]:
+        if program == OURS:
+            return lambda: bench.start_ours(steps, log_freq=size)
+        return lambda: bench.start_other(PROGRAMS[program], steps, log_freq=size)
+
+    seconds, trainings = in_turns({name: start(name) for name in programs}, first, size, num_turns)
     losses = {name: training.losses for name, training in trainings.items()}
-    check_losses(losses | {"(a) ours": bench.history_losses(size)}, bench.args.precision)
+    check_losses(losses | {OURS: bench.history_losses(size)}, bench.args.precision)
     cpu_time = {name: training.cpu_times[-1] - training.cpu_times[0] for name, training in trainings.items()}
-    print("\n| speed | tokens/s | of the bare loop | quartiles | CPU time of it | MFU | peak GiB of rank 0 |")
-    print("|---|---|---|---|---|---|---|")
+    rows: dict[str, dict[str, float | None]] = {}
     for name, values in seconds.items():
         rate = size * bench.tokens_per_step / statistics.median(values)
-        ratios = [other / value for value, other in zip(values, seconds["(b) bare FSDP2"], strict=True)]
+        ratios = [other / value for value, other in zip(values, seconds[BARE], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        peak = trainings[name].peak
-        columns = [f"{rate:,.0f}", f"{middle:.1%}", f"{low:.1%}, {high:.1%}",
-                   f"{cpu_time[name] / cpu_time['(b) bare FSDP2']:.1%}", mfu(bench, rate), f"{peak:.2f}"]  # fmt: skip
-        print(f"| {name} | {' | '.join(columns)} |")
+        rows[name] = {
+            "tokens/s": rate,
+            "of the bare loop": middle,
+            "lower quartile": low,
+            "upper quartile": high,
+            "CPU time of it": cpu_time[name] / cpu_time[BARE],
+            "MFU": mfu(bench, rate),
+            "peak GiB of rank 0": trainings[name].peak,
+        }
+    return rows
 
 
 def check_losses(losses: dict[str, list[float]], precision: str) -> None:
@@ -86,14 +118,15 @@ def check_losses(losses: dict[str, list[float]], precision: str) -> None:
     print(f"\nthe losses of all differ by {difference:.1e} at most")
 
 
-def mfu(bench: Bench, rate: float) -> str:
+def mfu(bench: Bench, rate: float) -> float | None:
+    """The share of the GPUs' peak that `rate` tokens per second use, if that is known."""
     if not torch.cuda.is_available():
-        return ""
+        return None
     peak = flops.peak_flops(torch.cuda.get_device_name(), bench.args.precision)
-    return f"{rate * bench.flops_per_token / (peak * bench.num_ranks):.1%}" if peak and bench.flops_per_token else ""
+    return rate * bench.flops_per_token / (peak * bench.num_ranks) if peak and bench.flops_per_token else None
 
 
-def checkpoints(bench: Bench) -> None:
+def checkpoints(bench: Bench) -> dict[str, dict[str, float | None]]:
     """What a checkpoint costs the training: the time of some steps with one, less that of as many without."""
     size, num_turns = bench.args.ckpt_freq, bench.args.rounds
 
@@ -110,15 +143,19 @@ def checkpoints(bench: Bench) -> None:
         name: statistics.quantiles([value - other for value, other in zip(values, seconds["none"], strict=True)], n=4)
         for name, values in seconds.items()
     }
-    print(f"\n| checkpoint | seconds for {size} steps | seconds lost | quartiles | of the synchronous one |")
-    print("|---|---|---|---|---|")
-    for name, values in seconds.items():
-        low, middle, high = lost[name]
-        part = f"{middle / lost['synchronous'][1]:.0%}"
-        print(f"| {name} | {statistics.median(values):.2f} | {middle:.2f} | {low:.2f}, {high:.2f} | {part} |")
+    return {
+        name: {
+            "seconds": statistics.median(values),
+            "seconds lost": lost[name][1],
+            "lower quartile, s": lost[name][0],
+            "upper quartile, s": lost[name][2],
+            "of the synchronous one": lost[name][1] / lost["synchronous"][1],
+        }
+        for name, values in seconds.items()
+    }
 
 
-def resume(bench: Bench) -> None:
+def resume(bench: Bench) -> dict[str, dict[str, float | None]]:
     """Time from the launch to the first step after a checkpoint."""
     steps, saved = 1000, 4
 
@@ -132,7 +169,7 @@ def resume(bench: Bench) -> None:
         training = start()
         training.until(saved + 1)
         training.stop()
-    programs: dict[str, Callable[[], Training]] = {"(a) ours": ours, "(c) Trainer": trainer}
+    programs: dict[str, Callable[[], Training]] = {OURS: ours, TRAINER: trainer}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     cpu_times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(bench.args.launches):
@@ -141,33 +178,37 @@ def resume(bench: Bench) -> None:
             seconds[name].append(training.until_first())
             cpu_times[name].append(training.cpu_seconds())
             training.stop()
-    print("\n| resume | seconds from launch to first step | of the Trainer | CPU seconds | of the Trainer |")
-    print("|---|---|---|---|---|")
-    for name in programs:
-        columns = [
-            f"{statistics.median(values[name]):.1f} | {median_ratio(values[name], values['(c) Trainer']):.0%}"
-            for values in (seconds, cpu_times)
-        ]
-        print(f"| {name} | {' | '.join(columns)} |")
+    return {
+        name: {
+            "seconds from launch to first step": statistics.median(seconds[name]),
+            "of the Trainer": median_ratio(seconds[name], seconds[TRAINER]),
+            "CPU seconds": statistics.median(cpu_times[name]),
+            "of its CPU seconds": median_ratio(cpu_times[name], cpu_times[TRAINER]),
+        }
+        for name in programs
+    }
 
 
-def load(bench: Bench) -> None:
-    """What the ranks read, and the memory that they need, until their weights are loaded."""
+def load(bench: Bench) -> dict[str, dict[str, float | None]]:
+    """What the ranks read, and the memory that they need, until their weights are loaded; the largest of all ranks."""
     bench.make_model(bench.args.load_params)
     bench.start(["-m", "stages.download"]).finish()
     bench.write_params(1, "load")
     programs: dict[str, Callable[[], Training]] = {
-        "(a) ours": lambda: bench.start_other("stage", 0),
-        "(c) Trainer": lambda: bench.start_other("trainer", 0),
+        OURS: lambda: bench.start_other("stage", 0),
+        TRAINER: lambda: bench.start_other("trainer", 0),
         "(c) Trainer, rank 0 reads for all": lambda: bench.start_other("trainer", 0, cpu_ram_efficient_loading=True),
     }
-    print(f"\n| load, {bench.num_parameters:,} parameters | MiB of weights read, each rank | MiB of other reads | "
-          "peak MiB of memory for the load |\n|---|---|---|---|")  # fmt: skip
+    rows: dict[str, dict[str, float | None]] = {}
     for name, program in programs.items():
         training = program()
         training.finish()
-        ranks = sorted(training.loads, key=lambda values: values["rank"])
-        columns = (
-            ", ".join(f"{values[key]:.0f}" for values in ranks) for key in ("mapped_mib", "read_mib", "grown_mib")
-        )
-        print(f"| {name} | {' | '.join(columns)} |")
+        rows[name] = {
+            title: max(values[key] for values in training.loads)
+            for title, key in (
+                ("MiB of weights read", "mapped_mib"),
+                ("MiB of other reads", "read_mib"),
+                ("peak MiB of memory", "grown_mib"),
+            )
+        }
+    return rows

@@ -1,0 +1,81 @@
+"""The settings of a training whose steps are timed, as changes of params.yaml."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+Settings = dict[str, dict[str, Any]]
+"""Parameters by the name of the setting."""
+
+ATTENTION, LOSS = ("varlen", "flex", "sdpa"), ("fused", "plain")
+"""`sdpa` and `plain` are what transformers does by itself: a dense mask, and the logits of all tokens."""
+
+
+def best_setting(batch_sizes: list[int], precision: str) -> dict[str, Any]:
+    """The one that is expected to be the fastest."""
+    size = max(batch_sizes)
+    return {"attention": "varlen", "loss": "fused", "compile": True, "batch_size": size, "precision": precision}
+
+
+def main_settings(batch_sizes: list[int], precision: str) -> Settings:
+    """Each option by itself, with the largest batch; the best setting first."""
+    best = best_setting(batch_sizes, precision)
+    eager, usual = {**best, "compile": False}, {"attention": "sdpa", "loss": "plain"}
+    return _named(
+        precision,
+        best,
+        {**best, "document_mask": False},
+        {**best, **usual},
+        {**best, **usual, "document_mask": False},
+        *({**eager, "attention": attention, "loss": loss} for attention, loss in product(ATTENTION, LOSS)),
+        *({**eager, "activation_checkpointing": kind} for kind in ("selective_op", "selective", "full")),
+        {**best, "activation_checkpointing": "full"},
+        *({**chosen, "precision": "fp16"} for chosen in (best, eager)),
+        {**best, "precision": "fp8"},
+        {**eager, "fsdp": {"strategy": "fsdp", "cpu_offload": True}},
+        *({**chosen, "deterministic": True} for chosen in (best, eager)),
+    )
+
+
+def matrix(batch_sizes: list[int], precision: str) -> Settings:
+    """Each attention with each loss and each batch size, compiled or not; the largest batch first."""
+    sizes = sorted(batch_sizes, reverse=True)
+    best = best_setting(batch_sizes, precision)
+    return _named(
+        precision,
+        *(
+            {**best, "batch_size": size, "compile": is_compiled, "attention": attention, "loss": loss}
+            for size, is_compiled, attention, loss in product(sizes, (True, False), ATTENTION, LOSS)
+        ),
+    )
+
+
+def _named(precision: str, *settings: dict[str, Any]) -> Settings:
+    return {name_of(values, precision): values for values in settings}
+
+
+def name_of(values: dict[str, Any], precision: str) -> str:
+    """The name of a setting, with what differs from the usual."""
+
+    def parts() -> Iterator[str]:
+        yield f"{values['attention']}, {values['loss']}"
+        yield f"batch {values['batch_size']}"
+        if values["precision"] != precision:
+            yield values["precision"]
+        if "activation_checkpointing" in values:
+            yield f"checkpointing {values['activation_checkpointing']}"
+        if "fsdp" in values:
+            yield "CPU offload"
+        if values["compile"]:
+            yield "compiled"
+        if not values.get("document_mask", True):
+            yield "no documents"
+        if values.get("deterministic"):
+            yield "deterministic"
+
+    return ", ".join(parts())
+
+
+def predictable(settings: Settings) -> Settings:
+    """Those whose memory `plan` predicts: not compiled ones, whose kernels keep less."""
+    return {name: values for name, values in settings.items() if not values["compile"]}

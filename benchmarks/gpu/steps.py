@@ -1,0 +1,154 @@
+"""Time steps of the training with one setting after another, or predict their memory; the parent process runs it.
+
+    torchrun --nproc-per-node 1 -m benchmarks.gpu.steps measure JOB.json
+    python -m benchmarks.gpu.steps predict JOB.json
+
+It runs the model, the loader and the step of the training in one process, so that a setting costs seconds and not a
+launch. Each setting ends with a line `result {...}` of rank 0.
+"""
+
+import dataclasses
+import gc
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stages.artifacts.params_file import load_params
+from stages.model.manifest import ModelManifest
+from stages.tokens.attention_names import NEED_LENGTHS
+from stages.tokens.batch import make_batch
+from stages.tokens.packed import TRAIN
+from stages.tokens.rows import TokenRows
+from stages.training import flops, peak_memory, sharded_model
+from stages.training.determinism import use_deterministic_algorithms
+from stages.training.distributed import all_reduce_sum, device_mesh, process_group
+from stages.training.environment import set_environment
+from stages.training.loader import BatchLoader
+from stages.training.optimizer import make_optimizer
+from stages.training.params import TrainParams
+from stages.training.precision import check_precision, make_grad_scaler, set_float32_precision
+from stages.training.step import UnreadStep, train_step
+from stages.training.timers import Timers, memory_gib, reset_peak_memory
+
+RESULT = "result "
+"""What the line of a result begins with."""
+WARM_UP = 3
+"""Steps that are not timed: the first ones compile, and set up libraries and the optimizer."""
+
+
+def main() -> None:
+    kind, path = sys.argv[1:]
+    job = json.loads(Path(path).read_text())
+    if kind == "predict":
+        for name, values in job["settings"].items():
+            print_result(name, predict(with_settings(values, job["num_ranks"]), job["num_ranks"], job["seq_length"]))
+        return
+    params = with_settings(next(iter(job["settings"].values())), job["num_ranks"])
+    set_environment(params)  # before a GPU is used
+    with process_group(timeout_minutes=10):
+        if params.deterministic:  # as are all of this job
+            use_deterministic_algorithms()
+        for name, values in job["settings"].items():
+            result = measure(with_settings(values, job["num_ranks"]), job["steps"])
+            if dist.get_rank() == 0:
+                print_result(name, result)
+            gc.collect()
+            torch.compiler.reset()
+            torch.cuda.empty_cache()
+
+
+def print_result(name: str, result: dict[str, Any]) -> None:
+    print(RESULT + json.dumps({"name": name, **result}), flush=True)
+
+
+def with_settings(values: dict[str, Any], num_ranks: int) -> TrainParams:
+    """The parameters of the project with those of a setting, and one forward pass per step."""
+    params = load_params(TrainParams)
+    fsdp = dataclasses.replace(params.fsdp, **values.get("fsdp", {}))
+    rows = values["batch_size"] * num_ranks
+    return dataclasses.replace(params, **{"document_mask": True, **values, "fsdp": fsdp, "total_batch_size": rows})
+
+
+def predict(params: TrainParams, num_ranks: int, seq_length: int) -> dict[str, Any]:
+    """The peak of a step as `plan` computes it, in GiB."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    peak = peak_memory.measure(ModelManifest.read(), params, num_ranks, seq_length, device)
+    return {"predicted GiB": peak.total / 2**30, "is_upper_bound": peak.is_upper_bound}
+
+
+def measure(params: TrainParams, num_steps: int) -> dict[str, Any]:
+    """Time the steps of a training; numbers by the column of the table, and the losses of all steps."""
+    manifest, rows = ModelManifest.read(), TokenRows(TRAIN)
+    check_precision(params, rows.seq_length)
+    set_float32_precision(params.tf32)
+    num_ranks = dist.get_world_size()
+    mesh = device_mesh(params.fsdp.mesh_shape(num_ranks, int(os.environ["LOCAL_WORLD_SIZE"])), timeout_minutes=10)
+    torch.manual_seed(params.seed)
+    model = sharded_model.build(manifest, params, mesh, initialize=True).train()
+    optimizer = make_optimizer(model, params)
+    scaler = make_grad_scaler(params.precision, next(model.parameters()).device)
+    assert manifest.eos_token_id is not None
+    loader = BatchLoader(rows, params, manifest.eos_token_id, lengths=params.attention in NEED_LENGTHS)
+    timers = Timers(lambda phase: None)
+
+    unread: deque[UnreadStep] = deque()
+    losses, times = [], [time.perf_counter()]
+
+    def read() -> None:
+        """As the training does, one step late: the GPU always has something to do."""
+        step = unread.popleft()
+        [loss] = all_reduce_sum(step.read()[0])
+        losses.append(step.result(loss, None).loss)
+        times.append(time.perf_counter())
+
+    for step in range(WARM_UP + num_steps):
+        batches, num_labels = loader.step_batches(step)
+        [num_labels_of_all] = all_reduce_sum(num_labels)
+        if unread:
+            read()
+        if step == WARM_UP:
+            reset_peak_memory()
+        numbers = train_step(model, optimizer, scaler, batches, int(num_labels_of_all), params, timers)
+        unread.append(UnreadStep(step + 1, int(num_labels_of_all), numbers))
+    read()
+    peak = memory_gib()[1]
+
+    # For each token the number of tokens that it attends to, itself included.
+    batches_timed = (
+        make_batch(torch.from_numpy(rows.rows(indices)), manifest.eos_token_id, params.document_mask, lengths=True)
+        for step in range(WARM_UP, WARM_UP + num_steps)
+        for indices in loader.step_indices(step)
+    )
+    attended = statistics.mean((batch["position_ids"] + 1).double().mean().item() for batch in batches_timed)
+    loader.close()
+    seconds = statistics.median(after - before for before, after in itertools.pairwise(times[WARM_UP:]))
+    rate = params.total_batch_size * rows.seq_length / seconds
+    without, per_token = (flops.flops_per_token(model, length) for length in (0, 1))
+    assert without is not None and per_token is not None, "the model is a Llama"
+
+    def mfu(context: float) -> float | None:
+        return flops.utilization(rate, round(without + (per_token - without) * context), params.precision)
+
+    return {
+        "ms": 1000 * seconds,
+        "tokens/s": rate,
+        "MFU": mfu(rows.seq_length),
+        "MFU, unmasked attention only": mfu(attended),
+        "peak GiB": peak,
+        "first step, s": times[1] - times[0],
+        "tokens attended to": attended,
+        "losses": losses,
+    }
+
+
+if __name__ == "__main__":
+    main()
