@@ -20,6 +20,7 @@ network and installs nothing: it uses the Python that runs it. Models and checkp
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -83,8 +84,8 @@ class Session:
                 try:
                     getattr(self, part)(missing)
                 except SystemExit as error:
-                    for name in self.results.missing(part, self.planned[part]):
-                        self.add(part, name, {"error": " ".join(str(error).split())[-300:]})
+                    for name in self.results.missing(part, missing):
+                        self.add(part, name, {"error": reason(str(error))})
 
     def add(self, part: str, name: str, result: Row) -> None:
         """Store and print a result."""
@@ -127,8 +128,8 @@ class Session:
     def run_settings(self, part: str, command: list[str], names: list[str]) -> None:
         """Start a process for some settings, and another one for the rest where it fails at one of them."""
         with closing(self.bench(self.args.params)) as bench:
-            bench.write_params(1, "steps")
-            job = bench.project.resolve() / "settings.json"
+            bench.write_params()
+            job = bench.project / "settings.json"
             while names:
                 settings = {name: self.settings[name] for name in names}
                 job.write_text(json.dumps({
@@ -148,13 +149,18 @@ class Session:
                 if names and status == 0:
                     raise SystemExit(f"{' '.join(command)} has measured nothing: see {log}")
                 if names:
-                    self.add(part, names[0], {"error": reason(log.read_text(errors="replace"))})
+                    is_killed = status == -signal.SIGKILL
+                    error = f"killed after {SETTING_LIMIT} s" if is_killed else reason(log.read_text(errors="replace"))
+                    self.add(part, names[0], {"error": error})
                     names = names[1:]
 
     def programs(self, missing: list[str]) -> None:
         """Compare the pipeline with other programs; all of them again, because they are compared within a run."""
+        programs = [OURS, BARE, TRAINER]
+        if importlib.util.find_spec("accelerate") is None:
+            self.add("programs", programs.pop(), {"error": "accelerate is not installed: run `pip install .[bench]`"})
         with closing(self.bench(self.args.params)) as bench:
-            for name, row in speed(bench, [OURS, BARE, TRAINER]).items():
+            for name, row in speed(bench, programs).items():
                 self.add("programs", name, row)
             bench.remove_checkpoints()
 
@@ -254,12 +260,10 @@ def results_of(process: "subprocess.Popen[str]") -> Iterator[Row]:
 
 
 def reason(log: str) -> str:
-    """The last line of a log that is an error, without what torchrun adds."""
-    errors = [
-        line.strip() for line in log.splitlines() if re.match(r"(\[rank\d+\]: *)?[\w.]+(Error|Exception)\b", line)
-    ]
-    errors = [line for line in errors if "ChildFailedError" not in line]
-    return errors[-1][:300] if errors else f"no result within {SETTING_LIMIT} s, or killed"
+    """The last error in a log, without what torchrun adds, or its last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip() and "ChildFailedError" not in line]
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: *)?(error:|[\w.]+(Error|Exception)\b)", line)]
+    return [*lines[-1:], *errors][-1][:300] if lines else "it ended without a message"
 
 
 def main() -> None:

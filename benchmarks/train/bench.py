@@ -19,6 +19,7 @@ from benchmarks import REPO
 from benchmarks.data.corpora import make_text
 from benchmarks.train.job import BETAS, EPS, LR, MAX_GRAD_NORM, SEED, WEIGHT_DECAY, Job
 from benchmarks.train.launched import Training
+from stages.artifacts import outputs
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.model import meta
 from stages.training import flops
@@ -41,7 +42,7 @@ class Bench:
 
     def __init__(self, project: Path, args: argparse.Namespace) -> None:
         """`args` are those of the command line of `benchmarks.train`."""
-        self.project, self.args = project, args
+        self.project, self.args = project.resolve(), args
         self.num_ranks: int = args.ranks or torch.cuda.device_count() or 2
         self.batch_size: int = args.batch_size
         self.tokens_per_step = self.batch_size * self.num_ranks * args.seq_length
@@ -82,14 +83,18 @@ class Bench:
         for name in ("dvc.yaml", "stages"):
             (self.project / name).unlink(missing_ok=True)
             (self.project / name).symlink_to(REPO / name)
-        self.write_params(1, "bench")
+        self.write_params()
         for name in ("organize", "extract", "download", "pack"):
             self.start(["-m", f"stages.{name}"]).finish()
 
     def write_params(
-        self, steps: int, experiment: str, params: Mapping[str, Any] | None = None, **runtime: Any
+        self, steps: int = 1, experiment: str = "bench", params: Mapping[str, Any] | None = None, **runtime: Any
     ) -> None:
         """Write params.yaml such that the pipeline trains as the other programs do, but for `params`."""
+        (self.project / "params.yaml").write_text(self.params(steps, experiment, params, **runtime))
+
+    def params(self, steps: int, experiment: str, params: Mapping[str, Any] | None, **runtime: Any) -> str:
+        """The content of params.yaml."""
         content = yaml.safe_load((REPO / "params.yaml").read_text())
         content |= {
             "experiment_name": experiment, "raw_dir": "corpus", "model_name": "model",
@@ -101,20 +106,29 @@ class Bench:
             "eval_freq": 10**6, **(params or {}),
         }  # fmt: skip
         content["runtime"] |= {"nproc_per_node": self.num_ranks, "log_freq": 1, "ckpt_freq": None, **runtime}
-        (self.project / "params.yaml").write_text(yaml.safe_dump(content))
+        return yaml.safe_dump(content)
 
-    def start(self, command: list[str]) -> Training:
-        """Start Python in the project."""
+    def start(self, command: list[str], directory: Path | None = None) -> Training:
+        """Start Python in the project, or in another directory."""
         errors = self.project / f"errors-{len(self.trainings)}.txt"
-        self.trainings.append(Training(command, self.project, self.environment, errors))
+        self.trainings.append(Training(command, directory or self.project, self.environment, errors))
         return self.trainings[-1]
 
     def start_ours(
         self, steps: int, experiment: str = "bench", params: Mapping[str, Any] | None = None, **runtime: Any
     ) -> Training:
-        """Start the launcher, with the arguments of `write_params`."""
-        self.write_params(steps, experiment, params, **runtime)
-        return self.start(["-m", "stages.launch"])
+        """Start the launcher in the directory of the experiment, with parameters as for `write_params`."""
+        directory = self.directory(experiment)
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in ("data", "dvc.yaml", "model", "stages"):
+            if not (directory / name).exists():
+                (directory / name).symlink_to(self.project / name)
+        (directory / "params.yaml").write_text(self.params(steps, experiment, params, **runtime))
+        return self.start(["-m", "stages.launch"], directory)
+
+    def directory(self, experiment: str) -> Path:
+        """Of the pipeline's trainings with this name. A launch refuses to end where params.yaml has changed."""
+        return self.project / "runs" / experiment
 
     def start_other(self, program: str, steps: int, **fields: Any) -> Training:
         """Start the ranks of a program with torchrun; `fields` are those of its `Job`."""
@@ -134,15 +148,15 @@ class Bench:
 
     def remove_checkpoints(self) -> None:
         """Make room; the outs stay."""
-        for directory in self.project.glob("outputs/*/checkpoints"):
+        for directory in self.project.glob("runs/*/outputs/*/checkpoints"):
             shutil.rmtree(directory)
 
     def result_digest(self, experiment: str = "bench") -> str:
         """Of all that the pipeline's last training has computed: weights, optimizer state, history."""
-        return RunPointer.read(self.project / pointer_path(experiment)).result_sha256
+        return RunPointer.read(self.directory(experiment) / pointer_path(experiment)).result_sha256
 
-    def history_losses(self, log_freq: int) -> list[float]:
+    def history_losses(self, log_freq: int, experiment: str = "bench") -> list[float]:
         """The losses of the pipeline's last training, averaged as the other programs print them."""
-        with (self.project / "outputs/history.tsv").open() as file:
+        with (self.directory(experiment) / outputs.HISTORY).open() as file:
             losses = [float(row["loss"]) for row in csv.DictReader(file, delimiter="\t") if row["loss"]]
         return [statistics.mean(losses[start : start + log_freq]) for start in range(0, len(losses), log_freq)]

@@ -193,7 +193,7 @@ def load(bench: Bench) -> dict[str, dict[str, float | None]]:
     """What the ranks read, and the memory that they need, until their weights are loaded; the largest of all ranks."""
     bench.make_model(bench.args.load_params)
     bench.start(["-m", "stages.download"]).finish()
-    bench.write_params(1, "load")
+    bench.write_params()
     programs: dict[str, Callable[[], Training]] = {
         OURS: lambda: bench.start_other("stage", 0),
         TRAINER: lambda: bench.start_other("trainer", 0),
