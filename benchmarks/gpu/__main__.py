@@ -260,10 +260,10 @@ def results_of(process: "subprocess.Popen[str]") -> Iterator[Row]:
 
 
 def reason(log: str) -> str:
-    """The last error in a log, without what torchrun adds, or its last line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip() and "ChildFailedError" not in line]
+    """The first error in a log, or its last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(\[rank\d+\]: *)?(error:|[\w.]+(Error|Exception)\b)", line)]
-    return [*lines[-1:], *errors][-1][:300] if lines else "it ended without a message"
+    return [*errors, *lines[-1:], "it ended without a message"][0][:300]
 
 
 def main() -> None:
