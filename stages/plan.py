@@ -41,7 +41,7 @@ from stages.tokens.rows import TokenRows
 from stages.training import memory_plan
 from stages.training.memory_plan import PeakMemory, Table
 from stages.training.params import TrainParams, TrainRuntime
-from stages.training.run import describe
+from stages.training.run import describe, resume_candidates
 
 _FP32 = 4
 _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
@@ -149,6 +149,7 @@ def main() -> None:
         plan = estimate(params, model, PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
         _print_summary(params, runtime, plan, model)
         check_disk(params, runtime, plan)
+        resume_candidates(describe(params), runtime, lambda message: None)  # refuses a wrong `extend_from`
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
         here = runtime.nproc_per_node or gpus.num or 2  # ranks, as the launcher counts them
         if here != num_ranks:
