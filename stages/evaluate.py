@@ -128,7 +128,7 @@ def evaluate(params: EvaluateParams) -> None:
     PackedTokens.read(VALIDATION).verify()
     rows = TokenRows(VALIDATION)
     model, tokenizer = load_model(directory)
-    prepare_loss(model, params)
+    prepare_loss(model, directory, params)
 
     # All rows in two parts: those that the training measured, and the others.
     eval_rows = rows.spread(params.eval_rows)
@@ -210,21 +210,16 @@ def training_attention(
     model.set_attn_implementation(own)  # to generate text, one token after another
 
 
-def prepare_loss(model: "PreTrainedModel", params: EvaluateParams) -> None:
+def prepare_loss(model: "PreTrainedModel", directory: Path, params: EvaluateParams) -> None:
     """Let the model compute its loss without logits of all tokens, where that gives the same.
 
     Raises:
         StageError: `loss` is fused, which the model does not allow.
     """
-    import torch
+    from stages.tokens.loss import fuse
+    from stages.tokens.loss_probe import choose_loss
 
-    from stages.tokens.batch import make_batch
-    from stages.tokens.loss import choose, fuse, obstacle_to_fuse
-
-    tokens = torch.arange(16, device=model.device)[None] % model.config.get_text_config().vocab_size  # (1, T)
-    batch = make_batch(tokens, eos_token_id=-1, document_mask=False)
-    with torch.inference_mode():
-        loss = choose(params.loss, type(model).__name__, lambda: obstacle_to_fuse(model, batch))
+    loss = choose_loss(params.loss, directory, model.dtype, model.device.type)
     if loss.reason:
         print(f"evaluate: loss {loss.name}, because {loss.reason}")
     if loss.name == "fused":

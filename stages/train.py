@@ -34,6 +34,7 @@ from stages.checkpointing.lock import rank_lock, read_lock
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.tokens.attention_names import NEED_LENGTHS
 from stages.tokens.document_mask import choose_attention
+from stages.tokens.loss_probe import choose_loss
 from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens, damaged_tokens
 from stages.tokens.rows import TokenRows
 from stages.training import flops, handoff, saver, sharded_model, trackers
@@ -51,7 +52,6 @@ from stages.training.distributed import (
 )
 from stages.training.environment import set_environment
 from stages.training.loader import BatchLoader
-from stages.training.loss_probe import choose_loss
 from stages.training.memory import explain_out_of_memory
 from stages.training.metrics import MetricsLogger
 from stages.training.optimizer import make_optimizer, set_lr
@@ -108,7 +108,11 @@ class Trainer:
                 compute_dtype(self.params.precision), device_type(),
             )
         )  # fmt: skip
-        loss = run_on_rank0(lambda: choose_loss(model_manifest, self.params))
+        loss = run_on_rank0(
+            lambda: choose_loss(
+                self.params.loss, model_manifest.directory(), compute_dtype(self.params.precision), device_type()
+            )
+        )
         if is_rank0() and loss.reason:
             print_line(f"loss: {loss.name}, because {loss.reason}")
         # Dropout must differ between ranks, which train on different rows. Times the number of ranks: seed + rank would

@@ -1,12 +1,15 @@
 """Tiny models of each family that the training is tested with."""
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
 
 from stages.artifacts.record import FileEntry
@@ -92,3 +95,28 @@ def write_tokenizer(directory: Path, words: list[str]) -> None:
 def full_value(tensor: torch.Tensor) -> torch.Tensor:
     """The full value of a parameter, which may be a DTensor sharded over the ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class CountedGraphs:
+    """A backend of torch.compile that divides forward and backward pass as inductor does, but makes no kernels."""
+
+    def __init__(self) -> None:
+        self.forward: Counter[str] = Counter()
+        """How often each operation is in the graphs, by its name."""
+        self.backward: Counter[str] = Counter()
+        self._compile = aot_autograd(
+            fw_compiler=self._count(self.forward),
+            bw_compiler=self._count(self.backward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **options: Any) -> Any:
+        return self._compile(graph, inputs)
+
+    def _count(self, counts: Counter[str]) -> Any:
+        def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+            for node in graph.graph.nodes:  # arguments too: operations with random numbers are those of other ones
+                counts.update(str(op) for op in (node.target, *node.args) if isinstance(op, torch._ops.OpOverload))
+            return make_boxed_func(graph.forward)
+
+        return compile_graph

@@ -18,7 +18,7 @@ from stages.tokens.attention_names import NEED_LENGTHS
 from stages.tokens.batch import make_batch
 from stages.tokens.loss import loss_sum
 from stages.training.activation_checkpointing import checkpoint_activations
-from tests.models import CONFIGS, MIXTRAL
+from tests.models import CONFIGS, MIXTRAL, CountedGraphs
 
 KINDS = ("none", "selective_op", "selective", "full")
 CONFIG = transformers.LlamaConfig(
@@ -91,6 +91,20 @@ def test_what_is_computed_again_gives_the_same_gradients(config: transformers.Pr
         found = gradients(build(config, kind))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], value) for key, value in expected.items()), kind
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it
+def test_dropout_is_the_same_when_a_compiled_layer_is_computed_again() -> None:
+    config = transformers.GPT2Config(**{**CONFIGS["gpt2"].to_dict(), "resid_pdrop": 0.1, "attn_pdrop": 0.1})
+    found, graphs = [], []
+    for kind in ("none", "selective_op"):
+        model, backend = build(config, kind), CountedGraphs()
+        for layer in model.transformer.h:
+            layer.compile(fullgraph=True, backend=backend)
+        found.append(gradients(model))
+        graphs.append(backend)
+    assert [counted.backward["aten.native_dropout.default"] for counted in graphs] == [0, 3]
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])

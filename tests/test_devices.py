@@ -32,7 +32,7 @@ from stages.training.params import TrainParams, TrainRuntime
 from stages.training.precision import check_precision, set_float32_precision
 from stages.training.run import describe
 from stages.training.torch_errors import explain_torch_errors
-from tests.models import CONFIGS, full_value, manifest_of
+from tests.models import CONFIGS, CountedGraphs, full_value, manifest_of
 from tests.project import Project
 from tests.ranks import Ranks
 from tests.trainings import Given, result
@@ -109,27 +109,33 @@ class TwoGraphs(nn.Module):
 def test_layers_are_compiled_as_one_graph_each_also_with_activation_checkpointing(
     params: TrainParams, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    graphs: list[CountedGraphs] = []
     given: list[dict[str, Any]] = []
     compile_layer = nn.Module.compile
 
     def compile_fast(layer: nn.Module, **options: Any) -> None:
         given.append(options)
-        compile_layer(layer, **options, backend="eager")  # graphs as always, but no C++
+        compile_layer(layer, **options, backend=graphs[-1])
 
     monkeypatch.setattr(nn.Module, "compile", compile_fast)
     transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
     batch = make_batch(torch.arange(32).view(2, 16), eos_token_id=7, document_mask=True)
     gradients = []
-    for compiles in (False, True):
-        changed = dataclasses.replace(params, compile=compiles, activation_checkpointing="full")
+    kinds = ("none", "full", "selective_op")
+    for compiles, kind in ((False, "none"), *((True, kind) for kind in kinds)):
+        graphs.append(CountedGraphs())
+        values: dict[str, Any] = {"compile": compiles, "activation_checkpointing": kind}
+        changed = dataclasses.replace(params, **values)
         model = sharded_model.build(manifest_of(tmp_path, with_weights=True), changed, mesh, initialize=True)
         loss_sum(model.train(), batch).backward()
-        gradients.append([full_value(param.grad) for param in model.parameters() if param.grad is not None])
-    assert given == [{"fullgraph": True}] * 3
-    torch.testing.assert_close(*gradients)
-
-    with pytest.raises(ValueError, match="nothing of a compiled layer would be kept"):
-        dataclasses.replace(params, compile=True, activation_checkpointing="selective_op")
+        gradients.append({name: full_value(param.grad) for name, param in model.named_parameters()})
+        torch.testing.assert_close(gradients[-1], gradients[0])
+    assert given == [{"fullgraph": True}] * 3 * len(kinds)
+    # The three layers share a graph of seven products, whose gradients are fourteen.
+    assert [found.forward["aten.mm.default"] for found in graphs[1:]] == [7, 7, 7]
+    assert [found.backward["aten.mm.default"] - 14 for found in graphs[1:]] == [0, 6, 3]
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    assert [found.backward[attention] for found in graphs[1:]] == [0, 1, 0]
 
     layer = TwoGraphs()
     layer.compile(**given[0])

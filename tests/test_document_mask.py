@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AutoConfig, PreTrainedConfig
+from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stages.artifacts.errors import StageError
 from stages.tokens import attention, document_mask
@@ -18,7 +19,7 @@ from stages.tokens.attention import varlen_attention
 from stages.tokens.batch import make_batch
 from stages.tokens.document_mask import choose_attention
 from stages.tokens.loss import loss_sum
-from tests.models import CONFIGS
+from tests.models import CONFIGS, CountedGraphs
 from tests.project import Project
 from tests.ranks import Ranks
 
@@ -172,6 +173,50 @@ def test_varlen_needs_no_value_of_a_tensor() -> None:
         assert all(param.grad is not None for param in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it
+def test_a_compiled_layer_with_varlen_is_not_compiled_again_for_other_documents() -> None:
+    graphs, losses = CountedGraphs(), []
+    config = transformers.MistralConfig(**{**CONFIGS["mistral"].to_dict(), "num_hidden_layers": 1})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="varlen")
+    for compiles in (False, True):
+        for layer in model.model.layers if compiles else ():
+            layer.compile(fullgraph=True, backend=graphs)
+        model.zero_grad()
+        for number, num_documents in enumerate((3, 60, 5, 9, 60, 20, 1)):
+            rows = torch.randint(1, 101, (2, 64), generator=torch.Generator().manual_seed(number))
+            rows[:, torch.arange(num_documents)] = 0
+            # By the third batch the number of documents is known to vary.
+            with torch.compiler.set_stance("fail_on_recompile" if number > 1 else "default"):
+                loss = loss_sum(model, make_batch(rows, 0, document_mask=True, lengths=True))
+            loss.backward()
+            losses.append(loss.item())
+    assert losses[7:] == pytest.approx(losses[:7], rel=1e-6)
+    # Once for a certain number of documents, once for any.
+    name = "stages.document_attention"
+    assert graphs.forward[f"{name}.default"] == graphs.backward[f"{name}_backward.default"] == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, in its own code
+def test_flex_inside_a_compiled_layer_is_a_part_of_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_mask = masking_utils.create_block_mask  # is compiled too, which takes ten seconds
+    monkeypatch.setattr(masking_utils, "create_block_mask", lambda **sizes: make_mask(**{**sizes, "_compile": False}))
+    config = transformers.LlamaConfig(**{**CONFIGS["llama"].to_dict(), "head_dim": 16, "num_hidden_layers": 1})
+    losses = []
+    for name in ("eager", "flex_attention"):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=name)
+        if name == "flex_attention":
+            model.model.layers[0].compile(fullgraph=True, backend="eager")
+        for number in range(4):
+            rows = torch.randint(1, 101, (2, 128), generator=torch.Generator().manual_seed(number))
+            rows[:, 17 * number + 9] = 0
+            stance = "fail_on_recompile" if number else "default"
+            with torch.no_grad(), torch.compiler.set_stance(stance):  # torch has no backward pass of it for CPUs
+                losses.append(loss_sum(model, make_batch(rows, 0, document_mask=True)).item())
+    assert losses[4:] == pytest.approx(losses[:4], rel=1e-6)
+
+
 def save(directory: Path, name: str, **sizes: Any) -> Path:
     AutoConfig.for_model(name, architectures=[f"{name}ForCausalLM"], **sizes).save_pretrained(directory)
     return directory
@@ -191,6 +236,20 @@ def test_auto_is_the_fastest_that_works(tmp_path: Path) -> None:
     assert choose(tmp_path, length=1024) == choose(tmp_path, mask=False) == "eager"
     save(tmp_path, "opt", hidden_size=24, num_attention_heads=3, vocab_size=101)  # ignores positions, but not lengths
     assert choose(tmp_path) == "varlen"
+
+
+def test_auto_is_tested_without_document_mask_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+
+    CONFIGS["mistral"].save_pretrained(tmp_path)
+    assert choose(tmp_path, mask=False, length=1024) == "sdpa"
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", without_mask)  # and so without the window
+    assert choose(tmp_path, mask=False, length=1024) == "varlen"
+    monkeypatch.setattr(document_mask, "refusal", lambda _, name, *args: None if name == "flex" else "fails")
+    assert choose_attention("auto", tmp_path, False, 1024, torch.bfloat16, "cuda") == "flex"
+    monkeypatch.setattr(document_mask, "refusal", lambda *args: "fails")
+    assert choose(tmp_path, mask=False) == "eager"
 
 
 @pytest.mark.parametrize("name", ["falcon", "bloom"])

@@ -181,13 +181,14 @@ def test_the_model_computes_the_loss_itself_where_that_gives_the_same(capsys: py
         GraniteConfig(**{**model.config.to_dict(), "model_type": "granite"}, logits_scaling=4.0)
     ).eval()
     params = load_params(evaluate.EvaluateParams)
-    for given in (model, scaled):
-        evaluate.prepare_loss(given, params)
+    scaled.save_pretrained("scaled")
+    for given, directory in ((model, "outputs/exp/model"), (scaled, "scaled")):
+        evaluate.prepare_loss(given, Path(directory), params)
     assert isinstance(model.get_output_embeddings(), LossHead)
     assert not isinstance(scaled.get_output_embeddings(), LossHead)
     assert "evaluate: loss plain, because it changes logits after its output embedding" in capsys.readouterr().out
     with pytest.raises(StageError, match="loss fused is not possible with GraniteForCausalLM"):
-        evaluate.prepare_loss(scaled, dataclasses.replace(params, loss="fused"))
+        evaluate.prepare_loss(scaled, Path("scaled"), dataclasses.replace(params, loss="fused"))
 
 
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:

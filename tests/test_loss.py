@@ -17,9 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from stages.artifacts.errors import StageError
 from stages.tokens.batch import make_batch
 from stages.tokens.document_mask import tiny_config
-from stages.tokens.loss import LossChoice, fuse, logits, loss_sum, obstacle_to_fuse, summed_loss, total_loss
+from stages.tokens.loss import fuse, logits, loss_sum, obstacle_to_fuse, summed_loss, total_loss
+from stages.tokens.loss_probe import LossChoice, choose_loss
 from stages.training import sharded_model, sharding
-from stages.training.loss_probe import choose_loss
 from stages.training.params import TrainParams
 from tests.models import CONFIGS, full_value, manifest_of
 from tests.project import Project
@@ -137,7 +137,7 @@ def test_the_fused_loss_and_its_gradients_are_those_of_the_logits(name: str) -> 
 
 
 @pytest.mark.parametrize("name", CHANGING)
-def test_a_model_that_changes_its_logits_keeps_the_plain_loss(name: str, params: TrainParams, tmp_path: Path) -> None:
+def test_a_model_that_changes_its_logits_keeps_the_plain_loss(name: str, tmp_path: Path) -> None:
     (parameter,) = CHANGING[name]
     choices = {}
     for changes in (True, False):
@@ -145,7 +145,7 @@ def test_a_model_that_changes_its_logits_keeps_the_plain_loss(name: str, params:
         config = tiny(name, **(CHANGING[name] if changes else {parameter: off}))
         directory = tmp_path / str(changes)
         config.save_pretrained(directory)
-        choices[changes] = choose_loss(manifest_of(directory, with_weights=False), params)
+        choices[changes] = choose_loss("auto", directory, torch.bfloat16, "cpu")
         # If the answer of the test were ignored, the loss would be another one, and only then.
         model = make_model(config)
         batch = make_batch(torch.randint(1, 64, (2, 16)), eos_token_id=0, document_mask=False)
@@ -156,10 +156,10 @@ def test_a_model_that_changes_its_logits_keeps_the_plain_loss(name: str, params:
     assert choices[False] == LossChoice("fused", None)
     assert choices[True].name == "plain"
     assert "it changes logits after its output embedding" in str(choices[True].reason)
-    manifest = manifest_of(tmp_path / "True", with_weights=False)
-    assert choose_loss(manifest, dataclasses.replace(params, loss="plain")) == LossChoice("plain", None)
+    changing = tmp_path / "True", torch.float32, "cpu"
+    assert choose_loss("plain", *changing) == LossChoice("plain", None)
     with pytest.raises(StageError, match=r"loss fused is not possible with \w+: it changes .* use loss auto or plain"):
-        choose_loss(manifest, dataclasses.replace(params, loss="fused"))
+        choose_loss("fused", *changing)
 
 
 def test_a_model_that_uses_its_logits_keeps_the_plain_loss() -> None:

@@ -1,6 +1,7 @@
 """Two ranks: every strategy gives the same weights, and loads the checkpoints of the others."""
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
@@ -44,7 +45,7 @@ from stages.training.schedule import lr_ratio
 from stages.training.state import ScalerState
 from stages.training.step import StepResult, UnreadStep, train_step
 from stages.training.timers import Timers
-from tests.models import CONFIGS, full_value, manifest_of
+from tests.models import CONFIGS, CountedGraphs, full_value, manifest_of
 from tests.project import REPO
 from tests.trainings import checkpoint_manifest, train_state
 
@@ -65,6 +66,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "varlen": {"attention": "varlen", "precision": "bf16"},
     "fp16 fused": {"precision": "fp16", "loss": "fused"},
     "selective_op": {"precision": "bf16", "activation_checkpointing": "selective_op"},
+    "compiled": {"precision": "bf16", "activation_checkpointing": "selective_op", "compile": True},
 }
 if importlib.util.find_spec("torchao"):
     RESUMED["adamw_8bit"] = {"optimizer": "adamw_8bit"}
@@ -192,16 +194,18 @@ def checkpoints_across_strategies(directory: Path, params: TrainParams) -> dict[
 
 def resumed_and_not(directory: Path, params: TrainParams) -> dict[str, Any]:
     results = {}
+    compiled_fast = functools.partialmethod(nn.Module.compile, backend=CountedGraphs())
     for name, changes in RESUMED.items():
         changed = dataclasses.replace(params, **changes)
-        straight = Training(directory / "wide", changed)
+        with mock.patch.object(nn.Module, "compile", compiled_fast):
+            straight = Training(directory / "wide", changed)
+            resumed = Training(directory / "wide", changed, initialize=False)
         if name.startswith("fp16"):  # so high that steps overflow before and after the checkpoint
             load_scaler_state(straight.scaler, ScalerState(scale=2.0**23, good_steps=0))
         steps = straight.train(2)
         path = directory / f"resumed-{name}" / "step-00000002"
         straight.save(path)
         steps += straight.train(3)
-        resumed = Training(directory / "wide", changed, initialize=False)
         resumed.load(path)
         results[name] = {
             "straight": (steps, straight.tensors(), scaler_state(straight.scaler)),

@@ -12,13 +12,12 @@ may be infinite in fp16.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from stages.artifacts.errors import StageError
 from stages.tokens.device import Readback, read_late
 
 _LOGITS = {"cpu": 2**23, "cuda": 2**27}
@@ -59,31 +58,6 @@ def assumed_device(device_type: str) -> Iterator[None]:
         yield
     finally:
         _assumed_device = before
-
-
-class LossChoice(NamedTuple):
-    """How the loss is computed."""
-
-    name: Literal["fused", "plain"]
-    reason: str | None
-    """Why not fused, where `auto` would have preferred that."""
-
-
-def choose(wanted: str, architecture: str, obstacle: Callable[[], str | None]) -> LossChoice:
-    """Decide between the fused and the plain loss.
-
-    Args:
-        wanted: auto | fused | plain.
-        architecture: Of the model, for the message.
-        obstacle: Returns what `obstacle_to_fuse` does.
-
-    Raises:
-        StageError: `fused` is wanted and impossible.
-    """
-    reason = obstacle() if wanted != "plain" else None
-    if wanted == "fused" and reason:
-        raise StageError(f"loss fused is not possible with {architecture}: {reason}; use loss auto or plain")
-    return LossChoice("plain" if wanted == "plain" or reason else "fused", reason)
 
 
 def fuse(model: nn.Module) -> None:

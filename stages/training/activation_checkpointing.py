@@ -5,7 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 
 from stages.artifacts.errors import StageError
@@ -18,7 +23,7 @@ def checkpoint_activations(model: PreTrainedModel, layers: list[Any], kind: str)
 
     Args:
         model: Any model of transformers.
-        layers: Its layers.
+        layers: Its layers, not compiled yet.
         kind: full: all layers keep only their inputs | selective: every second layer does | selective_op: all layers
             also keep the results of attention and of every second matrix product.
 
@@ -27,17 +32,20 @@ def checkpoint_activations(model: PreTrainedModel, layers: list[Any], kind: str)
     """
     if kind == "none":
         return
-    # Older releases have only the second name, newer ones warn that it is deprecated.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    one_by_one = all(hasattr(layer, "gradient_checkpointing") for layer in layers)
-    if not model.supports_gradient_checkpointing or (kind == "selective" and not one_by_one):
-        possible = "none, full or selective_op" if model.supports_gradient_checkpointing else "none"
-        raise StageError(f"activation_checkpointing {kind}: {type(model).__name__} does not support it, use {possible}")
-    # The reentrant variant gives no gradients where no input of a layer requires them.
-    enable({"use_reentrant": False, **({"context_fn": _contexts} if kind == "selective_op" else {})})
-    if kind == "selective":
-        for layer in layers[1::2]:
-            layer.gradient_checkpointing = False
+    if not model.supports_gradient_checkpointing:
+        raise StageError(f"activation_checkpointing {kind}: {type(model).__name__} does not support it, use none")
+    for layer in layers[::2] if kind == "selective" else layers:
+        # Not by transformers, some releases of which checkpoint the call of a layer: outside of what is compiled, so
+        # torch would not see its operations, and outside of FSDP's hooks, which would run again with it.
+        layer.forward = _checkpointed(layer.forward, {"context_fn": _contexts} if kind == "selective_op" else {})
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        # The reentrant variant gives no gradients where no input of a layer requires them.
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return checkpointed
 
 
 def _contexts() -> Any:

@@ -96,12 +96,6 @@ class TrainParams(ScheduleParams):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.fsdp.check()
-        if self.compile and self.activation_checkpointing == "selective_op":
-            # transformers computes a compiled layer inside the checkpoint, where torch does not see its operations.
-            raise ValueError(
-                "compile true and activation_checkpointing selective_op: nothing of a compiled layer would be kept, as "
-                "with full; use full or selective, or compile false"
-            )
 
     def grad_accum_steps(self, dp_world_size: int) -> int:
         """Forward passes of each rank per optimizer step.

@@ -34,12 +34,12 @@ from stages.tokens.attention_names import NEED_LENGTHS
 from stages.tokens.batch import make_batch
 from stages.tokens.document_mask import choose_attention
 from stages.tokens.loss import assumed_device, loss_sum
+from stages.tokens.loss_probe import choose_loss
 from stages.training import sharded_model
-from stages.training.loss_probe import choose_loss
 from stages.training.memory_plan import KINDS, PeakMemory, Table, batch_sizes
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
-from stages.training.precision import make_grad_scaler
+from stages.training.precision import compute_dtype, make_grad_scaler
 from stages.training.step import train_step
 from stages.training.timers import Timers
 
@@ -74,7 +74,8 @@ def choose(manifest: ModelManifest, params: TrainParams) -> TrainParams:
     attention = choose_attention(wanted, manifest.directory(), params.document_mask, _LONG, torch.float32, "cpu")
     if attention == "eager" != params.attention and _has_soft_cap(manifest):
         attention = "flex"  # which a GPU has for soft caps
-    return dataclasses.replace(params, compile=False, attention=attention, loss=choose_loss(manifest, params).name)
+    loss = choose_loss(params.loss, manifest.directory(), compute_dtype(params.precision), "cpu")
+    return dataclasses.replace(params, compile=False, attention=attention, loss=loss.name)
 
 
 def _has_soft_cap(manifest: ModelManifest) -> bool:

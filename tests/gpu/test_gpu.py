@@ -57,6 +57,43 @@ torch.cuda.set_sync_debug_mode("default")
 print("finite", bool(loss.isfinite()))
 """
 
+COMPILED = """
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from stages.tokens import attention
+from stages.tokens.attention_names import IMPLEMENTATIONS, NEED_LENGTHS
+from stages.tokens.batch import make_batch
+from stages.tokens.loss import loss_sum
+from stages.training.activation_checkpointing import checkpoint_activations
+sizes = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=512,
+             num_hidden_layers=2, vocab_size=512, sliding_window=100, pad_token_id=None)
+def gradient(attention, kind, compiles):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("mistral", **sizes), attn_implementation=IMPLEMENTATIONS[attention], dtype=torch.bfloat16
+    ).cuda().train()
+    checkpoint_activations(model, list(model.model.layers), kind)
+    for layer in model.model.layers if compiles else ():
+        layer.compile(fullgraph=True)
+    rows = torch.randint(1, 512, (2, 512), generator=torch.Generator().manual_seed(0))
+    rows[:, ::150] = 0
+    made = make_batch(rows, 0, document_mask=True, lengths=attention in NEED_LENGTHS)
+    before = torch.cuda.memory_allocated()
+    loss = loss_sum(model, {name: tensor.cuda() for name, tensor in made.items()})
+    kept = torch.cuda.memory_allocated() - before
+    loss.backward()
+    return torch.cat([param.grad.float().flatten() for param in model.parameters()]), kept
+expected, _ = gradient("eager", "none", False)
+for attention in ("varlen", "flex", "sdpa"):
+    kept = {}
+    for kind in ("none", "selective_op", "full"):
+        found, kept[kind] = gradient(attention, kind, True)
+        assert (found - expected).norm() < 0.05 * expected.norm(), (attention, kind)
+    print(attention, kept)
+    assert kept["full"] < kept["selective_op"] < kept["none"], (attention, kept)
+print("all near")
+"""
+
 STRICT = """
 import sys, torch
 from stages import train
@@ -184,16 +221,15 @@ def test_an_asynchronous_save_has_the_values_of_its_step(training: Project) -> N
 def test_a_deterministic_training_that_was_killed_continues_to_the_same_bits(
     training: Project, compile_blocks: bool
 ) -> None:
-    kind = "full" if compile_blocks else "selective_op"
     training.set(
-        precision="bf16", deterministic=True, activation_checkpointing=kind, compile=compile_blocks,
+        precision="bf16", deterministic=True, activation_checkpointing="selective_op", compile=compile_blocks,
         runtime={"profile_steps": [9, 10]},
     )  # fmt: skip
     undisturbed = training.copy(training.path.with_name("undisturbed"))
     output = train(undisturbed)
     assert re.search(
         r"^training with 1 rank \(NVIDIA .*\): precision bf16, attention .*, strategy none, activation checkpointing "
-        rf"{kind}, (compiled, )?deterministic, memory ",
+        r"selective_op, (compiled, )?deterministic, memory ",
         output,
         re.M,
     )
@@ -291,3 +327,9 @@ def test_documents_are_computed_as_if_each_were_alone(training: Project, attenti
 def test_varlen_neither_waits_nor_recompiles(training: Project) -> None:
     output = training.run("python", "-c", STEPS, **{**GPU, "PYTHONPATH": str(REPO)})
     assert "finite True" in output
+
+
+def test_compiled_layers_keep_what_activation_checkpointing_wants(training: Project) -> None:
+    """With each attention function, and the gradients stay the same."""
+    output = training.run("python", "-c", COMPILED, timeout=600, **{**GPU, "PYTHONPATH": str(REPO)})
+    assert "all near" in output
