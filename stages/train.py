@@ -136,9 +136,7 @@ class Trainer:
             self.optimizer = make_optimizer(self.model, self.params)
             self.scaler = make_grad_scaler(self.params.precision, next(self.model.parameters()).device)
             self.scheduler = LambdaLR(self.optimizer, lambda step: lr_ratio(self.params, run.total_steps, step))
-            # torch's stager cannot copy the state of the 8-bit optimizer.
-            asynchronous = runtime.async_checkpoint and self.params.optimizer != "adamw_8bit"
-            self.saver = saver.Saver(runtime, asynchronous)
+            self.saver = saver.Saver(runtime)
 
             self.step = 0
             self.unread: deque[UnreadStep] = deque()

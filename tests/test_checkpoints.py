@@ -16,6 +16,7 @@ import torch
 from dvc.repo import Repo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
+from torch.testing._internal.two_tensor import TwoTensor
 
 from stages import checkpoints
 from stages.artifacts.errors import StageError
@@ -103,7 +104,7 @@ def test_all_files_are_synced_before_the_rename_and_the_manifest_is_last(
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
-    with Saver(runtime, asynchronous=False) as saver:
+    with Saver(dataclasses.replace(runtime, async_checkpoint=False)) as saver:
         manifest = checkpoint_manifest()
         saver.save(tmp_path / "step-00000001", model, optimizer, scheduler, train_state(), "", manifest)
 
@@ -141,6 +142,7 @@ class Odd(torch.nn.Module):
         for name, buffer in {
             "scalar": torch.tensor(1.5, dtype=torch.bfloat16), "empty": torch.zeros(0, 3),
             "transposed": torch.arange(6.0).view(2, 3).T, "part": torch.arange(9)[3:5], "bool": torch.tensor([True]),
+            "two": TwoTensor(torch.ones(2, 3), torch.zeros(2, 3)),  # as the state of an 8-bit optimizer
         }.items():  # fmt: skip
             self.register_buffer(name, buffer)
 
@@ -161,7 +163,7 @@ def save_thrice(directory: Path, num_layers: int, asynchronous: bool) -> tuple[d
     scheduler = LambdaLR(optimizer, lambda _: 1.0)
     model.step(optimizer)
     runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
-    with Counting(runtime, asynchronous) as saver:
+    with Counting(dataclasses.replace(runtime, async_checkpoint=asynchronous)) as saver:
         for step in (1, 2, 3):
             saver.num_calls = 0
             path = directory / step_name(step)
@@ -181,7 +183,8 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(mesh: Device
         model = Odd(2)
         optimizer = torch.optim.AdamW(model.parameters())
         model.step(optimizer)
-        load(tmp_path / name / step_name(3), model, optimizer, LambdaLR(optimizer, lambda _: 1.0))
+        with torch.serialization.safe_globals([TwoTensor]):
+            load(tmp_path / name / step_name(3), model, optimizer, LambdaLR(optimizer, lambda _: 1.0))
         moments = [value for state in optimizer.state.values() for value in state.values()]
         states.append([*model.parameters(), *model.buffers(), *moments])
     assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
@@ -318,11 +319,12 @@ def test_a_source_file_that_is_missing_or_changed_is_named(name: str) -> None:
     assert_refused(f"{name} is missing")
 
 
-def test_values_beyond_the_range_of_the_source_dtype_are_refused() -> None:
+@pytest.mark.parametrize("beside", [1.0, math.inf, -math.inf, math.nan])
+def test_values_beyond_the_range_of_the_source_dtype_are_refused(beside: float) -> None:
     config = CONFIGS["gpt2"]
     make_model(config, torch.float16)
     tensors = trained_tensors(config)
-    tensors["transformer.ln_f.weight"][3] = 7e4
+    tensors["transformer.ln_f.weight"][3:5] = torch.tensor([7e4, beside])
     make_checkpoint(tensors)
     assert_refused(r"transformer\.ln_f\.weight has values up to 70000, beyond the 65504 of torch\.float16")
 

@@ -160,6 +160,8 @@ def test_a_cached_hub_model_needs_no_socket(home: Path) -> None:
     with pytest.raises(StageError, match=f"{found.weights[0]} was changed since the download"):
         found.verify()
     assert found.verify(["config.json"]) == snapshot  # no other file is read
+    with pytest.raises(StageError, match=r"model\.json does not list other\.json: run `dvc repro -f -s download`"):
+        found.verify(["other.json"])  # as where the manifest was edited
     shutil.rmtree(home)
     with pytest.raises(StageError, match=f"{HUB_ID} at commit {COMMIT} is not in HF_HOME"):
         found.directory()

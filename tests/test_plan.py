@@ -370,7 +370,7 @@ def test_a_real_step_allocates_what_is_predicted(
     params = peak_memory.choose(manifest, params)
     mesh = request.getfixturevalue("mesh")  # another process group than that of `measure`
     gc.collect()  # what ends within the block must not have begun before
-    with profile(profile_memory=True) as profiler:
+    with profile(profile_memory=True, acc_events=True) as profiler:
         model = sharded_model.build(manifest, params, mesh, initialize=True).train()
         optimizer, scaler = make_optimizer(model, params), make_grad_scaler(params.precision, torch.device("cpu"))
         rows = torch.ones(params.batch_size, 16, dtype=torch.int32)

@@ -70,6 +70,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 if importlib.util.find_spec("torchao"):
     RESUMED["adamw_8bit"] = {"optimizer": "adamw_8bit"}
+    RESUMED["fp8"] = {"precision": "fp8"}
 
 
 class Training:
@@ -83,6 +84,8 @@ class Training:
         self.optimizer = make_optimizer(self.model, params)
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.scaler = make_grad_scaler(params.precision, next(self.model.parameters()).device)
+        runtime = load_params(TrainRuntime, "runtime", path=REPO / "params.yaml")
+        self.saver = saver.Saver(dataclasses.replace(runtime, async_checkpoint=True))
         self.step = 0
 
     def train(self, steps: int) -> list[tuple[float | None, float | None]]:
@@ -111,10 +114,10 @@ class Training:
     def save(self, directory: Path) -> int:
         """Save; returns how many bytes this rank copied to CPU memory for it."""
         state = train_state(self.step, scaler_state(self.scaler))
-        runtime = load_params(TrainRuntime, "runtime", path=REPO / "params.yaml")
-        with saver.Saver(runtime, asynchronous=self.params.optimizer != "adamw_8bit") as writer:
-            writer.save(directory, self.model, self.optimizer, self.scheduler, state, "", checkpoint_manifest())
-        return sum(place.nbytes for _, place in writer._shard_file._places) if writer._shard_file else 0
+        self.saver.save(directory, self.model, self.optimizer, self.scheduler, state, "", checkpoint_manifest())
+        self.saver.wait()
+        assert self.saver._shard_file
+        return sum(place.nbytes for _, places in self.saver._shard_file._places for place in places)
 
     def load(self, directory: Path) -> None:
         state = saver.load(directory, self.model, self.optimizer, self.scheduler)
@@ -202,9 +205,11 @@ def resumed_and_not(directory: Path, params: TrainParams) -> dict[str, Any]:
             resumed = Training(directory / "wide", changed, initialize=False)
         if name.startswith("fp16"):  # so high that steps overflow before and after the checkpoint
             load_scaler_state(straight.scaler, ScalerState(scale=2.0**23, good_steps=0))
-        steps = straight.train(2)
-        path = directory / f"resumed-{name}" / "step-00000002"
-        straight.save(path)
+        steps = []
+        for number in (1, 2):  # the first save makes the file in memory, the second one fills it
+            steps += straight.train(1)
+            path = directory / f"resumed-{name}" / f"step-{number:08}"
+            straight.save(path)
         steps += straight.train(3)
         resumed.load(path)
         results[name] = {
@@ -283,6 +288,11 @@ def rank_main(rank: int, directory: Path, params: TrainParams, port: int) -> Non
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), 2), rank=rank, world_size=2)
     torch.use_deterministic_algorithms(True)  # torch.empty gives NaN: no uninitialized value looks plausible
+    if "fp8" in RESUMED:
+        from torchao import float8
+
+        emulated = float8.Float8LinearConfig(emulate=True)  # all that CPUs can do
+        float8.convert_to_float8_training = functools.partial(float8.convert_to_float8_training, config=emulated)
     found: dict[str, Any] = {job.__name__: job(directory, params) for job in JOBS}
     dist.destroy_process_group()
     torch.save({**found, "timeouts": timeouts(port, rank)}, directory / f"results-{rank}.pt")
@@ -366,6 +376,12 @@ def test_a_resumed_training_equals_an_uninterrupted_one(results: list[dict[str, 
         assert resumed_steps == steps
         assert resumed_scaler == scaler
         assert all(torch.equal(tensors[key], resumed_tensors[key]) for key in tensors)
+        if name == "fp8":  # its checkpoints are those of any other precision, its losses nearly
+            others, bf16_tensors, _ = rank["resumed_and_not"]["bf16"]["straight"]
+            assert tensors.keys() == bf16_tensors.keys()
+            assert {type(value) for value in tensors.values()} == {torch.Tensor}
+            torch.testing.assert_close([loss for loss, _ in steps], [loss for loss, _ in others], rtol=1e-2, atol=0)
+            assert steps != others
         if name.startswith("fp16"):
             assert [norm is None for _, norm in steps] == [True, True, True, True, False]
             assert scaler == ScalerState(scale=2.0**19, good_steps=1)

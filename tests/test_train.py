@@ -466,6 +466,7 @@ def test_a_changed_batch_size_adopts_an_unfinished_run(training: Project, ranks:
         ({"fsdp": {"sharding": 1}}, "unknown parameter 'fsdp.sharding'"),
         ({"runtime": {"keep_checkpoints": 1}}, "runtime.keep_checkpoints is 1: input should be greater"),
         ({"total_batch_size": 1000}, "less than one step"),
+        ({"seed": 2**63}, f"seed is {2**63}: input should be less than {2**32}"),
     ],
 )  # fmt: skip
 def test_impossible_parameters_are_one_clear_error(

@@ -30,7 +30,7 @@ class CheckpointRuntime:
     """Minutes between two checkpoints, by the clock of rank 0; null: none by time."""
     async_checkpoint: bool
     """Whether training continues while a checkpoint is written. This needs as much CPU memory as the weights and the
-    optimizer state. Not with adamw_8bit."""
+    optimizer state."""
     keep_checkpoints: Annotated[int, Field(ge=2)]
     """How many of the newest checkpoints stay, beside the best; at least 2, so that a damaged one has a predecessor."""
 

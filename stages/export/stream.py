@@ -204,7 +204,9 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     # infinities that are in the checkpoint already are kept.
     low, high = torch.aminmax(tensor)
     largest, limit = max(-low.item(), high.item()), torch.finfo(dtype).max
-    if limit < largest < math.inf:  # false if any value is NaN, as `largest` then is
+    if not math.isfinite(largest):  # NaN, if any value is
+        largest = torch.nan_to_num(tensor, 0.0, 0.0, 0.0).abs().max().item()
+    if largest > limit:
         raise StageError(
             f"{name} has values up to {largest:g}, beyond the {limit:g} of {dtype}: set export_dtype to a dtype with a "
             "wider range (bf16, fp32)"

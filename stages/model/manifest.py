@@ -106,7 +106,9 @@ class ModelManifest(Record):
         """
         source = self.directory()
         for name in self.files if names is None else names:  # callers that need one file do not wait for the weights
-            entry, path = self.files[name], source / name
+            entry, path = self.files.get(name), source / name
+            if entry is None:  # of a manifest that was edited
+                raise StageError(f"{MANIFEST} does not list {name}: run `dvc repro -f -s download`")
             if not path.is_file():
                 raise StageError(f"{path} is missing: put it back, or run `dvc repro -f -s download`")
             # The size first: a truncated file of many gigabytes is found without reading it.

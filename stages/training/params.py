@@ -37,8 +37,8 @@ class TrainParams(ScheduleParams):
     """The leaves of `params.yaml` that decide what is learned."""
 
     experiment_name: ExperimentName
-    seed: NonNegativeInt
-    """Fixes the order of the rows, random weights and dropout."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    """Fixes the order of the rows, random weights and dropout. Times the number of ranks, 64 bits hold it."""
     initial_weights: Literal["auto", "pretrained", "random"]
     """Where the weights come from; the model manifest lists the files, or none for random weights."""
     batch_size: PositiveInt

@@ -66,14 +66,14 @@ class Saver:
     training.
     """
 
-    def __init__(self, runtime: TrainRuntime, asynchronous: bool) -> None:
+    def __init__(self, runtime: TrainRuntime) -> None:
         self._keep = runtime.keep_checkpoints
         # A collective itself: every rank must create its groups in the same order.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=runtime.timeout_minutes))
         cuda = torch.cuda.is_available()
         # A new thread uses the first GPU, whichever is this rank's.
         setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
-        self._thread = ThreadPoolExecutor(1, "saver", *setup) if asynchronous else None
+        self._thread = ThreadPoolExecutor(1, "saver", *setup) if runtime.async_checkpoint else None
         self._shard_file: ShardFile | None = None  # in asynchronous mode, from the first save on
         self._pending: Future[None] | None = None
         self._switch_interval = sys.getswitchinterval()

@@ -25,10 +25,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stages.artifacts.errors import naming
 from stages.artifacts.record import FileEntry
@@ -49,9 +51,10 @@ class ShardFile:
             CheckpointException: on all ranks, with the error of one of them, as when it is out of memory.
         """
         memory = _Memory()
-        writer = dcp.FileSystemWriter(run_directory, sync_files=False, per_thread_copy_ahead=0)
+        writer = _Writer(run_directory, sync_files=False, per_thread_copy_ahead=0)
         writer.fs = memory
-        metadata: Metadata = dcp.save(tensors, storage_writer=writer, planner=_Planner(), process_group=group)
+        planner = _Planner()
+        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
         self._contents = {name: file.getbuffer() for name, file in memory.files.items()}
         self._copied: torch.cuda.Event | None = None
         name = f"__{dist.get_rank()}_0.distcp"
@@ -63,19 +66,23 @@ class ShardFile:
                 # Not at exit, when CUDA may have ended before.
                 weakref.finalize(self, unpin_memory, content.data_ptr()).atexit = False
         self._places = []
-        for index, place in metadata.storage_data.items():
-            if place.relative_path == name:
-                # Each tensor is an archive by itself, as torch.save writes it; its values are not compressed.
-                archive = _create_file_view(memory.files[name], place.offset, place.length)
-                reader: Any = torch._C.PyTorchFileReader(cast(IO[bytes], archive))
-                start = place.offset + reader.get_record_offset("data/0")
-                path = metadata.planner_data[index.fqn]
-                self._places.append((path, content[start : start + _local_bytes(tensors, path).numel()]))
+        for result in writer.results:
+            place = result.storage_data
+            # Each tensor is an archive by itself, as torch.save writes it; its values are not compressed.
+            archive = _create_file_view(memory.files[name], place.offset, place.length)
+            reader: Any = torch._C.PyTorchFileReader(cast(IO[bytes], archive))
+            path = planner.mappings[result.index.fqn]
+            places = []
+            for number, part in enumerate(_local_bytes(tensors, path)):
+                start = place.offset + reader.get_record_offset(f"data/{number}")
+                places.append(content[start : start + part.numel()])
+            self._places.append((path, places))
 
     def fill(self, tensors: dict[str, Any]) -> None:
         """Copy the tensors of this rank: the same ones as at first, with other values. Does not wait for a GPU."""
-        for path, place in self._places:
-            place.copy_(_local_bytes(tensors, path), non_blocking=True)
+        for path, places in self._places:
+            for place, part in zip(places, _local_bytes(tensors, path), strict=True):
+                place.copy_(part, non_blocking=True)
         if torch.cuda.is_available():
             # The GPU copies in the order of its work, so before the next update. Only the thread that writes waits for
             # it: with `blocking`, without using a core.
@@ -103,10 +110,15 @@ class ShardFile:
 
 
 @torch.no_grad()
-def _local_bytes(tensors: dict[str, Any], path: tuple[str, ...]) -> Tensor:
+def _local_bytes(tensors: dict[str, Any], path: tuple[Any, ...]) -> list[Tensor]:
+    """This rank's part of a tensor, as the records that torch.save writes of it."""
     tensor: Any = reduce(getitem, path, tensors)
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.contiguous().view(-1).view(torch.uint8)
+    local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # A tensor that consists of others, as torchao's of 8 bits, is saved as these.
+    parts = [local]
+    if is_traceable_wrapper_subclass(local):
+        parts = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
+    return [part.contiguous().view(-1).view(torch.uint8) for part in parts]
 
 
 class _Planner(dcp.DefaultSavePlanner):
@@ -114,6 +126,17 @@ class _Planner(dcp.DefaultSavePlanner):
 
     def transform_object(self, write_item: WriteItem, object: Tensor) -> Tensor:
         return object.contiguous()
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Keeps what it has written where: torch 2.11 returns that of all ranks on rank 0 only."""
+
+    results: list[WriteResult]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner)
+        self.results = written.wait()
+        return written
 
 
 class _Memory(FileSystem):

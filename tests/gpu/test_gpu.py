@@ -256,16 +256,18 @@ def test_tf32_is_near_fp32(training: Project) -> None:
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs torchao")
-def test_fp8_is_near_bf16_and_its_checkpoints_are_the_same(training: Project) -> None:
-    training.set(precision="bf16", max_steps=4)
+@pytest.mark.parametrize("changes", [{"precision": "fp8"}, {"optimizer": "adamw_8bit"}])
+def test_8_bits_are_near_bf16_and_resume(training: Project, changes: dict[str, str]) -> None:
+    training.set(precision="bf16", max_steps=6)
     bf16 = training.copy(training.path.with_name("bf16"))
     train(bf16)
-    training.set(precision="fp8")
-    train(training)
+    training.set(**changes)
+    train(training, "kill rank 0 at step 5", status=1)
+    assert re.search(r"resuming from step [24] of 6", train(training))
     np.testing.assert_allclose(losses(training), losses(bf16), rtol=0.05)
     names = []
     for project in (training, bf16):
-        [manifest] = project.path.glob("outputs/test/checkpoints/*/step-00000004/manifest.json")
+        [manifest] = project.path.glob("outputs/test/checkpoints/*/step-00000006/manifest.json")
         names.append(project.json(str(manifest.relative_to(project.path)))["tensors"].keys())
     assert names[0] == names[1]
 
