@@ -27,7 +27,7 @@ faults: setup ## Test all faults of docs/faults.md, at every step and every file
 
 # Without `setup`, which may not be able to install anything there: it also runs with a torch that the machine provides.
 gpu: ## Test and measure what needs a GPU, in at most 25 minutes; run it again to continue
-	$(or $(wildcard $(PY)),python3) -m benchmarks.gpu
+	$(or $(wildcard $(PY)),python3) -m benchmarks.gpu $(ARGS)
 
 check: setup ## Check lint, format and types
 	$(PY) -m ruff check

@@ -75,7 +75,7 @@ class Project:
     def popen(self, *command: str, **environment: str) -> "subprocess.Popen[str]":
         """Start a command; `python` and `dvc` are those of this environment."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "COVERAGE"))}
-        env = {**inherited, "PATH": f"{BIN}:{inherited['PATH']}", "PYTHONPATH": "", "PYTHONUNBUFFERED": "1"}
+        env = {**inherited, "PATH": f"{BIN}:{inherited['PATH']}", "PYTHONUNBUFFERED": "1"}
         env |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
         return subprocess.Popen(
             command, cwd=self.path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -31,6 +31,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -43,7 +44,7 @@ from benchmarks.gpu.report import FORMATS, report
 from benchmarks.gpu.results import Results, Row
 from benchmarks.gpu.settings import best_setting, main_settings, matrix, name_of, predictable
 from benchmarks.gpu.steps import RESULT
-from benchmarks.train.bench import SHAPES, Bench
+from benchmarks.train.bench import SHAPES, TORCHRUN, Bench
 from benchmarks.train.comparisons import BARE, OURS, TRAINER, checkpoints, speed
 
 SETTING_LIMIT = 240
@@ -97,7 +98,9 @@ class Session:
     def tests(self, missing: list[str]) -> None:
         """Run tests/gpu, several at a time: their models are small."""
         report, log = (self.args.work.resolve() / name for name in ("tests.xml", "tests.log"))
-        command = ["-m", "pytest", *missing, "-n", "4", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        report.unlink(missing_ok=True)  # of a run before
+        num_processes = str(min(8, max(1, len(os.sched_getaffinity(0)) // 2)))
+        command = ["-m", "pytest", *missing, "-n", num_processes, "-p", "no:cacheprovider", f"--junitxml={report}"]
         with log.open("w") as file, started(command, REPO, {**os.environ}, stdout=file, stderr=file) as process:
             process.wait()
         if not report.exists():
@@ -112,7 +115,7 @@ class Session:
 
     def steps(self, missing: list[str], part: str = "steps") -> None:
         """Time steps with each setting, in a process of all those that may share one."""
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_ranks}"]
+        torchrun = [*TORCHRUN, f"--nproc-per-node={self.num_ranks}"]
         for is_deterministic in (False, True):  # of a process, not of a step
             names = [name for name in missing if self.settings[name].get("deterministic", False) == is_deterministic]
             self.run_settings(part, [*torchrun, "-m", "benchmarks.gpu.steps", "measure"], names)
@@ -160,8 +163,11 @@ class Session:
         if importlib.util.find_spec("accelerate") is None:
             self.add("programs", programs.pop(), {"error": "accelerate is not installed: run `pip install .[bench]`"})
         with closing(self.bench(self.args.params)) as bench:
-            for name, row in speed(bench, programs).items():
+            errors: dict[str, str] = {}
+            for name, row in speed(bench, programs, errors).items():
                 self.add("programs", name, row)
+            for name, error in errors.items():
+                self.add("programs", name, {"error": reason(error)})
             bench.remove_checkpoints()
 
     def checkpoints(self, missing: list[str]) -> None:
@@ -196,8 +202,9 @@ class Session:
     def bench(self, shape: str) -> Bench:
         """The project with the model of a shape, which is made where there is none."""
         args = self.args
-        (args.work / shape).mkdir(exist_ok=True)
-        return Bench(args.work / shape, argparse.Namespace(
+        directory = args.work / f"{shape}-{args.seq_length}-{args.megabytes}"
+        directory.mkdir(exist_ok=True)
+        return Bench(directory, argparse.Namespace(
             params=shape, seq_length=args.seq_length, batch_size=max(args.batch_sizes), precision=args.precision,
             compile=not args.eager, rounds=4, log_freq=5, ckpt_freq=args.ckpt_freq, ranks=self.num_ranks, threads=None,
             megabytes=args.megabytes,
@@ -214,15 +221,17 @@ def about(session: Session) -> dict[str, Any]:
             query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
             device += f", driver {subprocess.check_output(query, text=True).split()[0]}"
     digest = hashlib.sha256()
-    for path in sorted(path for name in ("benchmarks", "stages", "tests/gpu") for path in (REPO / name).rglob("*.py")):
+    sources = (path for name in ("benchmarks", "stages", "tests") for path in (REPO / name).rglob("*.py"))
+    for path in [REPO / "params.yaml", *sorted(sources)]:
         digest.update(path.read_bytes())
+    # Those that say where, how long and what to measure change no result.
+    values = {name: value for name, value in vars(args).items() if name not in ("work", "minutes", "only", "first")}
     return {
         "device": device,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "model": f"{args.params} parameters; for checkpoints and resume {args.save_params}",
-        "rows": f"{args.seq_length} tokens, {args.precision}, {args.megabytes} MB of text",
-        "steps of a setting": args.steps,
+        "torchao": version("torchao") if importlib.util.find_spec("torchao") else "not installed, so no fp8",
+        "arguments": ", ".join(f"{name} {value}" for name, value in values.items()),
         "best": name_of(best_setting(args.batch_sizes, args.precision), args.precision),
         "code": digest.hexdigest(),
     }
@@ -277,7 +286,7 @@ def main() -> None:
     parser.add_argument("--params", choices=SHAPES, default="1B", help="size of the model")
     parser.add_argument("--save-params", choices=SHAPES, default="400M", help="size for `checkpoints` and `resume`")
     parser.add_argument("--seq-length", type=int, default=4096)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 4, 8], help="rows per GPU")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2, 8], help="rows per GPU")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--eager", action="store_true", help="do not compile in the parts after `predicted`")
     parser.add_argument("--steps", type=int, default=6, help="timed steps of each setting")

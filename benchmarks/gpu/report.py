@@ -113,7 +113,8 @@ def step_rows(results: Results) -> dict[str, Row]:
         # Those with the same rows and the same mask compute the same losses, up to rounding.
         same = name.split(", ")[2], "no documents" in name
         reference = references.setdefault(same, row["losses"])
-        row["losses differ by"] = max(abs(a - b) for a, b in zip(row["losses"], reference, strict=True))
+        if None not in [*reference, *row["losses"]]:  # as that of a step that fp16 skipped
+            row["losses differ by"] = max(abs(a - b) for a, b in zip(row["losses"], reference, strict=True))
     return rows
 
 

@@ -21,7 +21,8 @@ class Results:
             if changed := [name for name in about if stored["about"].get(name) != about[name]]:
                 print(f"starting over, because these have changed: {', '.join(changed)}")
             else:
-                self.parts = stored["parts"]
+                for part, rows in stored["parts"].items():  # what failed is measured again
+                    self.parts[part] = {name: row for name, row in rows.items() if "error" not in row}
 
     def missing(self, part: str, names: Iterable[str]) -> list[str]:
         """Those of `names` without a result."""

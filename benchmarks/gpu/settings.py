@@ -1,5 +1,6 @@
 """The settings of a training whose steps are timed, as changes of params.yaml."""
 
+import importlib.util
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -18,7 +19,7 @@ def best_setting(batch_sizes: list[int], precision: str) -> dict[str, Any]:
 
 
 def main_settings(batch_sizes: list[int], precision: str) -> Settings:
-    """Each option by itself, with the largest batch; the best setting first."""
+    """Each option by itself, with the largest batch; the best setting first. fp8 only where torchao is installed."""
     best = best_setting(batch_sizes, precision)
     eager, usual = {**best, "compile": False}, {"attention": "sdpa", "loss": "plain"}
     return _named(
@@ -31,7 +32,7 @@ def main_settings(batch_sizes: list[int], precision: str) -> Settings:
         *({**eager, "activation_checkpointing": kind} for kind in ("selective_op", "selective", "full")),
         *({**best, "activation_checkpointing": kind} for kind in ("selective_op", "full")),
         *({**chosen, "precision": "fp16"} for chosen in (best, eager)),
-        {**best, "precision": "fp8"},
+        *({**best, "precision": "fp8"} for _ in ["torchao"] if importlib.util.find_spec("torchao")),
         {**eager, "fsdp": {"strategy": "fsdp", "cpu_offload": True}},
         *({**chosen, "deterministic": True} for chosen in (best, eager)),
     )

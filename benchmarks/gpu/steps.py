@@ -12,6 +12,7 @@ import gc
 import itertools
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stages.artifacts import process
 from stages.artifacts.params_file import load_params
 from stages.model.manifest import ModelManifest
 from stages.tokens.attention_names import NEED_LENGTHS
@@ -30,7 +32,7 @@ from stages.tokens.packed import TRAIN
 from stages.tokens.rows import TokenRows
 from stages.training import flops, peak_memory, sharded_model
 from stages.training.determinism import use_deterministic_algorithms
-from stages.training.distributed import all_reduce_sum, device_mesh, process_group
+from stages.training.distributed import all_reduce_sum, device_mesh, device_type, process_group
 from stages.training.environment import set_environment
 from stages.training.loader import BatchLoader
 from stages.training.optimizer import make_optimizer
@@ -46,6 +48,7 @@ WARM_UP = 3
 
 
 def main() -> None:
+    process.die_with_parent(signal.SIGKILL)  # torchrun starts its workers in process groups of their own
     kind, path = sys.argv[1:]
     job = json.loads(Path(path).read_text())
     if kind == "predict":
@@ -80,8 +83,7 @@ def with_settings(values: dict[str, Any], num_ranks: int) -> TrainParams:
 
 def predict(params: TrainParams, num_ranks: int, seq_length: int) -> dict[str, Any]:
     """The peak of a step as `plan` computes it, in GiB."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    peak = peak_memory.measure(ModelManifest.read(), params, num_ranks, seq_length, device)
+    peak = peak_memory.measure(ModelManifest.read(), params, num_ranks, seq_length, device_type())
     return {"predicted GiB": peak.total / 2**30, "is_upper_bound": peak.is_upper_bound}
 
 
@@ -101,25 +103,27 @@ def measure(params: TrainParams, num_steps: int) -> dict[str, Any]:
     timers = Timers(lambda phase: None)
 
     unread: deque[UnreadStep] = deque()
+    max_unread = 1 if device_type() == "cuda" else 0
     losses, times = [], [time.perf_counter()]
 
-    def read() -> None:
-        """As the training does, one step late: the GPU always has something to do."""
-        step = unread.popleft()
-        [loss] = all_reduce_sum(step.read()[0])
-        losses.append(step.result(loss, None).loss)
-        times.append(time.perf_counter())
+    def exchange(num_labels: int, max_unread: int) -> int:
+        """As the training: one exchange a step, and what a GPU has computed is read when it has the next step to do."""
+        step = unread.popleft() if len(unread) > max_unread else None
+        num_labels_of_all, loss = all_reduce_sum(num_labels, step.read()[0] if step else 0.0)
+        if step:
+            losses.append(step.result(loss, None).loss)
+            times.append(time.perf_counter())
+        return int(num_labels_of_all)
 
     for step in range(WARM_UP + num_steps):
         batches, num_labels = loader.step_batches(step)
-        [num_labels_of_all] = all_reduce_sum(num_labels)
-        if unread:
-            read()
+        num_labels_of_all = exchange(num_labels, max_unread)
         if step == WARM_UP:
             reset_peak_memory()
-        numbers = train_step(model, optimizer, scaler, batches, int(num_labels_of_all), params, timers)
-        unread.append(UnreadStep(step + 1, int(num_labels_of_all), numbers))
-    read()
+        numbers = train_step(model, optimizer, scaler, batches, num_labels_of_all, params, timers)
+        unread.append(UnreadStep(step + 1, num_labels_of_all, numbers))
+    while unread:
+        exchange(0, max_unread=0)
     peak = memory_gib()[1]
 
     # For each token the number of tokens that it attends to, itself included.

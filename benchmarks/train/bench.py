@@ -33,6 +33,9 @@ SHAPES = {  # hidden size, layers, attention heads, key-value heads, intermediat
 }
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+"""With an address, because torchrun would ask the nameserver for the name of this machine."""
+
 _MADE = "made"
 """This file exists when the project is complete."""
 
@@ -47,9 +50,10 @@ class Bench:
         self.batch_size: int = args.batch_size
         self.tokens_per_step = self.batch_size * self.num_ranks * args.seq_length
         num_threads: int = args.threads or max(1, len(os.sched_getaffinity(0)) // self.num_ranks)
+        packages = filter(None, [os.environ.get("PYTHONPATH")])  # of an environment without them
         self.environment = {
-            **os.environ, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": str(num_threads), "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(REPO), *packages]), "OMP_NUM_THREADS": str(num_threads),
+            "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         }  # fmt: skip
         self.trainings: list[Training] = []
         if not (project / _MADE).exists():
@@ -138,7 +142,7 @@ class Bench:
         )  # fmt: skip
         path = self.project / "job.json"
         path.write_text(json.dumps(asdict(job)))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.num_ranks}"]
+        torchrun = [*TORCHRUN, f"--nproc-per-node={self.num_ranks}"]
         return self.start([*torchrun, "-m", "benchmarks.train.programs", str(path)])
 
     def close(self) -> None:

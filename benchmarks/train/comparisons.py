@@ -39,17 +39,23 @@ FORMATS = {
 
 
 def in_turns(
-    programs: dict[str, Callable[[], Training]], first: int, size: int, num_turns: int
+    programs: dict[str, Callable[[], Training]],
+    first: int,
+    size: int,
+    num_turns: int,
+    errors: dict[str, str] | None = None,
 ) -> tuple[dict[str, list[float]], dict[str, Training]]:
     """Seconds of each program for each of `num_turns` times `size` steps after step `first`; and its training.
 
     On CPUs all of them are started and then take turns, all but one paused: what else the machine does meanwhile slows
-    all of them down. On GPUs, whose memory may be too small for all of them, they run one after the other.
+    all of them down. On GPUs, whose memory may be too small for all of them, they run one after the other. With
+    `errors`, a program that fails is named there, and left out.
     """
     take_turns = not torch.cuda.is_available()
     trainings: dict[str, Training] = {}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for name in [*programs] * num_turns if take_turns else [name for name in programs for _ in range(num_turns)]:
+
+    def turn(name: str) -> None:
         if name not in trainings:
             trainings[name] = programs[name]()
             trainings[name].until(first)
@@ -59,12 +65,20 @@ def in_turns(
         step = first + size * len(done)
         done.append(-training.until(step) + training.until(step + size))
         training.cpu_times.append(training.cpu_seconds())
-        if take_turns:
-            training.pause()
-        elif len(done) == num_turns:
+        if len(done) == num_turns:
             training.finish()
-    for training in trainings.values():
-        training.finish()
+        elif take_turns:
+            training.pause()
+
+    for name in [*programs] * num_turns if take_turns else [name for name in programs for _ in range(num_turns)]:
+        try:
+            if name in seconds:
+                turn(name)
+        except SystemExit as error:
+            if errors is None:
+                raise
+            errors[name] = str(error)
+            del seconds[name], trainings[name]
     return seconds, trainings
 
 
@@ -73,8 +87,10 @@ def median_ratio(values: list[float], others: list[float]) -> float:
     return statistics.median(value / other for value, other in zip(values, others, strict=True))
 
 
-def speed(bench: Bench, programs: Iterable[str] = PROGRAMS) -> dict[str, dict[str, float | None]]:
-    """Tokens per second of the pipeline and of other programs."""
+def speed(
+    bench: Bench, programs: Iterable[str] = PROGRAMS, errors: dict[str, str] | None = None
+) -> dict[str, dict[str, float | None]]:  # fmt: skip
+    """Tokens per second of the pipeline and of other programs; `errors` as for `in_turns`."""
     size, num_turns = bench.args.log_freq, bench.args.rounds
     first = 2 * size
     steps = first + size * (num_turns + 1)  # the pipeline validates after the last one
@@ -84,7 +100,10 @@ def speed(bench: Bench, programs: Iterable[str] = PROGRAMS) -> dict[str, dict[st
             return lambda: bench.start_ours(steps, log_freq=size)
         return lambda: bench.start_other(PROGRAMS[program], steps, log_freq=size)
 
-    seconds, trainings = in_turns({name: start(name) for name in programs}, first, size, num_turns)
+    seconds, trainings = in_turns({name: start(name) for name in programs}, first, size, num_turns, errors)
+    for name in (OURS, BARE):  # without which nothing can be compared
+        if errors and name in errors:
+            raise SystemExit(errors[name])
     losses = {name: training.losses for name, training in trainings.items()}
     check_losses(losses | {OURS: bench.history_losses(size)}, bench.args.precision)
     cpu_time = {name: training.cpu_times[-1] - training.cpu_times[0] for name, training in trainings.items()}

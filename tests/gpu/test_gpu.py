@@ -1,6 +1,7 @@
 """What only a GPU can show. Without one, all tests are skipped; with several, the first is used."""
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from tests.trainings import weights
 pytestmark = [pytest.mark.skipif(not GPUS, reason="needs a GPU"), pytest.mark.timeout(900)]
 
 GPU = {"CUDA_VISIBLE_DEVICES": GPUS.split(",")[0]}
+CODE = {**GPU, "PYTHONPATH": os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])}
+"""For Python code that imports the stages of this repository, and what else the environment adds."""
+
 PROBE = """
 import torch
 from transformers import AutoConfig
@@ -58,6 +62,7 @@ print("finite", bool(loss.isfinite()))
 """
 
 COMPILED = """
+import gc
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from stages.tokens import attention
@@ -78,6 +83,7 @@ def gradient(attention, kind, compiles):
     rows = torch.randint(1, 512, (2, 512), generator=torch.Generator().manual_seed(0))
     rows[:, ::150] = 0
     made = make_batch(rows, 0, document_mask=True, lengths=attention in NEED_LENGTHS)
+    gc.collect()  # compiled layers are parts of cycles: the model before would be freed at any time
     before = torch.cuda.memory_allocated()
     loss = loss_sum(model, {name: tensor.cuda() for name, tensor in made.items()})
     kept = torch.cuda.memory_allocated() - before
@@ -201,7 +207,7 @@ def test_the_cpu_waits_for_nothing_in_a_step(training: Project, tmp_path: Path, 
     """An operation that would wait is an error."""
     training.set(precision=precision)
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", DIRECTORY: str(tmp_path)}
-    output = training.run("python", "-c", STRICT, timeout=600, **{**GPU, **rank, "PYTHONPATH": str(REPO)})
+    output = training.run("python", "-c", STRICT, timeout=600, **CODE, **rank)
     assert "step 12/12" in output
 
 
@@ -290,7 +296,7 @@ def test_a_gpu_trains_on_the_same_rows_as_two_ranks_on_the_cpu(training: Project
 
 def test_the_fused_loss_is_exact_small_and_without_waits(training: Project) -> None:
     """Of 16 384 tokens, whose logits have 7.8 GiB in fp32."""
-    environment = {**GPU, "PYTHONPATH": str(REPO), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    environment = {**CODE, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     output = training.run("python", "-c", LOSS, **environment)
     assert float(output.split("peak")[1]) < 2.5
 
@@ -322,16 +328,16 @@ def test_the_loss_of_a_training_is_that_of_the_cpu(training: Project, loss: str)
 def test_documents_are_computed_as_if_each_were_alone(training: Project, attention: str, dtype: str) -> None:
     """Without leaks, with windows, with heads that share keys; logits and gradients."""
     code = PROBE.replace("ATTENTION", attention).replace("DTYPE", dtype)
-    output = training.run("python", "-c", code, **{**GPU, "PYTHONPATH": str(REPO)})
+    output = training.run("python", "-c", code, timeout=600, **CODE)
     assert output.count("None") == 12, output
 
 
 def test_varlen_neither_waits_nor_recompiles(training: Project) -> None:
-    output = training.run("python", "-c", STEPS, **{**GPU, "PYTHONPATH": str(REPO)})
+    output = training.run("python", "-c", STEPS, timeout=600, **CODE)
     assert "finite True" in output
 
 
 def test_compiled_layers_keep_what_activation_checkpointing_wants(training: Project) -> None:
     """With each attention function, and the gradients stay the same."""
-    output = training.run("python", "-c", COMPILED, timeout=600, **{**GPU, "PYTHONPATH": str(REPO)})
+    output = training.run("python", "-c", COMPILED, timeout=600, **CODE)
     assert "all near" in output
