@@ -23,7 +23,7 @@ slow: setup ## Run the slow tests: whole pipelines, large inputs
 	$(PY) -m pytest -m slow -n 2 --dist loadfile
 
 faults: setup ## Test all faults of docs/faults.md, at every step and every file
-	$(PY) -m pytest tests/test_checkpoints.py tests/test_resume.py tests/test_launch.py tests/test_faults.py
+	$(PY) -m pytest -n 2 tests/test_checkpoints.py tests/test_resume.py tests/test_launch.py tests/test_faults.py
 
 # Without `setup`, which may not be able to install anything there: it also runs with a torch that the machine provides.
 gpu: ## Test and measure what needs a GPU, in at most 25 minutes; run it again to continue

@@ -41,7 +41,7 @@ from stages.tokens.rows import TokenRows
 from stages.training import memory_plan
 from stages.training.memory_plan import PeakMemory, Table
 from stages.training.params import TrainParams, TrainRuntime
-from stages.training.run import describe, resume_candidates
+from stages.training.run import check_extend_from, describe
 
 _FP32 = 4
 _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
@@ -149,7 +149,7 @@ def main() -> None:
         plan = estimate(params, model, PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
         _print_summary(params, runtime, plan, model)
         check_disk(params, runtime, plan)
-        resume_candidates(describe(params), runtime, lambda message: None)  # refuses a wrong `extend_from`
+        check_extend_from(describe(params), runtime)
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
         here = runtime.nproc_per_node or gpus.num or 2  # ranks, as the launcher counts them
         if here != num_ranks:
@@ -361,6 +361,7 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
     if model.eos_token_id is None:
         raise StageError(f"{model.model_name} has no eos_token_id: set one in its generation_config.json")
     params.fsdp.wrapped_classes(model)
+    params.check_compile(model)
     params.check_packages()
     num_parameters, moments = model.num_parameters, _MOMENTS[params.optimizer]
     steps = params.total_steps(train.num_rows)

@@ -32,7 +32,7 @@ from stages.training.params import TrainParams, TrainRuntime
 from stages.training.precision import check_precision, set_float32_precision
 from stages.training.run import describe
 from stages.training.torch_errors import explain_torch_errors
-from tests.models import CONFIGS, CountedGraphs, full_value, manifest_of
+from tests.models import CONFIGS, MIXTRAL, CountedGraphs, full_value, manifest_of
 from tests.project import Project
 from tests.ranks import Ranks
 from tests.trainings import Given, result
@@ -142,6 +142,39 @@ def test_layers_are_compiled_as_one_graph_each_also_with_activation_checkpointin
     message = r"^compile: .* cannot be compiled as one graph: set it to false \(.*ranch"
     with pytest.raises(StageError, match=message), explain_torch_errors():
         layer(torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it
+def test_two_kinds_of_layers_are_compiled_for_batches_of_any_size(
+    params: TrainParams, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First for a validation, whose last batch has fewer rows, then for a training."""
+    compile_layer = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda layer, **options: compile_layer(layer, **options, backend="eager"))
+    config = transformers.Gemma3TextConfig(
+        **{**CONFIGS["gemma3"].to_dict(), "num_hidden_layers": 12, "layer_types": None}
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    values: dict[str, Any] = {"compile": True, "activation_checkpointing": "full", "attention": "varlen"}
+    changed = dataclasses.replace(params, **values)
+    model = sharded_model.build(manifest_of(tmp_path, with_weights=True), changed, mesh, initialize=True)
+    assert len(set(model.config.layer_types)) == 2
+    for trains in (False, True):
+        model.train(trains)
+        for number, num_rows in enumerate((4, 4, 4, 3, 1)):
+            rows = torch.randint(1, 100, (num_rows, 32), generator=torch.Generator().manual_seed(number))
+            rows[:, torch.arange(2, 30, 1 + number)] = 7
+            with torch.set_grad_enabled(trains):
+                loss = loss_sum(model, make_batch(rows, eos_token_id=7, document_mask=True, lengths=True))
+            if trains:
+                loss.backward()
+
+
+def test_a_router_loss_cannot_be_compiled(params: TrainParams, tmp_path: Path) -> None:
+    MIXTRAL.save_pretrained(tmp_path)
+    with pytest.raises(StageError, match="compile true is not possible with the router loss of MixtralForCausalLM"):
+        dataclasses.replace(params, compile=True).check_compile(manifest_of(tmp_path, with_weights=False))
+    params.check_compile(manifest_of(tmp_path, with_weights=False))
 
 
 ENVIRONMENT = (

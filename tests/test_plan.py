@@ -367,7 +367,7 @@ def test_a_real_step_allocates_what_is_predicted(
     manifest = manifest_of(tmp_path, with_weights=False)
     params = dataclasses.replace(params, **{"batch_size": 2, "total_batch_size": 2, "precision": "bf16", **changes})
     predicted = measure(manifest, params, 1, 16, "cpu").total
-    params = peak_memory.choose(manifest, params)
+    params = peak_memory.choose(manifest, params, "cpu")
     mesh = request.getfixturevalue("mesh")  # another process group than that of `measure`
     gc.collect()  # what ends within the block must not have begun before
     with profile(profile_memory=True, acc_events=True) as profiler:
@@ -408,7 +408,7 @@ manifest = manifest_of(Path(), with_weights=False)
 params = load_params(TrainParams, path=Path(sys.argv[2]))
 params = dataclasses.replace(params, **{"batch_size": 1, "total_batch_size": 1, "precision": "fp32", **changes})
 predicted = measure(manifest, params, 1, num_tokens, "cpu").total / 2**30
-params = choose(manifest, params)
+params = choose(manifest, params, "cpu")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 weight = torch.randn(512, 512, requires_grad=True)
 (weight @ weight).sum().backward()  # what a first product allocates for good

@@ -32,7 +32,10 @@ def checkpoint_activations(model: PreTrainedModel, layers: list[Any], kind: str)
     """
     if kind == "none":
         return
-    if not model.supports_gradient_checkpointing:
+    # The attribute marks layers that get their activations by position: torch keeps the random state of their devices.
+    if not model.supports_gradient_checkpointing or not all(
+        hasattr(layer, "gradient_checkpointing") for layer in layers
+    ):
         raise StageError(f"activation_checkpointing {kind}: {type(model).__name__} does not support it, use none")
     for layer in layers[::2] if kind == "selective" else layers:
         # Not by transformers, some releases of which checkpoint the call of a layer: outside of what is compiled, so

@@ -35,9 +35,9 @@ class PeakMemory:
     unsharded: int
     """Gathered weights and gradients of the layers that are being computed, and the buffers that exchange them."""
     activations: int
-    """What the backward pass needs, and what the forward pass or its repetition has just computed; the logits too."""
+    """What the backward pass needs, and what the forward pass has just computed; the logits too."""
     temporaries: int
-    """Of the backward pass: gradients of activations and logits."""
+    """Of the backward pass: gradients of activations and logits, and activations that are computed again."""
     staging: int
     """Of a checkpoint in CPU memory, while it is written asynchronously: weights and optimizer state of this rank."""
 

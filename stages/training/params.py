@@ -11,8 +11,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from stages.artifacts.errors import StageError
+from stages.artifacts.model_files import CONFIG
 from stages.artifacts.outputs import ExperimentName
 from stages.checkpointing.retention import CheckpointRuntime
+from stages.model.manifest import ModelManifest
 from stages.tokens.attention_names import Attention
 from stages.training.fsdp import FsdpParams
 from stages.training.schedule import ScheduleParams
@@ -131,6 +133,18 @@ class TrainParams(ScheduleParams):
             raise StageError(
                 f"total_batch_size {self.total_batch_size} is not a multiple of batch_size {self.batch_size} x the "
                 f"number of ranks: use {', '.join(choices)}, or another batch_size"
+            )
+
+    def check_compile(self, model: ModelManifest) -> None:
+        """Check that `compile` can be used with the model.
+
+        Raises:
+            StageError: torch cannot compile how transformers collects the router logits.
+        """
+        if self.compile and model.router_loss_coef:
+            raise StageError(
+                f"compile true is not possible with the router loss of {model.architecture}: use compile false, or set "
+                f"output_router_logits to false in a copy of the model's {CONFIG}"
             )
 
     def check_packages(self) -> None:

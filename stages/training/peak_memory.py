@@ -63,8 +63,13 @@ _LONG = 4096
 """Tokens in a row, for which the attention on CPUs needs as much memory as on GPUs: none for a mask."""
 
 
-def choose(manifest: ModelManifest, params: TrainParams) -> TrainParams:
+def choose(manifest: ModelManifest, params: TrainParams, device_type: str) -> TrainParams:
     """The settings to measure: attention and loss as a training would choose them, without `compile`.
+
+    Args:
+        manifest: The model manifest.
+        params: As in params.yaml.
+        device_type: Of the training: `cuda` or `cpu`.
 
     Raises:
         StageError: the model cannot be trained with those that `params` name.
@@ -72,8 +77,8 @@ def choose(manifest: ModelManifest, params: TrainParams) -> TrainParams:
     # Those that have no form for CPUs mostly need as much memory as the one that `auto` finds here.
     wanted = params.attention if params.attention in ("varlen", "sdpa", "eager") else "auto"
     attention = choose_attention(wanted, manifest.directory(), params.document_mask, _LONG, torch.float32, "cpu")
-    if attention == "eager" != params.attention and _has_soft_cap(manifest):
-        attention = "flex"  # which a GPU has for soft caps
+    if attention == "eager" != params.attention and device_type == "cuda" and _has_soft_cap(manifest):
+        attention = "flex"  # which GPUs have for soft caps
     loss = choose_loss(params.loss, manifest.directory(), compute_dtype(params.precision), "cpu")
     return dataclasses.replace(params, compile=False, attention=attention, loss=loss.name)
 
@@ -100,7 +105,7 @@ def measure(
         RuntimeError: or another of `ERRORS`: the computation depends on values, which fake tensors do not have, as that
             of some mixtures of experts does.
     """
-    wanted, params = params.attention, choose(manifest, params)
+    wanted, params = params.attention, choose(manifest, params, device_type)
     with _fake_ranks(params, num_ranks) as mesh, assumed_device(device_type), _fake_flex():
         model = sharded_model.prepare(manifest, params, mesh)
         batches = [
@@ -239,7 +244,7 @@ class _Tracker(FSDPMemTracker):
         # Where two gradients of one tensor meet, as those of a weight that the embedding shares with the head, autograd
         # adds the second to the first in place. It does not with fake tensors, which are of a subclass: there the first
         # one ends only now. The next operation counts what this one has made.
-        if self._operation is torch.ops.aten.add.Tensor and self._mod_tracker.is_bw and not self._in_ac:
+        if self._operation is torch.ops.aten.add.Tensor and self._mod_tracker.is_bw:
             return
         # DTensor finds the shape of a result by computing with the full tensors: in this mode, entered once more. They
         # do not exist in a real step.

@@ -105,6 +105,16 @@ def start_over(run: Run) -> None:
         retention.delete(list_checkpoints(run.directory))
 
 
+def check_extend_from(run: Run, runtime: TrainRuntime) -> None:
+    """Check that the run that `extend_from` names can be extended, if a launch would start from it.
+
+    Raises:
+        StageError: it cannot.
+    """
+    if run.params.extend_from is not None and (runtime.resume == "never" or not list_checkpoints(run.directory)):
+        _last_to_extend(run)
+
+
 def resume_candidates(run: Run, runtime: TrainRuntime, report: Callable[[str], None]) -> list[Path]:
     """The checkpoints from which `run` may continue, best first; none: it starts at step 0.
 

@@ -76,6 +76,10 @@ class ShardFile:
             for number, part in enumerate(_local_bytes(tensors, path)):
                 start = place.offset + reader.get_record_offset(f"data/{number}")
                 places.append(content[start : start + part.numel()])
+            # The records of a tensor that consists of others are in the order of its attributes, which it might change.
+            if len(places) > 1:
+                parts = _local_bytes(tensors, path)
+                assert all(map(torch.equal, places, (part.cpu() for part in parts))), f"the records of {path}"
             self._places.append((path, places))
 
     def fill(self, tensors: dict[str, Any]) -> None:

@@ -32,6 +32,10 @@ from stages.training.distributed import run_on_all_ranks
 from stages.training.float8 import convert_linears
 from stages.training.params import TrainParams
 
+_RECOMPILE_LIMIT = 64
+"""Of the code of a layer. A training of Gemma 3 needs nine, but torch allows eight by default: with `fullgraph` the
+next one is an error."""
+
 
 def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh, initialize: bool) -> PreTrainedModel:
     """Build and shard the model that `manifest` describes.
@@ -63,6 +67,7 @@ def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh, initia
 
 def prepare(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> PreTrainedModel:
     """Build and shard the model on the meta device: all of `build` that needs no memory."""
+    params.check_compile(manifest)
     if params.attention == "varlen":
         activate_kernels()
     model = meta.build(manifest.directory(), IMPLEMENTATIONS.get(params.attention))
@@ -72,6 +77,8 @@ def prepare(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> P
         convert_linears(layers)
     checkpoint_activations(model, layers, params.activation_checkpointing)
     if params.compile:
+        # For each kind of layer: training and validation, numbers of documents and of rows that turn out to vary.
+        torch._dynamo.config.recompile_limit = _RECOMPILE_LIMIT
         for layer in layers:
             # In place: torch.compile(layer) would wrap it, and rename its class and its parameters. `fullgraph`: where
             # a layer would fall apart into several graphs, an error shows it, not the time alone.
