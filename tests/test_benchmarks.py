@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_compared_trainings_have_the_same_losses(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-TINY = "--params 1M --save-params 1M --seq-length 64 --batch-sizes 1 2 --precision fp32 --eager --megabytes 1"
+TINY = "--ranks 1 --params 1M --save-params 1M --seq-length 64 --batch-sizes 1 2 --precision fp32 --eager --megabytes 1"
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -69,6 +70,14 @@ def test_the_steps_that_are_timed_are_those_of_a_training(training: Project, ran
     # Documents of 21 and 11 tokens, or a row of 32.
     assert results["varlen"]["tokens attended to"] == pytest.approx((21 * 11 + 11 * 6) / 32)
     assert results["without"]["tokens attended to"] == 33 / 2
+
+
+def test_without_a_gpu_nothing_large_is_started() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "benchmarks.gpu"]
+    found = subprocess.run(command, cwd=REPO, env=environment, text=True, capture_output=True, timeout=120)
+    assert found.returncode == 2
+    assert re.fullmatch(r"error: torch \S+ cannot use a GPU here; --help shows how to try it on CPUs\n", found.stderr)
 
 
 def test_the_report_names_what_is_reached_missing_and_failed(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
     make gpu                                                  all GPUs of this machine, at most 25 minutes
     python -m benchmarks.gpu --only tests steps
-    python -m benchmarks.gpu --params 1M --seq-length 64 --batch-sizes 1 2 --precision fp32      on CPUs, to try it out
+    python -m benchmarks.gpu --ranks 1 --params 1M --save-params 1M --seq-length 64 --precision fp32      tries it on CPUs
 
 tests        tests/gpu
 steps        a step of the training on rows of documents: each attention with each loss, with activation checkpointing,
@@ -62,7 +62,7 @@ class Session:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.num_ranks: int = args.ranks or torch.cuda.device_count() or 1
+        self.num_ranks: int = args.ranks or torch.cuda.device_count()
         main, others = (make(args.batch_sizes, args.precision) for make in (main_settings, matrix))
         self.settings = main | others
         names = {
@@ -292,9 +292,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="timed steps of each setting")
     parser.add_argument("--ckpt-freq", type=int, default=10, help="steps between two checkpoints, for `checkpoints`")
     parser.add_argument("--first", type=int, help="measure only so many things of each part")
-    parser.add_argument("--ranks", type=int, help="default: one per GPU, or 1")
+    parser.add_argument("--ranks", type=int, help="default: one per GPU; to be given on CPUs")
     parser.add_argument("--megabytes", type=int, default=4, help="size of the text")
     args = parser.parse_args()
+    if not torch.cuda.is_available() and args.ranks is None:
+        print(
+            f"error: torch {torch.__version__} cannot use a GPU here; --help shows how to try it on CPUs",
+            file=sys.stderr,
+        )
+        sys.exit(2)
 
     def out_of_time(*_: object) -> None:
         raise OutOfTime
