@@ -2,7 +2,7 @@
 
     make gpu                                                  all GPUs of this machine, at most 25 minutes
     python -m benchmarks.gpu --only tests steps
-    python -m benchmarks.gpu --ranks 1 --params 1M --save-params 1M --seq-length 64 --precision fp32      tries it on CPUs
+    python -m benchmarks.gpu --ranks 1 --params 1M --save-params 1M --seq-length 64 --precision fp32    tries it on CPUs
 
 tests        tests/gpu
 steps        a step of the training on rows of documents: each attention with each loss, with activation checkpointing,
