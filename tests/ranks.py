@@ -26,13 +26,20 @@ class Ranks:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._start_server()
+
+    def _start_server(self) -> None:
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.ranks"], cwd=REPO, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
+        self._is_running = False
 
     def start(self, project: Project, faults: str = "", world_size: int = 2, **environment: str) -> list[int]:
         """Start a training, and return the ids of its processes."""
+        if self._is_running:  # a test ran out of time: its answer would be taken for the next one's
+            self.close()
+            self._start_server()
         self.output = self.directory / "output.txt"
         self.output.unlink(missing_ok=True)
         request = {"directory": str(project.path), "world_size": world_size, "faults": faults,
@@ -40,6 +47,7 @@ class Ranks:
         assert self._server.stdin and self._server.stdout
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
+        self._is_running = True
         pids: list[int] = json.loads(self._server.stdout.readline())
         return pids
 
@@ -47,6 +55,7 @@ class Ranks:
         """The exit statuses of the training, and what it printed."""
         assert self._server.stdout
         statuses = json.loads(self._server.stdout.readline())
+        self._is_running = False
         return statuses, self.output.read_text()
 
     def run(self, project: Project, faults: str = "", status: int | None = 0, **options: Any) -> str:
