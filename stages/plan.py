@@ -20,10 +20,10 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import pyarrow as pa
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from stages.artifacts import command, outputs, publish
 from stages.artifacts.command import format_gib
@@ -44,6 +44,9 @@ from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import check_extend_from, describe
 
 _FP32 = 4
+_LARGEST = 512
+"""The largest `batch_size` that is tried for a model without data, unless a larger one is given."""
+
 _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
 """Bytes per parameter of the optimizer state; in 8 bits, 256 values share a scale."""
 
@@ -73,7 +76,7 @@ class Cluster:
 
     num_ranks: PositiveInt
     """Ranks of the training, on all machines."""
-    gpu_memory_gb: PositiveFloat | None
+    gpu_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
     """Memory of each GPU in GiB, 80 for an H100; null: that of the GPUs of this machine, if there are any."""
 
 
@@ -173,11 +176,28 @@ def _parser() -> argparse.ArgumentParser:
     parser = command.parser(__doc__)
     group = parser.add_argument_group("the memory of any model; what is not given is as in params.yaml")
     group.add_argument("--model", metavar="DIR_OR_ID", help="a directory with a config.json, or a Hub id in HF_HOME")
-    group.add_argument("--ranks", type=int, help="of the training, on all machines")
-    group.add_argument("--batch-size", type=int, help="rows per device and forward pass")
-    group.add_argument("--seq-length", type=int, help="tokens per row")
-    group.add_argument("--gpu-memory-gb", type=float, help="memory of each GPU, in GiB")
+    group.add_argument("--ranks", type=_positive_int, help="of the training, on all machines")
+    group.add_argument("--batch-size", type=_positive_int, help="rows per device and forward pass")
+    group.add_argument("--seq-length", type=_positive_int, help="tokens per row")
+    help_text = f"memory of each GPU, in GiB; batch sizes up to {_LARGEST} are tried"
+    group.add_argument("--gpu-memory-gb", type=_positive_float, help=help_text)
     return parser
+
+
+def _positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def _positive_float(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return value
 
 
 def plan_model(args: argparse.Namespace, params: TrainParams, extra: PlanParams, gpus: Gpus) -> None:
@@ -195,14 +215,18 @@ def plan_model(args: argparse.Namespace, params: TrainParams, extra: PlanParams,
         dtype="float32", files={}, weights=[], **dict.fromkeys(unknown),
     )  # fmt: skip
     params.check_packages()
-    num_ranks = args.ranks or extra.plan.num_ranks
-    batch_size = args.batch_size or params.batch_size
+    num_ranks = extra.plan.num_ranks if args.ranks is None else args.ranks
+    batch_size = params.batch_size if args.batch_size is None else args.batch_size
+    seq_length = extra.seq_length if args.seq_length is None else args.seq_length
+    if model.max_seq_length is not None and seq_length > model.max_seq_length:
+        raise StageError(f"rows of {seq_length} tokens are too long for {args.model}: it allows {model.max_seq_length}")
     # With several forward passes per step, which need the most, and a table of some size.
-    params = dataclasses.replace(params, batch_size=batch_size, total_batch_size=max(2 * batch_size, 64) * num_ranks)
-    gib = args.gpu_memory_gb or extra.plan.gpu_memory_gb
+    total = max(2 * batch_size, _LARGEST) * num_ranks
+    params = dataclasses.replace(params, batch_size=batch_size, total_batch_size=total)
+    gib = extra.plan.gpu_memory_gb if args.gpu_memory_gb is None else args.gpu_memory_gb
     limit = int(gib * 2**30) if gib else gpus.memory
     print(f"plan: {model.architecture}, {model.num_parameters:,} parameters")
-    measure_memory(model, params, num_ranks, args.seq_length or extra.seq_length, limit)
+    measure_memory(model, params, num_ranks, seq_length, limit)
 
 
 def measure_memory(
@@ -219,6 +243,7 @@ def measure_memory(
     from stages.training import peak_memory  # imports torch
 
     try:
+        params.grad_accum_steps(num_ranks)
         _, size = params.fsdp.mesh_shape(num_ranks, num_ranks)
     except StageError as error:  # these ranks are assumed, others may train
         print(f"plan: the memory of {num_ranks} ranks (plan.num_ranks) is not known: {error}")

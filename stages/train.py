@@ -151,6 +151,9 @@ class Trainer:
             state, history = (None, History()) if start is None else self.resume(start)
         self.tracker = trackers.start_tracker(runtime.tracker if is_rank0() else "none", run, self.step)
         profile_steps = runtime.profile_steps if is_rank0() else None
+        if profile_steps and profile_steps[0] > run.total_steps:
+            steps = f"{profile_steps[0]} to {profile_steps[1]}"
+            print_line(f"warning: runtime.profile_steps: there are no steps {steps}, the last one is {run.total_steps}")
         self.profiler = Profiler(profile_steps, run.log_directory / "profile" / run.run_id)
         self.timers = Timers(lambda phase: heartbeat.note(f"step {self.step + 1}, {phase}"))
         self.metrics = MetricsLogger(

@@ -68,6 +68,8 @@ def test_what_changes_no_bit_on_cpus_changes_none_in_a_killed_training_either(fr
 
 
 def test_steps_to_profile_are_a_range(training: Project, ranks: Ranks) -> None:
+    training.set(runtime={"profile_steps": [70, 71]}, max_steps=1)
+    assert "profile_steps: there are no steps 70 to 71, the last one is 1" in ranks.run(training)
     training.set(runtime={"profile_steps": [7, 3]})
     output = ranks.run(training, status=2)
     assert "runtime.profile_steps is [7, 3]: the first step must not be after the last" in output

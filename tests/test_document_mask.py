@@ -262,7 +262,7 @@ def test_architectures_that_no_attention_keeps_apart_are_refused(tmp_path: Path,
 
 def test_a_named_attention_that_does_not_work_is_refused(tmp_path: Path) -> None:
     CONFIGS["llama"].save_pretrained(tmp_path)
-    for name, reason in (("flash_attention_2", "ImportError"), ("flex", "(NotImplementedError|fails)")):
+    for name, reason in (("flash_attention_2", "ImportError"), ("flex", "has no backward pass on CPUs")):
         with pytest.raises(StageError, match=f"attention {name} does not work with .*{reason}.*: use auto, or sdpa or"):
             choose(tmp_path, name)
 

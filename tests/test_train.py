@@ -466,6 +466,8 @@ def test_a_changed_batch_size_adopts_an_unfinished_run(training: Project, ranks:
         ({"fsdp": {"sharding": 1}}, "unknown parameter 'fsdp.sharding'"),
         ({"runtime": {"keep_checkpoints": 1}}, "runtime.keep_checkpoints is 1: input should be greater"),
         ({"total_batch_size": 1000}, "less than one step"),
+        ({"warmup_steps": True}, "warmup_steps must be a number, not a boolean"),
+        ({"runtime": {"log_freq": True}}, "runtime.log_freq must be a number, not a boolean"),
         ({"seed": 2**63}, f"seed is {2**63}: input should be less than {2**32}"),
     ],
 )  # fmt: skip

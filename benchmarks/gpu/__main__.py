@@ -313,6 +313,9 @@ def main() -> None:
         session.run()
     except OutOfTime:
         print(f"{args.minutes:g} minutes have passed: run the same command again to measure the rest", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted: run the same command again to measure the rest", flush=True)
+        sys.exit(130)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         table.write_text(report(session.results, session.planned))

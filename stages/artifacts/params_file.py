@@ -41,13 +41,26 @@ def load_params(cls: type[T], section: str | None = None, path: Path = PARAMS_FI
         values = values.get(section) or {}
     names = {field.name for field in dataclasses.fields(cls)}
     adapter: TypeAdapter[T] = TypeAdapter(cls, config=None)
+    prefix = (section,) if section else ()
     try:
         # Not strict: the string "2e-05" becomes a float. Names of other stages are left out here, not refused.
-        return adapter.validate_python({name: value for name, value in values.items() if name in names})
+        result = adapter.validate_python({name: value for name, value in values.items() if name in names})
     except ValidationError as error:
-        prefix = (section,) if section else ()
         lines = [_explain(path, prefix, details) for details in error.errors(include_url=False)]
         raise StageError("\n".join(lines)) from None
+    if found := [".".join([*prefix, name]) for name in _booleans(values, result)]:  # pydantic takes them for 0 and 1
+        raise StageError("\n".join(f"{path}: {name} must be a number, not a boolean" for name in found))
+    return result
+
+
+def _booleans(values: Mapping[str, Any], result: Any, prefix: str = "") -> Iterator[str]:
+    """The names of the parameters that are booleans in the file, and numbers in a parameter object."""
+    for field in dataclasses.fields(result):
+        given, value = values.get(field.name), getattr(result, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _booleans(given or {}, value, f"{prefix}{field.name}.")
+        elif isinstance(given, bool) and not isinstance(value, bool):
+            yield prefix + field.name
 
 
 def leaves(cls: type[Any], prefix: str = "") -> Iterator[str]:

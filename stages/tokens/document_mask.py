@@ -103,6 +103,8 @@ def refusal(
         dtype: As for `choose_attention`.
         device: As for `choose_attention`.
     """
+    if attention == "flex" and device == "cpu":
+        return "has no backward pass on CPUs"  # which torch reports after a minute of compiling
     if attention == "varlen":
         activate_kernels()
     try:

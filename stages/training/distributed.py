@@ -100,10 +100,9 @@ def check_devices(num_ranks: int | None, devices: Path = Path("/dev")) -> int:
             found = "this machine has GPUs" if has_gpus else f"CUDA_VISIBLE_DEVICES is {visible}"
             has_cuda = torch.version.cuda is not None
             remedy = "check the driver with `nvidia-smi`" if has_cuda else "install the CUDA build with `make setup`"
-            raise StageError(
-                f"{found}, but torch {torch.__version__} cannot use a GPU: {remedy}; to train on the CPU, "
-                "set the environment variable CUDA_VISIBLE_DEVICES to -1"
-            )
+            on_cpu = "to train on the CPU, set the environment variable CUDA_VISIBLE_DEVICES to -1"
+            remedies = f"{remedy}; {on_cpu}" if has_gpus else f"{on_cpu}; to train on GPUs, {remedy}"
+            raise StageError(f"{found}, but torch {torch.__version__} cannot use a GPU: {remedies}")
         return 0
     num_gpus = torch.cuda.device_count()
     if num_ranks is not None and num_ranks > num_gpus:
