@@ -193,7 +193,8 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(mesh: Device
 
 def test_the_thread_that_saves_leaves_the_interpreter_to_the_training(mesh: DeviceMesh, tmp_path: Path) -> None:
     small, large = (save_thrice(tmp_path / str(num), num, asynchronous=True)[1] for num in (1, 9))
-    assert 0 < large < small + 50  # of 64 tensors more; torch itself would call hundreds for each
+    # Of 64 tensors more, for each of which torch itself would call hundreds. What the garbage collector runs varies.
+    assert 0 < large < small + 500
 
 
 def test_memory_that_does_not_suffice_for_an_asynchronous_save_is_a_clear_error(
