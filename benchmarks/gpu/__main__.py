@@ -101,17 +101,22 @@ class Session:
         report.unlink(missing_ok=True)  # of a run before
         num_processes = str(min(8, max(1, len(os.sched_getaffinity(0)) // 2)))
         command = ["-m", "pytest", *missing, "-n", num_processes, "-p", "no:cacheprovider", f"--junitxml={report}"]
-        with log.open("w") as file, started(command, REPO, {**os.environ}, stdout=file, stderr=file) as process:
+        with log.open("w") as file, started(command, REPO, dict(os.environ), stdout=file, stderr=file) as process:
             process.wait()
         if not report.exists():
             raise SystemExit(f"the tests did not start: see {log}")
         [suite] = ElementTree.parse(report).getroot().iter("testsuite")
         total, failed, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "skipped"))
         failed += int(suite.get("errors", 0))
-        self.add("tests", missing[0], {"passed": total - failed - skipped, "failed": failed, "skipped": skipped})
-        for case in suite.iter("testcase"):
-            if case.find("failure") is not None or case.find("error") is not None:
-                self.add("tests", str(case.get("name")), {"error": f"failed: see {log}"})
+        result: Row = {"passed": total - failed - skipped, "skipped": skipped}
+        if failed:  # an error, so that the next run repeats them
+            names = [
+                str(case.get("name"))
+                for case in suite.iter("testcase")
+                if case.find("failure") is not None or case.find("error") is not None
+            ]
+            result = {"error": f"{failed} of {total} failed, see {log}: {', '.join(names)}"}
+        self.add("tests", missing[0], result)
 
     def steps(self, missing: list[str], part: str = "steps") -> None:
         """Time steps with each setting, in a process of all those that may share one."""

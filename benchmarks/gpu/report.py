@@ -10,7 +10,6 @@ from benchmarks.train.comparisons import BARE, OURS, TRAINER
 
 FORMATS = {
     "passed": "{:.0f}",
-    "failed": "{:.0f}",
     "skipped": "{:.0f}",
     "same bits": "{:.0f}",
     "ms": "{:.1f}",

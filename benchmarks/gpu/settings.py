@@ -32,7 +32,7 @@ def main_settings(batch_sizes: list[int], precision: str) -> Settings:
         *({**eager, "activation_checkpointing": kind} for kind in ("selective_op", "selective", "full")),
         *({**best, "activation_checkpointing": kind} for kind in ("selective_op", "full")),
         *({**chosen, "precision": "fp16"} for chosen in (best, eager)),
-        *({**best, "precision": "fp8"} for _ in ["torchao"] if importlib.util.find_spec("torchao")),
+        *([{**best, "precision": "fp8"}] if importlib.util.find_spec("torchao") else []),
         {**eager, "fsdp": {"strategy": "fsdp", "cpu_offload": True}},
         *({**chosen, "deterministic": True} for chosen in (best, eager)),
     )
