@@ -1,4 +1,4 @@
-"""Start the ranks of the training, and end them with the process that started this one.
+"""Start the ranks of the training, on this machine or with srun on several, and end them with this process.
 
 Reads    what stages.train reads, and its checkpoints
 Writes   outputs/<experiment_name>/run.json (the pointer to the last checkpoint)
@@ -10,15 +10,12 @@ that crashes or hangs is restarted up to `runtime.max_restarts` times; one that 
 """
 
 import itertools
-import logging
-import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from stages.artifacts import command, outputs, publish
 from stages.artifacts.command import USER_ERROR
@@ -28,19 +25,18 @@ from stages.artifacts.params_file import load_params
 from stages.checkpointing.layout import list_checkpoints, step_name, verify
 from stages.checkpointing.lock import writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
-from stages.training import trackers
+from stages.training import slurm, trackers
 from stages.training.console import print_line
 from stages.training.environment import set_environment
-from stages.training.handoff import DIRECTORY, LAUNCHER, Launch
+from stages.training.handoff import Launch
+from stages.training.local_ranks import Failure, LocalRanks, count_local_ranks
 from stages.training.memory import remedies
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import Run, describe, differences, resume_candidates, start_over
-from stages.training.signals import INTERRUPTED, forward_stop_signals
+from stages.training.signals import INTERRUPTED, on_stop_signal, stop_ranks
+from stages.training.slurm import LostNode, SrunRanks
 from stages.training.state import STATE, TrainMetrics, TrainState
-from stages.training.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from stages.training.watchdog import Watchdog, rank_name
 
 CRASHED = 1
 """Exit status of a training of which a rank crashed or hung."""
@@ -114,33 +110,33 @@ def _is_finished(last: Path) -> bool:
 
 def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -> int:
     """Run the ranks, again where one crashed and `max_restarts` allows it; returns an exit status."""
+    num_nodes = slurm.num_nodes(runtime)
     # Before torch is imported: the threads that it starts must not receive the signals.
     stopping = threading.Event()
 
     def on_signal() -> None:
         stopping.set()
         set_status("stopping")
+        if num_nodes is None:
+            stop_ranks()  # `SrunRanks` itself looks at `stopping`
 
-    forward_stop_signals(on_signal)
-    from stages.training.distributed import check_devices
-    from stages.training.precision import check_precision
-
-    # Errors that every rank would find are raised here once, before the ranks are started.
-    num_gpus = check_devices(runtime.nproc_per_node)
-    num_ranks = runtime.nproc_per_node or num_gpus or 2
-    check_precision(run.params, run.seq_length)
-    run.params.grad_accum_steps(num_ranks)
-    run.params.fsdp.mesh_shape(num_ranks, num_ranks)
-    if runtime.resume == "never":
-        start_over(run)  # once and under the lock: a restart of the ranks resumes from what this launch has saved
-    resume_candidates(run, runtime, lambda message: None)  # for its errors; the ranks choose the checkpoint
-    os.environ[LAUNCHER] = str(os.getpid())
-    Launch(run.params, runtime, run.identity).hand_over()
+    on_stop_signal(on_signal)
     set_environment(run.params)
-    # Several ranks with one thread per core each would compete for the cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
+    Launch(run.params, runtime, run.identity).hand_over()
     for restart in itertools.count(1):
-        status, reason = _run_ranks(num_ranks, run.params, runtime)
+        try:
+            with _ranks(run, runtime, num_nodes, stopping) as ranks:
+                if stopping.is_set():
+                    return INTERRUPTED
+                run.params.grad_accum_steps(ranks.num_ranks)
+                run.params.fsdp.mesh_shape(ranks.num_ranks, ranks.num_local)
+                if restart == 1:
+                    if runtime.resume == "never":
+                        start_over(run)  # under the lock; a restart resumes from what this launch has saved
+                    resume_candidates(run, runtime, lambda message: None)  # for its errors; the ranks choose
+                status, reason = _run_ranks(ranks, run.params, runtime)
+        except LostNode as error:
+            status, reason = CRASHED, str(error)
         if status != CRASHED:
             return status
         if restart > runtime.max_restarts or stopping.is_set():
@@ -152,58 +148,46 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
     return CRASHED
 
 
+def _ranks(
+    run: Run, runtime: TrainRuntime, num_nodes: int | None, stopping: threading.Event
+) -> AbstractContextManager[LocalRanks | SrunRanks]:
+    """The ranks that the launch can start, on this machine or on `num_nodes` of Slurm."""
+    if num_nodes is None:
+        return LocalRanks(count_local_ranks(run, runtime))
+    return slurm.srun_ranks(runtime, num_nodes, stopping)
+
+
 def _next_launch(runtime: TrainRuntime) -> str:
     if runtime.resume == "never":
         return "set runtime.resume to auto to continue from its newest checkpoint, because `never` deletes it"
     return "the next launch continues from its newest checkpoint"
 
 
-def _run_ranks(num_ranks: int, params: TrainParams, runtime: TrainRuntime) -> tuple[int, str]:
-    """Run processes of stages.train as children of this one; returns an exit status and its reason.
-
-    With the part of torchrun that starts processes and ends all when one fails, but without its rendezvous and its
-    agent: on one machine these only ask the nameserver for the machine's own name, and listen on all interfaces.
-    """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-
-    # torch itself would give the ranks 30 seconds to save, and none at a second signal. So it handles none: the ranks
-    # get the signals, save together and exit, and torch sees them exit.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    # The ranks print their own errors; torch would add that they failed.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    size = str(num_ranks)
-    with tempfile.TemporaryDirectory(prefix="training-") as directory:
-        environment = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, DIRECTORY: directory}
-        # A little earlier than the process group's own timeout, after which the other ranks would exit: they cannot
-        # name what the rank at fault was doing.
-        with Watchdog(Path(directory), 60 * runtime.timeout_minutes * 0.9, runtime.debug) as watchdog:
-            processes = start_processes(
-                name="train",
-                entrypoint=sys.executable,
-                args=dict.fromkeys(range(num_ranks), ("-u", "-m", "stages.train")),
-                envs={rank: {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)},
-                logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # the ranks print into the terminal
-            )
-            result = processes.wait(period=0.1)
-            assert result is not None, "it waits without a limit"
-            if not result.failures:
-                return 0, ""
-            failures = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            for status in (INTERRUPTED, USER_ERROR):  # the others lost the connection, or were ended
-                if status in failures.values():
-                    return status, ""
-            if watchdog.hang is not None:
-                return CRASHED, watchdog.hang
-            rank = _first_to_fail(result.failures)
-            code = failures[rank]
-            how = f"was killed by signal {-code}" if code < 0 else "failed as shown above"
-            reason = f"rank {rank} {how}: {watchdog.activity(rank)}"
-            if code == -signal.SIGKILL:
-                reason += f" (if the machine ran out of memory, use {remedies(params, num_ranks)})"
-            return CRASHED, reason
+def _run_ranks(ranks: LocalRanks | SrunRanks, params: TrainParams, runtime: TrainRuntime) -> tuple[int, str]:
+    """Run the ranks until all have ended; returns an exit status and its reason."""
+    # A little earlier than the process group's own timeout, after which the other ranks would exit: they cannot name
+    # what the rank at fault was doing.
+    with Watchdog(ranks, 60 * runtime.timeout_minutes * 0.9, runtime.debug) as watchdog:
+        failures = ranks.run()
+    statuses = {failure.exitcode for failure in failures.values()}
+    if not failures:
+        return 0, ""
+    for status in (INTERRUPTED, USER_ERROR):  # the others lost the connection, or were ended
+        if status in statuses:
+            return status, ""
+    if watchdog.hang is not None:
+        return CRASHED, watchdog.hang
+    rank = _first_to_fail(failures)
+    code = failures[rank].exitcode
+    how = f"was killed by signal {-code}" if code < 0 else "failed as shown above"
+    activity = next((note.activity for note in ranks.notes() if note.rank == rank), "start")
+    reason = f"{rank_name(rank, ranks.node(rank))} {how}: {activity}"
+    if code == -signal.SIGKILL:
+        reason += f" (if the machine ran out of memory, use {remedies(params, ranks.num_ranks)})"
+    return CRASHED, reason
 
 
-def _first_to_fail(failures: "Mapping[int, ProcessFailure]") -> int:
+def _first_to_fail(failures: Mapping[int, Failure]) -> int:
     """The rank that failed by itself, as far as exit statuses show it."""
     first = min(failure.timestamp for failure in failures.values())
     # Within a second those that it leaves behind lose the connection, or torch ends them with SIGTERM; those that do

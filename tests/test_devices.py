@@ -221,7 +221,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
         return 0, ""
 
     monkeypatch.setattr(launch, "_run_ranks", run_ranks)
-    monkeypatch.setattr(launch, "forward_stop_signals", lambda on_signal: None)
+    monkeypatch.setattr(launch, "on_stop_signal", lambda call: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     run, runtime = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
     assert launch._train(run, runtime, lambda status: None) == 0

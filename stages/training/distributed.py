@@ -1,6 +1,8 @@
 """The process group of the training: one rank per device, NCCL on GPUs, gloo on CPUs."""
 
+import ipaddress
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +20,8 @@ from stages.training.handoff import DIRECTORY
 
 T = TypeVar("T")
 
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
 
 class LostConnection(Exception):
     """Another rank has ended, or does not answer."""
@@ -27,7 +31,8 @@ class LostConnection(Exception):
 def process_group(timeout_minutes: float) -> Iterator[None]:
     """Join the process group that the environment describes.
 
-    On one machine all its sockets are bound to the loopback interface, and no name is looked up.
+    On one machine all its sockets are bound to the loopback interface, and no name is looked up; on several, to the
+    interface through which this one reaches the first.
 
     Args:
         timeout_minutes: After this time without an answer another rank counts as lost.
@@ -39,11 +44,15 @@ def process_group(timeout_minutes: float) -> Iterator[None]:
     store: dist.Store | None = None  # torch then makes the one that torchrun has put into the environment
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size == int(os.environ["LOCAL_WORLD_SIZE"]):  # gloo would ask the nameserver for the name of this machine
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _loopback_interface()
+        os.environ |= dict.fromkeys(_INTERFACES, _loopback_interface())
         if DIRECTORY in os.environ:
             # A TCPStore would listen on all interfaces, and ask the nameserver for the name of 127.0.0.1.
             store = dist.FileStore(os.path.join(os.environ[DIRECTORY], "store"), world_size)
             store.set_timeout(timeout)  # else five minutes, also to wait for a rank that starts later
+    elif interface := _interface_towards(os.environ["MASTER_ADDR"]):
+        # gloo would take the address that the name of this machine has, which may be that of loopback.
+        for name in _INTERFACES:
+            os.environ.setdefault(name, interface)
     try:
         if check_devices(int(os.environ["LOCAL_WORLD_SIZE"])):
             device = _use_gpu(int(os.environ["LOCAL_RANK"]))
@@ -134,10 +143,31 @@ def _use_gpu(index: int) -> torch.device:
 
 def _loopback_interface() -> str:
     # `lo` on Linux; found by its address, because a name that does not exist would be an obscure error of gloo.
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == "127.0.0.1" for address in addresses):
-            return str(name)
+    if name := _interface_of("127.0.0.1"):
+        return name
     raise StageError("this machine has no loopback interface with the address 127.0.0.1: `ip link set lo up`")
+
+
+def _interface_of(address: str) -> str | None:
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address == address for found in addresses):
+            return str(name)
+    return None
+
+
+def _interface_towards(host: str) -> str | None:
+    """The interface through which this machine reaches `host`, or at which it is `host`; None: not to be trusted."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of UDP: it chooses the route, and sends nothing
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    # A name of this machine may have the address of loopback here, and another one on the other machines.
+    if ipaddress.ip_address(own).is_loopback and host not in (own, "localhost"):
+        return None
+    return _interface_of(own)
 
 
 def device_type() -> str:

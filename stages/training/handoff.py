@@ -18,7 +18,7 @@ from stages.artifacts.identity import RunIdentity
 from stages.training.params import TrainParams, TrainRuntime
 
 LAUNCHER = "TRAINING_LAUNCHER_PID"
-"""Environment variable with the process id of the launcher, where it is the parent of the ranks."""
+"""Environment variable with the process id of the parent of the ranks: the launcher, or the agent of their node."""
 
 DIRECTORY = "TRAINING_DIRECTORY"
 """Environment variable with a temporary directory that the ranks of one machine share, for one start of them: the file

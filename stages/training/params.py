@@ -178,10 +178,16 @@ class TrainParams(ScheduleParams):
 class TrainRuntime(CheckpointRuntime):
     """The leaves of the `runtime` section that training reads. None of them changes what is learned."""
 
-    launcher: Literal["torchrun"]
-    """What starts the ranks: the process management of torchrun."""
+    launcher: Literal["auto", "torchrun", "srun"]
+    """What starts the ranks. torchrun: its process management, on this machine | srun: the same on each node of an
+    allocation of Slurm | auto: srun in an allocation of several nodes, else torchrun."""
+    num_nodes: PositiveInt | None
+    """Nodes of the allocation that train; null: all."""
     nproc_per_node: PositiveInt | None
-    """Ranks on this machine; null: one per GPU, or 2 where there is none."""
+    """Ranks on each node; null: one per GPU, or 2 where there is none."""
+    rdzv_endpoint: Annotated[str, Field(pattern=r"^[^:\s]+(:\d{1,5})?$")] | None
+    """`host` or `host:port` where the other nodes reach the launcher; null: the address that srun has given them, and a
+    free port."""
     log_freq: PositiveInt
     """Optimizer steps between two lines of output."""
     timeout_minutes: PositiveFloat

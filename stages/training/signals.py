@@ -1,9 +1,10 @@
-"""Signals that ask a training to stop: how the launcher passes them on, and how a rank remembers them."""
+"""Signals that ask a training to stop: how they reach the ranks, and how a rank remembers them."""
 
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 
@@ -39,23 +40,33 @@ class StopSignal:
         self.received = True
 
 
-def forward_stop_signals(on_signal: Callable[[], None]) -> None:
-    """From here on, pass each stop signal on to the children of this process; it ends when they do.
+def on_stop_signal(call: Callable[[], None]) -> None:
+    """From here on, each stop signal calls `call` in a thread, and does nothing else to this process.
 
     The signals are blocked in this thread, and so in the children until their `StopSignal` is ready: none is lost, and
     none kills a child that is still starting.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
-    def forward() -> None:
+    def wait() -> None:
         while True:
             signal.sigwait(STOP_SIGNALS)
-            on_signal()
-            # One that comes before the ranks are started waits for them, as nothing else would pass it on.
-            while not (children := psutil.Process().children()):
-                time.sleep(0.1)
-            for child in children:
-                child.send_signal(signal.SIGTERM)  # all four mean the same to a rank
+            call()
 
     # A thread, as the main one waits for the ranks; a daemon, as sigwait never returns where no signal comes.
-    threading.Thread(target=forward, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def stop_ranks() -> None:
+    """Ask the ranks, the children of this process, to save and exit. It waits until there are some."""
+    # One that comes before the ranks are started waits for them, as nothing else would pass it on.
+    while not psutil.Process().children():
+        time.sleep(0.1)
+    send_to_ranks(signal.SIGTERM)  # all four mean the same to a rank
+
+
+def send_to_ranks(number: signal.Signals) -> None:
+    """Send a signal to the ranks, the children of this process."""
+    for rank in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            rank.send_signal(number)

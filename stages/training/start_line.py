@@ -1,5 +1,7 @@
 """The line that a training starts with: where it runs, and which of the possible ways it has chosen."""
 
+import os
+
 import psutil
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,4 +40,9 @@ def start_line(params: TrainParams, mesh: DeviceMesh) -> str:
         f"memory {memory_gib()[0]:.2f} of {total / 2**30:.2f} GiB before the first step": True,
     }
     ranks = f"{num_ranks} ranks" if num_ranks > 1 else "1 rank"
+    num_nodes = num_ranks // int(os.environ["LOCAL_WORLD_SIZE"])
+    if num_nodes > 1:
+        interface = os.environ.get("NCCL_SOCKET_IFNAME" if mesh.device_type == "cuda" else "GLOO_SOCKET_IFNAME")
+        ranks += f" on {num_nodes} nodes"
+        device += f", network {interface}" if interface else ""
     return f"training with {ranks} ({device}): " + ", ".join(name for name, applies in chosen.items() if applies)

@@ -14,10 +14,9 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import psutil
 
@@ -49,30 +48,64 @@ class Heartbeat:
 
 
 class Note(NamedTuple):
-    """The newest note of a rank."""
+    """The newest note of a rank, and what became of the process."""
 
     rank: int
-    pid: int
+    node: str
+    """Its name; empty where all ranks are on one machine."""
     number: int
     activity: str
+    is_alive: bool
+    is_stopped: bool
+    """As by SIGSTOP."""
+
+    def __str__(self) -> str:
+        return rank_name(self.rank, self.node)
+
+
+def rank_name(rank: int, node: str) -> str:
+    """What messages call a rank."""
+    return f"rank {rank} on node {node}" if node else f"rank {rank}"
+
+
+def read_notes(directory: Path, node: str) -> Iterator[Note]:
+    """The notes in the directory of the ranks of this machine, which is called `node`."""
+    for path in sorted(directory.glob(f"{_FILE}*")):
+        pid, _, rest = path.read_text(encoding="utf-8", errors="replace").rstrip().partition(" ")
+        number, _, activity = rest.partition(" ")
+        if activity:  # otherwise the file has just been created
+            status = _status(int(pid))
+            is_alive = status not in (None, psutil.STATUS_ZOMBIE)
+            rank = int(path.name.removeprefix(_FILE))
+            yield Note(rank, node, int(number), activity, is_alive, status == psutil.STATUS_STOPPED)
+
+
+class Ranks(Protocol):
+    """What the watchdog needs to know of all ranks of a training, and to do with them."""
+
+    def notes(self) -> list[Note]:
+        """The newest note of each."""
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to all."""
 
 
 class Watchdog:
     """Kills the ranks when one of them made no progress for too long; a context manager around their lives.
 
     Args:
-        directory: Where the ranks write their notes.
+        ranks: Of all nodes.
         limit: Seconds. Only the time in which this process runs counts: suspending the whole training (SIGSTOP to the
             process group, a laptop that sleeps) does not end it.
         dump_stacks: Whether to send SIGUSR2 first, at which ranks of a `debug` run write their stacks to their logs.
     """
 
-    def __init__(self, directory: Path, limit: float, dump_stacks: bool) -> None:
+    def __init__(self, ranks: Ranks, limit: float, dump_stacks: bool) -> None:
         self.hang: str | None = None
         """Which rank hung, and where; None as long as none did."""
+        self._ranks = ranks
         self._limit = limit
         self._dump_stacks = dump_stacks
-        self._directory = directory
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -84,58 +117,45 @@ class Watchdog:
         self._ended.set()
         self._thread.join()
 
-    def activity(self, rank: int) -> str:
-        """What a rank of this machine was doing last."""
-        return next((note.activity for note in self._notes() if note.rank == rank), "start")
-
-    def _notes(self) -> Iterator[Note]:
-        for path in sorted(self._directory.glob(f"{_FILE}*")):
-            pid, _, rest = path.read_text(encoding="utf-8", errors="replace").rstrip().partition(" ")
-            number, _, activity = rest.partition(" ")
-            if activity:  # otherwise the file has just been created
-                yield Note(int(path.name.removeprefix(_FILE)), int(pid), int(number), activity)
-
     def _watch(self) -> None:
-        interval = min(1.0, self._limit / 20)
-        idle: dict[Note, float] = {}
+        interval = check_interval(self._limit)
+        idle: dict[tuple[int, int], float] = {}
         while not self._ended.wait(interval):
             # Without those that have ended, whose notes no longer change while others still save.
-            notes = [note for note in self._notes() if psutil.pid_exists(note.pid)]
+            notes = [note for note in self._ranks.notes() if note.is_alive]
             # Counted in intervals of this loop, not by a clock, which would also count while this process is suspended.
-            idle = {note: idle.get(note, -interval) + interval for note in notes}
+            keys = [(note.rank, note.number) for note in notes]
+            idle = {key: idle.get(key, -interval) + interval for key in keys}
             if idle and max(idle.values()) >= self._limit:
                 self.hang = _describe(notes, max(idle.values()))
-                self._kill([note.pid for note in notes])  # all: those that wait for it would only report a timeout
+                if self._dump_stacks:
+                    self._ranks.send(signal.SIGUSR2)
+                    time.sleep(1)  # for faulthandler to write
+                # All: those that wait for it would only report a timeout. Not SIGTERM, after which a rank finishes its
+                # step and saves: one that hangs cannot.
+                self._ranks.send(signal.SIGKILL)
                 return
 
-    def _kill(self, pids: list[int]) -> None:
-        if self._dump_stacks:
-            _send(pids, signal.SIGUSR2)
-            time.sleep(1)  # for faulthandler to write
-        # Not SIGTERM, after which a rank finishes its step and saves: one that hangs cannot.
-        _send(pids, signal.SIGKILL)
+
+def check_interval(limit: float) -> float:
+    """Seconds between two looks at the notes, where `limit` are too many without progress."""
+    return min(1.0, limit / 20)
 
 
 def _describe(notes: list[Note], seconds: float) -> str:
     # Named first: a stopped process may have written as many notes as those that wait for it.
-    stopped = [note for note in notes if _is_stopped(note.pid)]
+    stopped = [note for note in notes if note.is_stopped]
     fewest = min(note.number for note in notes)
     behind = stopped or [note for note in notes if note.number == fewest]
-    text = " and ".join(f"rank {note.rank} made no progress for {seconds:.0f} s: {note.activity}" for note in behind)
+    text = " and ".join(f"{note} made no progress for {seconds:.0f} s: {note.activity}" for note in behind)
     if stopped:
         text += " (the process is stopped, as by SIGSTOP)"
-    waiting = [f"rank {note.rank} in {note.activity}" for note in notes if note not in behind]
+    waiting = [f"{note} in {note.activity}" for note in notes if note not in behind]
     return text + (f"; waiting for it: {', '.join(waiting)}" if waiting else "")
 
 
-def _is_stopped(pid: int) -> bool:
+def _status(pid: int) -> str | None:
     try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
-        return False
-
-
-def _send(pids: list[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+        return None
