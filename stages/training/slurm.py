@@ -59,6 +59,9 @@ def num_nodes(runtime: TrainRuntime) -> int | None:
     return wanted
 
 
+_START_SECONDS = 600
+"""Within so long all nodes must answer: each starts Python and torch, of a slow disk where many start at once."""
+
 _SRUN_SECONDS = 5
 """The ranks may outlive srun for so long: each agent ends by itself."""
 
@@ -71,7 +74,7 @@ def srun_ranks(runtime: TrainRuntime, num_nodes: int, stopping: threading.Event)
     """Start an agent on each node, and yield them when all have answered. At the end of the block all have ended.
 
     Args:
-        runtime: Where the launcher is reached, and how long a node may take to answer.
+        runtime: Where the launcher is reached, and how long a rank may take for one thing.
         num_nodes: So many of the allocation.
         stopping: Set when the ranks are to save and exit.
 
@@ -87,14 +90,17 @@ def srun_ranks(runtime: TrainRuntime, num_nodes: int, stopping: threading.Event)
         Endpoint(host, listener.address[1], key).hand_over(environment)
         srun = subprocess.Popen(
             ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--cpu-bind=none",
-             "--overlap", "--export=ALL", "--kill-on-bad-exit=1", "--wait=0",
+             "--overlap", "--export=ALL", "--quiet", "--kill-on-bad-exit=1", "--wait=0",
              sys.executable, "-u", "-m", node_agent.__name__],
             env=environment, stdin=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C in a terminal is for this process, which asks the ranks to save
         )  # fmt: skip
         ranks = SrunRanks(srun, stopping, check_interval(60 * runtime.timeout_minutes * 0.9))
         stack.callback(ranks.close)
-        ranks.join(_accept(listener, num_nodes), num_nodes, 60 * runtime.timeout_minutes)
+        hellos = _accept(listener, num_nodes)
+        import torch.distributed  # noqa: F401  # seconds, while the nodes start
+
+        ranks.join(hellos, num_nodes, _START_SECONDS)
         listener.close()  # nobody else is to connect
         yield ranks
 
