@@ -144,7 +144,8 @@ def main() -> None:
     if args.model is not None:
         plan_model(args, params, extra, gpus)
         return
-    check_num_ranks(params, runtime.nproc_per_node)
+    num_nodes = runtime.num_nodes or 1  # null: those of an allocation that is not known here
+    check_num_ranks(params, runtime.nproc_per_node and runtime.nproc_per_node * num_nodes)
     if gpus.problem:
         print(f"warning: on this machine the training would not start: {gpus.problem}")
     with publish.lock(outputs.PLAN):
@@ -154,7 +155,7 @@ def main() -> None:
         check_disk(params, runtime, plan)
         check_extend_from(describe(params), runtime)
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
-        here = runtime.nproc_per_node or gpus.num or 2  # ranks, as the launcher counts them
+        here = (runtime.nproc_per_node or gpus.num or 2) * num_nodes  # ranks, as the launcher counts them
         if here != num_ranks:
             print(f"plan: a launch here starts {here} ranks: for their memory, set plan.num_ranks to {here}")
         # Another number of ranks will have other GPUs, on other machines.

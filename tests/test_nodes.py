@@ -1,14 +1,14 @@
 """A training on several nodes, which are agents on this machine, started by tests/fake_slurm/srun."""
 
-import json
 import os
 import re
 import signal
+import socket
 import subprocess
-import threading
-import time
 from dataclasses import replace
-from multiprocessing.connection import Client
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,9 +16,7 @@ import pytest
 
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
-from stages.checkpointing.layout import list_checkpoints
 from stages.training import distributed, slurm
-from stages.training.node_agent import Endpoint
 from stages.training.params import TrainRuntime
 from stages.training.run import packages
 from stages.training.signals import INTERRUPTED
@@ -45,9 +43,9 @@ def agents(process: "subprocess.Popen[str]") -> dict[str, psutil.Process]:
     return {rank.parent().environ()["SLURMD_NODENAME"]: rank.parent() for rank in ranks_of(process)}
 
 
-def start(project: Project, faults: str = "", ranks: int = 2, **variables: str) -> "subprocess.Popen[str]":
+def start(project: Project, faults: str) -> "subprocess.Popen[str]":
     """Launch on two nodes, and wait until the first checkpoint is published."""
-    process = project.popen(*LAUNCH, **ALLOCATION, **environment(faults), **variables)
+    process = project.popen(*LAUNCH, **ALLOCATION, **environment(faults))
     wait_for(lambda: list(project.path.glob("outputs/test/checkpoints/*/step-00000004")) or process.poll() is not None)
     return process
 
@@ -68,6 +66,81 @@ def test_a_signal_to_one_node_saves_on_all_and_they_compute_what_one_does(nodes:
     assert re.search(r"interrupted: step-0000000[567] is saved", output)
     assert re.search("resuming from step [567] of 12", ranks.run(project))
     assert result(project) == reference
+
+
+@pytest.mark.parametrize(
+    ("allocated", "values", "expected"),
+    [
+        (None, {}, None),
+        ("1", {}, None),
+        ("2", {}, 2),
+        ("4", {"num_nodes": 3}, 3),
+        ("4", {"num_nodes": 1}, None),
+        ("1", {"launcher": "srun"}, 1),
+        ("2", {"launcher": "torchrun"}, None),
+        ("2", {"launcher": "torchrun", "num_nodes": 2}, "launcher torchrun starts the ranks of one machine"),
+        ("2", {"num_nodes": 3}, r"need 3 nodes, but this is in an allocation of 2: .* `sbatch --nodes=3`"),
+        (None, {"launcher": "srun"}, "this is in no allocation of Slurm"),
+        (None, {"num_nodes": 2}, "this is in no allocation of Slurm"),
+    ],
+)
+def test_what_starts_the_ranks_follows_from_the_allocation(
+    monkeypatch: pytest.MonkeyPatch, allocated: str | None, values: dict[str, Any], expected: int | str | None
+) -> None:
+    for name, value in ALLOCATION.items():
+        monkeypatch.setenv(name, value)
+    if allocated is None:
+        monkeypatch.delenv("SLURM_JOB_ID")
+    else:
+        monkeypatch.setenv("SLURM_JOB_NUM_NODES", allocated)
+    runtime = replace(load_params(TrainRuntime, "runtime", path=REPO / "params.yaml"), **values)
+    if isinstance(expected, str):
+        with pytest.raises(StageError, match=expected):
+            slurm.num_nodes(runtime)
+    else:
+        assert slurm.num_nodes(runtime) == expected
+
+
+def hello(node: str, **values: Any) -> dict[str, Any]:
+    return {"node": node, "error": None, "differences": [], "packages": packages(), "num_local": 8, **values}
+
+
+@pytest.mark.parametrize(
+    ("different", "message"),
+    [
+        ({"differences": ["code: 'a' there, 'b' here"]},
+         r"^node n2 has other files than the node of the launcher \(there\):\ncode: 'a' there, 'b' here$"),
+        ({"packages": packages() | {"torch": "1.0"}}, r"^node n2 has other files .*:\ntorch: \S+ there, 1.0 here$"),
+        ({"error": "no GPU", "packages": None}, "^node n2: no GPU$"),
+        ({"num_local": 4}, "^each node must have as many ranks: 4 on n2, 8 on n1; set runtime.nproc_per_node to 4$"),
+    ],
+)  # fmt: skip
+def test_nodes_that_differ_are_refused_by_name(different: dict[str, Any], message: str) -> None:
+    slurm._refuse_different_nodes([hello("n1"), hello("n2")])
+    with pytest.raises(StageError, match=message):
+        slurm._refuse_different_nodes([hello("n1"), hello("n2", **different)])
+
+
+def test_an_agent_without_the_key_is_not_accepted() -> None:
+    with Listener(("127.0.0.1", 0), authkey=b"secret") as listener:
+        hellos = slurm._accept(listener, 1)
+        with pytest.raises(AuthenticationError):
+            Client(listener.address, authkey=b"guessed")
+        with Client(listener.address, authkey=b"secret") as client:
+            client.send(hello("n1"))
+            found, connection = hellos.get(timeout=10)
+            connection.close()
+    assert found == hello("n1")
+
+
+def test_the_interface_is_the_one_that_reaches_the_first_node() -> None:
+    loopback = distributed._loopback_interface()
+    assert distributed._interface_towards("127.0.0.1") == distributed._interface_towards("localhost") == loopback
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family == socket.AF_INET:  # of this machine, which others reach under the same address
+                assert distributed._interface_towards(address.address) == name
+    assert distributed._interface_towards("no such host") is None
 
 
 @pytest.mark.slow
@@ -140,7 +213,7 @@ def test_an_error_that_the_user_must_fix_ends_all_nodes(nodes: Given) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_with_other_files_is_refused(nodes: Given, tmp_path: Any) -> None:
+def test_a_node_with_other_files_is_refused(nodes: Given, tmp_path: Path) -> None:
     project, _ = nodes
     other = project.copy(tmp_path / "other")
     model = other / "data/model.json"
@@ -157,7 +230,7 @@ def test_a_node_with_other_files_is_refused(nodes: Given, tmp_path: Any) -> None
 
 
 @pytest.mark.slow
-def test_nodes_that_do_not_start_are_one_clear_error(nodes: Given, tmp_path: Any) -> None:
+def test_nodes_that_do_not_start_are_one_clear_error(nodes: Given, tmp_path: Path) -> None:
     project, _ = nodes
     srun = tmp_path / "srun"
     srun.write_text("#!/bin/sh\necho 'srun: error: no node' >&2\nexit 3\n")

@@ -49,10 +49,11 @@ def num_nodes(runtime: TrainRuntime) -> int | None:
             )
         return None
     if not is_allocated or wanted > allocated:
-        nodes = f"an allocation of {allocated} nodes" if is_allocated else "no allocation of Slurm"
+        here = f"an allocation of {allocated}" if is_allocated else "no allocation of Slurm"
+        nodes = f"{wanted} nodes" if wanted > 1 else "1 node"
         raise StageError(
-            f"runtime.launcher {runtime.launcher} and runtime.num_nodes {wanted} need as many nodes, but this is in "
-            f"{nodes}: start it with `sbatch --nodes={wanted}` or in `salloc --nodes={wanted}`"
+            f"runtime.launcher {runtime.launcher} and runtime.num_nodes {runtime.num_nodes} need {nodes}, but this is "
+            f"in {here}: start it with `sbatch --nodes={wanted}` or in `salloc --nodes={wanted}`"
         )
     if shutil.which("srun") is None:
         raise StageError(f"runtime.launcher {runtime.launcher} needs the command srun, which is not on PATH")
