@@ -23,7 +23,7 @@ from stages.training.signals import INTERRUPTED
 from tests.faults import environment
 from tests.project import BIN, LAUNCH, REPO, Project, is_alive, ranks_of, wait_for
 from tests.ranks import Ranks
-from tests.trainings import Given, result
+from tests.trainings import Given, result, weights
 
 ALLOCATION = {
     "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2",
@@ -190,6 +190,18 @@ def test_a_lost_node_is_named_and_the_training_restarted(nodes: Given) -> None:
 
 
 @pytest.mark.slow
+def test_hybrid_shard_keeps_a_copy_of_the_model_on_each_node(nodes: Given, ranks: Ranks, tmp_path: Path) -> None:
+    project, _ = nodes
+    project.set(batch_size=1, runtime={"nproc_per_node": 2}, fsdp={"sharding_strategy": "HYBRID_SHARD"})
+    local = project.copy(tmp_path / "local")
+    local.set(fsdp={"size": 2})
+    ranks.run(local, world_size=4)
+    assert "4 ranks on 2 nodes (CPU, network lo)" in (output := project.run(*LAUNCH, **ALLOCATION))
+    assert "strategy fsdp HYBRID_SHARD in groups of 2" in output
+    assert weights(project) == weights(local)
+
+
+@pytest.mark.slow
 def test_no_process_outlives_a_killed_launcher(nodes: Given) -> None:
     project, reference = nodes
     process = start(project, "stop rank 1 at step 5")
@@ -226,7 +238,7 @@ def test_a_node_with_other_files_is_refused(nodes: Given, tmp_path: Path) -> Non
     )
     (other / "data/model.json").unlink()
     output = project.run(*LAUNCH, status=2, **ALLOCATION, FAKE_DIRECTORY_1=str(other.path))
-    assert output == "error: node n2: data/model.json is missing: run `dvc repro`\n"
+    assert output == "error: node n2: data/model.json: No such file or directory\n"
 
 
 @pytest.mark.slow
