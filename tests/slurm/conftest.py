@@ -1,0 +1,23 @@
+"""A Slurm cluster for all tests here, which are skipped where there can be none."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, missing
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this directory: `make test` deselects them, as they need Slurm and minutes."""
+    reason = missing()
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.skipif(bool(reason), reason=reason))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as cluster:
+        yield cluster

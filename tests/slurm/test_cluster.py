@@ -1,0 +1,74 @@
+"""The cluster of the tests: what every other test here relies on."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from tests.project import REPO, wait_for
+from tests.slurm.cluster import NODES, Cluster
+
+
+def test_a_job_runs_a_task_on_each_node(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit("--nodes=2", "--ntasks-per-node=1", "--wrap", "srun printenv SLURMD_NODENAME", cwd=tmp_path)
+    fields = cluster.wait(job)
+    assert fields["JobState"] == "COMPLETED"
+    assert sorted(Path(fields["StdOut"]).read_text().split()) == list(NODES)
+
+
+def test_scancel_ends_the_tasks_of_all_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit("--nodes=2", "--ntasks-per-node=1", "--wrap", "srun sleep 300", cwd=tmp_path)
+    wait_for(lambda: sum(task.name() == "sleep" for task in cluster.tasks(job)) == 2)
+    cluster.run(["scancel", job])
+    assert cluster.wait(job)["JobState"] == "CANCELLED"
+    wait_for(lambda: not cluster.tasks(job))
+
+
+def test_a_requeued_job_starts_again_and_counts(cluster: Cluster, tmp_path: Path) -> None:
+    script = 'echo start ${SLURM_RESTART_COUNT:-0}; [ "${SLURM_RESTART_COUNT:-0}" = 1 ] || sleep 300'
+    job = cluster.submit("--requeue", "--open-mode=append", "--wrap", script, cwd=tmp_path)
+    log = Path(cluster.wait(job, "RUNNING")["StdOut"])
+    wait_for(lambda: log.exists() and "start 0" in log.read_text())
+    cluster.run(["scontrol", "requeue", job])
+    assert cluster.wait(job)["JobState"] == "COMPLETED"
+    assert "start 0" in log.read_text()
+    assert log.read_text().endswith("start 1\n")
+
+
+def test_the_signal_before_the_time_limit_reaches_the_script(cluster: Cluster, tmp_path: Path) -> None:
+    script = "trap 'echo signal; exit 3' USR1; sleep 300 & wait"
+    # Slurm looks at limits every half minute, so it sends the signal up to a minute early: at once, with one minute.
+    job = cluster.submit("--time=1", "--signal=B:USR1@30", "--wrap", script, cwd=tmp_path)
+    fields = cluster.wait(job, "FAILED")
+    assert (fields["ExitCode"], Path(fields["StdOut"]).read_text()) == ("3:0", "signal\n")
+
+
+def test_nothing_is_left_after_the_cluster(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.slurm.cluster"]
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=REPO, stdout=output)
+    wait_for(log.read_text)
+    conf = Path(log.read_text().strip().removeprefix("export SLURM_CONF="))
+    subprocess.run(
+        ["sbatch", "--wrap", "trap '' TERM INT HUP; setsid sleep 300"],
+        cwd=tmp_path,
+        env={**os.environ, "SLURM_CONF": str(conf)},
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+    def sleeping() -> list[psutil.Process]:
+        return [
+            each for each in psutil.process_iter(["name", "environ"])
+            if each.info["name"] == "sleep" and (each.info["environ"] or {}).get("SLURM_CONF") == str(conf)
+        ]  # fmt: skip
+
+    wait_for(sleeping)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert not sleeping()
+    assert not conf.parent.exists()
