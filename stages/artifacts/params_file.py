@@ -3,11 +3,13 @@
 Each stage keeps its parameters as a frozen dataclass beside it; the fields are the leaves of `params.yaml` that the
 stage reads, and `dvc.yaml` declares the same leaves (a test compares the two). What never changes a result is in
 the `runtime` section, is read by dataclasses of its own, and is listed under `meta.runtime` in `dvc.yaml`, which
-DVC does not watch.
+DVC does not watch. So the environment may override that section: a job sets what depends on its nodes without an edit
+of the file.
 """
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
@@ -24,6 +26,8 @@ T = TypeVar("T", bound="DataclassInstance")
 
 PARAMS_FILE = Path("params.yaml")
 PIPELINE_FILE = Path("dvc.yaml")
+RUNTIME = "PIPELINE_RUNTIME"
+"""Environment variable with values of the `runtime` section that override those of the file: a YAML mapping."""
 
 
 def load_params(cls: type[T], section: str | None = None, path: Path = PARAMS_FILE) -> T:
@@ -83,6 +87,14 @@ def _read(path: Path) -> dict[str, Any]:
         raise StageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise StageError(f"{path} must contain `name: value` pairs")
+    if override := os.environ.get(RUNTIME):
+        try:
+            values["runtime"] = {**(values.get("runtime") or {}), **yaml.safe_load(override)}
+        except (TypeError, yaml.YAMLError):
+            raise StageError(
+                f"{RUNTIME} is {override!r}: it must contain values of the section `runtime`, "
+                "such as {nproc_per_node: 4}"
+            ) from None
     return values
 
 

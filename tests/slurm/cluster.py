@@ -55,7 +55,7 @@ SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0
 ReturnToService=2
 InactiveLimit=0
-KillWait=5
+KillWait=30
 MinJobAge=3600
 CompleteWait=0
 PropagateResourceLimits=NONE

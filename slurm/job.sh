@@ -1,0 +1,111 @@
+# What the batch scripts of this directory share. They source it in the root of the project, where sbatch was called.
+# shellcheck shell=bash
+
+cd "$SLURM_SUBMIT_DIR"
+[[ ! -d .venv ]] || export PATH=$PWD/.venv/bin:$PATH
+export HF_HUB_OFFLINE=1 # compute nodes often have no network: models are in HF_HOME, and nothing tries to update them
+cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
+mkdir -p .dvc/tmp
+
+fail() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+# Slurm counts every start after the first: those that this script asks for, and those after a node was lost.
+restarts=${SLURM_RESTART_COUNT:-0}
+max_restarts=${MAX_RESTARTS:-20}
+((restarts <= max_restarts)) || fail "this job was started again $restarts times, and MAX_RESTARTS is $max_restarts"
+
+# A project has one job at a time: two of them would edit the same params.yaml. A job that was requeued waits for the
+# processes of its last start.
+exec 9>> .dvc/tmp/job.lock
+flock --timeout 60 9 || fail "job $(< .dvc/tmp/job.lock) runs in $PWD; \
+submit this one with --dependency=afterany:$(< .dvc/tmp/job.lock), or from another clone"
+echo "$SLURM_JOB_ID" > .dvc/tmp/job.lock
+
+errors=$(mktemp)
+finish() {
+    rm -f "$errors" .dvc/tmp/dask-"$SLURM_JOB_ID".json
+    # shellcheck disable=SC2046 # several processes
+    kill $(jobs -p) 2> /dev/null || true
+}
+trap finish EXIT
+
+# Start a Dask cluster on all nodes of the job, for the data stages. On one node they start processes themselves.
+start_dask() {
+    ((SLURM_JOB_NUM_NODES > 1)) || return 0
+    if ! python -c 'import distributed' 2> /dev/null; then
+        echo "Dask is not installed (pip install '.[dask]'): the data stages use this node only" >&2
+        return 0
+    fi
+    local file=$PWD/.dvc/tmp/dask-$SLURM_JOB_ID.json interface=()
+    rm -f "$file"                                                # of the last start of this job
+    [[ -z ${DASK_INTERFACE:-} ]] || interface=(--interface "$DASK_INTERFACE")
+    dask scheduler --scheduler-file "$file" --no-dashboard "${interface[@]}" 9>&- &
+    # --overlap: the workers stay until the job ends, and must not keep the nodes from the training.
+    # --cpus-per-task: srun does not inherit it from sbatch.
+    srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$cpus" \
+        dask worker --scheduler-file "$file" --no-dashboard "${interface[@]}" --nthreads "$cpus" \
+        --local-directory "${TMPDIR:-/tmp}" 9>&- &
+    export PIPELINE_RUNTIME="{executor: dask, dask_scheduler: '$file'}"
+}
+
+# Ask the stage that DVC runs to stop, and the next one if it had just ended. DVC itself would not pass a signal on.
+stopped='' dvc=''
+stop() {
+    local stage='' last=''
+    stopped=1
+    while [[ -n $dvc ]] && kill -0 "$dvc" 2> /dev/null; do
+        stage=$(pgrep --parent "$dvc") || true
+        if [[ $stage != "$last" ]]; then
+            last=$stage
+            # shellcheck disable=SC2086 # several processes
+            kill -TERM $stage 2> /dev/null || true
+        fi
+        sleep 0.5
+    done
+}
+trap stop USR1 TERM
+
+# Run dvc on a target, or on all if it is empty. Parameters of the environment and further arguments are for
+# `dvc exp run`, which writes them into params.yaml; without any, params.yaml is used as it is.
+run_dvc() {
+    local target=$1 parameters=() pair variable status=0 command=(dvc repro)
+    shift
+    for pair in TOTAL_BATCH_SIZE=total_batch_size BATCH_SIZE_PER_DEVICE=batch_size MODEL_NAME=model_name \
+        SEQ_LENGTH=seq_length LEARNING_RATE=lr NUM_EPOCHS=num_epochs MAX_STEPS=max_steps; do
+        variable=${pair%=*}
+        [[ -z ${!variable:-} ]] || parameters+=(-S "${pair#*=}=${!variable}")
+    done
+    parameters+=("$@")
+    ((${#parameters[@]} == 0)) || command=(dvc exp run "${parameters[@]}")
+    [[ -z $target ]] || command+=("$target")
+    echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $((restarts + 1)): ${command[*]}"
+
+    # In the background, because bash runs a trap only between two commands, or while it waits. tee ignores the signals
+    # that Slurm sends to all processes of the script: DVC is to finish its message.
+    "${command[@]}" 2> >(trap '' INT TERM USR1 && exec tee "$errors" >&2) &
+    dvc=$!
+    [[ -z $stopped ]] || stop # the signal came earlier
+    wait "$dvc" || status=$?
+    # Slurm may have killed DVC, too. The stage notices that, and needs a while to save: were this script to end now,
+    # Slurm would kill the stage.
+    while pgrep --pgroup 0 --full -- '-m stages\.' > /dev/null; do sleep 0.5; done
+
+    ((status)) || return 0
+    # 75: all ranks have saved, because of a signal that only they received.
+    if [[ -n $stopped ]] || grep -q 'exited with 75' "$errors"; then requeue; fi
+    exit "$status"
+}
+
+requeue() {
+    # After scancel the job no longer is RUNNING, and must not come back.
+    [[ $(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T) == RUNNING ]] || return 0
+    if ((restarts == max_restarts)); then
+        echo "job $SLURM_JOB_ID was interrupted, but MAX_RESTARTS is $max_restarts: submit it again to continue" >&2
+        return 0
+    fi
+    echo "job $SLURM_JOB_ID was interrupted: it continues when Slurm starts it again"
+    scontrol requeue "$SLURM_JOB_ID"
+}
