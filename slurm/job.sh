@@ -95,17 +95,22 @@ run_dvc() {
 
     ((status)) || return 0
     # 75: all ranks have saved, because of a signal that only they received.
-    if [[ -n $stopped ]] || grep -q 'exited with 75' "$errors"; then requeue; fi
+    if [[ -n $stopped ]] || grep -q 'exited with 75' "$errors"; then continue_later; fi
     exit "$status"
 }
 
-requeue() {
-    # After scancel the job no longer is RUNNING, and must not come back.
-    [[ $(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T) == RUNNING ]] || return 0
-    if ((restarts == max_restarts)); then
+# Have Slurm start the job again. Exits with 75 (try again), for a Slurm whose RequeueExit lists it.
+continue_later() {
+    # After scancel the job is no longer RUNNING, and must not come back. (No state: there is no squeue, in a container.)
+    [[ $(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T 2> /dev/null || echo RUNNING) == RUNNING ]] || return 0
+    if ((restarts >= max_restarts)); then
         echo "job $SLURM_JOB_ID was interrupted, but MAX_RESTARTS is $max_restarts: submit it again to continue" >&2
         return 0
     fi
-    echo "job $SLURM_JOB_ID was interrupted: it continues when Slurm starts it again"
-    scontrol requeue "$SLURM_JOB_ID"
+    if scontrol requeue "$SLURM_JOB_ID"; then
+        echo "job $SLURM_JOB_ID was interrupted: it continues when Slurm starts it again"
+    else
+        echo "job $SLURM_JOB_ID was interrupted, and cannot be started again by itself: submit it again to continue" >&2
+    fi
+    exit 75
 }

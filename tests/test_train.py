@@ -490,6 +490,17 @@ def test_a_float_that_yaml_reads_as_a_string_is_a_float(training: Project, ranks
     assert last.split("\t")[4] == "2e-05"
 
 
+def test_the_environment_overrides_the_runtime_section(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(training.path)
+    before = load_params(TrainRuntime, "runtime")
+    monkeypatch.setenv("PIPELINE_RUNTIME", "{log_freq: 7}")
+    assert load_params(TrainRuntime, "runtime") == replace(before, log_freq=7)
+    for value, message in (("{log_frq: 7}", "did you mean 'runtime.log_freq'"), ("docker", "values of the section")):
+        monkeypatch.setenv("PIPELINE_RUNTIME", value)
+        with pytest.raises(StageError, match=message):
+            load_params(TrainRuntime, "runtime")
+
+
 def test_a_rank_whose_peer_ends_before_they_connect_has_lost_the_connection(
     training: Project, ranks: Ranks, tmp_path: Path
 ) -> None:
