@@ -6,7 +6,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 .PHONY: help setup repro test slow faults slurm-test gpu check deps lock
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 setup: ## Install the locked environment that fits this machine into .venv
 	@scripts/setup.sh

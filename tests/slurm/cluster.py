@@ -39,7 +39,7 @@ CredType=cred/munge
 StateSaveLocation={directory}/state
 SlurmctldPidFile={directory}/slurmctld.pid
 SlurmctldLogFile={directory}/slurmctld.log
-SlurmdSpoolDir={directory}/spool-%n
+SlurmdSpoolDir={directory}/%n
 SlurmdPidFile={directory}/slurmd-%n.pid
 SlurmdLogFile={directory}/slurmd-%n.log
 SlurmdTimeout=10
@@ -95,7 +95,8 @@ class Cluster:
 
     def _start(self) -> None:
         self.directory.chmod(0o755)
-        (self.directory / "state").mkdir()
+        for name in ("state", *NODES):
+            (self.directory / name).mkdir()
         with ExitStack() as stack:  # all at once, or two of them could be the same
             probes = [stack.enter_context(socket.socket()) for _ in ("slurmctld", *NODES)]
             for probe in probes:
@@ -130,6 +131,7 @@ class Cluster:
         with (self.directory / f"{node or name}.out").open("ab") as out:
             self.daemons[node or name] = subprocess.Popen(
                 [program, *arguments],
+                cwd=self.directory / node,
                 env={**self.env, "SLURMD_NODENAME": node},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -202,10 +204,15 @@ class Cluster:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                environment = process.environ()
-                if environment.get("SLURM_CONF") != str(self.conf) or process.pid == os.getpid():
+                environment, directory = process.environ(), Path(process.cwd())
+                # A slurmstepd overwrites its environment with its title, but stays in the directory of its slurmd.
+                if environment.get("SLURM_CONF") == str(self.conf):
+                    its_node = environment.get("SLURMD_NODENAME")
+                elif directory.parent == self.directory:
+                    its_node = directory.name
+                else:
                     continue
-                if node in (None, environment.get("SLURMD_NODENAME")):
+                if node in (None, its_node) and process.pid != os.getpid():
                     found.append(process)
         return found
 
@@ -217,6 +224,11 @@ class Cluster:
                 if process.environ().get("SLURM_JOB_ID") == job and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
+
+    def cancel_all(self) -> None:
+        """Cancel all jobs, and wait until nothing of them is left."""
+        self.run(["scancel", "--user=root"])
+        wait_for(lambda: not self.run(["squeue", "--noheader"]), 60)
 
     def logs(self) -> list[str]:
         """The logs of all daemons, for an error."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.project import Project
 from tests.slurm.cluster import Cluster, missing
 
 
@@ -21,3 +22,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def cluster() -> Iterator[Cluster]:
     with Cluster() as cluster:
         yield cluster
+
+
+@pytest.fixture
+def reproduced(reproduced: Project, cluster: Cluster) -> Iterator[Project]:
+    """The project of all tests, in which no job of a failed test runs when it is deleted."""
+    yield reproduced
+    cluster.cancel_all()

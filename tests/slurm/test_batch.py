@@ -39,12 +39,21 @@ def signal_launcher(cluster: Cluster, job: str) -> None:
     launcher.terminate()
 
 
-@pytest.mark.parametrize("interrupt", [requeue, signal_script, signal_launcher])
+@pytest.mark.parametrize(
+    ("nodes", "interrupt"),
+    [(1, requeue), (1, signal_script), (1, signal_launcher), (2, requeue), (2, signal_script), (2, signal_launcher)],
+)
 def test_a_training_that_is_interrupted_ends_with_the_same_weights(
-    cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str], interrupt: Callable[[Cluster, str], None]
+    cluster: Cluster,
+    reproduced: Project,
+    uninterrupted: dict[str, str],
+    nodes: int,
+    interrupt: Callable[[Cluster, str], None],
 ) -> None:
-    job = cluster.submit("slurm/train.sbatch", "-S", "seed=1", cwd=reproduced.path, **ENVIRONMENT, **slow(4))
-    wait_for(lambda: steps(reproduced, seed=1))
+    """Those of two ranks, which are on one node or on two."""
+    variables = {"PIPELINE_RUNTIME": f"{{nproc_per_node: {2 // nodes}}}", **ENVIRONMENT, **slow(4)}
+    job = cluster.submit(f"--nodes={nodes}", "slurm/train.sbatch", "-S", "seed=1", cwd=reproduced.path, **variables)
+    wait_for(lambda: steps(reproduced, seed=1), 120)
     interrupt(cluster, job)
     fields = cluster.wait(job)
     assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), log(fields)
@@ -53,15 +62,33 @@ def test_a_training_that_is_interrupted_ends_with_the_same_weights(
     assert not cluster.tasks(job)
 
 
+def test_a_training_whose_node_is_lost_continues_on_others(
+    cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
+) -> None:
+    variables = {"PIPELINE_RUNTIME": "{nproc_per_node: 1}", **ENVIRONMENT, **slow(4)}
+    job = cluster.submit("--nodes=2", "slurm/train.sbatch", "-S", "seed=1", cwd=reproduced.path, **variables)
+    wait_for(lambda: steps(reproduced, seed=1), 120)
+    cluster.kill_node("n2")
+    try:
+        cluster.wait(job, "PENDING")
+    finally:
+        cluster.start_node("n2")
+    fields = cluster.wait(job, seconds=200)
+    assert fields["JobState"] == "COMPLETED", log(fields)
+    assert weights(reproduced) == uninterrupted
+
+
 def test_a_training_longer_than_its_time_limit_ends_with_the_same_weights(
     cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
 ) -> None:
     # Slurm looks every half minute, and sends the signal up to half a minute early: here after 10 to 40 seconds.
     limit = ("--time=1", "--signal=B:USR1@20")
     job = cluster.submit(*limit, "slurm/train.sbatch", "-S", "seed=1", cwd=reproduced.path, **ENVIRONMENT, **slow(9))
-    fields = cluster.wait(job, seconds=280)
-    assert fields["JobState"] == "COMPLETED", log(fields)
-    assert int(fields["Restarts"]) >= 1, log(fields)
+    cluster.wait(job, "RUNNING")
+    cluster.wait(job, "PENDING")
+    cluster.run(["scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED"])  # the start alone may need half a minute
+    fields = cluster.wait(job, seconds=200)
+    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), log(fields)
     assert weights(reproduced) == uninterrupted
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -61,14 +62,17 @@ def test_nothing_is_left_after_the_cluster(tmp_path: Path) -> None:
         stdout=subprocess.DEVNULL,
     )
 
-    def sleeping() -> list[psutil.Process]:
-        return [
-            each for each in psutil.process_iter(["name", "environ"])
-            if each.info["name"] == "sleep" and (each.info["environ"] or {}).get("SLURM_CONF") == str(conf)
-        ]  # fmt: skip
+    def running() -> set[str]:
+        """The names of the processes that have a file of the cluster open, or its settings."""
+        names = set()
+        for each in psutil.process_iter():
+            with suppress(psutil.Error):
+                if each.environ().get("SLURM_CONF") == str(conf) or str(conf.parent) in str(each.open_files()):
+                    names.add(each.name())
+        return names
 
-    wait_for(sleeping)
+    wait_for(lambda: {"sleep", "slurmstepd", "munged"} <= running())
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
-    assert not sleeping()
+    assert not running()
     assert not conf.parent.exists()
