@@ -1,7 +1,6 @@
 # What the batch scripts of this directory share. They source it in the root of the project, where sbatch was called.
 # shellcheck shell=bash
 
-cd "$SLURM_SUBMIT_DIR"
 [[ ! -d .venv ]] || export PATH=$PWD/.venv/bin:$PATH
 export HF_HUB_OFFLINE=1 # compute nodes often have no network: models are in HF_HOME, and nothing tries to update them
 cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
