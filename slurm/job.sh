@@ -38,8 +38,8 @@ start_dask() {
         echo "Dask is not installed (pip install '.[dask]'): the data stages use this node only" >&2
         return 0
     fi
-    local file=$PWD/.dvc/tmp/dask-$SLURM_JOB_ID.json interface=()
-    rm -f "$file"                                                # of the last start of this job
+    local file=$PWD/.dvc/tmp/dask-$SLURM_JOB_ID.json given=${PIPELINE_RUNTIME:-"{}"} interface=()
+    rm -f "$file" # of the last start of this job
     [[ -z ${DASK_INTERFACE:-} ]] || interface=(--interface "$DASK_INTERFACE")
     dask scheduler --scheduler-file "$file" --no-dashboard "${interface[@]}" 9>&- &
     # --overlap: the workers stay until the job ends, and must not keep the nodes from the training.
@@ -47,7 +47,7 @@ start_dask() {
     srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$cpus" \
         dask worker --scheduler-file "$file" --no-dashboard "${interface[@]}" --nthreads "$cpus" \
         --local-directory "${TMPDIR:-/tmp}" 9>&- &
-    export PIPELINE_RUNTIME="{executor: dask, dask_scheduler: '$file'}"
+    export PIPELINE_RUNTIME="{executor: dask, dask_scheduler: '$file', ${given#*\{}"
 }
 
 # Ask the stage that DVC runs to stop, and the next one if it had just ended. DVC itself would not pass a signal on.
@@ -93,8 +93,9 @@ run_dvc() {
     while pgrep --pgroup 0 --full -- '-m stages\.' > /dev/null; do sleep 0.5; done
 
     ((status)) || return 0
-    # 75: all ranks have saved, because of a signal that only they received.
-    if [[ -n $stopped ]] || grep -q 'exited with 75' "$errors"; then continue_later; fi
+    # 75: all ranks have saved, because of a signal that only they received. The launcher notices that a node is lost
+    # long before Slurm does, which would start the job again by itself.
+    if [[ -n $stopped ]] || grep -Eq 'exited with 75|^error: node .* was lost' "$errors"; then continue_later; fi
     exit "$status"
 }
 

@@ -152,3 +152,16 @@ def test_the_data_stages_use_all_nodes(cluster: Cluster, reproduced: Project) ->
     wait_for(lambda: not cluster.tasks(job))
     assert "executor: processes" in (reproduced / "params.yaml").read_text()
     assert (reproduced / "dvc.lock").read_text() != before
+
+
+def test_a_pipeline_uses_all_nodes_for_data_and_training(
+    cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
+) -> None:
+    variables = {"PIPELINE_RUNTIME": "{nproc_per_node: 1}", **ENVIRONMENT}
+    job = cluster.submit("--nodes=2", "slurm/pipeline.sbatch", "-S", "seed=1", cwd=reproduced.path, **variables)
+    fields = cluster.wait(job, seconds=250)
+    assert fields["JobState"] == "COMPLETED", log(fields)
+    assert "on 2 nodes" in log(fields)
+    assert weights(reproduced) == uninterrupted
+    assert reproduced.json("outputs/metrics.json")["validation_loss"]
+    wait_for(lambda: not cluster.tasks(job))
