@@ -82,15 +82,18 @@ run_dvc() {
     [[ -z $target ]] || command+=("$target")
     echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $((restarts + 1)): ${command[*]}"
 
-    # In the background, because bash runs a trap only between two commands, or while it waits. tee ignores the signals
-    # that Slurm sends to all processes of the script: DVC is to finish its message.
-    "${command[@]}" 2> >(trap '' INT TERM USR1 && exec tee "$errors" >&2) &
+    # tee ignores the signals that Slurm sends to all processes of the script: DVC is to finish its message.
+    exec 8> >(trap '' INT TERM USR1 && exec tee "$errors" >&2)
+    local tee=$!
+    "${command[@]}" 2>&8 8>&- & # in the background, because bash runs a trap only between commands, or while it waits
     dvc=$!
+    exec 8>&-
     [[ -z $stopped ]] || stop # the signal came earlier
     wait "$dvc" || status=$?
     # Slurm may have killed DVC, too. The stage notices that, and needs a while to save: were this script to end now,
     # Slurm would kill the stage.
     while pgrep --pgroup 0 --full -- '-m stages\.' > /dev/null; do sleep 0.5; done
+    timeout 5 tail --pid="$tee" --follow /dev/null || true # until everything is in the file
 
     ((status)) || return 0
     # 75: all ranks have saved, because of a signal that only they received. The launcher notices that a node is lost
@@ -107,10 +110,8 @@ continue_later() {
         echo "job $SLURM_JOB_ID was interrupted, but MAX_RESTARTS is $max_restarts: submit it again to continue" >&2
         return 0
     fi
-    if scontrol requeue "$SLURM_JOB_ID"; then
-        echo "job $SLURM_JOB_ID was interrupted: it continues when Slurm starts it again"
-    else
-        echo "job $SLURM_JOB_ID was interrupted, and cannot be started again by itself: submit it again to continue" >&2
-    fi
+    echo "job $SLURM_JOB_ID was interrupted: it goes back into the queue, and continues when Slurm starts it again"
+    # Slurm ends this script at once, and sometimes scontrol with it.
+    scontrol requeue "$SLURM_JOB_ID" || (($? > 128)) || echo "error: it cannot: submit it again to continue" >&2
     exit 75
 }

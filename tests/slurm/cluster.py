@@ -182,7 +182,7 @@ class Cluster:
         shown = self.run(["scontrol", "--oneliner", "show", "job", job])
         return dict(field.split("=", 1) for field in shown.split() if "=" in field)
 
-    def wait(self, job: str, *states: str, seconds: float = 120) -> dict[str, str]:
+    def wait(self, job: str, *states: str, seconds: float = 200) -> dict[str, str]:
         """Wait until a job has ended, or until it is in one of `states`; returns its fields.
 
         Slurm lets a job that was requeued wait for two minutes; here it starts at once.
