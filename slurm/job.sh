@@ -41,7 +41,7 @@ start_dask() {
     local file=$PWD/.dvc/tmp/dask-$SLURM_JOB_ID.json given=${PIPELINE_RUNTIME:-"{}"} interface=()
     rm -f "$file" # of the last start of this job
     [[ -z ${DASK_INTERFACE:-} ]] || interface=(--interface "$DASK_INTERFACE")
-    dask scheduler --scheduler-file "$file" --no-dashboard "${interface[@]}" 9>&- &
+    dask scheduler --port 0 --scheduler-file "$file" --no-dashboard "${interface[@]}" 9>&- &
     # --overlap: the workers stay until the job ends, and must not keep the nodes from the training.
     # --cpus-per-task: srun does not inherit it from sbatch.
     srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$cpus" \
@@ -111,7 +111,12 @@ continue_later() {
         return 0
     fi
     echo "job $SLURM_JOB_ID was interrupted: it goes back into the queue, and continues when Slurm starts it again"
-    # Slurm ends this script at once, and sometimes scontrol with it.
-    scontrol requeue "$SLURM_JOB_ID" || (($? > 128)) || echo "error: it cannot: submit it again to continue" >&2
+    # A script that exits while Slurm is still putting its job back counts as failed: ignore the SIGTERM of the requeue.
+    trap '' TERM USR1
+    if scontrol requeue "$SLURM_JOB_ID"; then
+        sleep 10
+    else
+        echo "error: it cannot: submit it again to continue" >&2
+    fi
     exit 75
 }

@@ -1,0 +1,158 @@
+"""The batch scripts of slurm/ with programs in place of DVC and its stage: what they do with signals, errors, nodes."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.project import BIN, REPO, wait_for
+from tests.slurm.cluster import Cluster
+
+DVC = """#!/bin/bash
+echo "dvc $*"
+bash -c 'exec python3 -m stages.launch' & wait $!; status=$?
+((status == 0)) || { echo "ERROR: failed to run: exec python -m stages.launch, exited with $status" >&2; exit 255; }
+"""
+LAUNCH = """
+import os, signal, sys, time
+def stop(number, frame):
+    time.sleep(2)
+    print("saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, stop)
+first = "SLURM_RESTART_COUNT" not in os.environ
+print("first start" if first else "later start", flush=True)
+if first and "ERROR" in os.environ:
+    sys.exit("error: " + os.environ["ERROR"])
+time.sleep(300 if first else 0)
+"""
+DASK = f"""#!{BIN}/python
+import os, subprocess, time, yaml
+runtime = yaml.safe_load(os.environ["PIPELINE_RUNTIME"])
+while not os.path.exists(runtime["dask_scheduler"]):
+    time.sleep(0.2)
+from distributed import Client
+client = Client(scheduler_file=runtime["dask_scheduler"])
+client.wait_for_workers(2, timeout=60)
+nodes = client.run(lambda: __import__("os").environ["SLURMD_NODENAME"])
+print("dask:", *sorted(nodes.values()), *client.nthreads().values(), runtime["nproc_per_node"], flush=True)
+subprocess.run(["srun", "--overlap", "--nodes=2", "--ntasks=2", "echo", "training"], check=True)
+"""
+
+
+class Script:
+    """A directory with the batch scripts, in which one of them runs as a job."""
+
+    def __init__(self, cluster: Cluster, directory: Path) -> None:
+        self.cluster, self.directory = cluster, directory
+        shutil.copytree(REPO / "slurm", directory / "slurm")
+        (directory / "stages").mkdir()
+        (directory / "stages/launch.py").write_text(LAUNCH)
+        (directory / ".venv/bin").mkdir(parents=True)
+        self.dvc(DVC)
+
+    def dvc(self, text: str) -> None:
+        program = self.directory / ".venv/bin/dvc"
+        program.write_text(text)
+        program.chmod(0o755)
+
+    def submit(self, *arguments: str, **environment: str) -> str:
+        self.job = self.cluster.submit(*arguments, cwd=self.directory, **environment)
+        return self.job
+
+    def wait_for_start(self) -> None:
+        log = self.directory / f"slurm-{self.job}.out"
+        wait_for(lambda: log.exists() and "first start" in log.read_text())
+
+    def end(self) -> tuple[str, str, str]:
+        """Wait for the end of the job: its state, how often it was started again, its log."""
+        self.cluster.wait(self.job)
+        wait_for(lambda: not self.cluster.tasks(self.job))
+        fields = self.cluster.job(self.job)
+        return fields["JobState"], fields["Restarts"], Path(fields["StdOut"]).read_text()
+
+
+@pytest.fixture
+def script(cluster: Cluster, tmp_path: Path) -> Script:
+    return Script(cluster, tmp_path)
+
+
+@pytest.mark.parametrize("command", [["scancel", "--batch", "--signal=USR1"], ["scontrol", "requeue"]])
+def test_an_interrupted_job_waits_until_all_is_saved_and_starts_again(script: Script, command: list[str]) -> None:
+    job = script.submit("slurm/train.sbatch")
+    script.wait_for_start()
+    script.cluster.run([*command, job])
+    state, restarts, log = script.end()
+    assert (state, restarts) == ("COMPLETED", "1"), log
+    assert log.index("saved") < log.index("later start")
+
+
+def test_a_cancelled_job_saves_and_does_not_come_back(script: Script) -> None:
+    job = script.submit("slurm/train.sbatch")
+    script.wait_for_start()
+    script.cluster.run(["scancel", job])
+    state, restarts, log = script.end()
+    assert (state, restarts) == ("CANCELLED", "0")
+    assert "saved" in log
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [("node n2 was lost (its agent ended): rank 1 in step 5", ("COMPLETED", "1")), ("rank 1 crashed", ("FAILED", "0"))],
+)
+def test_a_lost_node_is_another_start_and_a_crash_is_none(
+    script: Script, error: str, expected: tuple[str, str]
+) -> None:
+    script.submit("slurm/train.sbatch", ERROR=error)
+    *ended, log = script.end()
+    assert tuple(ended) == expected, log
+
+
+def test_restarts_are_bounded(script: Script) -> None:
+    job = script.submit("slurm/train.sbatch", MAX_RESTARTS="0")
+    script.wait_for_start()
+    script.cluster.run(["scancel", "--batch", "--signal=USR1", job])
+    state, restarts, log = script.end()
+    assert (state, restarts) == ("FAILED", "0")
+    assert "MAX_RESTARTS is 0: submit it again to continue" in log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "command"),
+    [
+        ([], {}, "dvc repro train\n"),
+        (
+            ["-S", "lr=1e-4"],
+            {"TOTAL_BATCH_SIZE": "16", "BATCH_SIZE_PER_DEVICE": "8"},
+            "dvc exp run -S total_batch_size=16 -S batch_size=8 -S lr=1e-4 train\n",
+        ),
+    ],
+)
+def test_parameters_are_those_of_arguments_and_environment(
+    script: Script, arguments: list[str], variables: dict[str, str], command: str
+) -> None:
+    script.dvc('#!/bin/bash\necho "dvc $*"\n')
+    script.submit("slurm/train.sbatch", *arguments, **variables)
+    state, _, log = script.end()
+    assert (state, log.endswith(command)) == ("COMPLETED", True), log
+
+
+def test_a_job_on_two_nodes_has_a_dask_cluster_on_both_beside_the_training(script: Script) -> None:
+    script.dvc(DASK)
+    variables = {"PIPELINE_RUNTIME": "{nproc_per_node: 1}", "PATH": f"{BIN}:/usr/bin:/bin"}
+    script.submit("--nodes=2", "--cpus-per-task=2", "slurm/pipeline.sbatch", **variables)
+    state, _, log = script.end()
+    assert state == "COMPLETED", log
+    assert "dask: n1 n2 2 2 1\n" in log
+    assert log.count("training\n") == 2
+    assert [path.name for path in (script.directory / ".dvc/tmp").iterdir()] == ["job.lock"]
+
+
+def test_one_job_at_a_time(script: Script) -> None:
+    first = script.submit("slurm/train.sbatch")
+    script.wait_for_start()
+    script.submit("slurm/train.sbatch")
+    state, _, log = script.end()
+    assert state == "FAILED"
+    assert f"error: job {first} runs in {script.directory}; submit this one with --dependency=afterany:{first}" in log
+    script.cluster.run(["scancel", first])
