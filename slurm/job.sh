@@ -70,7 +70,7 @@ trap stop USR1 TERM
 # Run dvc on a target, or on all if it is empty. Parameters of the environment and further arguments are for
 # `dvc exp run`, which writes them into params.yaml; without any, params.yaml is used as it is.
 run_dvc() {
-    local target=$1 parameters=() pair variable status=0 command=(dvc repro)
+    local target=$1 parameters=() pair variable command=(dvc repro)
     shift
     for pair in TOTAL_BATCH_SIZE=total_batch_size BATCH_SIZE_PER_DEVICE=batch_size MODEL_NAME=model_name \
         SEQ_LENGTH=seq_length LEARNING_RATE=lr NUM_EPOCHS=num_epochs MAX_STEPS=max_steps; do
@@ -80,12 +80,18 @@ run_dvc() {
     parameters+=("$@")
     ((${#parameters[@]} == 0)) || command=(dvc exp run "${parameters[@]}")
     [[ -z $target ]] || command+=("$target")
-    echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $((restarts + 1)): ${command[*]}"
+    run "${command[@]}"
+}
+
+# Run a command whose children are stages, and end with its exit status, or start again where it was interrupted.
+run() {
+    local status=0
+    echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $((restarts + 1)): $*"
 
     # tee ignores the signals that Slurm sends to all processes of the script: DVC is to finish its message.
     exec 8> >(trap '' INT TERM USR1 && exec tee "$errors" >&2)
     local tee=$!
-    "${command[@]}" 2>&8 8>&- & # in the background, because bash runs a trap only between commands, or while it waits
+    "$@" 2>&8 8>&- & # in the background, because bash runs a trap only between commands, or while it waits
     dvc=$!
     exec 8>&-
     [[ -z $stopped ]] || stop # the signal came earlier
@@ -98,7 +104,9 @@ run_dvc() {
     ((status)) || return 0
     # 75: all ranks have saved, because of a signal that only they received. The launcher notices that a node is lost
     # long before Slurm does, which would start the job again by itself.
-    if [[ -n $stopped ]] || grep -Eq 'exited with 75|^error: node .* was lost' "$errors"; then continue_later; fi
+    if [[ -n $stopped || $status == 75 ]] || grep -Eq 'exited with 75|^error: node .* was lost' "$errors"; then
+        continue_later
+    fi
     exit "$status"
 }
 

@@ -1,5 +1,7 @@
 """Start the ranks of the training, on this machine or with srun on several, and end them with this process.
 
+With `runtime.launcher: sbatch`, on a login node of Slurm, submit a job that does it, and follow the job to its end.
+
 Reads    what stages.train reads, and its checkpoints
 Writes   outputs/<experiment_name>/run.json (the pointer to the last checkpoint)
          outputs/history.tsv, outputs/train_metrics.json
@@ -25,14 +27,14 @@ from stages.artifacts.params_file import load_params
 from stages.checkpointing.layout import list_checkpoints, step_name, verify
 from stages.checkpointing.lock import writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
-from stages.training import slurm, trackers
+from stages.training import sbatch, slurm, trackers
 from stages.training.console import print_line
 from stages.training.environment import set_environment
-from stages.training.handoff import Launch
+from stages.training.handoff import Launch, is_first_start
 from stages.training.local_ranks import Failure, LocalRanks, count_local_ranks
 from stages.training.memory import remedies
 from stages.training.params import TrainParams, TrainRuntime
-from stages.training.run import Run, describe, differences, resume_candidates, start_over
+from stages.training.run import Run, describe, differences, read_run, resume_candidates, start_over
 from stages.training.signals import INTERRUPTED, on_stop_signal, stop_ranks
 from stages.training.slurm import LostNode, SrunRanks
 from stages.training.state import STATE, TrainMetrics, TrainState
@@ -44,17 +46,20 @@ CRASHED = 1
 
 def main() -> None:
     command.parser(__doc__).parse_args()
-    run = describe(load_params(TrainParams))
-    runtime = load_params(TrainRuntime, "runtime")
+    run, runtime = read_run()  # in a job that a launcher has submitted: what it read
     last = run.directory / step_name(run.total_steps)
+    if sbatch.submits(runtime) and (runtime.resume == "never" or not _is_finished(last, contents=False)):
+        _check_packages(run, runtime)
+        if status := sbatch.run_job(run, runtime):
+            sys.exit(status)
     # Also around the outs: another launcher, with resume=never, could delete the checkpoint that they are written from.
     with writer_lock(run.directory, print_line) as set_status:
-        if runtime.resume != "never" and _is_finished(last):
+        if sbatch.submits(runtime):
+            pass  # the job has trained
+        elif runtime.resume != "never" and _is_finished(last):
             print(f"run {run.run_id} has already finished, at step {run.total_steps}: nothing to train")
         else:
-            # Here, where it is one message, and before torch takes seconds to import.
-            trackers.check(runtime.tracker)
-            run.params.check_packages()
+            _check_packages(run, runtime)
             status = _train(run, runtime, set_status)
             if status == INTERRUPTED:
                 saved = list_checkpoints(run.directory)
@@ -98,11 +103,17 @@ def write_outs(run: Run, last: Path) -> TrainMetrics:
     return metrics
 
 
-def _is_finished(last: Path) -> bool:
+def _check_packages(run: Run, runtime: TrainRuntime) -> None:
+    """Refuse what is not installed here, where it is one message, and before torch takes seconds to import."""
+    trackers.check(runtime.tracker)
+    run.params.check_packages()
+
+
+def _is_finished(last: Path, contents: bool = True) -> bool:
     if not last.is_dir():
         return False
     try:
-        verify(last)
+        verify(last, contents)
     except StageError:
         return False  # the training falls back to the checkpoint before it
     return True
@@ -131,7 +142,7 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
                 run.params.grad_accum_steps(ranks.num_ranks)
                 run.params.fsdp.mesh_shape(ranks.num_ranks, ranks.num_local)
                 if restart == 1:
-                    if runtime.resume == "never":
+                    if runtime.resume == "never" and is_first_start():
                         start_over(run)  # under the lock; a restart resumes from what this launch has saved
                     resume_candidates(run, runtime, lambda message: None)  # for its errors; the ranks choose
                 status, reason = _run_ranks(ranks, run.params, runtime)

@@ -27,7 +27,6 @@ from stages.artifacts.command import USER_ERROR
 from stages.artifacts.errors import StageError
 from stages.artifacts.history import HISTORY, History
 from stages.artifacts.identity import Adoption
-from stages.artifacts.params_file import load_params
 from stages.checkpointing import layout, retention
 from stages.checkpointing.layout import FORMAT, CheckpointManifest, latest_valid, list_checkpoints, step_name
 from stages.checkpointing.lock import rank_lock, read_lock
@@ -55,7 +54,7 @@ from stages.training.loader import BatchLoader
 from stages.training.memory import explain_out_of_memory
 from stages.training.metrics import MetricsLogger
 from stages.training.optimizer import make_optimizer, set_lr
-from stages.training.params import TrainParams, TrainRuntime
+from stages.training.params import TrainRuntime
 from stages.training.precision import (
     check_precision,
     compute_dtype,
@@ -68,9 +67,9 @@ from stages.training.profiler import Profiler
 from stages.training.run import (
     Run,
     adoption,
-    describe,
     differences,
     packages,
+    read_run,
     resume_candidates,
     start_over,
     validates_same_rows,
@@ -427,22 +426,6 @@ def train(stop_signal: StopSignal) -> bool:
         trainer = Trainer(run, runtime, mesh, stop_signal, heartbeat)
         with closing(trainer.tracker):
             return trainer.train()
-
-
-def read_run() -> tuple[Run, TrainRuntime]:
-    """What to train: what the launcher has read, or without one what is in params.yaml now.
-
-    Raises:
-        StageError: the code, the tokens or the model are not those that the launcher has read.
-    """
-    launch = handoff.received()
-    if launch is None:
-        return describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
-    run = describe(launch.params)
-    if lines := differences(launch.identity, run.identity):
-        reasons = "\n".join(lines)
-        raise StageError(f"the files have changed since the launch (there): launch the training again\n{reasons}")
-    return run, launch.runtime
 
 
 def refuse_different_ranks(run: Run, runtime: TrainRuntime) -> None:

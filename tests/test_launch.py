@@ -107,12 +107,15 @@ def test_under_torchrun_too_one_rank_prints_an_error_of_all(monkeypatch: pytest.
         assert handoff.claim_error(f"of rank {rank}")
 
 
-def test_never_is_for_the_first_start_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+def test_never_is_for_the_first_start_of_a_job_and_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    for name in (handoff.LAUNCHER, *names):
+        monkeypatch.delenv(name, raising=False)
     assert handoff.is_first_start()
-    for count in ("0", "1"):
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        assert handoff.is_first_start() == (count == "0")
+    for name in names:
+        for count in ("1", "0"):
+            monkeypatch.setenv(name, count)
+            assert handoff.is_first_start() == (count == "0")
 
 
 @pytest.fixture

@@ -77,6 +77,8 @@ def test_a_signal_to_one_node_saves_on_all_and_they_compute_what_one_does(nodes:
         ("4", {"num_nodes": 3}, 3),
         ("4", {"num_nodes": 1}, None),
         ("1", {"launcher": "srun"}, 1),
+        ("1", {"launcher": "sbatch"}, None),
+        ("2", {"launcher": "sbatch"}, 2),
         ("2", {"launcher": "torchrun"}, None),
         ("2", {"launcher": "torchrun", "num_nodes": 2}, "launcher torchrun starts the ranks of one machine"),
         ("2", {"num_nodes": 3}, r"need 3 nodes, but this is in an allocation of 2: .* `sbatch --nodes=3`"),

@@ -59,12 +59,13 @@ def received() -> Launch | None:
 
 
 def is_first_start() -> bool:
-    """Whether the ranks are started for the first time, and without a launcher.
+    """Whether `resume: never` is to delete the checkpoints of the run here: they are not of an earlier start.
 
-    With `resume: never` they then delete the checkpoints of the run. The launcher does it itself, and not at a restart.
-    torchrun counts restarts after a failure, not those after a change of its nodes (`--nnodes 1:4`).
+    The launcher does it for the ranks that it starts. Slurm counts the starts of a job; torchrun counts those after a
+    failure, not those after a change of its nodes (`--nnodes 1:4`).
     """
-    return _LAUNCH not in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    counts = [os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
+    return LAUNCHER not in os.environ and set(counts) == {"0"}
 
 
 def claim_error(message: str) -> bool:

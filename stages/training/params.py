@@ -178,11 +178,15 @@ class TrainParams(ScheduleParams):
 class TrainRuntime(CheckpointRuntime):
     """The leaves of the `runtime` section that training reads. None of them changes what is learned."""
 
-    launcher: Literal["auto", "torchrun", "srun"]
+    launcher: Literal["auto", "torchrun", "srun", "sbatch"]
     """What starts the ranks. torchrun: its process management, on this machine | srun: the same on each node of an
-    allocation of Slurm | auto: srun in an allocation of several nodes, else torchrun."""
+    allocation of Slurm | auto: srun in an allocation of several nodes, else torchrun | sbatch: a job of Slurm, which
+    the launch submits and follows; inside an allocation the same as auto."""
+    sbatch_args: str | None
+    """Options of `sbatch`, as on its command line, for launcher sbatch."""
     num_nodes: PositiveInt | None
-    """Nodes of the allocation that train; null: all."""
+    """Nodes of the allocation that train; null: all. With launcher sbatch also the nodes of the job; null: as
+    `sbatch_args` and the script say."""
     nproc_per_node: PositiveInt | None
     """Ranks on each node; null: one per GPU, or 2 where there is none."""
     rdzv_endpoint: Annotated[str, Field(pattern=r"^[^:\s]+(:\d{1,5})?$")] | None

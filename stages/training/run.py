@@ -15,11 +15,13 @@ from typing import Any
 from stages.artifacts import code, outputs, publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.identity import Adoption, RunIdentity, TokenFingerprints
+from stages.artifacts.params_file import load_params
 from stages.checkpointing import retention
 from stages.checkpointing.layout import CheckpointManifest, UnsupportedFormat, checkpoint_root, list_checkpoints
 from stages.checkpointing.lock import try_delete_lock
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
+from stages.training import handoff
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.schedule import ScheduleParams, lr_ratio
 
@@ -87,6 +89,22 @@ def describe(params: TrainParams) -> Run:
         num_rows=train.num_rows,
         seq_length=train.seq_length,
     )
+
+
+def read_run() -> tuple[Run, TrainRuntime]:
+    """What to train: what the launcher has read, or without one what is in params.yaml now.
+
+    Raises:
+        StageError: the code, the tokens or the model are not those that the launcher has read.
+    """
+    launch = handoff.received()
+    if launch is None:
+        return describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
+    run = describe(launch.params)
+    if lines := differences(launch.identity, run.identity):
+        reasons = "\n".join(lines)
+        raise StageError(f"the files have changed since the launch (there): launch the training again\n{reasons}")
+    return run, launch.runtime
 
 
 def start_over(run: Run) -> None:

@@ -42,7 +42,7 @@ def num_nodes(runtime: TrainRuntime) -> int | None:
     is_allocated = "SLURM_JOB_ID" in os.environ
     allocated = int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) if is_allocated else 1
     wanted = runtime.num_nodes or allocated
-    if runtime.launcher == "torchrun" or (runtime.launcher == "auto" and wanted == 1):
+    if runtime.launcher == "torchrun" or (runtime.launcher != "srun" and wanted == 1):
         if (runtime.num_nodes or 1) > 1:
             raise StageError(
                 f"runtime.num_nodes is {wanted}, but launcher torchrun starts the ranks of one machine: use srun"
