@@ -13,7 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from stages.artifacts.history import HISTORY, History
 from stages.artifacts.identity import Adoption
 from stages.checkpointing import layout, retention
 from stages.checkpointing.layout import FORMAT, CheckpointManifest, latest_valid, list_checkpoints, step_name
-from stages.checkpointing.lock import rank_lock, read_lock
+from stages.checkpointing.lock import rank_lock, read_lock, writer_lock
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.tokens.attention_names import NEED_LENGTHS
 from stages.tokens.document_mask import choose_attention
@@ -79,6 +79,7 @@ from stages.training.signals import INTERRUPTED, StopSignal
 from stages.training.start_line import start_line
 from stages.training.state import Cost, TrainState
 from stages.training.step import StepResult, UnreadStep, train_step, validation_loss
+from stages.training.store_watchdog import watched
 from stages.training.timers import Timers, memory_gib
 from stages.training.torch_errors import explain_torch_errors
 from stages.training.verification import find_damaged
@@ -383,6 +384,8 @@ def main() -> None:
     command.parser(__doc__).parse_args()
     if handoff.LAUNCHER in os.environ:  # a rank whose launcher is gone must not write: the next launch may have started
         process.die_with_parent(signal.SIGKILL, int(os.environ[handoff.LAUNCHER]))
+    else:  # started by another launcher: rank 0 has the lock itself, so there is time to save
+        process.die_with_parent(signal.SIGTERM)
     stop_signal = StopSignal()  # early: a signal that came since the launcher blocked them is delivered here
     try:
         is_finished = train(stop_signal)
@@ -399,6 +402,12 @@ def main() -> None:
 
 def train(stop_signal: StopSignal) -> bool:
     """Train as one of the ranks; False where a signal asked to stop before the last step."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    if missing := [name for name in names if name not in os.environ]:
+        raise StageError(
+            f"{', '.join(missing)} must be set, as torchrun does: `python -m stages.launch` starts the ranks, also "
+            "on several nodes of Slurm"
+        )
     # Before the process group come the errors that every rank finds by itself: none waits for another that has ended.
     run, runtime = read_run()
     set_environment(run.params)
@@ -416,16 +425,30 @@ def train(stop_signal: StopSignal) -> bool:
     heartbeat = Heartbeat(rank)
     with (
         # Outermost: held until the process group has ended and the last checkpoint is published.
-        rank_lock(run.directory),
+        ExitStack() as locks,
         process_group(runtime.timeout_minutes),
         explain_out_of_memory(run.params, rank, world_size),
         explain_torch_errors(),
     ):
         refuse_different_ranks(run, runtime)  # before the mesh, which each rank makes from its own parameters
-        mesh = device_mesh(mesh_shape, runtime.timeout_minutes)
-        trainer = Trainer(run, runtime, mesh, stop_signal, heartbeat)
-        with closing(trainer.tracker):
-            return trainer.train()
+        run_on_rank0(lambda: refuse_second_training(run, locks))
+        locks.enter_context(rank_lock(run.directory))
+        # A launcher reads the notes of its ranks in a directory.
+        with nullcontext() if handoff.DIRECTORY in os.environ else watched(heartbeat, runtime):
+            mesh = device_mesh(mesh_shape, runtime.timeout_minutes)
+            trainer = Trainer(run, runtime, mesh, stop_signal, heartbeat)
+            with closing(trainer.tracker):
+                return trainer.train()
+
+
+def refuse_second_training(run: Run, locks: ExitStack) -> None:
+    """Lock the directory of a run, unless a launcher of ours has done so. Called on rank 0 alone.
+
+    Raises:
+        StageError: another training writes into it.
+    """
+    if handoff.LAUNCHER not in os.environ:
+        locks.enter_context(writer_lock(run.directory, print_line))
 
 
 def refuse_different_ranks(run: Run, runtime: TrainRuntime) -> None:

@@ -35,8 +35,8 @@ class Ranks:
         )  # fmt: skip
         self._is_running = False
 
-    def start(self, project: Project, faults: str = "", world_size: int = 2, **environment: str) -> list[int]:
-        """Start a training, and return the ids of its processes."""
+    def start(self, project: Project, faults: str = "", world_size: int = 2, **environment: str | None) -> list[int]:
+        """Start a training, and return the ids of its processes. A variable of value None is not set."""
         if self._is_running:  # a test ran out of time: its answer would be taken for the next one's
             self.close()
             self._start_server()
@@ -97,8 +97,9 @@ def _fork(request: dict[str, Any], rank: int, directory: str) -> int:
     try:
         os.chdir(request["directory"])
         size = str(request["world_size"])
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
                        DIRECTORY: directory, **request["environment"]}  # fmt: skip
+        os.environ |= {name: value for name, value in environment.items() if value is not None}
         descriptor = os.open(request["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         for standard in (1, 2):
             os.dup2(descriptor, standard)

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Protocol
@@ -31,7 +31,8 @@ class Heartbeat:
     """What this rank is doing now, for the watchdog and for the log of a `debug` run. A note costs microseconds."""
 
     def __init__(self, rank: int) -> None:
-        self._count = 0
+        self.number, self.activity = 0, "start"
+        """How many notes there were, and the newest one."""
         self._file = None
         if DIRECTORY in os.environ:
             self._file = (Path(os.environ[DIRECTORY]) / f"{_FILE}{rank}").open("wb", buffering=0)
@@ -39,10 +40,10 @@ class Heartbeat:
 
     def note(self, activity: str) -> None:
         """This rank starts another activity."""
-        self._count += 1
+        self.number, self.activity = self.number + 1, activity
         _LOG.debug(activity)
         if self._file is not None:
-            note = f"{os.getpid()} {self._count} {activity}".encode()[:_MAX_BYTES]
+            note = f"{os.getpid()} {self.number} {activity}".encode()[:_MAX_BYTES]
             # One write of a fixed length at offset 0: the watchdog never reads a mix of two notes.
             os.pwrite(self._file.fileno(), note.ljust(_MAX_BYTES), 0)
 
@@ -98,14 +99,18 @@ class Watchdog:
         limit: Seconds. Only the time in which this process runs counts: suspending the whole training (SIGSTOP to the
             process group, a laptop that sleeps) does not end it.
         dump_stacks: Whether to send SIGUSR2 first, at which ranks of a `debug` run write their stacks to their logs.
+        report: Called with `hang` before the ranks are killed.
     """
 
-    def __init__(self, ranks: Ranks, limit: float, dump_stacks: bool) -> None:
+    def __init__(
+        self, ranks: Ranks, limit: float, dump_stacks: bool, report: Callable[[str], None] = lambda _: None
+    ) -> None:
         self.hang: str | None = None
         """Which rank hung, and where; None as long as none did."""
         self._ranks = ranks
         self._limit = limit
         self._dump_stacks = dump_stacks
+        self._report = report
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -128,6 +133,7 @@ class Watchdog:
             idle = {key: idle.get(key, -interval) + interval for key in keys}
             if idle and max(idle.values()) >= self._limit:
                 self.hang = _describe(notes, max(idle.values()))
+                self._report(self.hang)
                 if self._dump_stacks:
                     self._ranks.send(signal.SIGUSR2)
                     time.sleep(1)  # for faulthandler to write
