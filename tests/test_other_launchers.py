@@ -63,8 +63,8 @@ def test_rank_0_names_a_rank_that_hangs_and_ends_all(fresh: Given, ranks: Ranks)
 def test_a_rank_without_the_environment_is_one_clear_error(training: Project) -> None:
     output = training.run("python", "-m", "stages.train", status=2, RANK="0")
     assert output == (
-        "error: LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE must be set, as torchrun does: `python -m stages.launch` starts "
-        "the ranks, also on several nodes of Slurm\n"
+        "error: LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE must be set, as torchrun does: `python -m stages.launch` "
+        "starts the ranks, also on several nodes of Slurm\n"
     )
 
 
@@ -78,6 +78,7 @@ def test_ranks_whose_launcher_is_killed_save_and_end(fresh: Given, ranks: Ranks)
     started = psutil.Process(process.pid).children(recursive=True)
     assert len(started) == 2
     process.kill()
+    process.communicate()
     wait_for(lambda: not any(map(is_alive, started)))
     assert re.search("resuming from step [567] of 12", ranks.run(project))
     assert result(project) == reference
