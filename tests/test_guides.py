@@ -1,0 +1,29 @@
+"""Run the commands of docs/fsdp.md and docs/troubleshooting.md, with a small model in place of theirs."""
+
+import re
+
+import pytest
+
+from tests.project import REPO, Project
+
+REPLACED = {
+    r"meta-llama/Llama-3.1-\w+": "models/nano",
+    "--ranks 32": "--ranks 4",
+    "--seq-length 4096": "--seq-length 16",
+    "--gpu-memory-gb 80": "--gpu-memory-gb 0.001",
+    "max_steps=20": "max_steps=2",
+    r"\[10,12\]": "[1,2]",
+}
+NEEDS_NETWORK = "hf download"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", ["docs/fsdp.md", "docs/troubleshooting.md"])
+def test_the_commands_of_a_guide_run(reproduced: Project, document: str) -> None:
+    commands = re.findall(r"^\$ (.*?)(?:  +#.*)?$", (REPO / document).read_text(), re.MULTILINE)
+    assert len(commands) > 5
+    for command in commands:
+        if NEEDS_NETWORK not in command:
+            for text, other in REPLACED.items():
+                command = re.sub(text, other, command)
+            reproduced.run("bash", "-c", command)
