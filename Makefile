@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup repro test slow faults slurm-test gpu check deps lock
+.PHONY: help setup repro test slow faults slurm slurm-test gpu check deps lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -25,11 +25,10 @@ slow: setup ## Run the slow tests: whole pipelines, large inputs
 faults: setup ## Test all faults of docs/faults.md, at every step and every file
 	$(PY) -m pytest -n 2 tests/test_checkpoints.py tests/test_resume.py tests/test_launch.py tests/test_faults.py
 
-slurm-test: setup ## Test slurm/ on a Slurm cluster of two nodes on this machine; as root on Debian it installs Slurm
-	@if [ -z "$$(command -v sbatch)" ] && [ "$$(id -u)" = 0 ] && [ -n "$$(command -v apt-get)" ]; then \
-		apt-get install -qq --no-install-recommends slurm-wlm munge || \
-			echo "slurm-test: apt-get cannot install slurm-wlm and munge here" >&2; \
-	fi
+slurm: ## Install Slurm for the tests of slurm/, as root on Debian
+	@scripts/slurm.sh
+
+slurm-test: setup slurm ## Test slurm/ on a Slurm cluster of two nodes, which starts and ends with the tests
 	$(PY) -m pytest tests/slurm
 
 # Without `setup`, which may not be able to install anything there: it also runs with a torch that the machine provides.

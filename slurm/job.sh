@@ -23,9 +23,8 @@ flock --timeout 60 9 || fail "job $(< .dvc/tmp/job.lock) runs in $PWD; \
 submit this one with --dependency=afterany:$(< .dvc/tmp/job.lock), or from another clone"
 echo "$SLURM_JOB_ID" > .dvc/tmp/job.lock
 
-errors=$(mktemp)
 finish() {
-    rm -f "$errors" .dvc/tmp/dask-"$SLURM_JOB_ID".json
+    rm -f .dvc/tmp/dask-"$SLURM_JOB_ID".json
     # shellcheck disable=SC2046 # several processes
     kill $(jobs -p) 2> /dev/null || true
 }
@@ -56,7 +55,7 @@ stop() {
     local stage='' last=''
     stopped=1
     while [[ -n $dvc ]] && kill -0 "$dvc" 2> /dev/null; do
-        stage=$(pgrep --parent "$dvc") || true
+        stage=$(pgrep --parent "$dvc" --full -- '-m stages\.') || true # not git, which would leave its locks
         if [[ $stage != "$last" ]]; then
             last=$stage
             # shellcheck disable=SC2086 # several processes
@@ -85,26 +84,24 @@ run_dvc() {
 
 # Run a command whose children are stages, and end with its exit status, or start again where it was interrupted.
 run() {
-    local status=0
+    local status=0 printed
     echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $((restarts + 1)): $*"
 
-    # tee ignores the signals that Slurm sends to all processes of the script: DVC is to finish its message.
-    exec 8> >(trap '' INT TERM USR1 && exec tee "$errors" >&2)
-    local tee=$!
-    "$@" 2>&8 8>&- & # in the background, because bash runs a trap only between commands, or while it waits
+    printed=$(stat --dereference --format=%s /dev/stderr) # the log may have the messages of earlier starts, too
+    "$@" & # in the background, because bash runs a trap only between commands, or while it waits
     dvc=$!
-    exec 8>&-
     [[ -z $stopped ]] || stop # the signal came earlier
+    wait "$dvc" || true   # until it ends, or until `stop` has stopped it
     wait "$dvc" || status=$?
     # Slurm may have killed DVC, too. The stage notices that, and needs a while to save: were this script to end now,
     # Slurm would kill the stage.
     while pgrep --pgroup 0 --full -- '-m stages\.' > /dev/null; do sleep 0.5; done
-    timeout 5 tail --pid="$tee" --follow /dev/null || true # until everything is in the file
 
     ((status)) || return 0
     # 75: all ranks have saved, because of a signal that only they received. The launcher notices that a node is lost
     # long before Slurm does, which would start the job again by itself.
-    if [[ -n $stopped || $status == 75 ]] || grep -Eq 'exited with 75|^error: node .* was lost' "$errors"; then
+    if [[ -n $stopped || $status == 75 ]] ||
+        grep -Eq 'exited with 75|^error: node .* was lost' <(tail -c +$((printed + 1)) /dev/stderr); then
         continue_later
     fi
     exit "$status"
@@ -112,19 +109,13 @@ run() {
 
 # Have Slurm start the job again. Exits with 75 (try again), for a Slurm whose RequeueExit lists it.
 continue_later() {
-    # After scancel the job is no longer RUNNING, and must not come back. (No state: there is no squeue, in a container.)
-    [[ $(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T 2> /dev/null || echo RUNNING) == RUNNING ]] || return 0
     if ((restarts >= max_restarts)); then
         echo "job $SLURM_JOB_ID was interrupted, but MAX_RESTARTS is $max_restarts: submit it again to continue" >&2
         return 0
     fi
-    echo "job $SLURM_JOB_ID was interrupted: it goes back into the queue, and continues when Slurm starts it again"
-    # A script that exits while Slurm is still putting its job back counts as failed: ignore the SIGTERM of the requeue.
-    trap '' TERM USR1
-    if scontrol requeue "$SLURM_JOB_ID"; then
-        sleep 10
-    else
-        echo "error: it cannot: submit it again to continue" >&2
-    fi
+    echo "job $SLURM_JOB_ID was interrupted: Slurm starts it again, unless it was cancelled"
+    trap '' TERM USR1 # Slurm signals what is left of the last start, scontrol too, before scontrol has its answer
+    # incomplete: a job that was cancelled does not come back, and one that was requeued needs nothing more.
+    scontrol requeue incomplete "$SLURM_JOB_ID" || echo "error: it cannot: submit it again to continue" >&2
     exit 75
 }

@@ -26,12 +26,15 @@ def start_line(params: TrainParams, mesh: DeviceMesh) -> str:
     strategy = "none" if num_ranks == 1 else "ddp" if size == 1 else f"fsdp {fsdp.sharding_strategy}"
     if 1 < size < num_ranks:
         strategy += f" in groups of {size}"
+    passes = params.grad_accum_steps(num_ranks)
+    batch = f"{params.total_batch_size} = {num_ranks} x {params.batch_size} rows x {passes} passes"
     chosen = {
         f"precision {params.precision}": True,
         "TF32": params.tf32 and mesh.device_type == "cuda",
         f"attention {params.attention}": True,
         f"loss {params.loss}": True,
         f"strategy {strategy}": True,
+        f"batch {batch}": True,
         "CPU offload": fsdp.cpu_offload,
         f"optimizer {params.optimizer}": params.optimizer != "adamw",
         f"activation checkpointing {params.activation_checkpointing}": params.activation_checkpointing != "none",

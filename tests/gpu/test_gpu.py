@@ -234,8 +234,8 @@ def test_a_deterministic_training_that_was_killed_continues_to_the_same_bits(
     undisturbed = training.copy(training.path.with_name("undisturbed"))
     output = train(undisturbed)
     assert re.search(
-        r"^training with 1 rank \(NVIDIA .*\): precision bf16, attention .*, strategy none, activation checkpointing "
-        r"selective_op, (compiled, )?deterministic, memory ",
+        r"^training with 1 rank \(NVIDIA .*\): precision bf16, attention .*, strategy none, batch 8 = 1 x .*, "
+        r"activation checkpointing selective_op, (compiled, )?deterministic, memory ",
         output,
         re.M,
     )

@@ -6,20 +6,19 @@ By hand, as root, until Ctrl-C:
 """
 
 import os
+import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from stages.artifacts.process import die_with_parent
-from tests.project import wait_for
+from tests.project import REPO, wait_for
 
 NODES = ("n1", "n2")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
@@ -80,28 +79,31 @@ class Cluster:
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> "Cluster":
-        with ExitStack() as stack:
-            # Directly below /tmp: the path of a socket has at most 107 bytes.
-            self.directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp")))
-            self.conf = self.directory / "slurm.conf"
-            self.env = {**os.environ, "SLURM_CONF": str(self.conf)}
-            stack.callback(self._stop)
+        # Directly below /tmp: the path of a socket has at most 107 bytes.
+        self.directory = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+        # Another process, which clears up however this one ends.
+        guard = [sys.executable, "-m", "tests.slurm.cluster", str(self.directory)]
+        self._guard = subprocess.Popen(guard, cwd=REPO, stdin=subprocess.PIPE, start_new_session=True)
+        self.conf = self.directory / "slurm.conf"
+        self.env = {**os.environ, "SLURM_CONF": str(self.conf)}
+        try:
             self._start()
-            self._stack = stack.pop_all()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._guard.communicate()
+        for daemon in self.daemons.values():
+            daemon.wait()
 
     def _start(self) -> None:
         self.directory.chmod(0o755)
         for name in ("state", *NODES):
             (self.directory / name).mkdir()
-        with ExitStack() as stack:  # all at once, or two of them could be the same
-            probes = [stack.enter_context(socket.socket()) for _ in ("slurmctld", *NODES)]
-            for probe in probes:
-                probe.bind(("127.0.0.1", 0))
-            controller, *ports = (probe.getsockname()[1] for probe in probes)
+        # Below those that the kernel gives to connections: another process may get one of these at any time.
+        controller, *ports = random.sample(range(10_000, 30_000), 1 + len(NODES))
         lines = [_CONF.format(directory=self.directory, controller=controller)]
         for name, port in zip(NODES, ports, strict=True):
             # Slurm knows the name of the node, and the machine knows localhost.
@@ -136,8 +138,7 @@ class Cluster:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                start_new_session=True,  # Ctrl-C is for pytest, which stops them in order
-                preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+                start_new_session=True,  # Ctrl-C is for pytest
             )
 
     def start_node(self, node: str) -> None:
@@ -149,7 +150,7 @@ class Cluster:
         daemon = self.daemons.pop(node)
         daemon.kill()
         daemon.wait()
-        for process in self.processes(node):
+        for process in _processes(self.directory, node):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -185,41 +186,28 @@ class Cluster:
     def wait(self, job: str, *states: str, seconds: float = 200) -> dict[str, str]:
         """Wait until a job has ended, or until it is in one of `states`; returns its fields.
 
-        Slurm lets a job that was requeued wait for two minutes; here it starts at once.
+        Slurm lets a job that was requeued wait for two minutes, until no credential of its last start is valid; here it
+        starts after two seconds. (Within the second in which it was killed, a slurmd takes the new start for the old
+        one: "Job credential revoked", and the job fails.)
         """
         wanted = set(states) or ENDED
         end = time.monotonic() + seconds
+        hurried = ""
         while (fields := self.job(job))["JobState"] not in wanted:
             log = Path(fields.get("StdOut", os.devnull))
             printed = log.read_text() if log.is_file() else ""
             assert time.monotonic() < end, f"{fields}\n{printed}"
             assert fields["JobState"] not in ENDED, f"{fields}\n{printed}"
-            if fields["JobState"] == "PENDING" and fields["Reason"] == "BeginTime":
-                self.run(["scontrol", "update", f"JobId={job}", "StartTime=now"])
+            if fields["JobState"] == "PENDING" and fields["Reason"] == "BeginTime" and fields["Restarts"] != hurried:
+                hurried = fields["Restarts"]
+                self.run(["scontrol", "update", f"JobId={job}", "StartTime=now+2"])
             time.sleep(0.2)
         return fields
-
-    def processes(self, node: str | None = None) -> list[psutil.Process]:
-        """What runs with the settings of this cluster: its daemons, and the jobs; of one node, or of all."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                environment, directory = process.environ(), Path(process.cwd())
-                # A slurmstepd overwrites its environment with its title, but stays in the directory of its slurmd.
-                if environment.get("SLURM_CONF") == str(self.conf):
-                    its_node = environment.get("SLURMD_NODENAME")
-                elif directory.parent == self.directory:
-                    its_node = directory.name
-                else:
-                    continue
-                if node in (None, its_node) and process.pid != os.getpid():
-                    found.append(process)
-        return found
 
     def tasks(self, job: str) -> list[psutil.Process]:
         """The processes of a job on all nodes."""
         found = []
-        for process in self.processes():
+        for process in _processes(self.directory):
             with suppress(psutil.Error):
                 if process.environ().get("SLURM_JOB_ID") == job and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
@@ -235,18 +223,35 @@ class Cluster:
         files = sorted([*self.directory.glob("*.log"), *self.directory.glob("*.out")])
         return [f"== {file.name}\n{file.read_text(errors='replace')[-4000:]}" for file in files]
 
-    def _stop(self) -> None:
-        # A job may ignore SIGTERM, and a slurmstepd leaves its slurmd: what is left is found by its environment.
-        for daemon in self.daemons.values():
-            daemon.kill()
-        for daemon in self.daemons.values():
-            daemon.wait()
-        end = time.monotonic() + 10
-        while (left := self.processes()) and time.monotonic() < end:
-            for process in left:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(left, timeout=1)
+
+def _processes(directory: Path, node: str | None = None) -> list[psutil.Process]:
+    """What runs of the cluster in a directory: its daemons, and the jobs; of one node, or of all."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            environment, current = process.environ(), Path(process.cwd())
+            # A slurmstepd overwrites its environment with its title, but stays in the directory of its slurmd.
+            if environment.get("SLURM_CONF") == str(directory / "slurm.conf"):
+                its_node = environment.get("SLURMD_NODENAME")
+            elif current.parent == directory:
+                its_node = current.name
+            else:
+                continue
+            if node in (None, its_node) and process.pid != os.getpid():
+                found.append(process)
+    return found
+
+
+def _clear_up(directory: Path) -> None:
+    """End everything that runs of a cluster, and delete its directory."""
+    end = time.monotonic() + 10
+    # A job may ignore SIGTERM, and a slurmstepd leaves its slurmd. A process may start others until it is killed.
+    while (left := _processes(directory)) and time.monotonic() < end:
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=1)
+    shutil.rmtree(directory)
 
 
 def _which(name: str) -> str | None:
@@ -254,6 +259,10 @@ def _which(name: str) -> str | None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:  # the guard of a cluster
+        sys.stdin.read()
+        _clear_up(Path(sys.argv[1]))
+        sys.exit()
     if reason := missing():
         sys.exit(f"error: {reason}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -10,16 +10,16 @@ from tests.slurm.cluster import Cluster, missing
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this directory: `make test` deselects them, as they need Slurm and minutes."""
+    """Skip the tests of this directory where there can be no cluster; the summary of pytest names the reason."""
     reason = missing()
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.skipif(bool(reason), reason=reason))
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
+    """The cluster of this worker of pytest-xdist."""
     with Cluster() as cluster:
         yield cluster
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from stages.training.state import STATE, TrainState
 from tests.faults import environment
 from tests.project import BIN, Project, wait_for
-from tests.slurm.cluster import Cluster
-from tests.trainings import steps, weights
+from tests.ranks import Ranks
+from tests.slurm.cluster import NODES, Cluster
+from tests.trainings import newest_checkpoint, steps, weights
 
-ENVIRONMENT = {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-"""The test projects have no .venv."""
+TRAIN = ("slurm/train.sbatch", "-S", "seed=1")
 
 
 def slow(num_steps: int) -> dict[str, str]:
@@ -21,8 +22,28 @@ def slow(num_steps: int) -> dict[str, str]:
     return environment("\n".join(f"delay rank 1 at step {step}" for step in range(3, 3 + num_steps)))
 
 
+def submit(cluster: Cluster, project: Project, *arguments: str, ranks: int = 1, **variables: str) -> str:
+    """Submit a job with so many ranks on each node. The test projects have no .venv."""
+    variables |= {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    return cluster.submit(*arguments, cwd=project.path, PIPELINE_RUNTIME=f"{{nproc_per_node: {ranks}}}", **variables)
+
+
 def log(fields: dict[str, str]) -> str:
     return Path(fields["StdOut"]).read_text()
+
+
+LOST = (1, 2)
+"""How often a job whose node was lost may start again. Once is enough. But Slurm repeats the order to end the job,
+which the lost node did not confirm, a minute later, and may hit the next start, which here follows within seconds."""
+
+
+def completed(cluster: Cluster, job: str, *restarts: int) -> str:
+    """Wait until a job has ended, after none or one of `restarts`; returns its log."""
+    fields = cluster.wait(job)
+    assert fields["JobState"] == "COMPLETED", log(fields)
+    assert int(fields["Restarts"]) in (restarts or (0,)), log(fields)
+    wait_for(lambda: not cluster.tasks(job))
+    return log(fields)
 
 
 def requeue(cluster: Cluster, job: str) -> None:
@@ -38,6 +59,32 @@ def signal_launcher(cluster: Cluster, job: str) -> None:
     launcher.terminate()
 
 
+def test_two_nodes_train_what_two_local_ranks_do(
+    cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
+) -> None:
+    reproduced.set(seed=1)
+    output = completed(cluster, submit(cluster, reproduced, "--nodes=2", "slurm/train.sbatch"))
+    assert "training with 2 ranks on 2 nodes" in output
+    assert weights(reproduced) == uninterrupted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "groups"), [("FULL_SHARD", None), ("HYBRID_SHARD", 2)])
+def test_two_nodes_with_two_ranks_each_train_what_four_local_ranks_do(
+    cluster: Cluster, reproduced: Project, ranks: Ranks, tmp_path: Path, strategy: str, groups: int | None
+) -> None:
+    reproduced.set(seed=1, batch_size=1, fsdp={"sharding_strategy": strategy})
+    local = reproduced.copy(tmp_path / "local")
+    local.set(fsdp={"size": groups})
+    ranks.run(local, world_size=4)
+    job = submit(cluster, reproduced, "--nodes=2", "slurm/train.sbatch", ranks=2)
+    assert "training with 4 ranks on 2 nodes" in completed(cluster, job)
+    assert weights(reproduced) == weights(local)
+    again = completed(cluster, submit(cluster, reproduced, "--nodes=2", "slurm/train.sbatch", ranks=2))
+    assert "Stage 'train' didn't change, skipping" in again
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nodes", "interrupt"),
     [(1, requeue), (1, signal_script), (1, signal_launcher), (2, requeue), (2, signal_script), (2, signal_launcher)],
@@ -50,55 +97,151 @@ def test_a_training_that_is_interrupted_ends_with_the_same_weights(
     interrupt: Callable[[Cluster, str], None],
 ) -> None:
     """Those of two ranks, which are on one node or on two."""
-    variables = {"PIPELINE_RUNTIME": f"{{nproc_per_node: {2 // nodes}}}", **ENVIRONMENT, **slow(4)}
-    job = cluster.submit(f"--nodes={nodes}", "slurm/train.sbatch", "-S", "seed=1", cwd=reproduced.path, **variables)
+    job = submit(cluster, reproduced, f"--nodes={nodes}", *TRAIN, ranks=2 // nodes, **slow(4))
     wait_for(lambda: steps(reproduced, seed=1), 120)
     interrupt(cluster, job)
-    fields = cluster.wait(job)
-    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), log(fields)
-    assert re.search(r"interrupted: step-\d+ is saved.*resuming from step", log(fields), re.S), log(fields)
+    output = completed(cluster, job, 1)
+    assert re.search(r"interrupted: step-\d+ is saved.*resuming from step", output, re.S), output
     assert weights(reproduced) == uninterrupted
-    assert not cluster.tasks(job)
 
 
-def test_a_training_whose_node_is_lost_continues_on_others(
-    cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
+@pytest.mark.slow
+@pytest.mark.parametrize("node", NODES)
+def test_a_training_whose_node_is_lost_continues_when_there_are_enough_nodes(
+    cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str], node: str
 ) -> None:
-    variables = {"PIPELINE_RUNTIME": "{nproc_per_node: 1}", **ENVIRONMENT, **slow(4)}
-    job = cluster.submit("--nodes=2", "slurm/train.sbatch", "-S", "seed=1", cwd=reproduced.path, **variables)
+    """The node of the launcher, which Slurm itself must notice, or another one, which the launcher notices."""
+    job = submit(cluster, reproduced, "--nodes=2", *TRAIN, **slow(4))
     wait_for(lambda: steps(reproduced, seed=1), 120)
-    cluster.kill_node("n2")
+    cluster.kill_node(node)
     try:
         cluster.wait(job, "PENDING")
     finally:
-        cluster.start_node("n2")
-    fields = cluster.wait(job, seconds=200)
-    assert fields["JobState"] == "COMPLETED", log(fields)
+        cluster.start_node(node)
+    output = completed(cluster, job, *LOST)
+    assert "resuming from step" in output
+    assert ("node n2 was lost" in output) == (node == "n2")
     assert weights(reproduced) == uninterrupted
 
 
+@pytest.mark.slow
+def test_a_training_whose_node_stays_lost_continues_on_another(
+    cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
+) -> None:
+    job = submit(cluster, reproduced, *TRAIN, ranks=2, **slow(4))
+    wait_for(lambda: steps(reproduced, seed=1), 120)
+    lost = cluster.job(job)["NodeList"]
+    cluster.kill_node(lost)
+    try:
+        assert "resuming from step" in completed(cluster, job, *LOST)
+    finally:
+        cluster.start_node(lost)
+    assert {lost, cluster.job(job)["NodeList"]} == set(NODES)
+    assert weights(reproduced) == uninterrupted
+
+
+@pytest.mark.slow
 def test_a_training_longer_than_its_time_limit_ends_with_the_same_weights(
     cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
 ) -> None:
     # Slurm looks every half minute, and sends the signal up to half a minute early: here after 10 to 40 seconds.
-    limit = ("--time=1", "--signal=B:USR1@20")
-    job = cluster.submit(*limit, "slurm/train.sbatch", "-S", "seed=1", cwd=reproduced.path, **ENVIRONMENT, **slow(9))
+    job = submit(cluster, reproduced, "--time=1", "--signal=B:USR1@20", *TRAIN, ranks=2, **slow(9))
     cluster.wait(job, "RUNNING")
     cluster.wait(job, "PENDING")
     cluster.run(["scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED"])  # the start alone may need half a minute
-    fields = cluster.wait(job, seconds=200)
-    assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "1"), log(fields)
+    completed(cluster, job, 1)
     assert weights(reproduced) == uninterrupted
 
 
+@pytest.mark.slow
+def test_a_cancelled_training_leaves_nothing_that_hinders_the_next_job(
+    cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
+) -> None:
+    job = submit(cluster, reproduced, "--nodes=2", *TRAIN, **slow(4))
+    wait_for(lambda: steps(reproduced, seed=1), 120)
+    cluster.run(["scancel", job])
+    following = submit(cluster, reproduced, "--nodes=2", *TRAIN)  # while the first one saves
+    assert cluster.wait(job)["JobState"] == "CANCELLED"
+    wait_for(lambda: not cluster.tasks(job))
+    assert "resuming from step" in completed(cluster, following)
+    assert weights(reproduced) == uninterrupted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_then", [2, 1])
+def test_a_training_continues_on_another_number_of_nodes_and_ranks(
+    cluster: Cluster,
+    reproduced: Project,
+    uninterrupted: dict[str, str],
+    ranks: Ranks,
+    tmp_path: Path,
+    ranks_then: int,
+) -> None:
+    job = submit(cluster, reproduced, "--nodes=2", *TRAIN, MAX_RESTARTS="0", **slow(4))
+    wait_for(lambda: steps(reproduced, seed=1), 120)
+    signal_script(cluster, job)
+    assert "MAX_RESTARTS is 0: submit it again to continue" in log(cluster.wait(job))
+    output = completed(cluster, submit(cluster, reproduced, *TRAIN, ranks=ranks_then))
+    assert "resuming from step" in output
+    assert f"training with {ranks_then} rank" in output
+    if ranks_then == 2:
+        assert weights(reproduced) == uninterrupted
+        return
+    local = reproduced.copy(tmp_path / "local")
+    local.set(seed=1, experiment_name="local")
+    ranks.run(local)
+    [last] = local.path.glob("outputs/local/checkpoints/*/step-00000012")
+    losses = [TrainState.read(path / STATE).metrics.loss for path in (newest_checkpoint(reproduced, 12), last)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_jobs_of_two_clones_share_the_nodes(
+    cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str], ranks: Ranks, tmp_path: Path
+) -> None:
+    clone, local = (reproduced.copy(tmp_path / name) for name in ("clone", "local"))
+    for project in (clone, local):
+        project.set(seed=2)
+    ranks.run(local)
+    jobs = [submit(cluster, reproduced, "--nodes=2", *TRAIN, **slow(4)),
+            submit(cluster, clone, "--nodes=2", "slurm/train.sbatch", **slow(4))]  # fmt: skip
+    wait_for(lambda: steps(reproduced, seed=1) and steps(clone, seed=2), 200)
+    assert [cluster.job(job)["JobState"] for job in jobs] == ["RUNNING", "RUNNING"]
+    for job in jobs:
+        completed(cluster, job)
+    assert (weights(reproduced), weights(clone)) == (uninterrupted, weights(local))
+
+
+@pytest.mark.slow
+def test_the_accumulation_follows_from_the_ranks_and_the_total_stays(
+    cluster: Cluster, reproduced: Project, ranks: Ranks, tmp_path: Path
+) -> None:
+    local = reproduced.copy(tmp_path / "local")
+    local.set(total_batch_size=16, batch_size=8)
+    ranks.run(local)
+    variables = {"TOTAL_BATCH_SIZE": "16", "BATCH_SIZE_PER_DEVICE": "8"}
+    output = completed(cluster, submit(cluster, reproduced, "--nodes=2", "slurm/train.sbatch", **variables))
+    assert "batch 16 = 2 x 8 rows x 1 passes" in output
+    assert weights(reproduced, 6) == weights(local, 6)
+    variables["LEARNING_RATE"] = "1e-4"  # another run
+    output = completed(cluster, submit(cluster, reproduced, "slurm/train.sbatch", **variables))
+    assert "batch 16 = 1 x 8 rows x 2 passes" in output
+    fields = cluster.wait(
+        submit(cluster, reproduced, "--nodes=2", "slurm/train.sbatch", **variables | {"BATCH_SIZE_PER_DEVICE": "3"})
+    )
+    assert fields["JobState"] == "FAILED"
+    expected = "\nerror: total_batch_size 16 is not a multiple of batch_size 3 x 2 ranks: use total_batch_size 12 or 18"
+    assert expected in log(fields)
+    assert log(fields).count("error:") == 1
+    assert "Traceback" not in log(fields)
+
+
+@pytest.mark.slow
 def test_a_pipeline_uses_all_nodes_for_data_and_training(
     cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
 ) -> None:
-    variables = {"PIPELINE_RUNTIME": "{nproc_per_node: 1}", **ENVIRONMENT}
-    job = cluster.submit("--nodes=2", "slurm/pipeline.sbatch", "-S", "seed=1", cwd=reproduced.path, **variables)
-    fields = cluster.wait(job, seconds=250)
-    assert fields["JobState"] == "COMPLETED", log(fields)
-    assert "on 2 nodes" in log(fields)
+    reproduced.set(seed=1)
+    job = submit(cluster, reproduced, "--nodes=2", "slurm/pipeline.sbatch")
+    assert "on 2 nodes" in completed(cluster, job)
     assert weights(reproduced) == uninterrupted
     assert reproduced.json("outputs/metrics.json")["validation_loss"]
-    wait_for(lambda: not cluster.tasks(job))

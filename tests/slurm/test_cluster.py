@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.project import REPO, wait_for
 from tests.slurm.cluster import NODES, Cluster
@@ -20,6 +21,7 @@ def test_a_job_runs_a_task_on_each_node(cluster: Cluster, tmp_path: Path) -> Non
     assert sorted(Path(fields["StdOut"]).read_text().split()) == list(NODES)
 
 
+@pytest.mark.slow
 def test_scancel_ends_the_tasks_of_all_nodes(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit("--nodes=2", "--ntasks-per-node=1", "--wrap", "srun sleep 300", cwd=tmp_path)
     wait_for(lambda: sum(task.name() == "sleep" for task in cluster.tasks(job)) == 2)
@@ -28,6 +30,7 @@ def test_scancel_ends_the_tasks_of_all_nodes(cluster: Cluster, tmp_path: Path) -
     wait_for(lambda: not cluster.tasks(job))
 
 
+@pytest.mark.slow
 def test_a_requeued_job_starts_again_and_counts(cluster: Cluster, tmp_path: Path) -> None:
     script = 'echo start ${SLURM_RESTART_COUNT:-0}; [ "${SLURM_RESTART_COUNT:-0}" = 1 ] || sleep 300'
     job = cluster.submit("--requeue", "--open-mode=append", "--wrap", script, cwd=tmp_path)
@@ -39,6 +42,7 @@ def test_a_requeued_job_starts_again_and_counts(cluster: Cluster, tmp_path: Path
     assert log.read_text().endswith("start 1\n")
 
 
+@pytest.mark.slow
 def test_the_signal_before_the_time_limit_reaches_the_script(cluster: Cluster, tmp_path: Path) -> None:
     script = "trap 'echo signal; exit 3' USR1; sleep 300 & wait"
     # Slurm looks at limits every half minute, so it sends the signal up to a minute early: at once, with one minute.
@@ -47,7 +51,9 @@ def test_the_signal_before_the_time_limit_reaches_the_script(cluster: Cluster, t
     assert (fields["ExitCode"], Path(fields["StdOut"]).read_text()) == ("3:0", "signal\n")
 
 
-def test_nothing_is_left_after_the_cluster(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_after_the_cluster(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "tests.slurm.cluster"]
     log = tmp_path / "log"
     with log.open("w") as output:
@@ -72,7 +78,7 @@ def test_nothing_is_left_after_the_cluster(tmp_path: Path) -> None:
         return names
 
     wait_for(lambda: {"sleep", "slurmstepd", "munged"} <= running())
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    process.send_signal(number)
+    assert process.wait(30) == (-number if number == signal.SIGKILL else 0)
+    wait_for(lambda: not conf.parent.exists(), 20)
     assert not running()
-    assert not conf.parent.exists()

@@ -1,12 +1,16 @@
 """The batch scripts of slurm/ with programs in place of DVC and its stage: what they do with signals, errors, nodes."""
 
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.project import BIN, REPO, wait_for
 from tests.slurm.cluster import Cluster
+
+CLUSTER_DOCS = REPO / "docs/cluster.md"
 
 DVC = """#!/bin/bash
 echo "dvc $*"
@@ -18,7 +22,7 @@ import os, signal, sys, time
 def stop(number, frame):
     time.sleep(2)
     print("saved", flush=True)
-    sys.exit(75)
+    sys.exit(int(os.environ.get("STATUS", 75)))
 signal.signal(signal.SIGTERM, stop)
 first = "SLURM_RESTART_COUNT" not in os.environ
 print("first start" if first else "later start", flush=True)
@@ -77,6 +81,7 @@ def script(cluster: Cluster, tmp_path: Path) -> Script:
     return Script(cluster, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["scancel", "--batch", "--signal=USR1"], ["scontrol", "requeue"]])
 def test_an_interrupted_job_waits_until_all_is_saved_and_starts_again(script: Script, command: list[str]) -> None:
     job = script.submit("slurm/train.sbatch")
@@ -87,6 +92,16 @@ def test_an_interrupted_job_waits_until_all_is_saved_and_starts_again(script: Sc
     assert log.index("saved") < log.index("later start")
 
 
+@pytest.mark.slow
+def test_a_job_that_finishes_in_spite_of_the_signal_does_not_start_again(script: Script) -> None:
+    job = script.submit("slurm/train.sbatch", STATUS="0")
+    script.wait_for_start()
+    script.cluster.run(["scancel", "--batch", "--signal=USR1", job])
+    state, restarts, log = script.end()
+    assert (state, restarts) == ("COMPLETED", "0"), log
+
+
+@pytest.mark.slow
 def test_a_cancelled_job_saves_and_does_not_come_back(script: Script) -> None:
     job = script.submit("slurm/train.sbatch")
     script.wait_for_start()
@@ -96,6 +111,7 @@ def test_a_cancelled_job_saves_and_does_not_come_back(script: Script) -> None:
     assert "saved" in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "expected"),
     [("node n2 was lost (its agent ended): rank 1 in step 5", ("COMPLETED", "1")), ("rank 1 crashed", ("FAILED", "0"))],
@@ -108,6 +124,7 @@ def test_a_lost_node_is_another_start_and_a_crash_is_none(
     assert tuple(ended) == expected, log
 
 
+@pytest.mark.slow
 def test_restarts_are_bounded(script: Script) -> None:
     job = script.submit("slurm/train.sbatch", MAX_RESTARTS="0")
     script.wait_for_start()
@@ -137,6 +154,23 @@ def test_parameters_are_those_of_arguments_and_environment(
     assert (state, log.endswith(command)) == ("COMPLETED", True), log
 
 
+@pytest.mark.slow
+def test_the_recipe_for_apptainer_saves_before_it_ends_and_has_the_status_of_the_training(script: Script) -> None:
+    """With a stand-in for Apptainer: a container shares the processes of its node unless it is asked not to."""
+    [recipe] = re.findall(r"^#!/bin/bash\n.*?^apptainer .*?(?=^```)", CLUSTER_DOCS.read_text(), re.M | re.S)
+    (script.directory / "recipe").write_text(recipe.replace("--gpus-per-node=8 ", ""))
+    apptainer = script.directory / ".venv/bin/apptainer"
+    apptainer.write_text('#!/bin/bash\nwhile [[ $1 != python ]]; do shift; done\nexec "$@"\n')
+    apptainer.chmod(0o755)
+    (script.directory / ".venv/bin/python").symlink_to(sys.executable)
+    job = script.submit("recipe", PATH=f"{script.directory}/.venv/bin:/usr/bin:/bin", HF_HOME="/nonexistent")
+    script.wait_for_start()
+    script.cluster.run(["scancel", "--batch", "--signal=USR1", job])
+    state, _, log = script.end()
+    assert (state, script.cluster.job(job)["ExitCode"], "saved" in log) == ("FAILED", "75:0", True), log
+
+
+@pytest.mark.slow
 def test_a_job_on_two_nodes_has_a_dask_cluster_on_both_beside_the_training(script: Script) -> None:
     script.dvc(DASK)
     variables = {"PIPELINE_RUNTIME": "{nproc_per_node: 1}", "PATH": f"{BIN}:/usr/bin:/bin"}
@@ -148,6 +182,7 @@ def test_a_job_on_two_nodes_has_a_dask_cluster_on_both_beside_the_training(scrip
     assert [path.name for path in (script.directory / ".dvc/tmp").iterdir()] == ["job.lock"]
 
 
+@pytest.mark.slow
 def test_one_job_at_a_time(script: Script) -> None:
     first = script.submit("slurm/train.sbatch")
     script.wait_for_start()

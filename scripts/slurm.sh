@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Install Slurm for tests/slurm, as root on Debian and where the packages can be had. Elsewhere it prints why not, and is
+# no error: the tests are skipped there, with a message.
+set -euo pipefail
+
+without() {
+    echo "slurm: $1: the tests that need it are skipped" >&2
+    exit
+}
+
+if [[ -n $(command -v sbatch) ]]; then exit; fi
+[[ -n $(command -v apt-get) ]] || without "not installed, and only on Debian this script can install it"
+((EUID == 0)) || without "not installed, and only root can install it"
+export DEBIAN_FRONTEND=noninteractive
+# Where there is no network it is to end soon.
+apt=(apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20)
+packages=(slurm-wlm munge)
+echo "slurm: installing ${packages[*]}"
+"${apt[@]}" install --no-install-recommends "${packages[@]}" ||
+    { "${apt[@]}" update && "${apt[@]}" install --no-install-recommends "${packages[@]}"; } ||
+    without "apt-get cannot install ${packages[*]}, as shown above"
