@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup repro test slow faults slurm slurm-test gpu check deps lock
+.PHONY: help setup repro test slow faults slurm slurm-test nfs-test gpu check deps lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -30,6 +30,13 @@ slurm: ## Install Slurm for the tests of slurm/, as root on Debian
 
 slurm-test: setup slurm ## Test slurm/ on a Slurm cluster of two nodes, which starts and ends with the tests
 	$(PY) -m pytest tests/slurm
+
+nfs-test: setup ## Test trainings on NFS with two nodes, in a guest kernel; as root on Debian it installs what that needs
+	@if [ -z "$$(command -v linux.uml)" ] && [ "$$(id -u)" = 0 ] && [ -n "$$(command -v apt-get)" ]; then \
+		apt-get install -qq --no-install-recommends user-mode-linux nfs-kernel-server kmod || \
+			echo "nfs-test: apt-get cannot install user-mode-linux and nfs-kernel-server here" >&2; \
+	fi
+	$(PY) -m tests.nfs
 
 # Without `setup`, which may not be able to install anything there: it also runs with a torch that the machine provides.
 gpu: ## Test and measure what needs a GPU, in at most 25 minutes; run it again to continue

@@ -24,6 +24,7 @@ from stages.artifacts.command import USER_ERROR
 from stages.artifacts.errors import StageError
 from stages.artifacts.history import HISTORY
 from stages.artifacts.params_file import load_params
+from stages.artifacts.shared_disk import refresh
 from stages.checkpointing.layout import list_checkpoints, step_name, verify
 from stages.checkpointing.lock import writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
@@ -68,6 +69,7 @@ def main() -> None:
             if status:
                 sys.exit(status)
         refuse_changed_files(run, runtime)
+        refresh([last])  # the ranks may have written it on another node
         metrics = write_outs(run, last)
     loss, validation_loss = (value or float("nan") for value in (metrics.loss, metrics.validation_loss))
     print(f"train: {metrics.steps:,} steps, {metrics.tokens:,} tokens: loss {loss:.4f}, "
@@ -193,6 +195,8 @@ def _run_ranks(ranks: LocalRanks | SrunRanks, params: TrainParams, runtime: Trai
     how = f"was killed by signal {-code}" if code < 0 else "failed as shown above"
     activity = next((note.activity for note in ranks.notes() if note.rank == rank), "start")
     reason = f"{rank_name(rank, ranks.node(rank))} {how}: {activity}"
+    if code == -signal.SIGBUS:
+        reason += " (a file in use, as of data/tokens, was truncated, or its disk did not answer)"
     if code == -signal.SIGKILL:
         reason += f" (if the machine ran out of memory, use {remedies(params, ranks.num_ranks)})"
     return CRASHED, reason

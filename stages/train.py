@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 
@@ -75,6 +75,7 @@ from stages.training.run import (
     validates_same_rows,
 )
 from stages.training.schedule import lr_ratio
+from stages.training.shared_directory import check_shared
 from stages.training.signals import INTERRUPTED, StopSignal
 from stages.training.start_line import start_line
 from stages.training.state import Cost, TrainState
@@ -92,8 +93,9 @@ class Trainer:
     """The state of a training, and its loop."""
 
     def __init__(
-        self, run: Run, runtime: TrainRuntime, mesh: DeviceMesh, stop_signal: StopSignal, heartbeat: Heartbeat
-    ) -> None:
+        self, run: Run, runtime: TrainRuntime, mesh: DeviceMesh, stop_signal: StopSignal, heartbeat: Heartbeat,
+        confirm_lock: Callable[[], None],
+    ) -> None:  # fmt: skip
         self.run, self.params, self.runtime = run, run.params, runtime
         self.stop_signal, self.heartbeat = stop_signal, heartbeat
         model_manifest = ModelManifest.read()
@@ -136,7 +138,7 @@ class Trainer:
             self.optimizer = make_optimizer(self.model, self.params)
             self.scaler = make_grad_scaler(self.params.precision, next(self.model.parameters()).device)
             self.scheduler = LambdaLR(self.optimizer, lambda step: lr_ratio(self.params, run.total_steps, step))
-            self.saver = saver.Saver(runtime)
+            self.saver = saver.Saver(runtime, confirm_lock)
 
             self.step = 0
             self.unread: deque[UnreadStep] = deque()
@@ -297,7 +299,7 @@ class Trainer:
                 # Damaged: the run will publish this step again, and a rename cannot replace a directory.
                 if path is None or newer.name > path.name:
                     retention.quarantine(newer)
-            retention.prune(directory, self.runtime.keep_checkpoints)
+            retention.prune(directory, self.runtime.keep_checkpoints, print_line)
 
         report = print_line if is_rank0() else lambda _: None
         path = latest_valid(candidates, report, self.verify)
@@ -431,12 +433,15 @@ def train(stop_signal: StopSignal) -> bool:
         explain_torch_errors(),
     ):
         refuse_different_ranks(run, runtime)  # before the mesh, which each rank makes from its own parameters
+        for warning in check_shared(run.directory):
+            if is_rank0():
+                print_line(warning)
         run_on_rank0(lambda: refuse_second_training(run, locks))
-        locks.enter_context(rank_lock(run.directory))
+        confirm_lock = locks.enter_context(rank_lock(run.directory))
         # A launcher reads the notes of its ranks in a directory.
         with nullcontext() if handoff.DIRECTORY in os.environ else watched(heartbeat, runtime):
             mesh = device_mesh(mesh_shape, runtime.timeout_minutes)
-            trainer = Trainer(run, runtime, mesh, stop_signal, heartbeat)
+            trainer = Trainer(run, runtime, mesh, stop_signal, heartbeat, confirm_lock)
             with closing(trainer.tracker):
                 return trainer.train()
 

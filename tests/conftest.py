@@ -4,17 +4,15 @@ import fcntl
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-import yaml
 
 from stages.artifacts import file_lock
-from tests.project import REPO, SMALL, Project, make_nano
+from tests.project import REPO, SMALL, Project, make_nano, make_pipeline
 from tests.ranks import Ranks
 from tests.trainings import Given, result, weights
 
@@ -109,22 +107,7 @@ def _reproduced(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 def make_reproduced(project: Project) -> None:
-    files = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPO, text=True)
-    for name in filter(None, files.split("\0")):
-        if (REPO / name).is_file():
-            (project / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPO / name, project / name)
-    make_nano(project / "models/nano")
-    project.set(**SMALL, num_splits=4, runtime={"ckpt_freq": 2, "log_freq": 4})
-    raw = project / "data/raw"
-    for number in range(12):
-        directory = raw / f"folder{number % 3}"
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{number}.txt").write_text(f"The file of number {number} says it {number * 3} times. " * 20)
-        (directory / f"{number}.json").write_text(json.dumps({"title": f"number {number}", "list": ["a b c"] * number}))
-        (directory / f"{number}.yaml").write_text(
-            yaml.safe_dump({"text": f"it is {number} o'clock\n" * 10, "n": number})
-        )
+    make_pipeline(project)
     for command in (
         ("git", "init", "-q"),
         ("git", "config", "user.name", "test"),

@@ -14,11 +14,13 @@ runs it at the start of each rank, given the `environment` of the faults.
     kill rank 0 in write of __0_0    by the kernel, after 100 000 bytes of a file whose path matches
     full rank 0 at state.json        the disk is full for files whose path matches
     limit rank 0 at __0_0            a file size limit of 100 000 bytes, from the first file whose path matches
+    EROFS rank 0 at open:.*__0_0     the first such access fails with this error of the operating system
     directory rank 1 at PATH         it runs in another directory, so it reads other files
     log rank 0 at FILE               writes each access to a checkpoint into FILE, one a line
 """
 
 import atexit
+import errno
 import os
 import re
 import resource
@@ -29,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 _TEXT = re.compile(
-    r"(kill|nan|memory|delay|stop|full|limit|directory|log) rank (\d) (at step|in update|at file|in write of|at) (\S+)"
+    r"(kill|nan|memory|delay|stop|full|limit|directory|log|E[A-Z]+) rank (\d) "
+    r"(at step|in update|at file|in write of|at) (\S+)"
 )
 
 
@@ -100,6 +103,7 @@ def _inject_step(what: str, where: str, step: int) -> None:
 
 def _inject_file(what: str, where: str, value: str) -> None:
     number = 0
+    failed: list[str] = []
     if where == "in write of":  # here, in the main thread: the file may be written in another one
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -122,6 +126,10 @@ def _inject_file(what: str, where: str, value: str) -> None:
                 _cause(what)
         elif found and what == "kill" and where == "at":
             _cause(what)
+        elif what.startswith("E"):
+            if found and what not in failed:
+                failed.append(what)
+                raise OSError(getattr(errno, what), os.strerror(getattr(errno, what)), path)
         elif found and event == "open" and what == "full":
             if not os.path.lexists(path):
                 os.symlink("/dev/full", path)

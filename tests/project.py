@@ -144,3 +144,23 @@ def make_nano(directory: Path, **config: Any) -> None:
     small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 1, "head_dim": 8}  # fmt: skip
     (directory / "config.json").write_text(json.dumps({**values, **small, **config}))
+
+
+def make_pipeline(project: Project) -> None:
+    """All files of this repository, with a small corpus and model, and without git."""
+    files = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPO, text=True)
+    for name in filter(None, files.split("\0")):
+        if (REPO / name).is_file():
+            (project / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPO / name, project / name)
+    make_nano(project / "models/nano")
+    project.set(**SMALL, num_splits=4, runtime={"ckpt_freq": 2, "log_freq": 4})
+    raw = project / "data/raw"
+    for number in range(12):
+        directory = raw / f"folder{number % 3}"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{number}.txt").write_text(f"The file of number {number} says it {number * 3} times. " * 20)
+        (directory / f"{number}.json").write_text(json.dumps({"title": f"number {number}", "list": ["a b c"] * number}))
+        (directory / f"{number}.yaml").write_text(
+            yaml.safe_dump({"text": f"it is {number} o'clock\n" * 10, "n": number})
+        )

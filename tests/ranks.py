@@ -1,17 +1,20 @@
 """Ranks of a training without torchrun, as forks of a process that has imported torch: one second instead of ten.
 
-A request is a line of JSON on stdin: `directory` of the project, `world_size`, `faults`, `environment`, and `output`,
-the file that the ranks print into. The answer is two lines: the ids of their processes, then their exit statuses.
+A request is a line of JSON on stdin: `directories` of the project, one for each rank, `faults`, `environment`, and
+`output`, the file that the ranks print into. The answer is two lines: the ids of their processes, then their exit
+statuses.
 """
 
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +38,30 @@ class Ranks:
         )  # fmt: skip
         self._is_running = False
 
-    def start(self, project: Project, faults: str = "", world_size: int = 2, **environment: str | None) -> list[int]:
-        """Start a training, and return the ids of its processes. A variable of value None is not set."""
+    def start(
+        self, project: Project, faults: str = "", world_size: int = 2, nodes: Sequence[Path] = (),
+        **environment: str | None,
+    ) -> list[int]:  # fmt: skip
+        """Start a training, and return the ids of its processes.
+
+        Args:
+            project: What to train.
+            faults: As `tests.faults` describes them.
+            world_size: How many ranks, on one node.
+            nodes: Instead, a rank on each of these: where it has the project.
+            environment: Of all ranks; a variable of value None is not set.
+        """
         if self._is_running:  # a test ran out of time: its answer would be taken for the next one's
             self.close()
             self._start_server()
         self.output = self.directory / "output.txt"
         self.output.unlink(missing_ok=True)
-        request = {"directory": str(project.path), "world_size": world_size, "faults": faults,
-                   "environment": environment, "output": str(self.output)}  # fmt: skip
+        directories = [str(path) for path in nodes or [project.path] * world_size]
+        if nodes:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = str(free.getsockname()[1])
+            environment |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        request = {"directories": directories, "faults": faults, "environment": environment, "output": str(self.output)}
         assert self._server.stdin and self._server.stdout
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
@@ -82,7 +100,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         with tempfile.TemporaryDirectory() as directory:
-            pids = [_fork(request, rank, directory) for rank in range(request["world_size"])]
+            pids = [_fork(request, rank, directory) for rank in range(len(request["directories"]))]
             print(json.dumps(pids), flush=True)
             print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
 
@@ -95,10 +113,10 @@ def _fork(request: dict[str, Any], rank: int, directory: str) -> int:
         return pid
     status: Any = 1
     try:
-        os.chdir(request["directory"])
-        size = str(request["world_size"])
+        os.chdir(request["directories"][rank])
+        size = str(len(request["directories"]))
         environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size,
-                       DIRECTORY: directory, **request["environment"]}  # fmt: skip
+                       DIRECTORY: directory, "SLURMD_NODENAME": f"n{rank + 1}", **request["environment"]}  # fmt: skip
         os.environ |= {name: value for name, value in environment.items() if value is not None}
         descriptor = os.open(request["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         for standard in (1, 2):

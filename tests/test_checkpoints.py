@@ -60,10 +60,10 @@ def steps(run: Path) -> list[int]:
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
     for step, loss in enumerate([None, 3.0, 2.0, 2.5, None, 2.75], 1):
         make(tmp_path, step, loss)
-    retention.prune(tmp_path, 2)
+    retention.prune(tmp_path, 2, print)
     assert steps(tmp_path) == [3, 5, 6]
     make(tmp_path, 7, 1.5)
-    retention.prune(tmp_path, 2)
+    retention.prune(tmp_path, 2, print)
     assert steps(tmp_path) == [6, 7]
 
 
@@ -76,7 +76,7 @@ def test_27_other_and_incomplete_directories_neither_count_nor_are_deleted(tmp_p
     (tmp_path / "step-00000007").mkdir()
     (tmp_path / "step-notes").write_text("mine")
     (tmp_path / "step-00000008.tmp").mkdir()
-    retention.prune(tmp_path, 2)
+    retention.prune(tmp_path, 2, print)
     assert [path.name for path, _ in retention.list_complete(tmp_path)] == ["step-00000003", "step-00000002"]
     kept = sorted(path.name for path in tmp_path.glob("step-*"))
     assert kept == [*(f"step-0000000{step}" for step in (2, 3, 4, 5, 6, 7)), "step-notes"]
@@ -228,7 +228,7 @@ def test_an_interrupted_deletion_leaves_no_checkpoint(tmp_path: Path, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             retention.delete([path])
     assert steps(tmp_path) == []
-    retention.prune(tmp_path, 2)
+    retention.prune(tmp_path, 2, print)
     assert list(tmp_path.glob("step-*")) == []
 
 
@@ -242,11 +242,11 @@ def test_what_others_read_is_deleted_at_a_later_save(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         make(tmp_path, step)
     with read_lock([tmp_path]):
-        retention.prune(tmp_path, 2)
+        retention.prune(tmp_path, 2, print)
         assert steps(tmp_path) == [1, 2, 3]
         with try_writer_lock(tmp_path, "pruning") as is_locked:
             assert is_locked  # `prune` and `pull` need not wait either
-    retention.prune(tmp_path, 2)
+    retention.prune(tmp_path, 2, print)
     assert steps(tmp_path) == [2, 3]
 
 

@@ -10,9 +10,15 @@ _REMEDIES = dict.fromkeys(
     ": free some space on that file system (data/.reuse of the project has results of earlier runs), and run again",
 ) | {errno.EFBIG: ": raise the limit on the size of files (`ulimit -f unlimited`), and run again"}
 
+_OF_DISKS = {*_REMEDIES, errno.EIO, errno.EROFS, errno.ESTALE}
+
 
 class StageError(Exception):
     """A mistake that the user can fix. Its message states what was given, what is allowed and what to do."""
+
+
+class Unavailable(StageError):
+    """A file system failed in a way that may pass: trying again a moment later makes sense."""
 
 
 def describe(error: OSError) -> str:
@@ -25,10 +31,10 @@ def describe(error: OSError) -> str:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name `path` in the error of a full disk, which names no file if it comes from writing to an open one."""
+    """Name `path` in the error of a disk, which names no file if it comes from writing to an open one."""
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno in _REMEDIES:
+        if error.filename is None and error.errno in _OF_DISKS:
             error.filename = str(path)
         raise

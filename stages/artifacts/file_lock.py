@@ -37,8 +37,8 @@ def flock(lock: IO[str], operation: int) -> bool:
             raise
         raise StageError(
             f"{lock.name} cannot be locked ({error.strerror}), and without locks two runs could write into one "
-            "directory: mount its file system with locks (Lustre: -o flock or -o localflock; NFS: a server with a lock "
-            "manager, or -o local_lock=flock on a single machine), or use another one (for checkpoints, set "
+            "directory: mount its file system with locks (Lustre: -o flock; NFSv3: a server with a lock manager; on a "
+            "single node also -o localflock or -o local_lock=flock), or use another one (for checkpoints, set "
             "CHECKPOINT_ROOT)"
         ) from None
     return True
@@ -46,14 +46,39 @@ def flock(lock: IO[str], operation: int) -> bool:
 
 def set_status(lock: IO[str], status: str) -> None:
     """Write into a lock file what its holder does, and which process it is."""
-    # Not through the file's buffer: closing the file would try again to write what a full disk refused. No fsync: a
-    # power cut ends the lock, too.
+    # Not through the file's buffer: closing the file would try again to write what a full disk refused.
     with naming(Path(lock.name)):
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"{status}, process {os.getpid()} on {os.uname().nodename}".encode())
+        os.fsync(lock.fileno())  # NFS would keep it on this node for as long as the file is open
 
 
 def read_status(lock: IO[str]) -> str:
     """What the holder of a lock has written."""
-    lock.seek(0)
-    return lock.read() or "starting"
+    # Opened again: NFS looks for what other nodes have written when a file is opened.
+    return Path(lock.name).read_text(errors="replace") or "starting"
+
+
+def is_of_another_node(status: str) -> bool:
+    """Whether the holder of a lock, by its status, is not on this node."""
+    _, on, node = status.rpartition(" on ")
+    return bool(on) and node != os.uname().nodename
+
+
+def local_locks(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
+    """The file system and the mount option which make the locks of `path` exclude only processes of this node."""
+    try:
+        lines = mounts.read_text(errors="replace").splitlines()
+    except OSError:  # not Linux
+        return None
+    found, path = ("", "", ""), path.resolve()
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        mounted, (kind, _, options) = left.split()[4], right.split()
+        if path.is_relative_to(mounted) and len(mounted) >= len(found[0]):  # the last one on a directory is on top
+            found = (mounted, kind, options)
+    # NFSv3, that is: version 4 ignores these options.
+    wanted = {"nfs": ("nolock", "local_lock=all", "local_lock=flock"), "lustre": ("localflock",), "cifs": ("nobrl",)}
+    _, kind, options = found
+    local = [option for option in wanted.get(kind, ()) if option in options.split(",")]
+    return f"{kind} mounted with {local[0]}" if local else None

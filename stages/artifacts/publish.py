@@ -6,6 +6,7 @@ a stage from writing side by side.
 """
 
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -72,7 +73,7 @@ def write_text(path: Path, text: str) -> None:
             # an empty file where a valid one was.
             file.flush()
             os.fsync(file.fileno())
-        temporary.rename(path)  # replaces the old file in one step; both are in one directory, so on one file system
+        rename(temporary, path)  # replaces the old file in one step; both are in one directory, so on one file system
     except BaseException:  # Ctrl-C, too
         temporary.unlink(missing_ok=True)
         raise
@@ -109,8 +110,8 @@ def directory(target: Path) -> Iterator[Path]:
         # A rename replaces no directory with files in it, so the old one goes aside. Removing it first would take
         # seconds, in which a kill leaves neither.
         if target.exists():
-            target.rename(old)
-        temporary.rename(target)
+            rename(target, old)
+        rename(temporary, target)
         sync_directory(target.parent)
     except BaseException:  # Ctrl-C, too
         if old.exists() and not target.exists():
@@ -131,11 +132,25 @@ def sync_tree(path: Path) -> None:
         sync_directory(Path(root))
 
 
+def rename(source: Path, target: Path) -> None:
+    """Rename a file or a directory. A file `target`, or an empty directory, is replaced."""
+    inode = source.stat().st_ino
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        # NFS repeats a request whose answer was lost, and the second one finds that the first one has renamed it.
+        if not target.exists() or target.stat().st_ino != inode:
+            raise
+
+
 def sync_directory(path: Path) -> None:
     """Flush the entries of one directory, so that a rename in it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of a file system that cannot sync directories, as some on a network
+            raise
     finally:
         os.close(descriptor)
 

@@ -11,6 +11,7 @@ They are not DVC outs: DVC deletes the outs of a stage before it runs, and a res
 """
 
 import dataclasses
+import errno
 import os
 import re
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.identity import Adoption, RunIdentity
 from stages.artifacts.publish import read_json, sha256_file, sha256_json, write_json
 from stages.artifacts.record import FileEntry, first_problem
+from stages.artifacts.shared_disk import MAY_PASS, refresh
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -104,7 +106,13 @@ class CheckpointManifest:
             # All other files are checked against the manifest, and it against its own digest: a flipped bit in it
             # would otherwise be a traceback, or another run's identity.
             digest = content.pop("sha256")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except OSError as error:
+            # While a file server is away nothing is damaged, and a valid checkpoint must not be put in quarantine. EIO
+            # may be a bad block.
+            if error.errno in MAY_PASS - {errno.EIO}:
+                raise
+            raise damaged from None
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise damaged from None
         if digest != sha256_json(content):
             raise damaged
@@ -156,13 +164,18 @@ def verify(checkpoint: Path, contents: bool = True) -> CheckpointManifest:
         DamagedCheckpoint: naming the file that is missing, has another size, or another SHA-256.
         UnsupportedFormat: it was written by another version of the pipeline.
     """
+    refresh([checkpoint])  # another node may have published it a moment ago
     manifest = CheckpointManifest.read(checkpoint)
     for name, entry in manifest.files.items():
         path = checkpoint / name
         # Sizes first: a truncated file is found without reading gigabytes.
-        size = path.stat().st_size if path.is_file() else None
-        if size is None:
-            raise DamagedCheckpoint(f"{path} is missing")
+        try:
+            size = path.stat().st_size
+            if size != entry.size:
+                with path.open("rb") as file:  # on NFS, the size from `stat` may be a minute old
+                    size = os.fstat(file.fileno()).st_size
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            raise DamagedCheckpoint(f"{path} is missing") from None
         if size != entry.size:
             raise DamagedCheckpoint(f"{path} has {size} bytes instead of {entry.size}: it was truncated or changed")
         if contents and sha256_file(path) != entry.sha256:

@@ -4,7 +4,8 @@ Three locks (flock) in it are held by open files, so the kernel releases them wh
 
     writer.lock    exclusive, by the launcher: a second training of the same run is refused
     ranks.lock     shared, by each rank while it lives: ranks may outlive a launcher that was killed by a second or so,
-                   and the next launcher waits for the last one of them before it starts
+                   and the next launcher waits for the last one of them before it starts. A node that was cut off from
+                   the file server has lost it, so that rank 0 checks it before it publishes
     readers.lock   shared, by those who read checkpoints of a run that is not their own; exclusive, by the run while it
                    deletes old ones. It never waits for readers: what it cannot delete now, it deletes at a later save
 
@@ -15,46 +16,81 @@ import errno
 import fcntl
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
 
-from stages.artifacts.errors import StageError
-from stages.artifacts.file_lock import flock, open_lock, read_status, set_status
+from stages.artifacts.errors import StageError, Unavailable, describe
+from stages.artifacts.file_lock import flock, is_of_another_node, local_locks, open_lock, read_status, set_status
 
 _WRITER, _RANKS, _READERS = "writer.lock", "ranks.lock", "readers.lock"
 
+_LEASE_SECONDS = 200
+"""A file server keeps the locks of a node that was lost for so long: NFS 90 s by default, Lustre 150 s."""
+
+_POLL_SECONDS = 0.5
+
 
 @contextmanager
-def writer_lock(directory: Path, report: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+def writer_lock(
+    directory: Path, report: Callable[[str], None], lease_seconds: float = _LEASE_SECONDS
+) -> Iterator[Callable[[str], None]]:
     """Hold a run's directory; yields a function that sets the status that other launchers show.
 
     A second writer fails with a clear error. It waits only where the first one was asked to stop and is saving its last
-    checkpoint; `report` is then called with a message.
+    checkpoint, and where it is on another node, which may be lost; `report` is then called with a message.
+
+    Args:
+        directory: Of the run.
+        report: Called with messages.
+        lease_seconds: How long it waits for a writer on another node, which may be lost.
 
     Raises:
         StageError: another training writes into the directory.
     """
-    with _open(directory, _WRITER) as lock:
-        waiting = False
-        while not flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
+    if found := local_locks(directory):
+        report(
+            f"warning: the locks of {directory} exclude only trainings on this node ({found}): never start this run on "
+            "two nodes at once, or mount it with locks that all nodes see (docs/shared-disks.md)"
+        )
+    with ExitStack() as stack:
+        start, reported = time.monotonic(), ""
+        while not flock(lock := stack.enter_context(_open(directory, _WRITER)), fcntl.LOCK_EX | fcntl.LOCK_NB):
             status = read_status(lock)
+            stack.close()  # NFS reads what another node has written only when no process of this one has it open
             # A `dvc` that is stopped ends before the training has saved: `dvc repro` right after it waits, and resumes.
-            if "stopping" not in status:
+            if "stopping" in status:
+                message = f"waiting for a training that is saving its last checkpoint ({status})"
+            elif is_of_another_node(status) and time.monotonic() < start + lease_seconds:
+                message = (
+                    f"waiting up to {lease_seconds:.0f} s for another training ({status}): if its node was lost, the "
+                    "file server releases its lock"
+                )
+            else:
                 raise StageError(
                     f"another training writes into {directory} ({status}): wait for it, or stop it with SIGTERM"
                 )
-            if not waiting:
-                report(f"waiting for a training that is saving its last checkpoint ({status})")
-            waiting = True
-            time.sleep(0.5)  # polled: a third launcher may get the lock first, and then this one must fail
+            if message != reported:
+                report(message)
+            reported = message
+            time.sleep(_POLL_SECONDS)  # polled: a third launcher may get the lock first, and then this one must fail
         # Released at once: it only shows that all ranks have ended, and the new ones are about to lock it themselves.
         with _open(directory, _RANKS) as ranks:
-            flock(ranks, fcntl.LOCK_EX)
+            start, reported = time.monotonic(), ""
+            while not flock(ranks, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                if not reported and time.monotonic() > start + 2:
+                    reported = f"waiting until the last rank of the training before has ended ({ranks.name} is locked)"
+                    report(f"{reported}; that of a lost node has when the file server releases its lock")
+                time.sleep(_POLL_SECONDS)
 
         set_status(lock, "running")
-        yield partial(set_status, lock)
+
+        def update(status: str) -> None:
+            with suppress(OSError):  # it only informs others, and a signal must stop the ranks on any disk
+                set_status(lock, status)
+
+        yield update
 
 
 @contextmanager
@@ -72,11 +108,29 @@ def try_writer_lock(directory: Path, status: str) -> Iterator[bool]:
 
 
 @contextmanager
-def rank_lock(directory: Path) -> Iterator[None]:
-    """Held by each rank while it lives: no other training starts before the last one of them has ended."""
+def rank_lock(directory: Path) -> Iterator[Callable[[], None]]:
+    """Held by each rank while it lives: no other training starts before the last one of them has ended.
+
+    Yields a function that raises `Unavailable` where the lock is no longer held.
+    """
     with _open(directory, _RANKS) as lock:
         flock(lock, fcntl.LOCK_SH)
-        yield
+        yield partial(_confirm, lock)
+
+
+def _confirm(lock: IO[str]) -> None:
+    # A file server gives the locks of a node that it has not heard of for its lease to others. What the node then
+    # writes through such a file fails (NFS: EIO), but nothing else that it writes does.
+    try:
+        set_status(lock, "training")
+    except OSError as error:
+        error.filename = lock.name
+        if error.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise Unavailable(
+            f"{describe(error)}: if this node did not reach the file server for longer than its lease, the lock is "
+            "lost, and another training may have started; launch it again"
+        ) from None
 
 
 @contextmanager

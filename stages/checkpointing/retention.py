@@ -1,7 +1,7 @@
 """How often checkpoints are saved, and which ones stay on the disk."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import StageError, describe
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, verify
 from stages.checkpointing.lock import try_delete_lock
 
@@ -66,15 +66,19 @@ def list_leftovers(run_directory: Path) -> list[Path]:
     return [path for suffix in (TEMPORARY, DAMAGED) for path in run_directory.glob(f"step-*{suffix}")]
 
 
-def prune(run_directory: Path, keep: int) -> None:
+def prune(run_directory: Path, keep: int, report: Callable[[str], None]) -> None:
     """Delete the prunable checkpoints of a run, and what a crash left half-written or half-deleted.
 
-    While another process reads from the run, nothing is deleted: the next call does it.
+    While another process reads from the run, nothing is deleted: the next call does it. The same where the file system
+    refuses, which `report` is called with: that must not end a training.
     """
-    with try_delete_lock(run_directory) as nobody_reads:
-        if nobody_reads:  # another run may be about to adopt one of them
-            # Not what is in quarantine: a person may want to look at it. `checkpoints prune` deletes that.
-            delete([*prunable(run_directory, keep), *run_directory.glob(f"step-*{TEMPORARY}")])
+    try:
+        with try_delete_lock(run_directory) as nobody_reads:
+            if nobody_reads:  # another run may be about to adopt one of them
+                # Not what is in quarantine: a person may want to look at it. `checkpoints prune` deletes that.
+                delete([*prunable(run_directory, keep), *run_directory.glob(f"step-*{TEMPORARY}")])
+    except OSError as error:  # on NFS, as long as a process of this node has a file in it open
+        report(f"warning: an old checkpoint is not deleted yet ({describe(error)}); a later save tries it again")
 
 
 def delete(paths: Iterable[Path]) -> None:

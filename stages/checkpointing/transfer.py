@@ -103,7 +103,7 @@ class Store:
         except DamagedCheckpoint as error:
             raise StageError(f"{source} is damaged, or was not transferred completely: {error}") from None
         publish.sync_tree(temporary)
-        temporary.rename(checkpoint)
+        publish.rename(temporary, checkpoint)
         publish.sync_directory(checkpoint.parent)
 
     def _has(self, path: str, entry: FileEntry) -> bool:

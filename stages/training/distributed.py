@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from stages.artifacts.errors import StageError, describe
+from stages.artifacts.errors import StageError, Unavailable, describe
+from stages.artifacts.shared_disk import MAY_PASS
 from stages.training.handoff import DIRECTORY
 
 T = TypeVar("T")
@@ -221,10 +222,13 @@ def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None 
     dist.all_gather_object(outcomes, outcome, group=group)
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
-            raise StageError(f"rank {rank}: {failure}")
+            kind = Unavailable if isinstance(failure, Unavailable) else StageError
+            raise kind(f"rank {rank}: {failure}")
     return [result for result, _ in outcomes]
 
 
 def _as_stage_error(error: StageError | OSError) -> StageError:
+    if isinstance(error, StageError):
+        return error
     # The message that `command.run` prints for an OSError, so that all ranks report the same one.
-    return StageError(describe(error)) if isinstance(error, OSError) else error
+    return (Unavailable if error.errno in MAY_PASS else StageError)(describe(error))

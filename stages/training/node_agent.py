@@ -23,6 +23,9 @@ from multiprocessing.connection import Client, Connection
 from typing import Any, NamedTuple
 
 from stages.artifacts.errors import StageError, describe
+from stages.artifacts.shared_disk import refresh
+from stages.model.manifest import MANIFEST
+from stages.tokens.packed import TRAIN, VALIDATION
 from stages.training import handoff, run
 from stages.training.local_ranks import LocalRanks, count_local_ranks
 from stages.training.signals import on_stop_signal, stop_ranks
@@ -88,6 +91,7 @@ def _hello() -> dict[str, Any]:
         "error": None, "differences": [], "num_local": 0,
     }  # fmt: skip
     try:
+        refresh([TRAIN, VALIDATION, MANIFEST.parent])  # what the node of the launcher has written a moment ago
         launch = handoff.received()
         assert launch is not None, "the launcher puts it into the environment"
         described = run.describe(launch.params)

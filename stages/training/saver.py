@@ -10,6 +10,8 @@ import dataclasses
 import io
 import shutil
 import sys
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
@@ -26,11 +28,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stages.artifacts import publish
-from stages.artifacts.errors import StageError, naming
+from stages.artifacts.errors import StageError, Unavailable, naming
 from stages.artifacts.history import HISTORY
 from stages.artifacts.record import FileEntry
+from stages.artifacts.shared_disk import MAY_PASS, refresh, wait_for_file
 from stages.checkpointing import retention
 from stages.checkpointing.layout import CheckpointManifest, TensorEntry
+from stages.training.console import print_line
 from stages.training.distributed import run_on_all_ranks, run_on_rank0
 from stages.training.optimizer import set_lr
 from stages.training.params import TrainRuntime
@@ -43,6 +47,10 @@ _SCHEDULER = "lr_scheduler.pt"
 _SWITCH_INTERVAL = 0.0005
 """Seconds after which the interpreter passes from the thread that saves to the one that trains; by default 5 ms, which
 the training would wait after each of its operations while a checkpoint is being written."""
+
+
+_SHARED_SECONDS = 60
+"""After so long at most, NFS shows a node what another one has written."""
 
 
 class _Small(NamedTuple):
@@ -66,8 +74,16 @@ class Saver:
     training.
     """
 
-    def __init__(self, runtime: TrainRuntime) -> None:
-        self._keep = runtime.keep_checkpoints
+    def __init__(self, runtime: TrainRuntime, confirm_lock: Callable[[], None] = lambda: None) -> None:
+        """A collective.
+
+        Args:
+            runtime: When and how to save.
+            confirm_lock: Raises an error where the lock of the run's directory is lost; called on rank 0.
+        """
+        self._keep, self._confirm_lock = runtime.keep_checkpoints, confirm_lock
+        # The same on all ranks, and soon over, as nothing is noted for the watchdog meanwhile.
+        self._pauses = [*_pauses(60 * runtime.timeout_minutes / 4)]
         # A collective itself: every rank must create its groups in the same order.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=runtime.timeout_minutes))
         cuda = torch.cuda.is_available()
@@ -152,14 +168,32 @@ class Saver:
         return self._shard_file
 
     def _publish(self, directory: Path, tensors: dict[str, Any] | ShardFile, small: _Small) -> None:
+        """Publish a checkpoint, again where the file system fails in a way that may pass."""
+        for pause in self._pauses:
+            try:
+                return self._publish_once(directory, tensors, small)
+            except Unavailable as error:  # on all ranks alike
+                if dist.get_rank() == 0:
+                    print_line(f"{directory.name} is not saved yet: {error}; trying again in {pause:.0f} s")
+                time.sleep(pause)
+        self._publish_once(directory, tensors, small)
+
+    def _publish_once(self, directory: Path, tensors: dict[str, Any] | ShardFile, small: _Small) -> None:
         temporary = directory.with_name(directory.name + retention.TEMPORARY)
 
-        def prepare() -> None:
+        def prepare() -> bool:
+            self._confirm_lock()
+            if directory.exists():  # renamed at the last try, which failed after that
+                publish.sync_directory(directory.parent)
+                return True
             shutil.rmtree(temporary, ignore_errors=True)  # a crash at this step may have left files of more ranks
             temporary.mkdir(parents=True)
+            return False
 
         # A barrier as well: no rank may write into the directory before rank 0 has emptied it.
-        run_on_rank0(prepare, self._group)
+        if run_on_rank0(prepare, self._group):
+            return
+        refresh([temporary])
         if not isinstance(tensors, ShardFile):
             self._write_tensors(temporary, directory, tensors)
 
@@ -173,6 +207,13 @@ class Saver:
         shards, rng = zip(*run_on_all_ranks(write, self._group), strict=True)
 
         def finish() -> None:
+            for rank, part in enumerate(shards):
+                for name, entry in part.items():
+                    if not wait_for_file(temporary / name, entry.size, _SHARED_SECONDS):
+                        raise StageError(
+                            f"{temporary / name}, which rank {rank} has written, is not on the node of rank 0: put the "
+                            "checkpoints on a disk that all nodes share (set CHECKPOINT_ROOT)"
+                        )
             _write_small(temporary, small, list(rng))
             files = {name: entry for part in shards for name, entry in part.items()}
             files |= _entries([path for path in temporary.iterdir() if path.name not in files])
@@ -182,9 +223,10 @@ class Saver:
             # before an older checkpoint is deleted.
             manifest.write(temporary)
             publish.sync_tree(temporary)
-            temporary.rename(directory)
+            self._confirm_lock()
+            publish.rename(temporary, directory)
             publish.sync_directory(directory.parent)
-            retention.prune(directory.parent, self._keep)
+            retention.prune(directory.parent, self._keep, print_line)
 
         # All ranks wait for it: a rank that trained on and crashed would otherwise have the launcher kill rank 0 while
         # it publishes, and a failure here must end all of them.
@@ -257,4 +299,14 @@ def _save_error(directory: Path, error: CheckpointException) -> StageError:
     rank, (cause, _) = next(iter(error.failures.items()))
     # After a failed write, torch's zip writer may only complain about a wrong position in the file.
     hint = "" if isinstance(cause, OSError) else " (is the disk full, or a limit of the file size reached?)"
-    return StageError(f"rank {rank} could not save {directory}: {cause}{hint}; the checkpoint before it is still valid")
+    kind = Unavailable if isinstance(cause, OSError) and cause.errno in MAY_PASS else StageError
+    return kind(f"rank {rank} could not save {directory}: {cause}{hint}; the checkpoint before it is still valid")
+
+
+def _pauses(seconds: float) -> Iterator[float]:
+    """Pauses between tries, doubling from one second to half a minute: together at most `seconds`."""
+    pause = 1.0
+    while pause <= seconds:
+        yield pause
+        seconds -= pause
+        pause = min(2 * pause, 30)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from stages.artifacts.shared_disk import refresh
 from stages.training.distributed import run_on_all_ranks, run_on_rank0
 
 ROUND_BYTES = 64 << 20
@@ -31,6 +32,7 @@ def find_damaged(files: Mapping[Path, str], note: Callable[[], None], round_byte
     """
     # On rank 0: where another machine still sees an old size, the shares would not add up to all files.
     share = run_on_rank0(lambda: shares(files, dist.get_world_size()))[dist.get_rank()]
+    refresh({path.parent for path in share})  # another node may have written them a moment ago
     rounds = _read_in_rounds([(path, files[path]) for path in share], round_bytes)
     damaged: list[Path] = []
     while True:

@@ -1,0 +1,48 @@
+"""Files on a disk that several nodes share: what one of them reads after another has written.
+
+NFS is consistent from close to open: who opens a file or a directory sees what others have closed before. It is not
+for names: that a name does not exist, a node remembers for up to a minute (acdirmax), for `open` too, until it opens
+the directory. So each name that another node may just have created is looked up after `refresh`.
+"""
+
+import errno
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+MAY_PASS = frozenset(
+    (errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH,
+     errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN, errno.EREMOTEIO)
+)  # fmt: skip
+"""Errors that a file system gives while its server is away, or is being repaired."""
+
+
+def refresh(directories: Iterable[Path]) -> None:
+    """Have the file system ask its server again what is in some directories. Missing ones are no error."""
+    # From the top: a name that another node has replaced is looked up again in the directory above.
+    for path in sorted({above for directory in directories for above in (directory, *directory.parents)}):
+        with suppress(OSError):
+            os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def wait_for_file(path: Path, size: int, seconds: float) -> bool:
+    """Whether this node sees a file with a size, at the latest after `seconds`."""
+    end = time.monotonic() + seconds
+    while not _has_size(path, size):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+        refresh([path.parent])
+    return True
+
+
+def _has_size(path: Path, size: int) -> bool:
+    try:
+        if path.stat().st_size == size:
+            return True
+        with path.open("rb") as file:  # what `stat` returns may be a minute old, also before the file was written
+            return os.fstat(file.fileno()).st_size == size
+    except FileNotFoundError:
+        return False
