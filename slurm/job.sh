@@ -17,11 +17,13 @@ max_restarts=${MAX_RESTARTS:-20}
 ((restarts <= max_restarts)) || fail "this job was started again $restarts times, and MAX_RESTARTS is $max_restarts"
 
 # A project has one job at a time: two of them would edit the same params.yaml. A job that was requeued waits for the
-# processes of its last start.
-exec 9>> .dvc/tmp/job.lock
-flock --timeout 60 9 || fail "job $(< .dvc/tmp/job.lock) runs in $PWD; \
+# processes of its last start. Experiments of the queue run in copies of the project, each under a lock of its own.
+if [[ -z ${in_copies:-} ]]; then
+    exec 9>> .dvc/tmp/job.lock
+    flock --timeout 60 9 || fail "job $(< .dvc/tmp/job.lock) runs in $PWD; \
 submit this one with --dependency=afterany:$(< .dvc/tmp/job.lock), or from another clone"
-echo "$SLURM_JOB_ID" > .dvc/tmp/job.lock
+    echo "$SLURM_JOB_ID" > .dvc/tmp/job.lock
+fi
 
 finish() {
     rm -f .dvc/tmp/dask-"$SLURM_JOB_ID".json

@@ -1,7 +1,7 @@
 """Measure the finished model, and report what it learned.
 
 Reads     outputs/<experiment_name>/model/, outputs/history.tsv, data/tokens/validation, data/model.json
-Writes    outputs/metrics.json: loss and perplexity on all held-out rows
+Writes    outputs/metrics.json: the loss on all held-out rows
           outputs/report/: index.html (opens without a network), pictures, sample.md, and eval_losses.json: the losses
           before training, after it, and of the exported weights, on the rows that the training measured too
 Command   python -m stages.evaluate
@@ -80,7 +80,6 @@ class Metrics:
 
     validation_loss: float | None
     """Of the exported weights: mean over all tokens predicted in all held-out rows, in nats; null without such rows."""
-    perplexity: float | None
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def evaluate(params: EvaluateParams) -> None:
         eval_total, eval_tokens = total_validation_loss(model, rows, eval_rows, eos_token_id, params, lengths)
         other_total, other_tokens = total_validation_loss(model, rows, other_rows, eos_token_id, params, lengths)
     loss = mean(eval_total + other_total, eval_tokens + other_tokens)
-    metrics = Metrics(loss, report.perplexity(loss))
+    metrics = Metrics(loss)
     losses = EvalLosses(len(eval_rows), *training_losses(course, lineage.step), mean(eval_total, eval_tokens))
     samples = generate_samples(model, tokenizer, rows, eos_token_id)
 

@@ -4,7 +4,7 @@ With `runtime.launcher: sbatch`, on a login node of Slurm, submit a job that doe
 
 Reads    what stages.train reads, and its checkpoints
 Writes   outputs/<experiment_name>/run.json (the pointer to the last checkpoint)
-         outputs/history.tsv, outputs/train_metrics.json
+         outputs/history.tsv, outputs/train_metrics.json, outputs/cost.json
 Command  python -m stages.launch
 
 A training that is stopped by a signal saves and exits with status 75; the next launch continues where it stopped. One
@@ -38,7 +38,7 @@ from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import Run, describe, differences, read_run, resume_candidates, start_over
 from stages.training.signals import INTERRUPTED, on_stop_signal, stop_ranks
 from stages.training.slurm import LostNode, SrunRanks
-from stages.training.state import STATE, TrainMetrics, TrainState
+from stages.training.state import STATE, CostColumns, TrainMetrics, TrainState
 from stages.training.watchdog import Watchdog, rank_name
 
 CRASHED = 1
@@ -101,6 +101,7 @@ def write_outs(run: Run, last: Path) -> TrainMetrics:
     metrics = TrainState.read(last / STATE).metrics
     publish.write_text(outputs.HISTORY, (last / HISTORY).read_text(encoding="utf-8"))
     metrics.write(outputs.TRAIN_METRICS)
+    publish.write_json(outputs.COST, CostColumns.of(metrics))
     RunPointer.to(last).write(pointer_path(run.params.experiment_name))
     return metrics
 

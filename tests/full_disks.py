@@ -33,7 +33,10 @@ STAGES = {
     "download": Stage(["download"], ["data/model.json"]),
     "pack": Stage(["pack"], ["data/tokens", "data/pack.json"]),
     "plan": Stage(["plan"], ["outputs/plan.json", "outputs/rows.txt"]),
-    "train": Stage(["launch"], ["outputs/test/run.json", "outputs/history.tsv", "outputs/train_metrics.json"]),
+    "train": Stage(
+        ["launch"],
+        ["outputs/test/run.json", "outputs/history.tsv", "outputs/train_metrics.json", "outputs/cost.json"],
+    ),
     "consolidate": Stage(["consolidate"], ["outputs/test/model"]),
     "evaluate": Stage(["evaluate"], ["outputs/metrics.json", "outputs/report"]),
 }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -102,6 +103,12 @@ class Project:
     def copy(self, path: Path) -> "Project":
         shutil.copytree(self.path, path, symlinks=True)
         return Project(path)
+
+
+def commands(document: str) -> list[str]:
+    """The lines of the `sh` blocks of a document, without their comments."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", (REPO / document).read_text(), re.MULTILINE | re.DOTALL)
+    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:

@@ -126,7 +126,7 @@ def test_loss_and_perplexity_are_those_of_each_document_alone(
     metrics = run_stage()
     loss, tokens = reference_loss(document_mask)
     assert metrics["validation_loss"] == pytest.approx(loss, abs=1e-5)
-    assert metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+    assert f"(perplexity {math.exp(metrics['validation_loss']):,.1f})" in (outputs.REPORT / "index.html").read_text()
     assert metrics["eval"]["untrained"] == 4.5
     assert f"<td>{tokens:,} in 7 rows</td>" in (outputs.REPORT / "index.html").read_text()
 
@@ -255,7 +255,7 @@ def test_without_held_out_rows_there_is_a_note_and_no_loss() -> None:
     write_rows(0)
     Path("outputs/history.tsv").write_text(HISTORY.replace("4.5", "").replace("3.75", ""))
     metrics = run_stage()
-    assert metrics["validation_loss"] is metrics["perplexity"] is metrics["eval"]["exported"] is None
+    assert metrics["validation_loss"] is metrics["eval"]["exported"] is None
     page = Path("outputs/report/index.html").read_text()
     assert "not measured" in page
     assert "validation_splits" in page

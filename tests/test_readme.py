@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.pipeline import STAGES, ran
-from tests.project import REPO, Project
-
-
-def commands(document: str) -> list[str]:
-    """The lines of the `sh` blocks of a document, without their comments."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", (REPO / document).read_text(), re.MULTILINE | re.DOTALL)
-    return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+from tests.project import REPO, Project, commands
 
 
 @pytest.mark.slow

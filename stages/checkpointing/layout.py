@@ -135,9 +135,10 @@ def checkpoint_root(experiment_name: str) -> Path:
     It is resolved against `$DVC_ROOT`, which DVC sets, so that `dvc exp run --temp` and queued experiments, which run
     in a copy of the project, find the checkpoints of the project itself. `$CHECKPOINT_ROOT` moves them elsewhere.
     """
+    project = Path(os.environ.get("DVC_ROOT", "."))
     if elsewhere := os.environ.get("CHECKPOINT_ROOT"):
-        return Path(elsewhere) / experiment_name
-    return Path(os.environ.get("DVC_ROOT", ".")) / outputs.directory(experiment_name) / "checkpoints"
+        return project / elsewhere / experiment_name  # of a path that is absolute, only that
+    return project / outputs.directory(experiment_name) / "checkpoints"
 
 
 def step_name(step: int) -> str:

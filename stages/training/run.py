@@ -137,7 +137,7 @@ def resume_candidates(run: Run, runtime: TrainRuntime, report: Callable[[str], N
     """The checkpoints from which `run` may continue, best first; none: it starts at step 0.
 
     Its own come first. Without any, those of another run of the experiment that `_may_adopt` accepts (not with
-    `resume: never`), and then the last one of the run that `extend_from` names.
+    `resume: never`, nor in a copy of the project), and then the last one of the run that `extend_from` names.
 
     Raises:
         StageError: a checkpoint in the run's own directory belongs to another run, or that run cannot be extended.
@@ -150,7 +150,8 @@ def resume_candidates(run: Run, runtime: TrainRuntime, report: Callable[[str], N
                 raise StageError(f"{path} belongs to another run; move it away. It differs in\n{lines}")
         return own
     others = []
-    for directory in checkpoint_root(run.params.experiment_name).glob("*/") if runtime.resume == "auto" else ():
+    may_adopt = runtime.resume == "auto" and not _is_copy()
+    for directory in checkpoint_root(run.params.experiment_name).glob("*/") if may_adopt else ():
         checkpoints = list(_readable(list_checkpoints(directory), report))
         # Of all its checkpoints: the last one but one of a finished run is not that of an unfinished one.
         is_finished = any(manifest.step >= manifest.total_steps for _, manifest in checkpoints)
@@ -164,6 +165,15 @@ def resume_candidates(run: Run, runtime: TrainRuntime, report: Callable[[str], N
         others = [(0, _last_to_extend(run))]
         report(f"extending {others[0][1]} with another schedule")
     return [path for _, path in others]
+
+
+def _is_copy() -> bool:
+    """Whether this is the copy that DVC makes of a project for `dvc exp run --temp` and queued experiments.
+
+    Several of them train at the same time. If one adopted a checkpoint of another, its result would depend on which of
+    them was ahead, or was interrupted.
+    """
+    return Path(os.environ.get("DVC_ROOT", ".")).resolve() != Path.cwd()
 
 
 def _readable(paths: list[Path], report: Callable[[str], None]) -> Iterator[tuple[Path, CheckpointManifest]]:

@@ -47,6 +47,20 @@ class TrainMetrics(Record):
 
 
 @dataclass(frozen=True)
+class CostColumns:
+    """Content of outputs/cost.json: each name is a column of `dvc exp show`, so there are few."""
+
+    steps: int
+    tokens_per_s: float | None
+    memory_peak_gib: float | None
+
+    @classmethod
+    def of(cls, metrics: TrainMetrics) -> "CostColumns":
+        """The columns of a training."""
+        return cls(metrics.steps, metrics.cost.tokens_per_second, metrics.cost.memory_peak_gib)
+
+
+@dataclass(frozen=True)
 class ScalerState:
     """The loss scale of fp16; 1 in other precisions."""
 

@@ -1,0 +1,86 @@
+"""slurm/experiments.sbatch: jobs that work on one queue of experiments, one of them interrupted."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stages.checkpointing.layout import CheckpointManifest, step_name
+from tests.faults import environment
+from tests.project import BIN, Project, wait_for
+from tests.slurm.cluster import Cluster
+from tests.trainings import steps
+
+
+def requeue(cluster: Cluster, job: str) -> None:
+    cluster.run(["scontrol", "requeue", job])
+
+
+def signal_script(cluster: Cluster, job: str) -> None:
+    cluster.run(["scancel", "--batch", "--signal=USR1", job])
+
+
+def kill_all(cluster: Cluster, job: str) -> None:
+    """As when the node loses power; the node is still there, so that Slurm starts the job again at once."""
+    cluster.run(["scontrol", "requeue", job])
+    for task in cluster.tasks(job):
+        task.kill()
+
+
+def weights(project: Project, seed: int) -> dict[str, str]:
+    """SHA-256 of the shards of the last checkpoint of the run with this seed."""
+    for path in (project / "outputs/test/checkpoints").glob(f"*/{step_name(12)}"):
+        manifest = CheckpointManifest.read(path)
+        if manifest.identity.params["seed"] == seed:
+            return {name: entry.sha256 for name, entry in manifest.files.items() if name.endswith(".distcp")}
+    return {}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("interrupt", [requeue, signal_script, kill_all])
+def test_an_experiment_of_a_job_that_is_interrupted_is_resumed(
+    cluster: Cluster,
+    reproduced: Project,
+    uninterrupted: dict[str, str],
+    interrupt: Callable[[Cluster, str], None],
+) -> None:
+    reproduced.run("dvc", "exp", "run", "--queue", "--allow-missing", "-S", "seed=1,2")
+    delays = environment("\n".join(f"delay rank 1 at step {step}" for step in range(3, 8)))
+    variables = {"PATH": f"{BIN}:/usr/bin:/bin:/usr/sbin", "OMP_NUM_THREADS": "1", **delays}
+    jobs = [cluster.submit("slurm/experiments.sbatch", cwd=reproduced.path, **variables) for _ in range(2)]
+    wait_for(lambda: steps(reproduced, seed=1) and steps(reproduced, seed=2), 200)
+    # Which job works on which experiment: a worker prints it.
+    [job] = [job for job in jobs if working_on(cluster, job) == name_of(reproduced, seed=1)]
+    interrupt(cluster, job)
+    for each in jobs:
+        fields = cluster.wait(each, seconds=300)
+        assert fields["JobState"] == "COMPLETED", Path(fields["StdOut"]).read_text()
+    (baseline,) = json.loads(reproduced.run("dvc", "exp", "show", "--json", "--hide-workspace"))
+    found = [each["revs"][0]["data"] for each in baseline["experiments"]]
+    assert sorted(data["params"]["params.yaml"]["data"]["seed"] for data in found) == [1, 2]
+    assert [data["metrics"]["outputs/cost.json"]["data"]["steps"] for data in found] == [12, 12]
+    assert weights(reproduced, seed=1) == uninterrupted
+    log = next((reproduced / ".dvc/tmp/exps/run").glob(f"{revision_of(reproduced, seed=1)}*/*.out")).read_text()
+    assert re.search(r"resuming from step [1-9]\d* of 12", log), log
+    wait_for(lambda: not any(cluster.tasks(each) for each in jobs))
+
+
+def working_on(cluster: Cluster, job: str) -> str:
+    """The experiment of a job."""
+    return re.findall(r"^(\S+): started", Path(cluster.job(job)["StdOut"]).read_text(), re.MULTILINE)[-1]
+
+
+def revision_of(project: Project, seed: int) -> str:
+    """The commit that an experiment was queued as."""
+    for path in (project / ".dvc/tmp/exps/run").iterdir():
+        text = project.run("git", "show", f"{path.name}:params.yaml")
+        if re.search(rf"^seed: {seed}$", text, re.MULTILINE):
+            return path.name
+    raise AssertionError(seed)
+
+
+def name_of(project: Project, seed: int) -> str:
+    revision = revision_of(project, seed)
+    return str(json.loads(next((project / f".dvc/tmp/exps/run/{revision}").glob("*.run")).read_text())["name"])
