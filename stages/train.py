@@ -134,7 +134,10 @@ class Trainer:
             start = self.find_start(candidates)
             heartbeat.note("building the model")
             chosen = dataclasses.replace(self.params, attention=attention, loss=loss.name)
-            self.model = sharded_model.build(model_manifest, chosen, mesh, initialize=start is None)
+            self.model = sharded_model.build(
+                model_manifest, chosen, mesh, initialize=start is None,
+                note=lambda: heartbeat.note("building the model, verifying its weights"),
+            )  # fmt: skip
             self.optimizer = make_optimizer(self.model, self.params)
             self.scaler = make_grad_scaler(self.params.precision, next(self.model.parameters()).device)
             self.scheduler = LambdaLR(self.optimizer, lambda step: lr_ratio(self.params, run.total_steps, step))

@@ -17,6 +17,7 @@ runs it at the start of each rank, given the `environment` of the faults.
     EROFS rank 0 at open:.*__0_0     the first such access fails with this error of the operating system
     directory rank 1 at PATH         it runs in another directory, so it reads other files
     log rank 0 at FILE               writes each access to a checkpoint into FILE, one a line
+    count rank 0 at FILE             writes each collective but FSDP's into FILE: its name and its bytes, one a line
 """
 
 import atexit
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 _TEXT = re.compile(
-    r"(kill|nan|memory|delay|stop|full|limit|directory|log|E[A-Z]+) rank (\d) "
+    r"(kill|nan|memory|delay|stop|full|limit|directory|log|count|E[A-Z]+) rank (\d) "
     r"(at step|in update|at file|in write of|at) (\S+)"
 )
 
@@ -48,6 +49,8 @@ def inject(text: str) -> None:
             _inject_step(what, where, int(value))
         elif what == "directory":
             os.chdir(value)
+        elif what == "count":
+            _count_collectives(value)
         else:
             _inject_file(what, where, value)
 
@@ -99,6 +102,27 @@ def _inject_step(what: str, where: str, step: int) -> None:
     BatchLoader.step_batches = new_step_batches
     step_module.torch.nn.utils.clip_grad_norm_ = new_clip
     step_module.training_losses = new_training_losses
+
+
+def _count_collectives(file: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    def counted(name: str, collective: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+            num_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+            with open(file, "a") as log:
+                log.write(f"{name} {num_bytes}\n")
+            return collective(*args, **kwargs)
+
+        return call
+
+    for name in ("all_reduce", "broadcast", "gather", "all_gather", "scatter", "barrier"):
+        collective = counted(name, getattr(dist, name))
+        for module in (dist, distributed_c10d):  # torch's own functions for objects use the second
+            setattr(module, name, collective)
 
 
 def _inject_file(what: str, where: str, value: str) -> None:

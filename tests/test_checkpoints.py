@@ -33,7 +33,7 @@ from stages.checkpointing.layout import (
 )
 from stages.checkpointing.lock import rank_lock, read_lock, try_delete_lock, try_writer_lock, writer_lock
 from stages.checkpointing.pointer import RunPointer, resolve
-from stages.training import shard_file
+from stages.training import save_plan, shard_file
 from stages.training.params import TrainRuntime
 from stages.training.saver import Saver, load
 from tests.project import REPO, Project, flip_bit, wait_for
@@ -195,6 +195,19 @@ def test_the_thread_that_saves_leaves_the_interpreter_to_the_training(mesh: Devi
     small, large = (save_thrice(tmp_path / str(num), num, asynchronous=True)[1] for num in (1, 9))
     # Of 64 tensors more, for each of which torch itself would call hundreds. What the garbage collector runs varies.
     assert 0 < large < small + 500
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_metadata_is_made_once_for_all_saves(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    made: list[None] = []
+    make_metadata = save_plan.make_metadata
+    monkeypatch.setattr(save_plan, "make_metadata", lambda *args: made.append(None) or make_metadata(*args))
+    save_thrice(tmp_path, 1, asynchronous)
+    assert len(made) == 1
+    [content] = {(path / ".metadata").read_bytes() for path in list_checkpoints(tmp_path)}
+    assert content
 
 
 def test_memory_that_does_not_suffice_for_an_asynchronous_save_is_a_clear_error(

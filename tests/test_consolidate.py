@@ -1,9 +1,12 @@
 """From a sharded checkpoint to a directory that transformers loads: the same values or an error, never zeros."""
 
 import dataclasses
+import io
 import json
 import math
 import os
+import pickle
+import resource
 import shutil
 import signal
 import subprocess
@@ -12,6 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +23,8 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
@@ -34,6 +40,7 @@ from stages.checkpointing.pointer import RunPointer, pointer_path, resolve
 from stages.export import card, stream
 from stages.export.lineage import Lineage, SourceModel
 from stages.model.manifest import MANIFEST, ModelManifest
+from stages.training import save_plan
 from tests.models import LAYERS, SIZES, write_tokenizer
 from tests.project import REPO, flip_bit, start_stage, wait_for
 
@@ -359,6 +366,50 @@ def test_scalars_integers_and_mixed_dtypes_are_kept(tmp_path: Path) -> None:
         assert found[name].dtype == expected.dtype
         assert found[name].shape == expected.shape
         assert torch.equal(found[name], expected)
+
+
+@pytest.mark.parametrize("allowed", [resource.RLIM_INFINITY, stream._OTHER_FILES + 5, 10])
+def test_the_file_of_each_rank_is_opened_once_as_far_as_the_system_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
+) -> None:
+    num_ranks, names = 8, ["a", "b", "c"]
+    items = [write_item(name, (num_ranks, 2)) for name in names]
+    tensors = {name: torch.randn(num_ranks, 2) for name in names}
+    reports = []
+    for rank in range(num_ranks):
+        content, rows = io.BytesIO(), []
+        for number, name in enumerate(names):
+            start = content.tell()
+            torch.save(tensors[name][rank : rank + 1].clone(), content)
+            rows.append((number, rank, 1, start, content.tell() - start))
+        (tmp_path / save_plan.file_name(rank)).write_bytes(content.getvalue())
+        reports.append(np.array(rows))
+    metadata = save_plan.make_metadata(items, reports)
+    metadata.planner_data = {f"model.{name}": ("model", name) for name in names}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    opened: list[str] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (10, allowed))
+    audited = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *args: opened.append(path.name) or audited(path, *args))
+    weights = stream.ShardedWeights(tmp_path)
+    specs = {name: stream.TensorSpec((num_ranks, 2), torch.float32) for name in names}
+    weights.check(specs)
+    (tmp_path / "model").mkdir()
+    stream.write_safetensors(weights, specs, torch.float32, tmp_path / "model", 1 << 30)
+    found = load_file(tmp_path / "model/model.safetensors")
+    assert all(torch.equal(found[name], tensors[name]) for name in names)
+    # Those beyond the limit, for each tensor again.
+    kept = {resource.RLIM_INFINITY: num_ranks, stream._OTHER_FILES + 5: 5, 10: 0}[allowed]
+    shards = [name for name in opened if name.endswith(".distcp")]
+    assert len(shards) == kept + (num_ranks - kept) * len(names)
+
+
+def write_item(name: str, size: tuple[int, ...]) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))
+    data = TensorWriteData(chunk, TensorProperties(), torch.Size(size))
+    return WriteItem(MetadataIndex(f"model.{name}"), WriteItemType.SHARD, tensor_data=data)
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stages.artifacts.errors import StageError
 from stages.tokens.batch import make_batch
@@ -16,6 +17,7 @@ from stages.training import sharded_model
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
 from stages.training.precision import make_grad_scaler
+from stages.training.random_weights import BLOCK, Operation, fill_rows
 from stages.training.step import train_step
 from stages.training.timers import Timers
 from tests.models import CONFIGS, MIXTRAL, full_value, manifest_of
@@ -49,8 +51,10 @@ def test_a_weight_file_changed_since_the_download_is_refused(
 ) -> None:
     manifest = manifest_of(tmp_path, with_weights=True)
     flip_bit(tmp_path / "model.safetensors", -1)
+    notes: list[None] = []  # for the watchdog: a file of weights may need a minute
     with pytest.raises(StageError, match="was changed since the download"):
-        sharded_model.build(manifest, params, mesh, initialize=True)
+        sharded_model.build(manifest, params, mesh, initialize=True, note=lambda: notes.append(None))
+    assert notes
 
 
 def test_without_initialization_only_the_buffers_have_values(
@@ -83,6 +87,53 @@ def test_random_weights_depend_only_on_the_seed_and_follow_the_rules_of_the_mode
         assert torch.equal(buffer, dict(reference.named_buffers())[name]), name
     matrices = [full_value(param.detach()) for param in one.parameters() if param.dim() == 2]
     assert len({tuple(matrix.flatten()[:4].tolist()) for matrix in matrices}) == len(matrices)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 1024])
+def test_each_rank_makes_its_own_rows_of_random_weights_and_no_others(num_ranks: int) -> None:
+    shape, aten = torch.Size((130, 700)), torch.ops.aten
+    operations = [
+        Operation(aten.normal_.default, (0.0, 0.02), None),
+        Operation(aten.clamp_.default, (-0.04, 0.04), None),
+        Operation(aten.zero_.default, (), 77),
+    ]
+    expected = torch.empty(shape)
+    fill_rows(expected, 0, shape, operations, "seed")
+    assert not expected[77].any() and expected[76].std().item() == pytest.approx(0.0175, rel=0.2)
+    parts, drawn = [], []
+    for rank in range(num_ranks):
+        rows = range(130)[rank * -(-130 // num_ranks) :][: -(-130 // num_ranks)]
+        parts.append(torch.empty(len(rows), 700))
+        with CountedNumbers() as counted:
+            fill_rows(parts[-1], rows.start, shape, operations, "seed")
+        drawn.append(counted.drawn)
+    assert torch.equal(torch.cat(parts), expected)
+    assert max(drawn) <= -(-130 // num_ranks) * 700 + 2 * BLOCK
+
+
+class CountedNumbers(TorchDispatchMode):
+    drawn = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.normal_.default:
+            self.drawn += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_parameters_with_rules_of_their_own_are_made_in_full(
+    mesh: DeviceMesh, params: TrainParams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full: list[int] = []
+    filled = sharded_model._fill
+    monkeypatch.setattr(sharded_model, "_fill", lambda *args: full.append(args[1].numel()) or filled(*args))
+    others = {"mamba": transformers.MambaConfig(vocab_size=101, hidden_size=24, num_hidden_layers=2, eos_token_id=0)}
+    for name, config in {**CONFIGS, "mixtral": MIXTRAL, **others}.items():
+        config.save_pretrained(tmp_path / name)
+        model = sharded_model.build(manifest_of(tmp_path / name, with_weights=False), params, mesh, initialize=True)
+        assert not any(full_value(param.detach()).isnan().any() for param in model.parameters()), name
+        assert bool(full) == (name == "mamba"), name
+    # The state matrix and the bias of the time steps: of a layer 16 x 48 and 48 values.
+    assert sorted(full) == [48, 48, 768, 768]
 
 
 def test_activation_checkpointing_changes_no_gradient(

@@ -269,6 +269,14 @@ def every_model(directory: Path, params: TrainParams) -> dict[str, Any]:
     return results
 
 
+def random_weights(directory: Path, params: TrainParams) -> dict[str, torch.Tensor]:
+    """The random weights of a model, gathered from the ranks."""
+    model = sharded_model.build(
+        manifest_of(directory / "gpt2", with_weights=False), params, make_mesh(params.fsdp), initialize=True
+    )
+    return {name: full_value(param.detach()) for name, param in model.named_parameters()}
+
+
 def timeouts(port: int, rank: int) -> dict[str, float]:
     """The timeouts in minutes of the groups of a mesh in which each rank has a copy of the model."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
@@ -281,7 +289,8 @@ def timeouts(port: int, rank: int) -> dict[str, float]:
         }
 
 
-JOBS = (steps_of_all_strategies, untied_embeddings, checkpoints_across_strategies, resumed_and_not, every_model)
+JOBS = (steps_of_all_strategies, untied_embeddings, checkpoints_across_strategies, resumed_and_not, every_model,
+        random_weights)  # fmt: skip
 
 
 def rank_main(rank: int, directory: Path, params: TrainParams, port: int) -> None:
@@ -395,6 +404,16 @@ def test_each_rank_reads_only_its_own_rows_of_any_model(results: list[dict[str, 
         assert found["different"] == []
         assert found["read"] == found["local"] < 0.51 * found["all"]
     assert sum(rank["every_model"][name]["read"] for rank in results) == results[0]["every_model"][name]["all"]
+
+
+def test_random_weights_do_not_depend_on_the_number_of_ranks(
+    results: list[dict[str, Any]], mesh: DeviceMesh, params: TrainParams, tmp_path: Path
+) -> None:
+    CONFIGS["gpt2"].save_pretrained(tmp_path)
+    model = sharded_model.build(manifest_of(tmp_path, with_weights=False), params, mesh, initialize=True)
+    for rank in results:
+        for name, param in model.named_parameters():
+            assert torch.equal(rank["random_weights"][name], full_value(param.detach())), name
 
 
 def test_groups_of_some_of_the_ranks_have_the_timeout_of_the_training(results: list[dict[str, Any]]) -> None:

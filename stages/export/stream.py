@@ -6,10 +6,15 @@ all names, shapes and dtypes are checked before anything is written.
 """
 
 import hashlib
+import io
 import json
 import math
+import os
+import resource
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +22,18 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from tqdm import tqdm
 
 from stages.artifacts.dtypes import BY_NAME
 from stages.artifacts.errors import StageError
+from stages.artifacts.garbage import paused_collector
 from stages.artifacts.model_files import WEIGHTS, WEIGHTS_INDEX
 from stages.artifacts.publish import write_json
+
+_OTHER_FILES = 100
+"""Files that a process may have open beside those of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,10 @@ class ShardedWeights:
     def __init__(self, checkpoint: Path) -> None:
         self._reader = _Reader(checkpoint)
         self._metadata = self._reader.read_metadata()
+
+    def files_open(self) -> AbstractContextManager[None]:
+        """Open each file only once for all tensors that are read."""
+        return self._reader.files.keep()
 
     def check(self, expected: Mapping[str, TensorSpec]) -> None:
         """Compare names, shapes and dtypes with `expected`, and check that the shards contain all of each tensor.
@@ -84,14 +98,49 @@ class ShardedWeights:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the metadata, which is large for large models, once and not for every tensor."""
+    """Reads the metadata, which is large for large models, once and not for every tensor; files likewise."""
 
     _cached: Metadata | None = None
 
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint)
+        self.fs = self.files = _OpenFiles()
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._cached is None:
-            self._cached = super().read_metadata(*args, **kwargs)
+            with paused_collector():
+                self._cached = super().read_metadata(*args, **kwargs)
         return self._cached
+
+
+class _OpenFiles(FileSystem):
+    """Keeps the files of the ranks open: of 1 024, each would be opened again for each of hundreds of tensors."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, io.IOBase] = {}
+        self._stack = ExitStack()
+        self._limit = 0
+
+    @contextmanager
+    def keep(self) -> Iterator[None]:
+        """Keep as many files open as the system allows."""
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the default of 1 024 is for programs with select()
+        self._limit = most - _OTHER_FILES if most != resource.RLIM_INFINITY else sys.maxsize
+        with self._stack:
+            yield
+        self._files, self._limit = {}, 0
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        name = os.fspath(path)
+        if name not in self._files:
+            if len(self._files) >= self._limit:
+                with super().create_stream(path, mode) as file:
+                    yield file
+                return
+            self._files[name] = self._stack.enter_context(super().create_stream(path, mode))
+        yield self._files[name]
 
 
 def _differences(name: str, expected: TensorSpec, found: Any) -> Iterator[str]:
@@ -138,7 +187,10 @@ def write_safetensors(
     digests: dict[str, str] = {}
     weight_map: dict[str, str] = {}
     total = sum(spec.num_bytes for spec in stored.values())
-    with tqdm(total=total, desc="consolidate", unit="B", unit_scale=True, disable=None) as progress:
+    with (
+        weights.files_open(),
+        tqdm(total=total, desc="consolidate", unit="B", unit_scale=True, disable=None) as progress,
+    ):
         for number, group in enumerate(groups, 1):
             single = len(groups) == 1
             file = WEIGHTS if single else f"model-{number:05d}-of-{len(groups):05d}.safetensors"

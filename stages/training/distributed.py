@@ -212,14 +212,33 @@ def run_on_rank0(function: Callable[[], T], group: dist.ProcessGroup | None = No
 
 def run_on_all_ranks(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Call `function` on every rank and return all results in rank order; if it fails on one, all ranks raise."""
-    # An error is gathered like a result: a rank that raised at once would leave the others waiting for it.
-    outcome: Any
-    try:
-        outcome = (function(), None)
-    except (StageError, OSError) as error:
-        outcome = (None, _as_stage_error(error))
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, outcome, group=group)
+    dist.all_gather_object(outcomes, _outcome(function), group=group)
+    return _results(outcomes)
+
+
+def gather_on_rank0(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> Callable[[], list[T]]:
+    """Call `function` on every rank, and send the results to rank 0 alone: for those that grow with the ranks.
+
+    Returns:
+        On rank 0, what returns all results in rank order, or raises if `function` has failed on one; it is called
+        within `run_on_rank0`, which has all ranks raise.
+    """
+    outcome = _outcome(function)
+    outcomes: list[Any] | None = [None] * dist.get_world_size() if is_rank0() else None
+    dist.gather_object(outcome, outcomes, group=group)
+    return lambda: _results(outcomes or [])
+
+
+def _outcome(function: Callable[[], T]) -> tuple[T | None, StageError | None]:
+    # An error is gathered like a result: a rank that raised at once would leave the others waiting for it.
+    try:
+        return function(), None
+    except (StageError, OSError) as error:
+        return None, _as_stage_error(error)
+
+
+def _results(outcomes: list[Any]) -> list[Any]:
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             kind = Unavailable if isinstance(failure, Unavailable) else StageError

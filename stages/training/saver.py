@@ -11,6 +11,7 @@ import io
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
@@ -29,16 +30,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stages.artifacts import publish
 from stages.artifacts.errors import StageError, Unavailable, naming
+from stages.artifacts.garbage import paused_collector
 from stages.artifacts.history import HISTORY
 from stages.artifacts.record import FileEntry
 from stages.artifacts.shared_disk import MAY_PASS, refresh, wait_for_file
 from stages.checkpointing import retention
 from stages.checkpointing.layout import CheckpointManifest, TensorEntry
 from stages.training.console import print_line
-from stages.training.distributed import run_on_all_ranks, run_on_rank0
+from stages.training.distributed import gather_on_rank0, run_on_all_ranks, run_on_rank0
 from stages.training.optimizer import set_lr
 from stages.training.params import TrainRuntime
 from stages.training.rng import rng_state, set_rng_state
+from stages.training.save_plan import Planner, Writer, file_name
 from stages.training.shard_file import ShardFile
 from stages.training.state import STATE, TrainState
 
@@ -91,6 +94,7 @@ class Saver:
         setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
         self._thread = ThreadPoolExecutor(1, "saver", *setup) if runtime.async_checkpoint else None
         self._shard_file: ShardFile | None = None  # in asynchronous mode, from the first save on
+        self._writer = Writer("", sync_files=True)  # in synchronous mode; it keeps `.metadata` for the next save
         self._pending: Future[None] | None = None
         self._switch_interval = sys.getswitchinterval()
 
@@ -201,12 +205,13 @@ class Saver:
             if isinstance(tensors, ShardFile):
                 return tensors.write(temporary), small.rng
             # Each rank hashes what it wrote: its file is still in its page cache, and all of them do it at once.
-            return _entries(sorted(temporary.glob(f"__{dist.get_rank()}_*.distcp"))), small.rng
+            return _entries([temporary / file_name(dist.get_rank())]), small.rng
 
         # A barrier as well: rank 0 lists the directory only when all ranks have written their files.
-        shards, rng = zip(*run_on_all_ranks(write, self._group), strict=True)
+        written = gather_on_rank0(write, self._group)
 
         def finish() -> None:
+            shards, rng = zip(*written(), strict=True)
             for rank, part in enumerate(shards):
                 for name, entry in part.items():
                     if not wait_for_file(temporary / name, entry.size, _SHARED_SECONDS):
@@ -235,13 +240,10 @@ class Saver:
     def _write_tensors(self, temporary: Path, directory: Path, tensors: dict[str, Any]) -> None:
         torch.serialization.set_crc32_options(False)  # of this thread; the manifest has the SHA-256 of each file
         try:
-            writer = dcp.FileSystemWriter(
-                temporary,
-                single_file_per_rank=True,
-                sync_files=True,
-                thread_count=1,  # with two, torch reports a failed write as a success
-            )
-            dcp.save(tensors, storage_writer=writer, process_group=self._group)
+            dcp.save(
+                tensors, checkpoint_id=temporary, storage_writer=self._writer, planner=Planner(),
+                process_group=self._group,
+            )  # fmt: skip
         except CheckpointException as error:
             raise _save_error(directory, error) from None
 
@@ -254,8 +256,7 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRS
     """
     optimizer_state = get_optimizer_state_dict(model, optimizer)
     tensors = {"model": _model_state(model), "optimizer": optimizer_state["state"]}
-    # Into the tensors of `model` in place; each rank reads the parts that it needs, whoever saved them.
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(directory))
+    run_on_all_ranks(lambda: _read_tensors(directory, tensors))
     set_optimizer_state_dict(model, optimizer, optimizer_state)
     scheduler.load_state_dict(torch.load(directory / _SCHEDULER, weights_only=True))
     # The optimizer's groups are not in the checkpoint, and a scheduler sets its rate only when it steps.
@@ -265,6 +266,20 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRS
     if len(state.rng) == dist.get_world_size():
         set_rng_state(state.rng[dist.get_rank()])
     return state
+
+
+def _read_tensors(directory: Path, tensors: dict[str, Any]) -> None:
+    """Read into `tensors` in place; each rank reads the parts that it needs, whoever saved them.
+
+    Each by itself: otherwise torch has rank 0 collect what all ranks want to read, and send it back unchanged.
+    """
+    try:
+        with warnings.catch_warnings(), paused_collector():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise StageError(f"could not read {directory}: {cause}") from None
 
 
 def _write_small(temporary: Path, small: _Small, rng: list[dict[str, Any]]) -> None:

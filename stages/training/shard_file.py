@@ -25,15 +25,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stages.artifacts.errors import naming
 from stages.artifacts.record import FileEntry
+from stages.training.save_plan import Planner, Writer, file_name
 
 
 class ShardFile:
@@ -51,13 +49,13 @@ class ShardFile:
             CheckpointException: on all ranks, with the error of one of them, as when it is out of memory.
         """
         memory = _Memory()
-        writer = _Writer(run_directory, sync_files=False, per_thread_copy_ahead=0)
+        writer = Writer(run_directory, sync_files=False, per_thread_copy_ahead=0)
         writer.fs = memory
-        planner = _Planner()
+        planner = Planner()
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
         self._contents = {name: file.getbuffer() for name, file in memory.files.items()}
         self._copied: torch.cuda.Event | None = None
-        name = f"__{dist.get_rank()}_0.distcp"
+        name = file_name(dist.get_rank())
         empty = torch.empty(0, dtype=torch.uint8)  # where other ranks save all tensors
         content = torch.frombuffer(self._contents[name], dtype=torch.uint8) if self._contents[name] else empty
         if torch.cuda.is_available() and content.numel():
@@ -123,24 +121,6 @@ def _local_bytes(tensors: dict[str, Any], path: tuple[Any, ...]) -> list[Tensor]
     if is_traceable_wrapper_subclass(local):
         parts = [getattr(local, name) for name in local.__tensor_flatten__()[0]]
     return [part.contiguous().view(-1).view(torch.uint8) for part in parts]
-
-
-class _Planner(dcp.DefaultSavePlanner):
-    """Saves contiguous tensors, so that their bytes in the file are those of `_local_bytes`."""
-
-    def transform_object(self, write_item: WriteItem, object: Tensor) -> Tensor:
-        return object.contiguous()
-
-
-class _Writer(dcp.FileSystemWriter):
-    """Keeps what it has written where: torch 2.11 returns that of all ranks on rank 0 only."""
-
-    results: list[WriteResult]
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        written = super().write_data(plan, planner)
-        self.results = written.wait()
-        return written
 
 
 class _Memory(FileSystem):

@@ -1,19 +1,19 @@
 """Building the model, sharded over the ranks with FSDP2.
 
 It is built on the meta device, sharded there, and only then allocated, so that no rank ever holds the full model. Each
-rank reads its own bytes of the safetensors. Random weights and buffers are made one layer at a time on the CPU by the
-model's own rules, from a seed that depends on the layer and not on the rank: the weights are the same on any number of
-ranks. With two ranks and 100 million parameters, each reads half of the bytes and needs 58 % of the memory (347 of 594
-MiB) that the Trainer of transformers needs, which reads all of them on each rank (docs/benchmarks.md).
+rank reads its own bytes of the safetensors, or makes its own rows of random weights on the CPU, by the model's own
+rules and from seeds that do not depend on the rank: the weights are the same on any number of ranks. With two ranks and
+100 million parameters, each reads half of the bytes and needs 58 % of the memory (347 of 594 MiB) that the Trainer of
+transformers needs, which reads all of them on each rank (docs/benchmarks.md).
 """
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,22 +22,27 @@ from transformers import PreTrainedModel
 
 from stages.model import headers, meta
 from stages.model.headers import StoredTensor
-from stages.model.manifest import ModelManifest
+from stages.model.manifest import ModelManifest, changed_file
 from stages.tokens.attention import activate_kernels
 from stages.tokens.attention_names import IMPLEMENTATIONS
 from stages.tokens.loss import fuse
 from stages.training import sharding
 from stages.training.activation_checkpointing import checkpoint_activations
-from stages.training.distributed import run_on_all_ranks
+from stages.training.distributed import run_on_rank0
 from stages.training.float8 import convert_linears
 from stages.training.params import TrainParams
+from stages.training.random_weights import fill_by_rows
+from stages.training.verification import find_damaged
 
 _RECOMPILE_LIMIT = 64
 """Of the code of a layer. A training of Gemma 3 needs nine, but torch allows eight by default: with `fullgraph` the
 next one is an error."""
 
 
-def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh, initialize: bool) -> PreTrainedModel:
+def build(
+    manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh, initialize: bool,
+    note: Callable[[], None] = lambda: None,
+) -> PreTrainedModel:  # fmt: skip
     """Build and shard the model that `manifest` describes.
 
     Parameters are fp32 DTensors, sharded on their first dim; layers compute in `params.precision`.
@@ -49,18 +54,18 @@ def build(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh, initia
         mesh: The ranks of each copy of the model are its last axis.
         initialize: Whether to fill the parameters, pretrained or random. A checkpoint fills them otherwise; what no
             checkpoint holds, the buffers, is made in both cases.
+        note: Called while the files of pretrained weights are verified, to note progress for the watchdog.
     """
     directory = manifest.directory()
     model = prepare(manifest, params, mesh)
     sharding.materialize(model, params, mesh)
     reference = meta.build(directory)
+    _rebuild_buffers(model, reference, params.seed)
     if initialize and not manifest.weights:
-        _initialize(model, reference, manifest.layer_classes, params.seed)
-        return model
-    _rebuild_buffers(model, reference)
-    if initialize:
-        # Before they are read, and each file by one rank; an altered one ends all ranks with the same message.
-        run_on_all_ranks(lambda: manifest.verify(_local_files(manifest.weights)))
+        done = fill_by_rows(model, reference, params.seed)
+        _fill_by_layers(model, reference, manifest.layer_classes, params.seed, done)
+    elif initialize:
+        _verify_weights(manifest, note)  # before they are read
         _read_weights(model, directory, meta.check_headers(reference, headers.read(directory, manifest.weights)))
     return model
 
@@ -89,9 +94,11 @@ def prepare(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> P
     return model
 
 
-def _local_files(names: list[str]) -> list[str]:
-    """The files that this rank verifies for all."""
-    return names[dist.get_rank() :: dist.get_world_size()]
+def _verify_weights(manifest: ModelManifest, note: Callable[[], None]) -> None:
+    """Compare the files of the weights with their digests, a share on each rank; all ranks raise the same."""
+    directory = run_on_rank0(lambda: manifest.verify(manifest.weights, contents=False))
+    for path in find_damaged({directory / name: manifest.files[name].sha256 for name in manifest.weights}, note):
+        raise changed_file(path)
 
 
 @torch.no_grad()
@@ -117,33 +124,45 @@ def _read_weights(model: nn.Module, directory: Path, stored: dict[str, StoredTen
                     target.copy_(reader.get_tensor(key))
 
 
-def _initialize(model: nn.Module, reference: PreTrainedModel, layer_classes: list[str], seed: int) -> None:
-    """Initialize all parameters randomly, and all buffers, one layer at a time."""
-    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    done: set[str] = set()
+def _fill_by_layers(
+    model: nn.Module, reference: PreTrainedModel, layer_classes: list[str], seed: int, done: set[str]
+) -> None:
+    """Initialize all parameters but those in `done` randomly, one layer at a time, which each rank makes in full."""
+    params = dict(model.named_parameters())
+    names = {module: name for name, module in reference.named_modules()}
     for unit, modules in _units(reference, layer_classes):
+        own = {
+            (module, key): name
+            for module in modules
+            for key, _ in module.named_parameters(recurse=False)
+            # else it is tied to one that is a parameter of the model
+            if (name := f"{names[module]}.{key}".lstrip(".")) in params and name not in done
+        }
+        if not own:
+            continue
         for module in modules:
             module.to_empty(device="cpu", recurse=False)
         if not unit:
             reference.tie_weights()  # `to_empty` has replaced the parameters, so those that were one are now two
-        digest = hashlib.sha256(f"{seed}/{unit}".encode()).digest()
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            torch.default_generator.manual_seed(
-                int.from_bytes(digest[:8], "big")
-            )  # torch.manual_seed would seed the GPUs too, which are not forked
+        with _seeded(f"{seed}/{unit}"), torch.no_grad():
             for module in modules:
                 reference._init_weights(module)
-        names = {module: name for name, module in reference.named_modules()}
+        for (module, key), name in own.items():
+            _fill(params[name], module.get_parameter(key))
+            done.add(name)
         for module in modules:
-            prefix = f"{names[module]}." if names[module] else ""
-            for name, param in module.named_parameters(recurse=False):
-                if prefix + name in params:  # else it is tied to one that is
-                    _fill(params[prefix + name], param)
-                    done.add(prefix + name)
-            for name, buffer in module.named_buffers(recurse=False):
-                buffers[prefix + name].copy_(buffer)
             module.to_empty(device="meta", recurse=False)  # frees it: only one layer at a time is in memory
     assert done == set(params), sorted(set(params) - done)
+
+
+@contextmanager
+def _seeded(seed: str) -> Iterator[None]:
+    """Have the generator of the CPU give the same numbers on all ranks."""
+    digest = hashlib.sha256(seed.encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would seed the GPUs too, which are not forked
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))
+        yield
 
 
 def _units(model: PreTrainedModel, layer_classes: list[str]) -> Iterator[tuple[str, list[nn.Module]]]:
@@ -161,8 +180,8 @@ def _units(model: PreTrainedModel, layer_classes: list[str]) -> Iterator[tuple[s
     yield "", list(rest)
 
 
-def _rebuild_buffers(model: nn.Module, reference: PreTrainedModel) -> None:
-    """Compute the buffers that no file stores, such as the frequencies of rotary embeddings.
+def _rebuild_buffers(model: nn.Module, reference: PreTrainedModel, seed: int) -> None:
+    """Compute all buffers, such as the frequencies of rotary embeddings; those that files store are read afterwards.
 
     `to_empty` leaves garbage in them, and the logits still look plausible.
     """
@@ -174,7 +193,7 @@ def _rebuild_buffers(model: nn.Module, reference: PreTrainedModel) -> None:
         # (Gemma 3 has a buffer there).
         for key, buffer in module.named_buffers(recurse=False):
             module._buffers[key] = torch.empty_like(buffer, device="cpu")
-        with torch.no_grad():
+        with _seeded(f"{seed}/{name}"), torch.no_grad():
             reference._init_weights(module)  # parameters beside the buffers stay on the meta device
         for key, buffer in module.named_buffers(recurse=False):
             buffers[f"{name}.{key}" if name else key].copy_(buffer)

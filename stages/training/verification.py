@@ -3,6 +3,7 @@
 import errno
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from heapq import heapreplace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -47,11 +48,11 @@ def shares(files: Iterable[Path], num_ranks: int) -> list[list[Path]]:
     """Which files each rank reads: the largest first, each to the rank with the fewest bytes so far."""
     sizes = {path: path.stat().st_size for path in files}
     assigned: list[list[Path]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
+    loads = [(0, rank) for rank in range(num_ranks)]  # a heap: (bytes, rank)
     for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
-        rank = loads.index(min(loads))
+        load, rank = loads[0]
         assigned[rank].append(path)
-        loads[rank] += sizes[path]
+        heapreplace(loads, (load + sizes[path], rank))
     return assigned
 
 
