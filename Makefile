@@ -23,7 +23,7 @@ slow: setup ## Run the slow tests: whole pipelines, large inputs
 	$(PY) -m pytest -m slow -n 2 --dist loadfile
 
 faults: setup ## Test all faults of docs/faults.md, at every step and every file
-	$(PY) -m pytest -n 2 tests/test_checkpoints.py tests/test_resume.py tests/test_launch.py tests/test_faults.py
+	$(PY) -m pytest -n 2 $(addprefix tests/test_,$(addsuffix .py,checkpoints resume launch faults nodes other_launchers shared_disk))
 
 slurm: ## Install Slurm for the tests of slurm/, as root on Debian
 	@scripts/slurm.sh

@@ -12,7 +12,7 @@ if [[ -n $(command -v sbatch) ]]; then exit; fi
 [[ -n $(command -v apt-get) ]] || without "not installed, and only on Debian this script can install it"
 ((EUID == 0)) || without "not installed, and only root can install it"
 export DEBIAN_FRONTEND=noninteractive
-# Where there is no network it is to end soon.
+# Fail fast without a network.
 apt=(apt-get -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=20 -o Acquire::https::Timeout=20)
 packages=(slurm-wlm munge)
 echo "slurm: installing ${packages[*]}"

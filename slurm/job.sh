@@ -11,6 +11,8 @@ fail() {
     exit 2
 }
 
+command -v pgrep > /dev/null || fail "pgrep is missing (package procps): without it no signal reaches the training"
+
 # Slurm counts every start after the first: those that this script asks for, and those after a node was lost.
 restarts=${SLURM_RESTART_COUNT:-0}
 max_restarts=${MAX_RESTARTS:-20}
@@ -111,6 +113,8 @@ run() {
 
 # Have Slurm start the job again. Exits with 75 (try again), for a Slurm whose RequeueExit lists it.
 continue_later() {
+    # The launcher of a login node that was interrupted asks for a save, and for no other start.
+    if scontrol show job "$SLURM_JOB_ID" 2> /dev/null | grep -q 'Requeue=0'; then return 0; fi
     if ((restarts >= max_restarts)); then
         echo "job $SLURM_JOB_ID was interrupted, but MAX_RESTARTS is $max_restarts: submit it again to continue" >&2
         return 0

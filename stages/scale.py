@@ -37,7 +37,8 @@ def main() -> None:
     from stages.training import many_ranks  # imports torch
 
     config = many_ranks.llama(args.params)
-    found = [many_ranks.measure(config, params, num_ranks) for num_ranks in args.ranks]
+    rates = many_ranks.measure_rates()
+    found = [many_ranks.measure(config, params, rates, num_ranks) for num_ranks in args.ranks]
     print(
         f"Llama with {config.num_hidden_layers} layers of {config.hidden_size}: {found[0].num_params:,} parameters, "
         f"with optimizer {_size(found[0].model_bytes)} in fp32, sharded over all ranks"

@@ -12,6 +12,8 @@ REPLACED = {
     "--seq-length 4096": "--seq-length 16",
     "--gpu-memory-gb 80": "--gpu-memory-gb 0.001",
     "max_steps=20": "max_steps=2",
+    "max_steps=12": "max_steps=2",
+    "total_batch_size=64": "total_batch_size=8",
     r"\[10,12\]": "[1,2]",
 }
 NEEDS_NETWORK = "hf download"
@@ -27,3 +29,5 @@ def test_the_commands_of_a_guide_run(reproduced: Project, document: str) -> None
             for text, other in REPLACED.items():
                 command = re.sub(text, other, command)
             reproduced.run("bash", "-c", command)
+    if "profile_steps" in str(commands):
+        assert list((reproduced / "outputs/test/profile").glob("*/steps-1-2.trace.json.gz"))

@@ -31,6 +31,10 @@ ALLOCATION = {
 }  # fmt: skip
 
 
+SLOW = "delay rank 1 at step 5\ndelay rank 1 at step 6\ndelay rank 1 at step 7"
+"""Two seconds more in each of these steps, so that it still runs when it is interrupted."""
+
+
 @pytest.fixture
 def nodes(fresh: Given) -> Given:
     """A project that trains with one rank on each node, and the result that two ranks of one machine have."""
@@ -59,7 +63,7 @@ def end(process: "subprocess.Popen[str]", status: int) -> str:
 
 def test_a_signal_to_one_node_saves_on_all_and_they_compute_what_one_does(nodes: Given, ranks: Ranks) -> None:
     project, reference = nodes
-    process = start(project, "delay rank 1 at step 5")
+    process = start(project, SLOW)
     agents(process)["n2"].send_signal(signal.SIGUSR1)
     output = end(process, INTERRUPTED)
     assert "training with 2 ranks on 2 nodes (CPU, network lo)" in output
@@ -150,7 +154,7 @@ def test_the_interface_is_the_one_that_reaches_the_first_node() -> None:
 @pytest.mark.parametrize("victim", ["launcher", "agent", "rank"])
 def test_a_signal_to_any_process_saves_on_all(nodes: Given, victim: str, number: signal.Signals) -> None:
     project, reference = nodes
-    process = start(project, "delay rank 1 at step 5")
+    process = start(project, SLOW)
     processes = {"launcher": process, "agent": agents(process)["n2"], "rank": ranks_of(process)[1]}
     processes[victim].send_signal(number)
     assert "interrupted: step-" in end(process, INTERRUPTED)
@@ -184,7 +188,7 @@ def test_a_rank_that_is_killed_is_named_with_its_node(nodes: Given) -> None:
 def test_a_lost_node_is_named_and_the_training_restarted(nodes: Given) -> None:
     project, reference = nodes
     project.set(runtime={"max_restarts": 1})
-    process = start(project, "delay rank 1 at step 5")
+    process = start(project, SLOW)
     agents(process)["n2"].kill()
     output = end(process, 0)
     assert re.search(r"node n2 was lost \(its agent ended\): rank 1 in .*; restart 1 of 1", output)
@@ -212,7 +216,7 @@ def test_no_process_outlives_a_killed_launcher(nodes: Given) -> None:
     assert len(started) == 5  # srun, two agents, two ranks
     process.kill()
     process.communicate()
-    wait_for(lambda: not any(map(is_alive, started)), seconds=5)
+    wait_for(lambda: not any(map(is_alive, started)))
     project.run(*LAUNCH, **ALLOCATION)
     assert result(project) == reference
 

@@ -83,8 +83,12 @@ def test_the_last_rank_of_a_lost_node_is_waited_for_with_a_message(tmp_path: Pat
     messages: list[str] = []
     with open_lock(tmp_path / "ranks.lock") as lock:
         flock(lock, fcntl.LOCK_SH)
-        threading.Timer(3, lambda: flock(lock, fcntl.LOCK_UN)).start()
-        with writer_lock(tmp_path, messages.append):
+
+        def report(message: str) -> None:
+            messages.append(message)
+            flock(lock, fcntl.LOCK_UN)
+
+        with writer_lock(tmp_path, report):
             pass
     assert re.match("waiting until the last rank of the training before has ended", messages[0]) and len(messages) == 1
 

@@ -145,7 +145,15 @@ def reports_of(items: list[WriteItem], num_ranks: int) -> list[Report]:
     return [np.array(part, np.int64).reshape(-1, 5) for part in rows]
 
 
-def measure(config: LlamaConfig, params: TrainParams, num_ranks: int) -> Costs:
+@dataclass(frozen=True)
+class Rates:
+    """What one core of this machine does; to be measured once, so that numbers of ranks can be compared."""
+
+    seconds_per_hashed_byte: float
+    seconds_per_random_number: float
+
+
+def measure(config: LlamaConfig, params: TrainParams, rates: Rates, num_ranks: int) -> Costs:
     """Measure and count what a training of a model costs with a number of ranks."""
     planner, plan_seconds = plan_of(config, params, num_ranks)
     items = planner.items
@@ -166,9 +174,9 @@ def measure(config: LlamaConfig, params: TrainParams, num_ranks: int) -> Costs:
         num_params=_num_params(config),
         model_bytes=num_bytes,
         rank_bytes=rank_bytes,
-        hash_seconds=rank_bytes * seconds_per_hashed_byte(),
+        hash_seconds=rank_bytes * rates.seconds_per_hashed_byte,
         hash_rounds=-(-rank_bytes // ROUND_BYTES),
-        random_seconds=_num_params(config) / num_ranks * seconds_per_random_number(),
+        random_seconds=_num_params(config) / num_ranks * rates.seconds_per_random_number,
         plan_seconds=plan_seconds,
         report_bytes=sum(len(pickle.dumps(report)) for report in reports),
         metadata_seconds=make_seconds + pickle_seconds,
@@ -182,14 +190,17 @@ def measure(config: LlamaConfig, params: TrainParams, num_ranks: int) -> Costs:
     )
 
 
-def seconds_per_hashed_byte() -> float:
-    """Of SHA-256 on one core."""
+def measure_rates() -> Rates:
+    """Measure what one core of this machine does."""
+    return Rates(_seconds_per_hashed_byte(), _seconds_per_random_number())
+
+
+def _seconds_per_hashed_byte() -> float:
     content = bytes(32 << 20)
     return _timed(lambda: hashlib.sha256(content).digest())[1] / len(content)
 
 
-def seconds_per_random_number() -> float:
-    """Of a random weight, made on one core."""
+def _seconds_per_random_number() -> float:
     config = LlamaConfig(
         vocab_size=1024, hidden_size=1024, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=8
     )

@@ -185,8 +185,8 @@ class TrainRuntime(CheckpointRuntime):
     sbatch_args: str | None
     """Options of `sbatch`, as on its command line, for launcher sbatch."""
     num_nodes: PositiveInt | None
-    """Nodes of the allocation that train; null: all. With launcher sbatch also the nodes of the job; null: as
-    `sbatch_args` and the script say."""
+    """Nodes of the allocation that train; null: all. With launcher sbatch also the nodes of the job; null: those of
+    `sbatch_args` or of the script."""
     nproc_per_node: PositiveInt | None
     """Ranks on each node; null: one per GPU, or 2 where there is none."""
     rdzv_endpoint: Annotated[str, Field(pattern=r"^[^:\s]+(:\d{1,5})?$")] | None

@@ -105,10 +105,10 @@ def _follow(job: str, log: "_Log", stopping: threading.Event) -> _Job:
             print_line(f"job {job} waits in the queue ({found.reason})")
             reason = found.reason
         for _ in range(_POLL_SECONDS):
-            log.show(found.log)
             if stopping.is_set() and not is_asked_to_stop:
                 _stop(job)
                 is_asked_to_stop = True
+            log.show(found.log)
             time.sleep(1)
         try:
             found = _show(job)
@@ -137,7 +137,6 @@ def _show(job: str) -> _Job:
 
 def _stop(job: str) -> None:
     """Ask a job to save and to end, but not to go back into the queue."""
-    print_line(f"asking job {job} to save and end")
     # Not `scancel` alone: Slurm would kill it after half a minute, in the middle of a large save.
     for command in (
         ("scontrol", "update", f"JobId={job}", "Requeue=0"),
@@ -145,6 +144,7 @@ def _stop(job: str) -> None:
         ("scancel", "--batch", "--signal=USR1", job),
     ):
         subprocess.run(command, stderr=subprocess.DEVNULL)  # each fails in a state that is not its own
+    print_line(f"asked job {job} to save and end")  # last: it fails where the terminal is gone
 
 
 def _run(*command: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from stages.artifacts.errors import StageError, Unavailable
@@ -25,6 +26,8 @@ from tests.ranks import Ranks
 from tests.trainings import Given, checkpoint_manifest, result, weights
 
 SERVER, N1, N2 = Path("/mnt/server"), Path("/mnt/n1"), Path("/mnt/n2")
+SLOW = "delay rank 1 at step 5\ndelay rank 1 at step 6\ndelay rank 1 at step 7"
+"""Two seconds more in each of these steps, so that the training still runs when its disk is away."""
 LEASE_SECONDS = 10
 
 
@@ -174,7 +177,7 @@ def test_a_directory_that_is_read_only_for_a_while_delays_the_save(
 ) -> None:
     project, nodes, reference = shared
     project.set(runtime={"async_checkpoint": asynchronous, "timeout_minutes": 4})
-    ranks.start(project, nodes=nodes)
+    ranks.start(project, SLOW, nodes=nodes)
     wait_for_step(ranks, 2)
     export("ro")
     try:
@@ -196,8 +199,9 @@ def test_a_server_that_is_away_for_a_while_is_waited_for(
 ) -> None:
     project, nodes, reference = shared
     project.set(runtime={"timeout_minutes": 4})
-    ranks.start(project, nodes=nodes)
+    pids = ranks.start(project, SLOW, nodes=nodes)
     wait_for_step(ranks, 4)
+    assert all(psutil.pid_exists(pid) for pid in pids)
     with cut_off("n1", "n2"):
         time.sleep(LEASE_SECONDS / 2)
     statuses, output = ranks.wait()

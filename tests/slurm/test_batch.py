@@ -17,9 +17,9 @@ from tests.trainings import newest_checkpoint, steps, weights
 TRAIN = ("slurm/train.sbatch", "-S", "seed=1")
 
 
-def slow(num_steps: int) -> dict[str, str]:
-    """The environment of a training with steps of two seconds, so that it still runs when it is interrupted."""
-    return environment("\n".join(f"delay rank 1 at step {step}" for step in range(3, 3 + num_steps)))
+def slow(num_steps: int, times: int = 1) -> dict[str, str]:
+    """The environment of a training with steps of two seconds or more, so that it still runs when it is interrupted."""
+    return environment("\n".join(times * [f"delay rank 1 at step {step}" for step in range(3, 3 + num_steps)]))
 
 
 def submit(cluster: Cluster, project: Project, *arguments: str, ranks: int = 1, **variables: str) -> str:
@@ -144,8 +144,8 @@ def test_a_training_whose_node_stays_lost_continues_on_another(
 def test_a_training_longer_than_its_time_limit_ends_with_the_same_weights(
     cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
 ) -> None:
-    # Slurm looks every half minute, and sends the signal up to half a minute early: here after 10 to 40 seconds.
-    job = submit(cluster, reproduced, "--time=1", "--signal=B:USR1@20", *TRAIN, ranks=2, **slow(9))
+    # Slurm looks every half minute, and sends the signal up to a minute early: here within the first 40 seconds.
+    job = submit(cluster, reproduced, "--time=1", "--signal=B:USR1@20", *TRAIN, ranks=2, **slow(9, times=2))
     cluster.wait(job, "RUNNING")
     cluster.wait(job, "PENDING")
     cluster.run(["scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED"])  # the start alone may need half a minute

@@ -24,9 +24,12 @@ def signal_script(cluster: Cluster, job: str) -> None:
 
 def kill_all(cluster: Cluster, job: str) -> None:
     """As when the node loses power; the node is still there, so that Slurm starts the job again at once."""
-    cluster.run(["scontrol", "requeue", job])
+    for task in cluster.tasks(job):
+        if task.name() != "slurmstepd":
+            task.suspend()  # so that none of them notices that another one is gone
     for task in cluster.tasks(job):
         task.kill()
+    requeue(cluster, job)
 
 
 def weights(project: Project, seed: int) -> dict[str, str]:
@@ -38,6 +41,7 @@ def weights(project: Project, seed: int) -> dict[str, str]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("interrupt", [requeue, signal_script, kill_all])
 def test_an_experiment_of_a_job_that_is_interrupted_is_resumed(

@@ -6,6 +6,7 @@ import signal
 import subprocess
 
 import psutil
+import pytest
 
 from tests.faults import environment
 from tests.project import BIN, LAUNCH, Project, wait_for
@@ -29,6 +30,7 @@ def jobs(cluster: Cluster) -> list[str]:
     return cluster.run(["squeue", "--noheader", "--format=%A"]).split()
 
 
+@pytest.mark.slow
 def test_an_interrupted_repro_ends_its_job_after_a_save_and_the_next_one_finishes(
     cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
 ) -> None:
@@ -41,20 +43,21 @@ def test_an_interrupted_repro_ends_its_job_after_a_save_and_the_next_one_finishe
         if "stages.launch" in " ".join(each.cmdline())
     ]
     launcher.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=250)
     assert process.returncode == 255, output
-    assert re.search(r"submitted job \d+.*asking job \d+ to save and end.*interrupted: step-\d+ is saved", output, re.S)
+    assert re.search(r"submitted job \d+.*asked job \d+ to save and end.*interrupted: step-\d+ is saved", output, re.S)
     assert "exited with 75" in output
     assert not jobs(cluster)
 
     process = repro(cluster, reproduced)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=250)
     assert process.returncode == 0, output
     assert re.search(r"resuming from step \d+ of .*2 ranks on 2 nodes", output, re.S)
     assert weights(reproduced) == uninterrupted
     assert "Data and pipelines are up to date" in reproduced.run("dvc", "repro", "train", **VARIABLES)
 
 
+@pytest.mark.slow
 def test_a_launch_follows_the_job_of_one_that_was_killed_and_returns_its_status(
     cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
 ) -> None:
@@ -67,13 +70,14 @@ def test_a_launch_follows_the_job_of_one_that_was_killed_and_returns_its_status(
     assert len(found := jobs(cluster)) == 1
     (reproduced / ".dvc/tmp/rwlock").unlink(missing_ok=True)
     process = repro(cluster, reproduced)
-    output, _ = process.communicate(timeout=100)
+    output, _ = process.communicate(timeout=250)
     assert process.returncode == 0, output
     assert f"following job {found[0]}, which an earlier launch has submitted" in output
     assert "resuming from step" not in output
     assert weights(reproduced) == uninterrupted
 
 
+@pytest.mark.slow
 def test_an_error_of_the_job_is_that_of_the_launch(cluster: Cluster, reproduced: Project) -> None:
     reproduced.set(seed=1)
     variables = VARIABLES | {"SLURM_CONF": str(cluster.conf)}
