@@ -25,10 +25,10 @@ from dvc.repo.experiments.queue.celery import LocalCeleryQueue
 from dvc.repo.experiments.queue.tasks import run_exp
 from kombu.message import Message
 
-from scripts.resume_experiments import arguments_of, find_process, queue_again, stop_stages, worker_lock
+from scripts.resume_experiments import arguments_of, clean_up, find_process, queue_again, stop_stages, worker_lock
 from stages.artifacts import command
 from stages.artifacts.errors import StageError
-from stages.artifacts.file_lock import flock, open_lock
+from stages.artifacts.file_lock import flock, open_lock, read_status, set_status
 
 INTERRUPTED = 75
 """Exit status of a worker, and of a training, that was asked to stop."""
@@ -57,6 +57,7 @@ def work(queue: LocalCeleryQueue, stopping: threading.Event) -> int:
         entry = QueueEntry.from_dict(arguments_of(message)[0][0])
         with open_lock(worker_lock(queue, entry)) as lock:
             flock(lock, fcntl.LOCK_EX)
+            set_status(lock, message.headers["id"])
             print(f"{entry.name}: started; `dvc queue logs {entry.name}` shows its output", flush=True)
             log = Path(queue.get_infofile_path(entry.stash_rev)).with_suffix(".out")
             size = log.stat().st_size if log.exists() else 0  # what earlier attempts have printed
@@ -96,8 +97,11 @@ def queue_lost_again(queue: LocalCeleryQueue) -> None:
             continue
         with open_lock(worker_lock(queue, entry)) as lock:
             is_free = flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Of an earlier attempt: this one has not locked it yet, or is the business of a worker of DVC.
+            is_own = read_status(lock).startswith(task)
             # Meanwhile another worker may have done it.
-            if is_free and task in {each.headers["id"] for each, _ in queue._iter_processed()}:
+            if is_free and is_own and task in {each.headers["id"] for each, _ in queue._iter_processed()}:
+                clean_up(queue, entry)
                 queue_again(queue, message, entry)
                 print(f"{entry.name}: queued again, because its worker is gone", flush=True)
 

@@ -88,7 +88,7 @@ def resume(queue: LocalCeleryQueue, names: list[str], seconds: float = 4) -> Non
     for message, entry, has_failed in unfinished:
         if names and entry.name not in names:
             continue
-        _clean_up(queue, entry)
+        clean_up(queue, entry)
         queue_again(queue, message, entry)
         print(f"{entry.name}: queued again, because {'it failed' if has_failed else 'its worker is gone'}")
 
@@ -133,9 +133,10 @@ def find_process(queue: LocalCeleryQueue, entry: QueueEntry) -> psutil.Process |
 def stop_stages(process: psutil.Process, asked: set[psutil.Process]) -> None:
     """Ask the stage that a `dvc` runs to stop, once; a training saves. Call it until the process has ended."""
     with suppress(psutil.NoSuchProcess):
-        for stage in set(process.children()) - asked:
-            asked.add(stage)
-            stage.terminate()
+        for child in set(process.children()) - asked:
+            if any(word.startswith("stages.") for word in child.cmdline()):  # not git, which would leave its locks
+                asked.add(child)
+                child.terminate()
 
 
 def worker_lock(queue: LocalCeleryQueue, entry: QueueEntry) -> Path:
@@ -159,7 +160,7 @@ def _has_worker(process: psutil.Process) -> bool:
         return False
 
 
-def _clean_up(queue: LocalCeleryQueue, entry: QueueEntry) -> None:
+def clean_up(queue: LocalCeleryQueue, entry: QueueEntry) -> None:
     """End an experiment that outlived its worker, and remove the copy of the project that it ran in."""
     asked: set[psutil.Process] = set()
     while process := find_process(queue, entry):

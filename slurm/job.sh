@@ -19,10 +19,11 @@ max_restarts=${MAX_RESTARTS:-20}
 ((restarts <= max_restarts)) || fail "this job was started again $restarts times, and MAX_RESTARTS is $max_restarts"
 
 # A project has one job at a time: two of them would edit the same params.yaml. A job that was requeued waits for the
-# processes of its last start. Experiments of the queue run in copies of the project, each under a lock of its own.
-if [[ -z ${in_copies:-} ]]; then
+# processes of its last start, or until the file server releases the lock of a lost node: NFS after 90 s, Lustre 150 s.
+# Experiments of the queue, which are in copies of the project, and runs from a login node have locks of their own.
+if [[ -z ${has_own_lock:-} ]]; then
     exec 9>> .dvc/tmp/job.lock
-    flock --timeout 60 9 || fail "job $(< .dvc/tmp/job.lock) runs in $PWD; \
+    flock --timeout $((restarts ? 200 : 60)) 9 || fail "job $(< .dvc/tmp/job.lock) runs in $PWD; \
 submit this one with --dependency=afterany:$(< .dvc/tmp/job.lock), or from another clone"
     echo "$SLURM_JOB_ID" > .dvc/tmp/job.lock
 fi
@@ -41,7 +42,7 @@ start_dask() {
         echo "Dask is not installed (pip install '.[dask]'): the data stages use this node only" >&2
         return 0
     fi
-    local file=$PWD/.dvc/tmp/dask-$SLURM_JOB_ID.json given=${PIPELINE_RUNTIME:-"{}"} interface=()
+    local file=$PWD/.dvc/tmp/dask-$SLURM_JOB_ID.json interface=()
     rm -f "$file" # of the last start of this job
     [[ -z ${DASK_INTERFACE:-} ]] || interface=(--interface "$DASK_INTERFACE")
     dask scheduler --port 0 --scheduler-file "$file" --no-dashboard "${interface[@]}" 9>&- &
@@ -50,7 +51,10 @@ start_dask() {
     srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$cpus" \
         dask worker --scheduler-file "$file" --no-dashboard "${interface[@]}" --nthreads "$cpus" \
         --local-directory "${TMPDIR:-/tmp}" 9>&- &
-    export PIPELINE_RUNTIME="{executor: dask, dask_scheduler: '$file', ${given#*\{}"
+    PIPELINE_RUNTIME=$(file=$file python -c "import os, yaml
+given = yaml.safe_load(os.environ.get('PIPELINE_RUNTIME') or '{}')
+print(yaml.safe_dump({'executor': 'dask', 'dask_scheduler': os.environ['file'], **given}))")
+    export PIPELINE_RUNTIME
 }
 
 # Ask the stage that DVC runs to stop, and the next one if it had just ended. DVC itself would not pass a signal on.

@@ -407,7 +407,9 @@ def main() -> None:
 
 def train(stop_signal: StopSignal) -> bool:
     """Train as one of the ranks; False where a signal asked to stop before the last step."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+    if handoff.DIRECTORY not in os.environ:  # else the ranks of one machine find each other through a file there
+        names += ["MASTER_ADDR", "MASTER_PORT"]
     if missing := [name for name in names if name not in os.environ]:
         raise StageError(
             f"{', '.join(missing)} must be set, as torchrun does: `python -m stages.launch` starts the ranks, also "
@@ -436,10 +438,10 @@ def train(stop_signal: StopSignal) -> bool:
         explain_torch_errors(),
     ):
         refuse_different_ranks(run, runtime)  # before the mesh, which each rank makes from its own parameters
+        run_on_rank0(lambda: refuse_second_training(run, locks))
         for warning in check_shared(run.directory):
             if is_rank0():
                 print_line(warning)
-        run_on_rank0(lambda: refuse_second_training(run, locks))
         confirm_lock = locks.enter_context(rank_lock(run.directory))
         # A launcher reads the notes of its ranks in a directory.
         with nullcontext() if handoff.DIRECTORY in os.environ else watched(heartbeat, runtime):

@@ -17,7 +17,7 @@ from stages.training import sharded_model
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
 from stages.training.precision import make_grad_scaler
-from stages.training.random_weights import BLOCK, Operation, fill_rows
+from stages.training.random_weights import BLOCK, Operation, fill_rows, record
 from stages.training.step import train_step
 from stages.training.timers import Timers
 from tests.models import CONFIGS, MIXTRAL, full_value, manifest_of
@@ -134,6 +134,32 @@ def test_only_parameters_with_rules_of_their_own_are_made_in_full(
         assert bool(full) == (name == "mamba"), name
     # The state matrix and the bias of the time steps: of a layer 16 x 48 and 48 values.
     assert sorted(full) == [48, 48, 768, 768]
+
+
+def test_rules_that_the_meta_device_ignores_and_views_are_followed_too() -> None:
+    config = transformers.ModernBertDecoderConfig(
+        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        pad_token_id=3, eos_token_id=0, bos_token_id=0, cls_token_id=0, sep_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        reference = transformers.ModernBertDecoderForCausalLM(config)
+    theirs = transformers.ModernBertDecoderForCausalLM(config)
+    operations = record(reference)
+    for name, param in theirs.named_parameters():
+        values = torch.empty_like(param)
+        fill_rows(values, 0, param.shape, operations[name], "seed")
+        assert values.std().item() == pytest.approx(param.std().item(), rel=0.1, abs=1e-6), name
+        assert values.max().item() == pytest.approx(param.max().item(), rel=0.1, abs=1e-6), name  # truncated
+
+    class ThroughData(transformers.ModernBertDecoderForCausalLM):
+        def _init_weights(self, module: torch.nn.Module) -> None:
+            if isinstance(module, torch.nn.Embedding):
+                torch.nn.init.normal_(module.weight)
+                torch.nn.init.zeros_(module.weight.data[3])
+
+    with torch.device("meta"):
+        (name, found), *_ = record(ThroughData(config)).items()
+    assert [operation.row for operation in found] == [None, 3], name
 
 
 def test_activation_checkpointing_changes_no_gradient(

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from stages import scale
 from stages.artifacts.errors import StageError
-from stages.training.many_ranks import fake_group, measure, plan_of, reports_of
+from stages.training.many_ranks import fake_group, measure, measure_rates, plan_of, reports_of
 from stages.training.params import TrainParams
 from stages.training.save_plan import Planner, make_metadata
 from tests.project import Project
@@ -33,7 +33,7 @@ def test_predictions_are_what_real_ranks_do(
     ranks.run(training, f"kill rank 1 at step 9\n{count}", KILLED, world_size=num_ranks)
     collectives = [line.split() for line in (training / "collectives").read_text().splitlines()]
     config = LlamaConfig.from_pretrained(training / "models/nano")
-    costs = measure(config, params, num_ranks)
+    costs = measure(config, params, measure_rates(), num_ranks)
 
     sums = [n for n, (name, _) in enumerate(collectives) if name == "all_reduce"]
     agreements = [n for n in sums if int(collectives[n][1]) == costs.step_bytes]

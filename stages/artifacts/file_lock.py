@@ -60,9 +60,9 @@ def read_status(lock: IO[str]) -> str:
 
 
 def is_of_another_node(status: str) -> bool:
-    """Whether the holder of a lock, by its status, is not on this node."""
+    """Whether the holder of a lock, by its status, is not on this node, or has not written yet where it is."""
     _, on, node = status.rpartition(" on ")
-    return bool(on) and node != os.uname().nodename
+    return not on or node != os.uname().nodename
 
 
 def local_locks(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:

@@ -75,6 +75,7 @@ def writer_lock(
                 report(message)
             reported = message
             time.sleep(_POLL_SECONDS)  # polled: a third launcher may get the lock first, and then this one must fail
+        set_status(lock, "starting")  # others may poll while this waits for the ranks
         # Released at once: it only shows that all ranks have ended, and the new ones are about to lock it themselves.
         with _open(directory, _RANKS) as ranks:
             start, reported = time.monotonic(), ""
@@ -111,7 +112,7 @@ def try_writer_lock(directory: Path, status: str) -> Iterator[bool]:
 def rank_lock(directory: Path) -> Iterator[Callable[[], None]]:
     """Held by each rank while it lives: no other training starts before the last one of them has ended.
 
-    Yields a function that raises `Unavailable` where the lock is no longer held.
+    Yields a function that raises an error where the lock is no longer held, or `Unavailable` where that is not known.
     """
     with _open(directory, _RANKS) as lock:
         flock(lock, fcntl.LOCK_SH)
@@ -127,8 +128,13 @@ def _confirm(lock: IO[str]) -> None:
         error.filename = lock.name
         if error.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
             raise
-        raise Unavailable(
-            f"{describe(error)}: if this node did not reach the file server for longer than its lease, the lock is "
+        try:
+            with open_lock(Path(lock.name)) as opened_again:
+                set_status(opened_again, "training")
+        except OSError:
+            raise Unavailable(describe(error)) from None  # the disk is away; the next try finds out about the lock
+        raise StageError(
+            f"{describe(error)}: this node did not reach the file server for longer than its lease, so the lock is "
             "lost, and another training may have started; launch it again"
         ) from None
 

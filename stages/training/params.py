@@ -196,7 +196,7 @@ class TrainRuntime(CheckpointRuntime):
     """Optimizer steps between two lines of output."""
     timeout_minutes: PositiveFloat
     """How long a rank may take for one thing: after 0.9 of it the watchdog of the launcher names the rank and ends all.
-    Without a launcher, the other ranks count it as lost after the full time."""
+    With another launcher than ours, rank 0 does. A rank that nobody watches is lost after the full time."""
     max_restarts: NonNegativeInt
     """How often the ranks are restarted after one of them crashed or hung. An error that would recur, and a
     signal to stop, end the training at once."""

@@ -39,7 +39,6 @@ class _Job(NamedTuple):
     reason: str
     """Why it waits in the queue."""
     exitcode: int
-    log: Path
 
 
 def submits(runtime: TrainRuntime) -> bool:
@@ -57,15 +56,16 @@ def run_job(run: Run, runtime: TrainRuntime) -> int:
     """
     stopping = threading.Event()
     on_stop_signal(stopping.set)
-    log = _Log()
     # Its name and where its checkpoints are: another clone may train the same run for itself.
     name, comment = f"train-{run.run_id}", str(run.directory.resolve())
     if job := _find(name, comment):
         print_line(f"following job {job}, which an earlier launch has submitted")
-        log.skip(_show(job).log)
+        log = _Log(_log_path(run, job))
+        log.skip()
     else:
         job = _submit(run, runtime, name, comment)
         print_line(f"submitted job {job}: Ctrl-C ends it after a save")
+        log = _Log(_log_path(run, job))
     found = _follow(job, log, stopping)
     if found.state == "COMPLETED":
         return 0
@@ -87,29 +87,39 @@ def _submit(run: Run, runtime: TrainRuntime, name: str, comment: str) -> str:
     if not _SCRIPT.exists():
         raise StageError(f"runtime.launcher sbatch submits {_SCRIPT}, which is not in {Path.cwd()}")
     Launch(run.params, runtime, run.identity).hand_over()  # sbatch passes the environment on
-    log = run.log_directory.resolve() / "slurm-%j.out"  # not in the copy that `dvc exp run --temp` deletes
+    log = _log_path(run, "%j")
     log.parent.mkdir(parents=True, exist_ok=True)
     nodes = [f"--nodes={runtime.num_nodes}"] if runtime.num_nodes else []
-    # The last ones count: a comment of the user's would hide the job from `_find`.
-    own = [*nodes, f"--job-name={name}", f"--comment={comment}", f"--output={log}"]
+    # The last ones count: a comment of the user's would hide the job from `_find`, and without this environment the job
+    # would train what is in params.yaml when it starts.
+    own = [*nodes, f"--job-name={name}", f"--comment={comment}", f"--output={log}", "--export=ALL"]
     answer = _run("sbatch", "--parsable", *shlex.split(runtime.sbatch_args or ""), *own, str(_SCRIPT))
     return answer.strip().partition(";")[0]  # after which comes the cluster, where there are several
 
 
+def _log_path(run: Run, job: str) -> Path:
+    return run.log_directory.resolve() / f"slurm-{job}.out"  # not in the copy that `dvc exp run --temp` deletes
+
+
 def _follow(job: str, log: "_Log", stopping: threading.Event) -> _Job:
     """Show the log of a job until it has ended, or Slurm has forgotten it."""
-    reason, is_asked_to_stop = "", False
+    reason = ""
+    was_asked_to_stop = False
     found = _show(job)
     while found.state not in _ENDED:
         if found.state == "PENDING" and found.reason != reason:
             print_line(f"job {job} waits in the queue ({found.reason})")
             reason = found.reason
         for _ in range(_POLL_SECONDS):
-            if stopping.is_set() and not is_asked_to_stop:
-                _stop(job)
-                is_asked_to_stop = True
-            log.show(found.log)
+            if stopping.is_set() and not was_asked_to_stop:
+                break
+            log.show()
             time.sleep(1)
+        if stopping.is_set():  # each time: the controller may not have answered, or the job was between two states
+            _stop(job)
+            if not was_asked_to_stop:
+                print_line(f"asked job {job} to save and end")  # after that: it fails where the terminal is gone
+            was_asked_to_stop = True
         try:
             found = _show(job)
         except StageError as error:
@@ -117,7 +127,7 @@ def _follow(job: str, log: "_Log", stopping: threading.Event) -> _Job:
                 raise StageError(f"Slurm no longer knows how job {job} has ended: launch it again") from None
             # The controller restarts, or is busy: the job runs all the same.
             print(f"{error}; asking again", file=sys.stderr, flush=True)
-    log.show(found.log)
+    log.show()
     return found
 
 
@@ -127,12 +137,10 @@ def _show(job: str) -> _Job:
     Raises:
         StageError: there is no answer.
     """
-    # One line, of which a value may contain spaces: none of those read here does, but the log.
     text = _run("scontrol", "--oneliner", "show", "job", job)
     fields = dict(field.split("=", 1) for field in text.split() if "=" in field)
-    log = text.partition(" StdOut=")[2].partition(" Power=")[0].strip()
     status, _, _signal = fields["ExitCode"].partition(":")
-    return _Job(fields["JobState"], fields["Reason"], int(status), Path(log))
+    return _Job(fields["JobState"], fields["Reason"], int(status))
 
 
 def _stop(job: str) -> None:
@@ -144,7 +152,6 @@ def _stop(job: str) -> None:
         ("scancel", "--batch", "--signal=USR1", job),
     ):
         subprocess.run(command, stderr=subprocess.DEVNULL)  # each fails in a state that is not its own
-    print_line(f"asked job {job} to save and end")  # last: it fails where the terminal is gone
 
 
 def _run(*command: str) -> str:
@@ -165,17 +172,17 @@ def _run(*command: str) -> str:
 class _Log:
     """Shows what a job prints, as far as it was not shown before."""
 
-    def __init__(self) -> None:
-        self._position = 0
+    def __init__(self, path: Path) -> None:
+        self._path, self._position = path, 0
 
-    def skip(self, path: Path) -> None:
+    def skip(self) -> None:
         """Show nothing of what is in the file now."""
-        self._position = path.stat().st_size if path.exists() else 0
+        self._position = self._path.stat().st_size if self._path.exists() else 0
 
-    def show(self, path: Path) -> None:
+    def show(self) -> None:
         """Show what was added to the file; it need not exist yet."""
-        if path.exists():
-            with path.open("rb") as file:  # opened each time: that is when NFS looks for what another node has written
+        if self._path.exists():
+            with self._path.open("rb") as file:  # opened each time: that is when NFS looks for what is new
                 file.seek(self._position)
                 text = file.read()
             self._position += len(text)

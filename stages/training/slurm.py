@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from queue import Empty, Queue
 from typing import Any
 
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import StageError, describe
 from stages.training import node_agent
 from stages.training.local_ranks import Failure
 from stages.training.node_agent import LOST_SECONDS, Endpoint, detect_loss
@@ -87,7 +87,7 @@ def srun_ranks(runtime: TrainRuntime, num_nodes: int, stopping: threading.Event)
     key = secrets.token_hex(16)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_TASKS)}
     with ExitStack() as stack:
-        listener = stack.enter_context(Listener(("", port), backlog=num_nodes, authkey=key.encode()))
+        listener = stack.enter_context(_listen(port, num_nodes, key))
         Endpoint(host, listener.address[1], key).hand_over(environment)
         srun = subprocess.Popen(
             ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--cpu-bind=none",
@@ -102,7 +102,6 @@ def srun_ranks(runtime: TrainRuntime, num_nodes: int, stopping: threading.Event)
         import torch.distributed  # noqa: F401  # seconds, while the nodes start
 
         ranks.join(hellos, num_nodes, _START_SECONDS)
-        listener.close()  # nobody else is to connect
         yield ranks
 
 
@@ -238,6 +237,7 @@ class SrunRanks:
                     continue
                 running.remove(node)
                 if lost is None:  # those that follow are a consequence
+                    # slurm/job.sh and scripts/experiment_worker.py look for this, to start the job again.
                     lost = f"node {node.name} was lost ({reason}): {node.activity()}"
                     self.send(signal.SIGKILL)
         if lost:
@@ -274,6 +274,29 @@ class SrunRanks:
         return next((own for own, theirs in pairs if own != theirs), pairs[0][0])
 
 
+@contextmanager
+def _listen(port: int, num_nodes: int, key: str) -> Iterator[Listener]:
+    """Listen for the agents.
+
+    Raises:
+        StageError: another process does so at this port.
+    """
+    try:
+        listener = Listener(("", port), backlog=num_nodes, authkey=key.encode())
+    except OSError as error:
+        raise StageError(
+            f"the launcher cannot listen at port {port} ({describe(error)}): name another one in "
+            "runtime.rdzv_endpoint, or only the host"
+        ) from None
+    try:
+        yield listener
+    finally:
+        # Closing alone does not end an `accept` that waits in another thread: the port would stay in use.
+        with suppress(OSError, AttributeError):
+            listener._listener._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+        listener.close()
+
+
 def _accept(listener: Listener, num_nodes: int) -> "Queue[_Hello]":
     """Accept the agents of so many nodes, in a thread; the queue gets them."""
     hellos: Queue[_Hello] = Queue()
@@ -286,10 +309,11 @@ def _accept(listener: Listener, num_nodes: int) -> "Queue[_Hello]":
                 detect_loss(connection)
                 hellos.put((connection.recv(), connection))
                 missing -= 1
-            except (AuthenticationError, EOFError):  # somebody else, who does not know the key
+            except (AuthenticationError, EOFError, ConnectionError):  # somebody else, who does not know the key
                 continue
             except OSError:  # the listener is closed
                 return
+        listener.close()  # nobody else is to connect
 
     threading.Thread(target=accept, daemon=True).start()
     return hellos
@@ -336,4 +360,6 @@ def _endpoint(text: str | None) -> tuple[str | None, int]:
     if text is None:
         return None, 0
     host, _, port = text.partition(":")
+    if int(port or 0) > 65535:
+        raise StageError(f"runtime.rdzv_endpoint is {text}: ports are numbers up to 65535")
     return host, int(port or 0)

@@ -7,15 +7,18 @@ for another one, or for a file. If rank 0 itself is stopped, the others end at t
 
 import json
 import os
+import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from stages.training.distributed import run_on_rank0
 from stages.training.params import TrainRuntime
 from stages.training.watchdog import Heartbeat, Note, Watchdog, check_interval
 
@@ -44,7 +47,10 @@ class _StoreRanks:
     def __init__(self, heartbeat: Heartbeat, interval: float) -> None:
         self._heartbeat, self._interval = heartbeat, interval
         # A copy each: the main thread may wait in the store for minutes, and the others need theirs meanwhile.
-        self._store, self._reader = (_get_default_store().clone() for _ in range(2))  # type: ignore[attr-defined]
+        # Its own name for each start: torchrun keeps its store, and the last signal in it, when it restarts the ranks.
+        name = run_on_rank0(lambda: secrets.token_hex(4))
+        store = dist.PrefixStore(f"watchdog {name}", _get_default_store())
+        self._store, self._reader = (store.clone() for _ in range(2))  # type: ignore[attr-defined]
         self._beats = 0
         self._silent: dict[int, tuple[int, int]] = {}
         """Of each rank its last beat, and how often it was read again."""
@@ -92,6 +98,8 @@ class _StoreRanks:
                 while self._store.check([f"signal {num_received}"]):
                     number = int(self._store.get(f"signal {num_received}"))
                     num_received += 1
+                    if dist.get_rank() == 0:  # the last one: the store may end with it
+                        time.sleep(2 * self._interval)
                     os.kill(os.getpid(), number)
             self._publish(is_alive=False)
         except dist.DistError:

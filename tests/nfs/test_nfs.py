@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.artifacts.errors import StageError, Unavailable
+from stages.artifacts.errors import StageError
 from stages.artifacts.file_lock import flock, local_locks, open_lock, read_status
 from stages.artifacts.record import FileEntry
 from stages.artifacts.shared_disk import refresh, wait_for_file
@@ -136,7 +136,7 @@ def test_the_lock_of_a_lost_node_is_waited_for_and_lost_by_it() -> None:
         # Without a message where already opening the file waits, for a delegation of the lost node.
         assert all("waiting up to 40 s for another training (running, process 1 on n2)" in text for text in messages)
         for _ in range(2):
-            with pytest.raises(Unavailable, match="the lock is lost, and another training may have started"):
+            with pytest.raises(StageError, match="the lock is lost, and another training may have started"):
                 confirm()
 
 
