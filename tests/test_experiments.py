@@ -21,7 +21,7 @@ from dvc.repo.experiments.queue.celery import LocalCeleryQueue
 
 from scripts import experiment_worker, resume_experiments
 from stages.artifacts.errors import StageError
-from stages.artifacts.file_lock import flock, open_lock
+from stages.artifacts.file_lock import flock, open_lock, set_status
 from stages.artifacts.params_file import load_params
 from stages.checkpointing.layout import checkpoint_root, step_name
 from stages.training import run
@@ -150,13 +150,18 @@ def test_an_experiment_that_failed_or_lost_its_worker_is_queued_again(
 
 
 def test_an_experiment_with_a_worker_is_left_alone(queue: LocalCeleryQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, _ = take(queue, "first"), take(queue, "second")
+    first, second = take(queue, "first"), take(queue, "second")
+    tasks = {entry.stash_rev: message.headers["id"] for message, entry in queue._iter_processed()}
+    with open_lock(resume_experiments.worker_lock(queue, second)) as lock:
+        set_status(lock, "an attempt before")
     with open_lock(resume_experiments.worker_lock(queue, first)) as lock:  # as of a job on another node
         flock(lock, fcntl.LOCK_EX)
+        set_status(lock, tasks[first.stash_rev])
         experiment_worker.queue_lost_again(queue)
-        monkeypatch.setattr(resume_experiments, "find_process", lambda queue, entry: psutil.Process())
-        monkeypatch.setattr(resume_experiments, "_has_worker", lambda process: True)
-        resume_experiments.resume(queue, [], seconds=0.1)
+        with monkeypatch.context() as patched:
+            patched.setattr(resume_experiments, "find_process", lambda queue, entry: psutil.Process())
+            patched.setattr(resume_experiments, "_has_worker", lambda process: True)
+            resume_experiments.resume(queue, [], seconds=0.1)
         assert states(queue) == {"first": "Running", "second": "Running"}
     experiment_worker.queue_lost_again(queue)
     assert states(queue) == {"first": "Queued", "second": "Running"}

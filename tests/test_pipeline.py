@@ -149,7 +149,9 @@ def test_no_two_modules_have_one_name() -> None:
 def test_no_test_imports_another_or_conftest() -> None:
     """What several tests share is in the other modules of tests/, or a fixture."""
     files = sorted((REPO / "tests").rglob("test_*.py"))
-    shared = {path.stem for path in (REPO / "tests").glob("*.py")} - {path.stem for path in files} - {"conftest"}
+    tests = REPO / "tests"
+    modules = {".".join(path.relative_to(REPO).with_suffix("").parts) for path in tests.rglob("*.py")}
+    shared = {name for name in modules if not re.search(r"\.(test_|conftest|__main__)", name)}
     for file in files:
         imported = set()
         for node in ast.walk(ast.parse(file.read_text())):
@@ -157,8 +159,8 @@ def test_no_test_imports_another_or_conftest() -> None:
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 imported |= {f"{node.module}.{alias.name}" for alias in node.names}
-        of_tests = {name.split(".")[1] for name in imported if name.startswith("tests.")}
-        assert of_tests <= shared, file
+        of_tests = {name for name in imported if name.startswith("tests.")}
+        assert all(name in shared or name.rpartition(".")[0] in shared for name in of_tests), file
         assert not any(re.match(r"(test_|conftest)", name) for name in imported), file
 
 
