@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
@@ -137,6 +138,45 @@ def test_an_agent_without_the_key_is_not_accepted() -> None:
             found, connection = hellos.get(timeout=10)
             connection.close()
     assert found == hello("n1")
+
+
+def test_a_node_from_which_nothing_is_heard_is_lost() -> None:
+    with slurm._listen(0, 2, "key") as listener, subprocess.Popen(["sleep", "60"]) as srun:
+        hellos = slurm._accept(listener, 2)
+        agents = []
+        for index in range(2):
+            agents.append(Client(("127.0.0.1", listener.address[1]), authkey=b"key"))
+            agents[index].send(hello(f"n{index + 1}", index=index, num_local=1))
+        ranks = slurm.SrunRanks(srun, threading.Event(), interval=1, lost_seconds=1)
+        ranks.join(hellos, num_nodes=2, limit=10)
+        agents[1].send({"notes": [(1, "n2", 7, "step 3, data", True, False)]})
+        threading.Timer(0.6, agents[0].send, [{"notes": []}]).start()
+        try:
+            reason = re.escape("node n2 was lost (nothing was heard of it for 1 s): rank 1 in step 3, data")
+            with pytest.raises(slurm.LostNode, match=reason):
+                ranks.run()
+            assert [agents[0].recv()["first"], agents[0].recv()] == [0, {"do": "send", "number": signal.SIGKILL}]
+        finally:
+            srun.kill()
+            ranks.close()
+            for agent in agents:
+                agent.close()
+
+
+def test_the_endpoint_of_the_launcher() -> None:
+    assert slurm._endpoint(None) == (None, 0)
+    assert slurm._endpoint("head") == ("head", 0)
+    assert slurm._endpoint("head:29500") == ("head", 29500)
+    with pytest.raises(StageError, match="ports are numbers up to 65535"):
+        slurm._endpoint("head:70000")
+    for _ in range(2):  # the second one: a listener that was closed while it waited has left its port
+        with slurm._listen(0, 1, "key") as listener:
+            slurm._accept(listener, 1)
+            port = listener.address[1]
+            with pytest.raises(StageError, match=rf"cannot listen at port {port} .*: name another one in runtime.rdzv"):
+                slurm._listen(port, 1, "key").__enter__()
+        with slurm._listen(port, 1, "key"):
+            pass
 
 
 def test_the_interface_is_the_one_that_reaches_the_first_node() -> None:

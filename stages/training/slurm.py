@@ -128,8 +128,14 @@ class _Node:
 class SrunRanks:
     """The ranks of several nodes, each started by the agent of its node."""
 
-    def __init__(self, srun: "subprocess.Popen[bytes]", stopping: threading.Event, interval: float) -> None:
-        self._srun, self._stopping, self._interval = srun, stopping, interval
+    def __init__(
+        self,
+        srun: "subprocess.Popen[bytes]",
+        stopping: threading.Event,
+        interval: float,
+        lost_seconds: float = LOST_SECONDS,
+    ) -> None:
+        self._srun, self._stopping, self._interval, self._lost_seconds = srun, stopping, interval, lost_seconds
         self._hellos: dict[int, _Hello] = {}
         self._nodes: list[_Node] = []
         self._lock = threading.Lock()  # the watchdog sends from another thread
@@ -207,7 +213,7 @@ class SrunRanks:
         running = list(self._nodes)
         lost: str | None = None
         asked_to_stop, without_srun, since_loss = False, 0.0, 0.0
-        while running and since_loss < LOST_SECONDS:
+        while running and since_loss < self._lost_seconds:
             if self._stopping.is_set() and not asked_to_stop:
                 self.send(signal.SIGTERM)
                 asked_to_stop = True
@@ -222,8 +228,8 @@ class SrunRanks:
                 message = _receive(node.connection) if node.connection in heard else {}
                 if message is None:
                     reason = "its agent ended"
-                elif node.silent > LOST_SECONDS:
-                    reason = f"nothing was heard of it for {LOST_SECONDS} s"
+                elif node.silent > self._lost_seconds:
+                    reason = f"nothing was heard of it for {self._lost_seconds:.0f} s"
                 elif without_srun > _SRUN_SECONDS:  # nobody shows what the ranks print
                     reason = f"srun ended with status {self._srun.returncode}"
                 else:

@@ -183,6 +183,16 @@ def test_a_job_on_two_nodes_has_a_dask_cluster_on_both_beside_the_training(scrip
 
 
 @pytest.mark.slow
+def test_the_commands_of_the_guide_are_accepted(script: Script) -> None:
+    commands = re.findall(r"^\$ .*?sbatch (.*slurm/\w+\.sbatch.*?)\)?$", CLUSTER_DOCS.read_text(), re.MULTILINE)
+    assert len(commands) > 6
+    for command in commands:
+        words = [word for word in command.split() if not re.match(r"--(partition|gpus|dependency)|\\$", word)]
+        fewer = [re.sub("=[0-9]+$", "=2", word) if word.startswith(("--nodes", "--cpus")) else word for word in words]
+        script.cluster.run(["sbatch", "--test-only", *fewer], script.directory)
+
+
+@pytest.mark.slow
 def test_one_job_at_a_time(script: Script) -> None:
     first = script.submit("slurm/train.sbatch")
     script.wait_for_start()
