@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from queue import Empty, Queue
 from typing import Any
 
-from stages.artifacts.errors import StageError, describe
+from stages.artifacts.errors import StageError
 from stages.training import node_agent
 from stages.training.local_ranks import Failure
 from stages.training.node_agent import LOST_SECONDS, Endpoint, detect_loss
@@ -291,7 +291,7 @@ def _listen(port: int, num_nodes: int, key: str) -> Iterator[Listener]:
         listener = Listener(("", port), backlog=num_nodes, authkey=key.encode())
     except OSError as error:
         raise StageError(
-            f"the launcher cannot listen at port {port} ({describe(error)}): name another one in "
+            f"the launcher cannot listen at port {port} ({error.strerror}): name another one in "
             "runtime.rdzv_endpoint, or only the host"
         ) from None
     try:
