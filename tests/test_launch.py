@@ -77,6 +77,7 @@ stop.ignore()
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 
+@pytest.mark.slow
 def test_an_error_that_the_user_must_fix_causes_no_restart(fresh: Given, ranks: Ranks) -> None:
     project, reference = fresh
     project.set(runtime={"max_restarts": 3})

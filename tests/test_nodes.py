@@ -62,6 +62,7 @@ def end(process: "subprocess.Popen[str]", status: int) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_node_saves_on_all_and_they_compute_what_one_does(nodes: Given, ranks: Ranks) -> None:
     project, reference = nodes
     process = start(project, SLOW)

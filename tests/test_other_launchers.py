@@ -51,7 +51,7 @@ def test_rank_0_names_a_rank_that_hangs_and_ends_all(fresh: Given, ranks: Ranks)
     wait_for(lambda: not psutil.pid_exists(pids[0]))
     os.kill(pids[1], signal.SIGKILL)  # it cannot end itself; the other launcher does it
     statuses, output = ranks.wait()
-    assert statuses == [-signal.SIGKILL] * 2
+    assert statuses in ([-signal.SIGKILL] * 2, [1, -signal.SIGKILL])  # or it loses the connection first
     node = os.uname().nodename
     hangs = rf"error: rank 1 on node {node} made no progress for \d+ s: step [56], \w+ \(the process is stopped, "
     waits = rf"as by SIGSTOP\); waiting for it: rank 0 on node {node} in step 6, agreeing with the other ranks\n"

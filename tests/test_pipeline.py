@@ -190,7 +190,7 @@ assert state() == before
 def test_dvc_watches_the_leaves_that_a_stage_reads(stage: str) -> None:
     """Every `load_params(SomeParams)` in the stage's own modules, against `params` and `meta.runtime`."""
     watched, runtime = set(), set()
-    for name in entries(stage):
+    for name in [*entries(stage), *(["stages.training.run"] if stage == "train" else [])]:
         module = __import__(name, fromlist=["_"])
         for cls, section in re.findall(r"load_params\((\w+)(, \"runtime\")?\)", Path(module.__file__).read_text()):
             (runtime if section else watched).update(leaves(getattr(module, cls)))
