@@ -130,8 +130,9 @@ def reproduced(_reproduced: Project, tmp_path: Path) -> Iterator[Project]:
 
 
 @pytest.fixture
-def mesh() -> Iterator["DeviceMesh"]:
+def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator["DeviceMesh"]:
     """One process, as a mesh."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

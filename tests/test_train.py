@@ -152,7 +152,7 @@ class Signal:
 def make_trainer(mesh: DeviceMesh, max_unread: int) -> train.Trainer:
     """A training in this process, whose numbers are read as late as on a GPU if `max_unread` is 1."""
     described = run.describe(load_params(TrainParams))
-    trainer = train.Trainer(described, load_params(TrainRuntime, "runtime"), mesh, Signal(), Heartbeat(0), print)  # type: ignore[arg-type]
+    trainer = train.Trainer(described, load_params(TrainRuntime, "runtime"), mesh, Signal(), Heartbeat(0), lambda: None)  # type: ignore[arg-type]
     trainer.max_unread = max_unread
     return trainer
 

@@ -61,8 +61,8 @@ def main() -> None:
     except OSError as error:
         sys.exit(
             f"error: node {hello['node']} cannot reach the launcher at {host}:{endpoint.port} "
-            f"({error.strerror or error}): set runtime.rdzv_endpoint to a name or address of the launcher's node that all "
-            "nodes reach"
+            f"({error.strerror or error}): set runtime.rdzv_endpoint to a name or address of the launcher's "
+            "node that all nodes reach"
         )
     with closing(connection):
         detect_loss(connection)
