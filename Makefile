@@ -26,16 +26,13 @@ faults: setup ## Test all faults of docs/faults.md, at every step and every file
 	$(PY) -m pytest -n 2 $(addprefix tests/test_,$(addsuffix .py,checkpoints resume launch faults nodes other_launchers shared_disk))
 
 slurm: ## Install Slurm for the tests of slurm/, as root on Debian
-	@scripts/slurm.sh
+	@scripts/debian_packages.sh sbatch slurm-wlm munge
 
 slurm-test: setup slurm ## Test slurm/ on a Slurm cluster of two nodes, which starts and ends with the tests
 	$(PY) -m pytest tests/slurm
 
 nfs-test: setup ## Test trainings on NFS with two nodes, in a guest kernel; as root on Debian it installs what that needs
-	@if [ -z "$$(command -v linux.uml)" ] && [ "$$(id -u)" = 0 ] && [ -n "$$(command -v apt-get)" ]; then \
-		apt-get install -qq --no-install-recommends user-mode-linux nfs-kernel-server kmod || \
-			echo "nfs-test: apt-get cannot install user-mode-linux and nfs-kernel-server here" >&2; \
-	fi
+	@scripts/debian_packages.sh linux.uml user-mode-linux nfs-kernel-server kmod
 	$(PY) -m tests.nfs
 
 # Without `setup`, which may not be able to install anything there: it also runs with a torch that the machine provides.

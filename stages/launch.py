@@ -49,17 +49,16 @@ def main() -> None:
     command.parser(__doc__).parse_args()
     run, runtime = read_run()  # in a job that a launcher has submitted: what it read
     last = run.directory / step_name(run.total_steps)
-    if sbatch.submits(runtime) and (runtime.resume == "never" or not _is_finished(last, contents=False)):
+    is_submitted = sbatch.submits(runtime)
+    if is_submitted and (runtime.resume == "never" or not _is_finished(last, contents=False)):
         _check_packages(run, runtime)
         if status := sbatch.run_job(run, runtime):
             sys.exit(status)
     # Also around the outs: another launcher, with resume=never, could delete the checkpoint that they are written from.
     with writer_lock(run.directory, print_line) as set_status:
-        if sbatch.submits(runtime):
-            pass  # the job has trained
-        elif runtime.resume != "never" and _is_finished(last):
+        if not is_submitted and runtime.resume != "never" and _is_finished(last):
             print(f"run {run.run_id} has already finished, at step {run.total_steps}: nothing to train")
-        else:
+        elif not is_submitted:
             _check_packages(run, runtime)
             status = _train(run, runtime, set_status)
             if status == INTERRUPTED:

@@ -1,4 +1,4 @@
-"""Ranks that another launcher has started, such as torchrun or mpirun, with the environment that all of them set."""
+"""Ranks that another launcher has started, such as torchrun on several nodes, with the environment that it sets."""
 
 import os
 import re

@@ -60,12 +60,11 @@ def run_job(run: Run, runtime: TrainRuntime) -> int:
     name, comment = f"train-{run.run_id}", str(run.directory.resolve())
     if job := _find(name, comment):
         print_line(f"following job {job}, which an earlier launch has submitted")
-        log = _Log(_log_path(run, job))
-        log.skip()
+        log = _Log(_log_path(run, job), skip=True)
     else:
         job = _submit(run, runtime, name, comment)
         print_line(f"submitted job {job}: Ctrl-C ends it after a save")
-        log = _Log(_log_path(run, job))
+        log = _Log(_log_path(run, job), skip=False)
     found = _follow(job, log, stopping)
     if found.state == "COMPLETED":
         return 0
@@ -170,14 +169,11 @@ def _run(*command: str) -> str:
 
 
 class _Log:
-    """Shows what a job prints, as far as it was not shown before."""
+    """Shows what a job prints, as far as it was not shown before; with `skip` nothing of what is in the file now."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._position = path, 0
-
-    def skip(self) -> None:
-        """Show nothing of what is in the file now."""
-        self._position = self._path.stat().st_size if self._path.exists() else 0
+    def __init__(self, path: Path, skip: bool) -> None:
+        self._path = path
+        self._position = path.stat().st_size if skip and path.exists() else 0
 
     def show(self) -> None:
         """Show what was added to the file; it need not exist yet."""

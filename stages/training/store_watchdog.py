@@ -1,4 +1,4 @@
-"""The watchdog of ranks that another launcher has started, such as torchrun or mpirun.
+"""The watchdog of ranks that another launcher has started, such as torchrun on several nodes.
 
 There is no process of ours beside the ranks, so rank 0 watches itself and all others: each publishes its notes in the
 store of the process group, and ends when rank 0 asks for it there. The thread that does this runs while its rank waits
