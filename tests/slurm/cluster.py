@@ -150,9 +150,7 @@ class Cluster:
         daemon = self.daemons.pop(node)
         daemon.kill()
         daemon.wait()
-        for process in _processes(self.directory, node):
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+        _kill_all(self.directory, node)
 
     def node_states(self) -> dict[str, str]:
         """`idle`, `mixed`, `allocated`, `down*`, ..., of each node; empty if the controller does not answer."""
@@ -242,15 +240,19 @@ def _processes(directory: Path, node: str | None = None) -> list[psutil.Process]
     return found
 
 
-def _clear_up(directory: Path) -> None:
-    """End everything that runs of a cluster, and delete its directory."""
+def _kill_all(directory: Path, node: str | None = None) -> None:
+    """Kill what `_processes` finds, until nothing is left: a process may start others until it is killed."""
     end = time.monotonic() + 10
-    # A job may ignore SIGTERM, and a slurmstepd leaves its slurmd. A process may start others until it is killed.
-    while (left := _processes(directory)) and time.monotonic() < end:
+    while (left := _processes(directory, node)) and time.monotonic() < end:
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(left, timeout=1)
+
+
+def _clear_up(directory: Path) -> None:
+    """End everything that runs of a cluster, and delete its directory."""
+    _kill_all(directory)  # not SIGTERM, which a job may ignore
     shutil.rmtree(directory)
 
 

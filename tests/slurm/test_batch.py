@@ -114,12 +114,13 @@ def test_a_training_whose_node_is_lost_continues_when_there_are_enough_nodes(
     job = submit(cluster, reproduced, "--nodes=2", *TRAIN, **slow(4))
     wait_for(lambda: steps(reproduced, seed=1), 120)
     cluster.kill_node(node)
+    assert "Ran experiment" not in log(cluster.job(job)), "the training had ended before the node was killed"
     try:
         cluster.wait(job, "PENDING")
     finally:
         cluster.start_node(node)
     output = completed(cluster, job, *LOST)
-    assert "resuming from step" in output
+    assert "resuming from step" in output, output
     assert ("node n2 was lost" in output) == (node == "n2")
     assert weights(reproduced) == uninterrupted
 
