@@ -67,7 +67,8 @@ def weights(project: Project, step: int = 12) -> dict[str, str]:
 def steps(project: Project, seed: int) -> list[str]:
     """The checkpoints of the run with this seed."""
     found = []
-    for manifest in (project / "outputs").glob("test/checkpoints/*/step-*/manifest.json"):
+    # Not `step-*`: `step-00000002.tmp` has a manifest too, while its files are written to the disk.
+    for manifest in (project / "outputs").glob("test/checkpoints/*/step-*[0-9]/manifest.json"):
         try:
             if json.loads(manifest.read_text())["identity"]["params"]["seed"] == seed:
                 found.append(manifest.parent.name)

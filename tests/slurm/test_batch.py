@@ -114,7 +114,6 @@ def test_a_training_whose_node_is_lost_continues_when_there_are_enough_nodes(
     job = submit(cluster, reproduced, "--nodes=2", *TRAIN, **slow(4))
     wait_for(lambda: steps(reproduced, seed=1), 120)
     cluster.kill_node(node)
-    assert "Ran experiment" not in log(cluster.job(job)), "the training had ended before the node was killed"
     try:
         cluster.wait(job, "PENDING")
     finally:
