@@ -52,6 +52,9 @@ deps: setup ## Write into dvc.yaml which modules each stage can reach, and draw 
 compile = $(PY) -m uv pip compile pyproject.toml - --extra dev --universal --python-version $(2) \
 	--generate-hashes --no-annotate --custom-compile-command "make lock" --quiet $(UPGRADE) <<< torch==$(1)
 
-lock: setup ## Write both locks from pyproject.toml
+lock: setup ## Write the locks from pyproject.toml, and that of the fast tokenizer
 	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(call compile,2.13.0+cpu,3.11) --output-file requirements-cpu.lock
 	$(call compile,2.13.0,3.10) --output-file requirements-cuda.lock
+	$(PY) -m uv pip compile - --no-deps --universal --python-version 3.10 --generate-hashes --no-annotate \
+		--custom-compile-command "make lock" --quiet --output-file requirements-encoder.lock \
+		<<< tokenizers==$$($(PY) -c 'from stages.corpus import fast_tokenizer; print(fast_tokenizer.VERSION)')

@@ -10,7 +10,7 @@ python=.venv/bin/python
 fits=(cpu cuda)
 if [[ -e /dev/nvidia0 ]] || nvidia-smi &> /dev/null; then fits=(cuda cpu); fi
 
-digest() { sha256sum < "requirements-$1.lock" | cut -d' ' -f1; }
+digest() { cat "requirements-$1.lock" requirements-encoder.lock | sha256sum | cut -d' ' -f1; }
 
 # The lines of some packages in the lock of $build: each package begins at the left margin, its hashes are indented.
 locked() {
@@ -42,6 +42,8 @@ for build in "${fits[@]}"; do
         continue
     fi
     $python -m scripts.install --require-hashes --no-build-isolation --requirement "requirements-$build.lock" || fail
+    $python -m scripts.install_encoder ||
+        echo "setup: requirements-encoder.lock cannot be installed: set fast_encoder: false in params.yaml" >&2
     echo "${fits[0]} $build $(digest "$build")" > "$stamp"
     echo "setup: installed the $build build of torch, from requirements-$build.lock"
     exit

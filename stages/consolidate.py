@@ -28,6 +28,7 @@ from stages.export import card
 from stages.export.lineage import Lineage, SourceModel
 from stages.model import headers
 from stages.model.manifest import MANIFEST, ModelManifest
+from stages.tokens.packed import find_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -170,6 +171,7 @@ def _lineage(pointer: RunPointer, model: ModelManifest, source: Path, weights: d
         packages=pointer.packages,
         checkpoint=pointer.result_sha256,
         weights=weights,
+        encoder=find_encoder(),
     )
 
 

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
@@ -23,13 +23,11 @@ from stages.artifacts.dataset import STATE, Dataset, Shard
 from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
 from stages.artifacts.params_file import load_params
-from stages.artifacts.record import Record
-from stages.corpus import arrow, costs, encoding, packing, progress, vocabulary, workers
+from stages.corpus import arrow, costs, encoding, fast_tokenizer, packing, progress, vocabulary, workers
 from stages.model.manifest import ModelManifest
-from stages.tokens.packed import TOKENS, TRAIN, VALIDATION
+from stages.tokens.packed import METRICS, TOKENS, TRAIN, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics
 
 CORPUS = Path("data/corpus")
-METRICS = Path("data/pack.json")
 
 AHEAD = 100
 """Record batches per worker that are encoded before they are needed: no worker waits for one very long document."""
@@ -43,6 +41,8 @@ class PackParams:
     """Tokens of a row. The limit is far above that of any model; all of a row is in memory (64 MiB)."""
     validation_splits: Annotated[int, Field(ge=0)]
     """Splits, the last ones, that are held out of training."""
+    fast_encoder: bool = True
+    """Encode with `corpus.fast_tokenizer`, where that gives the same tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,33 +51,6 @@ class PackRuntime(workers.Runtime):
 
     reuse_gib: Annotated[float, Field(ge=0)]
     """Disk for results of earlier runs, in GiB, in addition to what outputs and DVC's cache occupy anyway."""
-
-
-@dataclass(frozen=True)
-class PartMetrics:
-    """Of the documents for training, or of those for validation."""
-
-    documents: int
-    characters: int
-    tokens: int
-    """Including an EOS token for each document, and those of the partial row that is dropped."""
-    characters_per_token: float | None
-    """EOS tokens not counted; null: there is no text."""
-    unknown_share: float | None
-    """Of the tokens, EOS not counted, those that replace what the vocabulary cannot express; null: there is no text."""
-    dropped_characters: int
-    """That leave no token, not even the unknown one, or lose a part of their bytes."""
-    rows: int
-
-
-@dataclass(frozen=True)
-class PackMetrics(Record):
-    """The content of `data/pack.json`."""
-
-    STAGE: ClassVar[str] = "pack"
-
-    train: PartMetrics
-    validation: PartMetrics
 
 
 class Split(NamedTuple):
@@ -100,6 +73,13 @@ class EncodedSplit(NamedTuple):
     """A file in the form of `packing.encode`."""
     counts: packing.Counts
     is_reused: bool
+
+
+class EncodedSplits(NamedTuple):
+    """The tokens of all splits, in order."""
+
+    splits: list[EncodedSplit]
+    encoder: EncoderMetrics
 
 
 def main() -> None:
@@ -133,20 +113,21 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         train_directory, validation_directory = directory / TRAIN.name, directory / VALIDATION.name
         train_directory.mkdir()
         validation_directory.mkdir()
-        splits = encode_splits(shards, spec, directory, store, runtime)
+        splits, encoder = encode_all(shards, spec, directory, store, runtime)
         train = write_rows(splits[:num_train], train_directory, spec, params, max_batch_tokens)
         validation = write_rows(splits[num_train:], validation_directory, spec, params, max_batch_tokens)
         if train.rows == 0:
             raise StageError(too_few("train", train, params))
         if validation.rows == 0 and params.validation_splits:  # with 0 splits an empty dataset is what was asked for
             raise StageError(too_few("validation", validation, params))
-        PackMetrics(train, validation).write(METRICS)
+        PackMetrics(train, validation, encoder).write(METRICS)
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     return (
         f"pack: {train.rows} rows to train on and {validation.rows} to validate, of {params.seq_length} tokens; "
         f"{train.characters_per_token} characters per token; "
-        f"{sum(split.is_reused for split in splits)} of {len(splits)} splits reused"
+        f"{sum(split.is_reused for split in splits)} of {len(splits)} splits reused; "
+        f"encoded by {encoder.name}"
     )
 
 
@@ -165,6 +146,8 @@ def find_tokenizer_spec(params: PackParams) -> encoding.TokenizerSpec:
         raise StageError(
             f"seq_length is {params.seq_length}, {model.model_name} allows at most {model.max_seq_length}: lower it"
         )
+    if params.fast_encoder:
+        fast_tokenizer.check_installed()
     if TOKENIZER not in model.files:
         raise StageError(
             f"{model.model_name} has no {TOKENIZER}: load its tokenizer with transformers' AutoTokenizer and "
@@ -183,6 +166,7 @@ def find_tokenizer_spec(params: PackParams) -> encoding.TokenizerSpec:
         unk_token_id=unk_token_id,
         special_tokens=tuple(sorted(special_tokens)),
         vocab_size=model.vocab_size,
+        is_fast=params.fast_encoder,
     )
 
 
@@ -215,6 +199,29 @@ def read_corpus(params: PackParams) -> list[Shard]:
             "raw files"
         )
     return shards
+
+
+def encode_all(
+    shards: Sequence[Shard],
+    spec: encoding.TokenizerSpec,
+    directory: Path,
+    store: reuse.Store[packing.Counts],
+    runtime: PackRuntime,
+) -> EncodedSplits:
+    """Encode all splits with the fast tokenizer, or if it gives other tokens anywhere, with the model's own."""
+    reason = None
+    try:
+        splits = encode_splits(shards, spec, directory, store, runtime)
+    except encoding.Differs as error:
+        reason = str(error)
+        print(f"pack: {fast_tokenizer.NAME} is not used, but the model's own tokenizer, which is slower: {reason}")
+        for path in directory.glob("split-*"):
+            path.unlink()
+        spec = spec._replace(is_fast=False)
+        splits = encode_splits(shards, spec, directory, store, runtime)
+    counts = sum((split.counts for split in splits), packing.Counts())
+    name = fast_tokenizer.NAME if spec.is_fast else "tokenizers"
+    return EncodedSplits(splits, EncoderMetrics(name, counts.num_compared, counts.num_slow, reason))
 
 
 def encode_splits(
@@ -285,7 +292,7 @@ def encode_missing(
             packing.encode,
             [*chain.from_iterable(tasks.values())],
             runtime,
-            seconds=costs.of_encoding(sum(split.shard.stat().st_size for split in splits)),
+            seconds=costs.of_encoding(sum(split.shard.stat().st_size for split in splits), spec.is_fast),
             ahead=AHEAD,
             initializer=encoding.use_one_thread,
         )

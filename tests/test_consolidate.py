@@ -40,6 +40,7 @@ from stages.checkpointing.pointer import RunPointer, pointer_path, resolve
 from stages.export import card, stream
 from stages.export.lineage import Lineage, SourceModel
 from stages.model.manifest import MANIFEST, ModelManifest
+from stages.tokens.packed import EncoderMetrics, PackMetrics, PartMetrics
 from stages.training import save_plan
 from tests.models import LAYERS, SIZES, write_tokenizer
 from tests.project import REPO, flip_bit, start_stage, wait_for
@@ -518,6 +519,18 @@ def test_the_lineage_contains_the_lineage_of_the_initial_model() -> None:
         lineage = Lineage.read(Path("outputs/exp/model/lineage.json"))
         assert (lineage.run_id, lineage.model.lineage) == ("run", expected)
         assert ("the result of run `first`" in Path("outputs/exp/model/README.md").read_text()) == bool(expected)
+
+
+def test_the_lineage_names_what_encoded_the_data() -> None:
+    make_model(CONFIGS["llama-tied"])
+    make_checkpoint(trained_tensors(CONFIGS["llama-tied"]))
+    for encoder in (None, "tokenizers 1"):
+        if encoder:
+            part = PartMetrics(1, 1, 1, None, None, 0, 0)
+            PackMetrics(part, part, EncoderMetrics(encoder, 1, 0, None)).write(Path("data/pack.json"))
+        finish(trained_tensors(CONFIGS["llama-tied"]))
+        consolidate.main()
+        assert Lineage.read(Path("outputs/exp/model/lineage.json")).encoder == encoder
 
 
 def test_a_killed_export_publishes_nothing_and_the_next_run_does() -> None:

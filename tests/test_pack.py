@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
 from stages.artifacts.publish import read_json, sha256_file
 from stages.artifacts.record import FileEntry
-from stages.corpus import arrow, duplicates, packing
+from stages.corpus import arrow, duplicates, fast_tokenizer, packing
 from stages.corpus.encoding import Encoder, EncoderLimits, TokenizerSpec
+from stages.corpus.fast_tokenizer import FastTokenizer
 from stages.corpus.progress import Meter
 from stages.extract import ExtractRuntime, extract
 from stages.model.manifest import ModelManifest
@@ -228,6 +229,35 @@ def test_trap_22_the_number_of_workers_and_the_executor_change_no_byte() -> None
         pack(PackParams(seq_length=4, validation_splits=1), runtime)
         results.append(content())
     assert results[0] == results[1] == results[2]
+
+
+def test_the_fast_tokenizer_changes_no_byte_and_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model()
+    make_corpus([[f"document {split} {index} é " * 9 for index in range(99)] for split in range(2)])
+    results = []
+    for fast_encoder, num_workers in product((False, True), (1, 3)):
+        shutil.rmtree("data/.reuse", ignore_errors=True)
+        params = PackParams(seq_length=4, validation_splits=1, fast_encoder=fast_encoder)
+        pack(params, with_processes(PackRuntime(num_workers=num_workers, reuse_gib=1)))
+        encoder = read_json(Path("data/pack.json"))["encoder"]
+        results.append({name: data for name, data in content().items() if name != "data/pack.json"})
+        assert encoder["name"] == (fast_tokenizer.NAME if fast_encoder else "tokenizers")
+        assert (encoder["compared_characters"] > 100) == fast_encoder
+        assert (encoder["slow_characters"], encoder["reason"]) == (0, None)
+    assert results[0] == results[1] == results[2] == results[3]
+
+    encode_fast = FastTokenizer.encode
+
+    def planted(self: FastTokenizer, strings: list[str]) -> list[Any]:
+        ids = encode_fast(self, strings)
+        return [each[::-1] if "ment 1" in string else each for each, string in zip(ids, strings, strict=True)]
+
+    monkeypatch.setattr(FastTokenizer, "encode", planted)
+    shutil.rmtree("data/.reuse")
+    output = pack(params, PackRuntime(num_workers=1, reuse_gib=1))
+    assert "encoded by tokenizers" in output
+    assert "gives other tokens for the text" in read_json(Path("data/pack.json"))["encoder"]["reason"]
+    assert results[0] == {name: data for name, data in content().items() if name != "data/pack.json"}
 
 
 def test_trap_23_rows_are_int32_and_memory_mapped() -> None:
@@ -628,8 +658,8 @@ SMALL = EncoderLimits(batch=800, window=800, overlaps=(100, 200))
 
 def tokens_of(documents: list[str]) -> list[list[int]]:
     """What an encoder with small windows makes of documents, in its pieces."""
-    encoder = Encoder(spec_of_model(), SMALL)
-    return [piece.tolist() for piece in encoder.encode(pa.array(documents))]
+    encoder = Encoder(spec_of_model()._replace(is_fast=False), SMALL)
+    return [piece.tokens.tolist() for piece in encoder.encode(pa.array(documents))]
 
 
 def test_long_documents_have_the_same_tokens_as_if_encoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -654,15 +684,18 @@ def test_a_long_word_is_encoded_at_once_where_windows_cannot_be_joined() -> None
     assert documents[1][900:] == [1, 1, 1, 2]  # also for `</s>`, which is EOS
 
 
-@pytest.mark.parametrize("setting", ["use_one_thread()", "pass"])
-def test_a_worker_encodes_with_one_thread(setting: str) -> None:
+@pytest.mark.parametrize(
+    ("fast_encoder", "setting", "is_one"),
+    [(False, "pass", False), (False, "use_one_thread()", True), (True, "pass", True)],
+)
+def test_a_worker_encodes_with_one_thread(fast_encoder: bool, setting: str, is_one: bool) -> None:
     make_model()
     script = f"""
 import psutil, pyarrow
 from stages.corpus.encoding import Encoder, use_one_thread
 from stages.pack import PackParams, find_tokenizer_spec
 {setting}
-spec = find_tokenizer_spec(PackParams(seq_length=4, validation_splits=0))
+spec = find_tokenizer_spec(PackParams(seq_length=4, validation_splits=0, fast_encoder={fast_encoder}))
 encoder, process = Encoder(spec), psutil.Process()
 before = process.num_threads()
 list(encoder.encode(pyarrow.array([f"text {{number}}" for number in range(1000)])))
@@ -671,7 +704,7 @@ print(process.num_threads() - before)
     environment = {**os.environ, "PYTHONPATH": str(REPO), "RAYON_NUM_THREADS": "3"}
     environment.pop("TOKENIZERS_PARALLELISM", None)
     output = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
-    assert (int(output) == 0) == (setting != "pass")
+    assert (int(output) == 0) == is_one
 
 
 def test_the_stage_disables_the_threads_of_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_the_picture_is_drawn_from_dvc_yaml() -> None:
     stages = PIPELINE["stages"]
     assert diagram.PICTURE.read_text() == diagram.draw(stages), "run `make deps`"
     arrows = diagram.arrows(stages)
-    assert len(arrows) == 13
+    assert len(arrows) == 14
     assert {("pack", "evaluate"), ("train", "evaluate"), ("download", "evaluate")} <= set(arrows)
     assert diagram.inputs(stages) == [("${raw_dir}", "organize"), ("models", "download")]
     # A line runs down from a box and then right, so it meets no box only if each stage is below those that it reads.

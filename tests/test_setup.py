@@ -179,6 +179,7 @@ def test_locks_hold_what_installs_and_builds_the_rest(build):
 PYTHON = """#!/usr/bin/env bash
 # Replaces the python of the virtual environment: logs which packages of which lock are to be installed, and fails for
 # those in REFUSED.
+[[ $* != *scripts.install_encoder ]] || { echo encoder >> log && exit; }
 [[ $* == *" --require-hashes "* ]] || exit 9
 packages=$(sed -n 's/^\\(\\S*==\\S*\\).*/\\1/p' "${!#}" | paste -sd ' ')
 echo "$packages" >> log
@@ -196,6 +197,7 @@ def run_setup(tmp_path):
     assert device_file in script
     for build in ["cpu", "cuda"]:
         (tmp_path / f"requirements-{build}.lock").write_text(LOCK.replace("BUILD", build))
+    (tmp_path / "requirements-encoder.lock").touch()
     executables = {
         "scripts/setup.sh": script.replace(device_file, f"{tmp_path}/nvidia0"),
         ".venv/bin/python": PYTHON,
@@ -230,7 +232,8 @@ uv==1 \\
 """
 TOOLS = "setuptools==1 uv==1"
 CPU, CUDA = (
-    [TOOLS, f"torch==1+{build}", f"setuptools==1 torch==1+{build} torchmetrics==1 uv==1"] for build in ("cpu", "cuda")
+    [TOOLS, f"torch==1+{build}", f"setuptools==1 torch==1+{build} torchmetrics==1 uv==1", "encoder"]
+    for build in ("cpu", "cuda")
 )
 
 
@@ -267,9 +270,10 @@ def test_setup_does_not_blame_the_other_lock_for_a_missing_package(run_setup, mi
     assert last.startswith("setup: requirements-cpu.lock cannot be installed: the error above names what is missing")
 
 
-def test_setup_runs_again_if_the_lock_changed(run_setup, tmp_path):
+@pytest.mark.parametrize("name", ["cpu", "encoder"])
+def test_setup_runs_again_if_a_lock_changed(run_setup, tmp_path, name):
     run_setup(gpu=0)
-    with (tmp_path / "requirements-cpu.lock").open("a") as lock:
+    with (tmp_path / f"requirements-{name}.lock").open("a") as lock:
         lock.write("# changed\n")
     assert run_setup(gpu=0)[1][:2] == CPU[:2]
 

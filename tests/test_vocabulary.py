@@ -1,124 +1,19 @@
 """Text is text: whatever spells a special token is encoded as the characters that it consists of."""
 
 import json
-import random
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
 from stages.artifacts.errors import StageError
 from stages.corpus import vocabulary
-from stages.corpus.encoding import Encoder, EncoderLimits, TokenizerSpec
+from stages.corpus.encoding import Encoder, EncoderLimits
+from tests.kinds import EOS, KINDS, SPECIAL, SPELLINGS, UNK, encode, make, prose, spec_of
 
-SPECIAL = ["</s>", "<s>", "<unk>", "<pad>", "[CLS]", "[MASK]", "<|im_start|>"]
-EOS, UNK = 0, 2
-WORDS = ["the", "other", "tokens", "s", "in", "a", "CLS", "[x]", "<tag>", "<0x0a>", "1234", "x=1", "über", "東京", "😀"]
 SMALL = EncoderLimits(batch=400, window=400, overlaps=(60, 100), at_once=2000)
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-
-
-def prose(seed: int, count: int) -> str:
-    chance = random.Random(seed)
-    return "".join(chance.choice(WORDS) + chance.choice([" "] * 9 + ["\n", "  ", ", "]) for _ in range(count))
-
-
-@cache
-def make(kind: str) -> Tokenizer:
-    """A small tokenizer of each of the kinds that a `tokenizer.json` can describe."""
-    options: dict[str, Any] = {"special_tokens": SPECIAL, "show_progress": False}
-    alphabet = [*{*prose(0, 999), *"".join(SPECIAL)}]
-    metaspace, words = pre_tokenizers.Metaspace(), pre_tokenizers.WhitespaceSplit()
-    decoder: Any = decoders.Metaspace()
-    unigram = trainers.UnigramTrainer(vocab_size=120, unk_token="<unk>", initial_alphabet=alphabet, **options)
-    normalizer: Any = None
-    match kind:
-        case "BPE of bytes" | "BPE of bytes, entire words":
-            model: Any = models.BPE(ignore_merges=kind != "BPE of bytes")
-            options["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
-            pre_tokenizer, decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-            trainer: Any = trainers.BpeTrainer(vocab_size=400, **options)
-        case "BPE, unknown":
-            model, pre_tokenizer = models.BPE(unk_token="<unk>"), metaspace
-            trainer = trainers.BpeTrainer(vocab_size=200, initial_alphabet=alphabet, **options)
-        case "BPE, byte fallback" | "BPE, byte fallback, entire words":
-            options["special_tokens"] = SPECIAL + BYTES
-            model = models.BPE(byte_fallback=True, ignore_merges=kind != "BPE, byte fallback")
-            normalizer = normalizers.Replace(" ", "▁")
-            pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-            decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-            trainer = trainers.BpeTrainer(vocab_size=400, **options)
-        case "Unigram" | "Unigram, NFKC":
-            model, pre_tokenizer, trainer = models.Unigram(), metaspace, unigram
-            normalizer = normalizers.NFKC() if "NFKC" in kind else None
-        case "Unigram, byte fallback":
-            pieces = [(piece, -1.0) for piece in SPECIAL] + [(piece, 0.0) for piece in BYTES]
-            pieces += [(piece, -2.0) for piece in ("▁", *"thesokn.<0xA>", "th", "▁th")]
-            tokenizer = Tokenizer(models.Unigram(pieces, unk_id=UNK, byte_fallback=True))
-            tokenizer.pre_tokenizer = metaspace
-            tokenizer.add_special_tokens(SPECIAL)
-            tokenizer.decoder = decoders.Sequence(
-                [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-            )
-            return tokenizer
-        case "WordPiece" | "WordPiece, BERT":
-            model, pre_tokenizer, decoder = models.WordPiece(unk_token="<unk>"), words, decoders.WordPiece()
-            if "BERT" in kind:
-                normalizer = normalizers.BertNormalizer(lowercase=True)
-                pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-            trainer = trainers.WordPieceTrainer(vocab_size=200, initial_alphabet=alphabet, **options)
-        case _:
-            model, pre_tokenizer, trainer = (
-                models.WordLevel(unk_token="<unk>"),
-                words,
-                trainers.WordLevelTrainer(**options),
-            )
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = normalizer, pre_tokenizer, decoder
-    tokenizer.train_from_iterator([prose(seed, 300) for seed in range(5)], trainer)
-    return tokenizer
-
-
-KINDS = [
-    "BPE of bytes", "BPE of bytes, entire words", "BPE, unknown", "BPE, byte fallback",
-    "BPE, byte fallback, entire words", "Unigram", "Unigram, NFKC", "Unigram, byte fallback",
-    "WordPiece", "WordPiece, BERT", "WordLevel",
-]  # fmt: skip
-
-FULL_WIDTH = {code: code + 0xFEE0 for code in range(0x21, 0x7F)}
-SPELLINGS: list[Callable[[str], str]] = [
-    lambda token: token,
-    lambda token: f"a{token}s in{token}",
-    lambda token: token * 2,
-    lambda token: f" {token} the {token}\n",
-    lambda token: token.translate(FULL_WIDTH),
-    lambda token: f"{token[0]}\u200b{token[1:]}",
-    lambda token: f"\u200d{token}\ufe0f",
-    lambda token: token.swapcase(),
-    lambda token: f"{token[:-1]}{token}{token[-1]}",
-    lambda token: f"tokens{token}in a " * 60,  # many windows, and their borders within the spelling
-]
-
-
-def spec_of(tokenizer: Tokenizer, eos_token_id: int = EOS, **config: Any) -> TokenizerSpec:
-    """How `pack` uses a tokenizer."""
-    path = Path("tokenizer.json")
-    tokenizer.save(str(path))
-    found = vocabulary.read(path, config, eos_token_id)
-    vocab_size = max(found.token_ids) + 1
-    return TokenizerSpec(path, "", eos_token_id, found.unk_token_id, tuple(sorted(found.special_tokens)), vocab_size)
-
-
-def encode(encoder: Encoder, *documents: str) -> list[list[int]]:
-    """The ids of each document, without EOS."""
-    ids = [token for piece in encoder.encode(pa.array(documents)) for token in piece.tolist()]
-    ends = [index for index, token in enumerate(ids) if token == EOS]
-    assert len(ends) == len(documents)
-    return [ids[start + 1 : end] for start, end in zip([-1, *ends], ends, strict=False)]
 
 
 @pytest.fixture(autouse=True)
@@ -158,8 +53,9 @@ def test_trap_25_other_text_has_the_tokens_that_the_file_gives_it(kind: str) -> 
     documents = [prose(seed, 99) for seed in range(5)]
     plain = [tokenizer.encode(document, add_special_tokens=False).ids for document in documents]
     assert encode(Encoder(spec_of(tokenizer)), *documents) == plain
-    loaded, renamed = vocabulary.load(Path("tokenizer.json"), SPECIAL)
-    assert renamed == {tokenizer.token_to_id(token): token for token in SPECIAL}
+    renamed, names = vocabulary.rename(Path("tokenizer.json"), SPECIAL)
+    loaded = Tokenizer.from_buffer(renamed)
+    assert [loaded.token_to_id(names[token]) for token in SPECIAL] == [*map(tokenizer.token_to_id, SPECIAL)]
     before, after = (json.loads(each.to_str()) for each in (Tokenizer.from_file("tokenizer.json"), loaded))
     assert loaded.get_vocab_size() == tokenizer.get_vocab_size()
     assert after["model"].get("merges") == before["model"].get("merges")
@@ -194,8 +90,8 @@ def test_trap_25_what_makes_a_token_special(source: str) -> None:
             tokenizer = Tokenizer(models.Unigram([(token, -1.0) for token in dict.fromkeys(tokens)], unk_id=1))
     spec = spec_of(tokenizer, eos_token_id, **config)
     assert "<x>" in spec.special_tokens
-    [ids] = Encoder(spec).encode(pa.array(["<x>"]))
-    assert [tokenizer.id_to_token(token) for token in ids[:-1]] == ["<", "x", ">"]
+    [piece] = Encoder(spec).encode(pa.array(["<x>"]))
+    assert [tokenizer.id_to_token(token) for token in piece.tokens.tolist()[:-1]] == ["<", "x", ">"]
 
 
 def test_trap_25_added_tokens_that_are_not_special_stay_tokens() -> None:
@@ -266,9 +162,8 @@ def test_trap_25_a_document_that_cannot_be_encoded_is_named(tokenizer: Tokenizer
 def test_trap_25_characters_that_leave_no_token_are_counted() -> None:
     def count(tokenizer: Tokenizer, *documents: str) -> int:
         encoder = Encoder(spec_of(tokenizer), SMALL)
-        list(encoder.encode(pa.array(documents)))
         array = pa.array(["\x01", *documents, "\x01"])
-        return encoder.count_dropped(array.slice(1, len(documents)))
+        return sum(piece.num_dropped for piece in encoder.encode(array.slice(1, len(documents))))
 
     text = "ab\x01\x01 é\n東 \x7f"
     for kind in KINDS:

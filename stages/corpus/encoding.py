@@ -1,14 +1,20 @@
 """From strings to tokens, with memory for a batch of text even where a document is long.
 
-The tokenizer is nearly all of the work: for 40 MB of text a worker needed 1.03 times the CPU time of bare encoding. But
-it needs about a hundred times the memory of its text, so text is encoded in batches, and a long document in windows:
-one of 12 MB needs 327 MB.
+Two libraries can encode: the model's own, which is the tokenizers that transformers requires, and a fast one. The fast
+one is used where it is known to give the same tokens. Each character that occurs is encoded by both, alone and among
+others, as the two know different versions of Unicode: a document with a character that differs is left to the model's
+own. A sample of each batch is encoded by both, too. If it differs, nothing that was encoded is used.
+
+The model's own needs about a hundred times the memory of its text, the fast one forty times. So text is encoded in
+batches, and a long document in windows.
 """
 
 import itertools
 import os
+import re
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,9 +22,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from stages.artifacts.errors import StageError
 from stages.corpus import vocabulary, windows
+from stages.corpus.fast_tokenizer import Failed, FastTokenizer
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -38,6 +46,8 @@ class TokenizerSpec(NamedTuple):
     """No text gives them, except for the unknown token."""
     vocab_size: int
     """Rows of the model's embedding."""
+    is_fast: bool = False
+    """Whether the fast tokenizer may encode."""
 
     @property
     def dtype(self) -> np.dtype[np.integer[Any]]:
@@ -49,13 +59,18 @@ class EncoderLimits(NamedTuple):
     """What bounds the memory, in bytes of UTF-8. It changes no token."""
 
     batch: int = 1 << 20
-    """Encoded at once: the tokenizer needs about a hundred times as much memory."""
+    """Encoded at once."""
+    sample: int = 1 << 11
+    """Of a batch, encoded by both tokenizers: with 0.2 % of the text for a tokenizer that is 20 times as slow."""
     window: int = 1 << 18
     """Of a string longer than a batch. After larger windows, malloc would not return the memory to the system."""
     overlaps: tuple[int, ...] = (1 << 15, 1 << 20)
     """What neighbouring windows share; the next one is tried where they cannot be joined."""
     at_once: int = 1 << 22
-    """Of a string whose windows cannot be joined at all: it needs up to 200 times as much memory."""
+    """Of a string whose windows cannot be joined at all: it needs up to 200 times as much memory. And of a string that
+    the fast tokenizer encodes without looking for places where it can be cut."""
+    context: int = 1 << 14
+    """On both sides of such a place."""
 
 
 DEFAULT_LIMITS = EncoderLimits()
@@ -70,7 +85,31 @@ def use_one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-_NOT_SEEN, _KEPT, _DROPPED = range(3)
+class Differs(Exception):
+    """The fast tokenizer gives other tokens than the model's own; the message states where."""
+
+
+class Piece(NamedTuple):
+    """A part of the tokens of some documents, and counts of characters of these documents, each counted once."""
+
+    tokens: Tokens
+    """(n,) `spec.dtype`."""
+    num_dropped: int = 0
+    """They leave no token, or lose a part of their bytes."""
+    num_compared: int = 0
+    """The sample that both tokenizers have encoded."""
+    num_slow: int = 0
+    """Encoded by the model's own tokenizer, although the fast one may encode."""
+
+
+_SEEN, _DROPPED, _DIFFERS = 1, 2, 4
+"""Bits for a character."""
+
+_AMONG = ("{}", "{0}{0}", "a{}b", " {} ", "1{}2", ".{}\n")
+"""A character alone and among others, which it divides differently as a letter, a digit, a space or punctuation."""
+
+_AROUND = ("{}", " {} ", "a{}b", "{0}{0}", "\n{}\n", "  {}", "{}.")
+"""An added token alone and among others: it may be a word only if it is one, and take the spaces around it."""
 
 
 class _Refused(Exception):
@@ -81,27 +120,59 @@ class Encoder:
     """Encodes documents."""
 
     def __init__(self, spec: TokenizerSpec, limits: EncoderLimits = DEFAULT_LIMITS) -> None:
+        """Load the tokenizers.
+
+        Raises:
+            Differs: the fast one cannot be used.
+        """
         self._spec = spec
         self._limits = limits
-        self._tokenizer, self._renamed = vocabulary.load(spec.path, spec.special_tokens)
+        content, names = vocabulary.rename(spec.path, spec.special_tokens)
+        self._tokenizer = Tokenizer.from_buffer(content)
         self._tokenizer.encode_special_tokens = True  # `<|endoftext|>` in a text is text
         self._tokenizer.no_truncation()  # or documents would lose all after the limit in the file, without an error
         self._tokenizer.no_padding()  # or documents of a batch would get the length of the longest
+        ids = {token: self._tokenizer.token_to_id(name) for token, name in names.items()}
+        self._renamed = {token_id: token for token, token_id in ids.items() if token_id is not None}
         # What may not be within a document: EOS may not even where it is the unknown token, too.
         special = self._renamed.keys() - {spec.unk_token_id} | {spec.eos_token_id}
-        self._special = np.array([*special], np.int32)  # (n,) ids
-        self._added = self._tokenizer.get_added_tokens_decoder().keys()
-        self._fates = np.full(sys.maxunicode + 1, _NOT_SEEN, np.uint8)  # of each character
+        self._is_special = np.zeros(spec.vocab_size, np.bool_)  # of each id
+        self._is_special[[token_id for token_id in special if token_id < spec.vocab_size]] = True
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self._known = np.zeros(sys.maxunicode + 1, np.uint8)  # of each character
+        self._plain = b""  # ASCII characters that were seen, are not dropped, and do not differ
+        self._differing = re.compile("(?!)")  # finds one of those that differ
+        self._fast: FastTokenizer | None = None
+        self._among: list[str] = []
+        if spec.is_fast:
+            self._load_fast(content)
 
-    def encode(self, documents: pa.StringArray) -> Iterator[Tokens]:
-        """Yield the documents' tokens, each document with EOS at its end, in pieces of any length: (n,) `spec.dtype`.
+    def _load_fast(self, content: bytes) -> None:
+        try:
+            self._fast = FastTokenizer(vocabulary.complete_bytes(content))
+        except Failed as error:
+            raise Differs(f"it cannot use {self._spec.path}: {error}") from None
+        differ = self._which_differ([among.format("") for among in _AMONG])  # a small one may lack a dot
+        self._among = [*itertools.compress(_AMONG, ~differ)]
+        # Under its new name no text has a special token.
+        added = [self._renamed.get(token_id, token.content) for token_id, token in self._added.items()]
+        texts = [around.format(token) for token in added for around in _AROUND]
+        self._look_at("".join(texts).encode())
+        if self._which_differ([text for text in texts if not self._differing.search(text)]).any():
+            raise Differs(f"for {self._spec.path} it gives other tokens for text around its added tokens")
+
+    def encode(self, documents: pa.StringArray) -> Iterator[Piece]:
+        """Yield the documents' tokens, each document with EOS at its end, in pieces of any length.
 
         Raises:
             StageError: the tokenizer gives ids that the model does not know, or cannot encode a document.
+            Differs: the fast tokenizer gives other tokens than the model's own.
         """
         for batch in self._batches(documents):
             try:
                 yield from self._encode(batch)
+            except Failed as error:
+                raise Differs(f"it cannot encode all of the text: {error}") from None
             except Exception as error:
                 if type(error) not in (_Refused, Exception):  # the latter is what `tokenizers` raises
                     raise
@@ -115,48 +186,6 @@ class Encoder:
                     "Remove or change it in raw_dir, or give the model another tokenizer or eos_token_id"
                 ) from None
 
-    def count_dropped(self, documents: pa.StringArray) -> int:
-        """How many characters of documents leave no token, or lose a part of their bytes.
-
-        Byte-level vocabularies without an unknown token drop the bytes that they lack; some normalizers drop control
-        characters. White space is not counted where the tokenizer only uses it to find words. Each character is decided
-        by encoding it alone.
-        """
-        num_dropped = 0
-        for text in self._blocks(documents):
-            codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)  # (characters,)
-            codes = codes[self._fates[codes] != _KEPT]  # usually none
-            for code in np.unique(codes[self._fates[codes] == _NOT_SEEN]):
-                self._fates[code] = _DROPPED if self._drops(chr(code)) else _KEPT
-            num_dropped += int(np.count_nonzero(self._fates[codes] == _DROPPED))
-        return num_dropped
-
-    def _drops(self, character: str) -> bool:
-        tokenizer = self._tokenizer
-        try:
-            encoding = tokenizer.encode(character, add_special_tokens=False)
-        except Exception:  # a model of words without an unknown token may know the character within words only
-            return False
-        if not self._added.isdisjoint(encoding.ids):
-            return False
-        word = tokenizer.normalizer.normalize_str(character) if tokenizer.normalizer else character
-        if tokenizer.pre_tokenizer:
-            word = "".join(part for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(word))
-        # A token is at least as long as what it stands for; a byte-level word has a character for each byte.
-        is_partly_lost = len("".join(encoding.tokens)) < len(word)
-        return is_partly_lost or not (encoding.ids or character.isspace())
-
-    def _blocks(self, documents: pa.StringArray) -> Iterator[str]:
-        """The text of documents, one after the other, in blocks of at most `limits.batch` bytes of UTF-8."""
-        _, offsets, data = documents.buffers()
-        ends = np.frombuffer(offsets, np.int32)[documents.offset :][: len(documents) + 1]
-        text = memoryview(data)[ends[0] : ends[-1]]
-        start = 0
-        while start < len(text):
-            stop = windows.border(text, start + self._limits.batch)
-            yield str(text[start:stop], "utf-8")
-            start = stop
-
     def _batches(self, documents: pa.StringArray) -> Iterator[pa.StringArray]:
         """Consecutive documents of at most `limits.batch` bytes together, or a longer one alone."""
         lengths = np.from_dlpack(pc.binary_length(documents))  # `to_numpy` would import pandas
@@ -168,28 +197,116 @@ class Encoder:
             yield documents.slice(first, last - first)
             first = last
 
-    def _encode(self, batch: pa.StringArray) -> Iterator[Tokens]:
-        text = batch[0].as_buffer()  # no copy
-        if text.size <= self._limits.batch:
-            yield self._encode_batch(batch)
+    def _encode(self, batch: pa.StringArray) -> Iterator[Piece]:
+        text = _text(batch)
+        counts = [self._look_at(block) for block in self._blocks(text)]
+        num_dropped, num_differing = (sum(column) for column in zip((0, 0), *counts, strict=True))
+        num_compared = sum(map(self._compare, self._blocks(text))) if self._fast else 0
+        if len(text) <= self._limits.batch:
+            tokens, num_slow = self._encode_batch(batch, num_differing > 0)
+            yield Piece(tokens, num_dropped, num_compared, num_slow)
             return
-        pieces = self._encode_long(memoryview(text))  # it is alone
+        pieces = None if num_differing else self._encode_long_fast(text)  # it is alone
+        num_slow = len(str(text, "utf-8")) if self._fast and pieces is None else 0
+        pieces = pieces or self._encode_long(text)
         for piece in pieces:
             self._check(piece)
-        yield from pieces
-        yield np.array([self._spec.eos_token_id], self._spec.dtype)  # (1,)
+        yield from map(Piece, pieces)
+        end = np.array([self._spec.eos_token_id], self._spec.dtype)  # (1,)
+        yield Piece(end, num_dropped, num_compared, num_slow)
 
-    def _encode_batch(self, batch: pa.StringArray) -> Tokens:
+    def _blocks(self, text: memoryview) -> Iterator[bytes]:
+        """UTF-8 in blocks of at most `limits.batch` bytes."""
+        start = 0
+        while start < len(text):
+            stop = windows.border(text, start + self._limits.batch)
+            yield bytes(text[start:stop])
+            start = stop
+
+    def _look_at(self, text: bytes) -> tuple[int, int]:
+        """How many characters of a text are dropped, and how many of them the fast tokenizer encodes differently.
+
+        Dropped are those that leave no token, or lose a part of their bytes: byte-level vocabularies without an unknown
+        token drop the bytes that they lack; some normalizers drop control characters. White space is not counted where
+        the tokenizer only uses it to find words. Each character is decided by encoding it alone.
+        """
+        rest = text.translate(None, self._plain)  # usually only what is not ASCII
+        codes = np.frombuffer(str(rest, "utf-8").encode("utf-32-le"), np.uint32)  # (characters,)
+        if len(new := np.unique(codes[self._known[codes] == 0])):
+            self._known[new] = [_SEEN | _DROPPED * self._drops(chr(code)) for code in new]
+            if self._fast:
+                strings = [among.format(chr(code)) for code in new for among in self._among]
+                self._known[new[self._which_differ(strings).reshape(len(new), -1).any(axis=1)]] |= _DIFFERS
+            self._plain = bytes(np.flatnonzero(self._known[:128] == _SEEN).tolist())
+            differing = "".join(map(chr, np.flatnonzero(self._known & _DIFFERS)))
+            self._differing = re.compile(f"[{re.escape(differing)}]" if differing else "(?!)")
+        known = self._known[codes]
+        return int(np.count_nonzero(known & _DROPPED)), int(np.count_nonzero(known & _DIFFERS))
+
+    def _drops(self, character: str) -> bool:
+        tokenizer = self._tokenizer
+        try:
+            encoding = tokenizer.encode(character, add_special_tokens=False)
+        except Exception:  # a model of words without an unknown token may know the character within words only
+            return False
+        if not self._added.keys().isdisjoint(encoding.ids):
+            return False
+        word = tokenizer.normalizer.normalize_str(character) if tokenizer.normalizer else character
+        if tokenizer.pre_tokenizer:
+            word = "".join(part for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(word))
+        # A token is at least as long as what it stands for; a byte-level word has a character for each byte.
+        is_partly_lost = len("".join(encoding.tokens)) < len(word)
+        return is_partly_lost or not (encoding.ids or character.isspace())
+
+    def _compare(self, text: bytes) -> int:
+        """Encode a sample of a text with both tokenizers; returns its length in characters."""
+        # Where it is depends on the text alone, and nobody can write a text that differs elsewhere only.
+        start = windows.border(text, zlib.crc32(text) % max(1, len(text) - self._limits.sample))
+        sample = str(text[start : windows.border(text, start + self._limits.sample)], "utf-8")
+        if self._differing.search(sample):
+            return 0
+        if self._which_differ([sample]).any():
+            raise Differs(f"it gives other tokens for the text {sample[:50]!r}...")
+        return len(sample)
+
+    def _which_differ(self, strings: Sequence[str]) -> NDArray[np.bool_]:
+        """For which strings the two tokenizers give different ids, or one of them none, (n,)."""
+        assert self._fast
+        try:
+            pairs = zip(self._fast.encode(strings), self._encode_slow(strings), strict=True)
+        except Exception as error:
+            if type(error) not in (Failed, Exception):  # the latter is what `tokenizers` raises
+                raise
+            if len(strings) == 1:
+                return np.array([True])
+            return np.concatenate([self._which_differ([string]) for string in strings])
+        return np.array([not np.array_equal(fast, own) for fast, own in pairs], np.bool_)
+
+    def _encode_slow(self, strings: Sequence[str]) -> list[NDArray[Any]]:
+        # `fast` leaves out the offsets, and special tokens would be put into the middle of the stream.
+        encodings = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+
+    def _encode_batch(self, batch: pa.StringArray, has_differing: bool) -> tuple[Tokens, int]:
+        """The tokens of all documents in a row, (n,), and how many characters the fast tokenizer has not encoded."""
         different = batch.dictionary_encode()  # records repeat their strings: encode each once
         strings = different.dictionary.to_pylist()
-        # `fast` leaves out the offsets, and special tokens would be put into the middle of the stream.
-        documents = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)]
-        for document in documents:
-            document.append(self._spec.eos_token_id)
-        ids = itertools.chain.from_iterable(map(documents.__getitem__, different.indices.to_pylist()))
-        tokens = self._narrow(np.fromiter(ids, np.int32))  # (n,), all documents in a row
+        indices = different.indices.to_pylist()
+        num_slow = 0
+        if not self._fast:
+            documents = self._encode_slow(strings)
+        elif not has_differing:
+            documents = self._fast.encode(strings)
+        else:
+            is_slow = [self._differing.search(string) is not None for string in strings]
+            num_slow = sum(len(strings[index]) for index in indices if is_slow[index])
+            slow = iter(self._encode_slow([*itertools.compress(strings, is_slow)]))
+            fast = iter(self._fast.encode([string for string, each in zip(strings, is_slow, strict=True) if not each]))
+            documents = [next(slow if each else fast) for each in is_slow]
+        end = np.array([self._spec.eos_token_id], np.uint32)
+        tokens = self._narrow(np.concatenate([part for index in indices for part in (documents[index], end)]))
         self._check(tokens, len(batch))
-        return tokens
+        return tokens, num_slow
 
     def _encode_long(self, text: memoryview) -> list[Tokens]:
         """Encode a document in windows, or at once where these cannot be joined, unless it is too long for that."""
@@ -204,8 +321,19 @@ class Encoder:
                 f"a part of it cannot be divided into words, and at once only {self._limits.at_once} bytes can be "
                 f"encoded, not {len(text)}"
             )
-        [encoding] = self._tokenizer.encode_batch_fast([str(text, "utf-8")], add_special_tokens=False)
-        return [self._narrow(np.array(encoding.ids, np.int32))]
+        return [*map(self._narrow, self._encode_slow([str(text, "utf-8")]))]
+
+    def _encode_long_fast(self, text: memoryview) -> list[Tokens] | None:
+        """Encode a document with the fast tokenizer, at once or in parts; None if it cannot be cut into parts."""
+        if not self._fast:
+            return None
+        spans = [(0, len(text))]
+        if len(text) > self._limits.at_once:
+            try:
+                spans = [*windows.cuts(self._fast.encode, text, self._limits.batch, self._limits.context)]
+            except windows.NotJoined:
+                return None
+        return [self._narrow(*self._fast.encode([str(text[start:stop], "utf-8")])) for start, stop in spans]
 
     def _narrow(self, ids: NDArray[Any]) -> Tokens:
         # Before the cast, which would wrap 70 000 to 4 464 in uint16 without an error.
@@ -218,8 +346,15 @@ class Encoder:
 
     def _check(self, tokens: Tokens, num_ends: int = 0) -> None:
         """Raise if there are more special tokens than the EOS that ends each document."""
-        found = tokens[np.isin(tokens, self._special)]
+        found = tokens[self._is_special[tokens]]
         if len(found) > num_ends:  # the first of a single document is in its text
             token_id = int(found[0])
             token = self._renamed.get(token_id) or self._tokenizer.id_to_token(token_id)
             raise _Refused(f"its text gives the special token {token!r}")
+
+
+def _text(documents: pa.StringArray) -> memoryview:
+    """The UTF-8 of documents, one after the other; no copy."""
+    _, offsets, data = documents.buffers()
+    ends = np.frombuffer(offsets, np.int32)[documents.offset :][: len(documents) + 1]
+    return memoryview(data)[ends[0] : ends[-1]]

@@ -5,8 +5,9 @@ Between the two are files of bare tokens, which the store keeps. They need disk 
 """
 
 import hashlib
+import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -52,14 +53,13 @@ class Counts:
     """Tokens that replace what the vocabulary cannot express."""
     num_dropped: int = 0
     """Characters that leave no token."""
+    num_compared: int = 0
+    """Characters that two tokenizers have encoded, with the same result."""
+    num_slow: int = 0
+    """Characters that the model's own tokenizer has encoded, although the fast one may encode."""
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(
-            self.num_documents + other.num_documents,
-            self.num_characters + other.num_characters,
-            self.num_unknown + other.num_unknown,
-            self.num_dropped + other.num_dropped,
-        )
+        return Counts(*map(operator.add, astuple(self), astuple(other)))
 
 
 class Encoded(NamedTuple):
@@ -78,7 +78,7 @@ def encode(task: Task) -> Encoded:
     """
     documents = arrow.read_batch(task.shard, task.offset)["text"]  # memory-mapped: a task is pickled without its text
     encoder = make_encoder(task.spec)
-    num_unknown = num_encoded = 0
+    counts = Counts(num_characters=pc.sum(pc.utf8_length(documents)).as_py())
     digest = hashlib.sha256()
     # A new file, not the old one emptied: a Dask worker that was considered lost may still write to its own.
     task.target.unlink(missing_ok=True)
@@ -87,19 +87,21 @@ def encode(task: Task) -> Encoded:
         task.target.open("wb") as file,
         Meter(task.progress, len(documents)) as meter,
     ):
-        for tokens in encoder.encode(documents):
+        for tokens, num_dropped, num_compared, num_slow in encoder.encode(documents):
             # (n,) of 2 or 4 bytes each; without a header, so that parts can be joined. Not by ndarray.tofile, which
             # succeeds on a full disk.
             file.write(tokens.data)
             digest.update(tokens.data)
-            num_encoded += int(np.count_nonzero(tokens == task.spec.eos_token_id))  # it ends each, and is nowhere else
-            meter.set(num_encoded)
-            if task.spec.unk_token_id is not None:
-                num_unknown += int(np.count_nonzero(tokens == task.spec.unk_token_id))
-    if num_encoded != len(documents):
-        raise StageError(f"{task.spec.path} gave {num_encoded} EOS tokens for {len(documents)} documents")
-    num_characters = pc.sum(pc.utf8_length(documents)).as_py()
-    counts = Counts(len(documents), num_characters, num_unknown, encoder.count_dropped(documents))
+            counts += Counts(
+                num_documents=int(np.count_nonzero(tokens == task.spec.eos_token_id)),  # it ends each, nowhere else
+                num_unknown=int(np.count_nonzero(tokens == task.spec.unk_token_id)),
+                num_dropped=num_dropped,
+                num_compared=num_compared,
+                num_slow=num_slow,
+            )
+            meter.set(counts.num_documents)
+    if counts.num_documents != len(documents):
+        raise StageError(f"{task.spec.path} gave {counts.num_documents} EOS tokens for {len(documents)} documents")
     return Encoded(counts, digest.hexdigest())
 
 

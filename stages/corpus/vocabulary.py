@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from tokenizers import Tokenizer
+from tokenizers import pre_tokenizers
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Keys of tokenizer_config.json."""
@@ -44,7 +44,7 @@ def read(path: Path, config: dict[str, Any], eos_token_id: int) -> Vocabulary:
         config: The content of its tokenizer_config.json.
         eos_token_id: Of a token that is special, even if both files have it as an ordinary one.
     """
-    content, model = _parse(path)
+    content, model = _parse(path.read_bytes())
     added = content["added_tokens"]
     tokens = _tokens(model) | {token["id"]: token["content"] for token in added}
     unk_token_id = _unk_token_id(model)
@@ -56,24 +56,13 @@ def read(path: Path, config: dict[str, Any], eos_token_id: int) -> Vocabulary:
     return Vocabulary(frozenset(tokens), unk_token_id, frozenset(special & {*tokens.values()}))
 
 
-def load(path: Path, special_tokens: Iterable[str]) -> tuple[Tokenizer, dict[int, str]]:
-    """Load a tokenizer that gives no special token for a text, and for all other text the tokens that its file gives.
+def rename(path: Path, special_tokens: Iterable[str]) -> tuple[bytes, dict[str, str]]:
+    """The content of a `tokenizer.json` that gives no special token for a text, and for all other text what it gave.
 
     Returns:
-        The tokenizer, and the special tokens that it has renamed, by id.
+        The content, and the new name of each special token that has one.
     """
-    content, names = _rename(path, special_tokens)
-    tokenizer: Tokenizer = Tokenizer.from_buffer(content)
-    ids = {token: tokenizer.token_to_id(name) for token, name in names.items()}
-    return tokenizer, {token_id: token for token, token_id in ids.items() if token_id is not None}
-
-
-def _rename(path: Path, special_tokens: Iterable[str]) -> tuple[bytes, dict[str, str]]:
-    """The content of a `tokenizer.json` with other names for special tokens, and these names.
-
-    Of its own, so that what is parsed here, 200 MB of a large tokenizer, is freed before the tokenizer is loaded.
-    """
-    content, model = _parse(path)
+    content, model = _parse(path.read_bytes())
     byte_fallback = model.get("byte_fallback", False)
     # Where nothing replaces an unknown character, a token of one character stays: nothing else could express it.
     min_chars = 2 if _unk_token_id(model) is None and not byte_fallback else 1
@@ -103,9 +92,32 @@ def _rename(path: Path, special_tokens: Iterable[str]) -> tuple[bytes, dict[str,
     return msgspec.json.encode(content | {"model": model}), names
 
 
-def _parse(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def complete_bytes(content: bytes) -> bytes:
+    """The content of a `tokenizer.json` with a token for each byte, if it is one of bytes.
+
+    Some vocabularies lack bytes that their training text lacked (SmolLM2 has no 0x04). tokenizers drops them, and its
+    version 1.0 refuses the vocabulary. The new tokens have ids beyond all others.
+    """
+    parsed, model = _parse(content)
+    if not any(step["type"] == "ByteLevel" for step in _steps(parsed["pre_tokenizer"])) or model.get("type") != "BPE":
+        return content
+    vocab = model["vocab"]
+    first = max([*vocab.values(), *(token["id"] for token in parsed["added_tokens"])]) + 1
+    missing = sorted({*pre_tokenizers.ByteLevel.alphabet()} - vocab.keys())
+    model["vocab"] = vocab | {character: first + index for index, character in enumerate(missing)}
+    return msgspec.json.encode(parsed | {"model": model}) if missing else content
+
+
+def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if not pre_tokenizer:
+        return []
+    parts = pre_tokenizer.get("pretokenizers")
+    return [step for part in parts for step in _steps(part)] if parts else [pre_tokenizer]
+
+
+def _parse(file: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     """The content of a `tokenizer.json`, without its model, and the model."""
-    raw = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+    raw = msgspec.json.decode(file, type=dict[str, msgspec.Raw])
     raw_model = msgspec.json.decode(raw.pop("model"), type=dict[str, msgspec.Raw])
     # Scores stay the bytes that they are: reading and writing them again might change the last digit.
     vocab = msgspec.json.decode(raw_model.pop("vocab"), type=dict[str, int] | list[tuple[str, msgspec.Raw]])

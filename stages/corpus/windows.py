@@ -1,7 +1,7 @@
 """Encoding one very long string with the memory of a window instead of a hundred times its length.
 
-The string is encoded in overlapping windows. Near the ends of a window the tokens may differ from those of the entire
-string: a word is cut, or a normalizer inserts something before the first one.
+With `encode` the string is encoded in overlapping windows. Near the ends of a window the tokens may differ from those
+of the entire string: a word is cut, or a normalizer inserts something before the first one.
 
                     <------- overlap -------->
     left   ---------|-------|---- X ----|-------|
@@ -14,13 +14,22 @@ same tokens at the same characters in the middle half of their overlap.
 They are joined between two words, as words are encoded independently. Byte-pair encoding may be joined within a word
 too: it merges from the left, and what follows a token changes it only from near by. The best path of a Unigram model
 may depend on the number of characters in a long run of the same one.
+
+`cuts` is for a tokenizer that does not give the characters of its tokens, if it has no need of what precedes a word:
+the string is cut between two words, where the tokens on both sides are seen not to depend on the other side.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
+
+_END_OF_WORD = re.compile(rb"[^\s](?=\s)")
+_CANDIDATES = 4
+"""Ends of words at which a string may be cut, for each window."""
 
 
 class NotJoined(Exception):
@@ -54,6 +63,49 @@ def encode(tokenizer: Tokenizer, text: bytes | memoryview, size: int, overlap: i
         yield left[: first.start + place, 0]
         left, end = right[second.start + place :], next_end
     yield left[:, 0]
+
+
+def cuts(
+    encode: Callable[[Sequence[str]], Sequence[NDArray[Any]]], text: bytes | memoryview, size: int, context: int
+) -> Iterator[tuple[int, int]]:
+    """Yield where the parts of a string begin and end, in bytes, that have the tokens of the string, one after another.
+
+    Args:
+        encode: Gives the ids of each string's tokens, (n,).
+        text: UTF-8.
+        size: Bytes of a part, at most.
+        context: Bytes on each side of a cut from which the tokens beside it are computed.
+
+    Raises:
+        NotJoined: possibly after some parts, which are then of no use.
+    """
+    start = 0
+    while start + size < len(text):
+        stop = _cut(encode, text, start + size, context)
+        yield start, stop
+        start = stop
+    yield start, len(text)
+
+
+def _cut(
+    encode: Callable[[Sequence[str]], Sequence[NDArray[Any]]], text: bytes | memoryview, end: int, context: int
+) -> int:
+    """A place between two words, at most `context` bytes before `end`."""
+    ends = [end - context + match.end() for match in _END_OF_WORD.finditer(text[end - context : end])]
+    for place in ends[: -_CANDIDATES - 1 : -1]:
+        begin, stop = border(text, place - context), border(text, place + context)
+        # Each side with less of what is far away from the cut, too.
+        spans = [(begin, stop), (begin, place), (place, stop),
+                 (border(text, place - context // 2), place), (place, border(text, place + context // 2))]  # fmt: skip
+        both, left, right, near_left, near_right = encode([str(text[slice(*span)], "utf-8") for span in spans])
+        num_left, num_right = len(near_left) // 2, len(near_right) // 2
+        if (
+            np.array_equal(both, np.concatenate([left, right]))
+            and np.array_equal(left[len(left) - num_left :], near_left[len(near_left) - num_left :])
+            and np.array_equal(right[:num_right], near_right[:num_right])
+        ):
+            return place
+    raise NotJoined
 
 
 def _windows(

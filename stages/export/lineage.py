@@ -50,3 +50,5 @@ class Lineage(Record):
     """Digest of the checkpoint that the weights are from: `result_sha256` in run.json."""
     weights: dict[str, str]
     """SHA-256 of each weight file."""
+    encoder: str | None = None
+    """The tokenizer library that encoded the data, as in data/pack.json; null: the project has no such file."""

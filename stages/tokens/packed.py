@@ -1,15 +1,18 @@
-"""The packed tokens, data/tokens/: where they are, how many rows there are, and how long each is."""
+"""The packed tokens, data/tokens/: where they are, how many rows there are, how long each is, and what encoded them."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from stages.artifacts.dataset import STATE, Dataset
 from stages.artifacts.errors import StageError
 from stages.artifacts.publish import sha256_file
+from stages.artifacts.record import Record
 
 TOKENS = Path("data/tokens")
 TRAIN = TOKENS / "train"
 VALIDATION = TOKENS / "validation"
+METRICS = Path("data/pack.json")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,56 @@ class PackedTokens:
         for path, digest in self.digests.items():
             if sha256_file(path) != digest:
                 raise damaged_tokens(path)
+
+
+@dataclass(frozen=True)
+class PartMetrics:
+    """Of the documents for training, or of those for validation."""
+
+    documents: int
+    characters: int
+    tokens: int
+    """Including an EOS token for each document, and those of the partial row that is dropped."""
+    characters_per_token: float | None
+    """EOS tokens not counted; null: there is no text."""
+    unknown_share: float | None
+    """Of the tokens, EOS not counted, those that replace what the vocabulary cannot express; null: there is no text."""
+    dropped_characters: int
+    """That leave no token, not even the unknown one, or lose a part of their bytes."""
+    rows: int
+
+
+@dataclass(frozen=True)
+class EncoderMetrics:
+    """What encoded."""
+
+    name: str
+    """The fast tokenizer, or `tokenizers`: the model's own, of the version that transformers requires."""
+    compared_characters: int
+    """The sample of the text that both have encoded, with the same tokens."""
+    slow_characters: int
+    """Encoded by the model's own, because the document has a character whose tokens differ."""
+    reason: str | None
+    """Why the fast one is not used; null: it is used, or `fast_encoder` is false."""
+
+
+@dataclass(frozen=True)
+class PackMetrics(Record):
+    """The content of `data/pack.json`."""
+
+    STAGE: ClassVar[str] = "pack"
+
+    train: PartMetrics
+    validation: PartMetrics
+    encoder: EncoderMetrics
+
+
+def find_encoder() -> str | None:
+    """What encoded the tokens of this project; None: there are none, or an older version of `pack` wrote them."""
+    try:
+        return PackMetrics.read(METRICS).encoder.name
+    except StageError:
+        return None
 
 
 def damaged_tokens(path: Path) -> StageError:

@@ -1,0 +1,198 @@
+"""The fast tokenizer: the tokens are those of the model's own, or it is not used."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from stages.artifacts.errors import StageError
+from stages.corpus import fast_tokenizer
+from stages.corpus.encoding import Differs, Encoder, EncoderLimits, Piece
+from stages.corpus.fast_tokenizer import Failed, FastTokenizer
+from tests.kinds import KINDS, MORE_KINDS, SPECIAL, SPELLINGS, make, prose, spec_of
+from tests.project import REPO
+
+SMALL = EncoderLimits(batch=3000, sample=200, window=3000, overlaps=(300, 600), at_once=6000, context=400)
+QUICK = ["BPE of bytes, some missing", "BPE of bytes, added tokens", "Unigram, NFKC", "WordPiece, BERT"]
+NOT_FAST = {
+    "BPE of bytes, prefix": "cannot use .*add_prefix_space",
+    # It knows only the patterns of widespread models, and not the one that keeps `<0x0A>` in a text from being a byte.
+    "BPE of bytes, other pattern": "gives other tokens",
+    "BPE, byte fallback, entire words": "gives other tokens",
+    "Unigram, byte fallback": "does not support a `Metaspace`",
+}
+"""For which kinds it is not used, and why."""
+
+
+@pytest.fixture(autouse=True)
+def in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def encoders(kind: str) -> tuple[Encoder, Encoder]:
+    """Two that encode all with the model's own tokenizer, and as much as possible with the fast one."""
+    slow, fast = (Encoder(spec_of(make(kind), is_fast=is_fast), SMALL) for is_fast in (False, True))
+    return slow, fast
+
+
+def pieces_of(encoder: Encoder, *documents: str) -> list[Piece]:
+    return [*encoder.encode(pa.array(documents))]
+
+
+def tokens_of(encoder: Encoder, *documents: str) -> list[int]:
+    return [token for piece in pieces_of(encoder, *documents) for token in piece.tokens.tolist()]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in (*KINDS, *MORE_KINDS)],
+)
+def test_the_tokens_are_those_of_the_model_s_own_tokenizer(kind: str) -> None:
+    if kind in NOT_FAST:
+        with pytest.raises(Differs, match=NOT_FAST[kind]):
+            encoders(kind)
+        return
+    slow, fast = encoders(kind)
+    # Characters from all of Unicode, side by side and between spaces; surrogates are not text.
+    codes = [code for code in range(0, 0x110000, 499) if not 0xD800 <= code < 0xE000]
+    blocks = ["".join(map(chr, codes[start : start + 64])) for start in range(0, len(codes), 64)]
+    documents = [
+        *(prose(seed, 400) for seed in range(5)),
+        *(spell(token) for token in [*SPECIAL, "<l>", " <r> ", "word", "<0x0A>"] for spell in SPELLINGS),
+        *(character * count for character in (" ", "a", "\n", "é", "1 ", "\t\n") for count in (1, 2, 3, 17, 1000)),
+        *blocks,
+        *map(" ".join, blocks),
+        "",
+    ]
+    assert tokens_of(fast, *documents) == tokens_of(slow, *documents)
+    if kind.endswith("missing"):
+        assert sum(piece.num_slow for piece in pieces_of(fast, "a\x04b")) == 3
+    pieces = pieces_of(fast, *(prose(seed, 400) for seed in range(5)))
+    assert sum(piece.num_compared for piece in pieces) > 100
+    assert not any(piece.num_slow for piece in pieces)
+
+
+PIECE = (
+    st.integers(0, 9).map(lambda seed: prose(seed, 150))
+    | st.text(max_size=60)
+    | st.builds(lambda piece, times: piece * times, st.text(min_size=1, max_size=4), st.integers(1, 300))
+    | st.builds(lambda piece, times: piece * times, st.sampled_from([" ", "a", "\n", "th", "1"]), st.integers(1, 3000))
+)
+
+
+@pytest.mark.parametrize("kind", ["BPE of bytes", "BPE of bytes, pattern", "BPE, byte fallback", "Unigram, NFKC"])
+@settings(deadline=None, max_examples=10)
+@given(st.lists(PIECE, min_size=1, max_size=12).map("".join))
+def test_a_long_document_has_the_tokens_of_the_model_s_own_tokenizer(kind: str, text: str) -> None:
+    _, fast = encoders(kind)
+    at_once = Encoder(spec_of(make(kind)))
+    try:
+        tokens = tokens_of(fast, text)
+    except StageError:  # it can neither be cut nor encoded in windows, and is too long to be encoded at once
+        assume(False)
+    assert tokens == tokens_of(at_once, text)
+
+
+def test_a_long_document_is_cut_between_words() -> None:
+    slow, fast = encoders("BPE of bytes")
+    text = prose(0, 20_000)
+    pieces = pieces_of(fast, text)
+    assert len(pieces) == pytest.approx(len(text.encode()) / 2900, rel=0.2)
+    assert not any(piece.num_slow for piece in pieces)
+    assert tokens_of(fast, text) == tokens_of(slow, text)
+    # No cut in what has no words: the model's own tokenizer encodes it in windows.
+    assert tokens_of(fast, "a" * 20_000) == tokens_of(slow, "a" * 20_000)
+    assert sum(piece.num_slow for piece in pieces_of(fast, "a" * 20_000)) == 20_000
+
+
+def test_text_that_cannot_be_encoded_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fast = encoders("BPE of bytes")
+
+    def fail(self: FastTokenizer, strings: list[str]) -> list[NDArray[np.uint32]]:
+        if any("the other" in string for string in strings):
+            raise Failed("no reason")
+        return encode(self, strings)
+
+    encode = FastTokenizer.encode
+    monkeypatch.setattr(FastTokenizer, "encode", fail)
+    monkeypatch.setattr(Encoder, "_compare", lambda self, text: 0)
+    with pytest.raises(Differs, match="cannot encode all of the text: no reason"):
+        tokens_of(fast, "the other tokens")
+
+
+def test_text_near_a_character_that_differs_is_left_to_the_model_s_own_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FastTokenizer, "encode", of_another_unicode("東"))
+    slow, fast = encoders("BPE of bytes")
+    before, after = ("the other tokens " * count for count in (100, 300))
+    documents = [before * 2, f"{after}東{after}", before * 3]
+    assert tokens_of(fast, *documents) == tokens_of(slow, *documents)
+    assert sum(piece.num_slow for piece in pieces_of(fast, *documents)) == len(documents[1])
+    assert sum(piece.num_slow for piece in pieces_of(fast, documents[0])) == 0
+
+
+def of_another_unicode(word: str):  # type: ignore[no-untyped-def]
+    """`FastTokenizer.encode` with other tokens for strings that contain a word."""
+    encode = FastTokenizer.encode
+
+    def planted(self: FastTokenizer, strings: list[str]) -> list[NDArray[np.uint32]]:
+        ids = encode(self, strings)
+        return [each[::-1] if word in string else each for each, string in zip(ids, strings, strict=True)]
+
+    return planted
+
+
+def test_a_difference_in_a_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FastTokenizer, "encode", of_another_unicode("tokens"))
+    _, fast = encoders("BPE of bytes")
+    with pytest.raises(Differs, match=r"it gives other tokens for the text '.+'"):
+        tokens_of(fast, prose(0, 1000))
+    monkeypatch.setattr(FastTokenizer, "encode", of_another_unicode("<|im_start|>"))
+    with pytest.raises(Differs, match="for text around its added tokens"):
+        encoders("BPE of bytes")
+
+
+def test_each_batch_is_sampled_at_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fast = encoders("BPE of bytes")
+    samples: list[str] = []
+    which_differ = Encoder._which_differ
+    monkeypatch.setattr(
+        Encoder, "_which_differ", lambda self, strings: [samples.extend(strings), which_differ(self, strings)][1]
+    )
+    texts = [prose(seed, 400) for seed in range(30)]
+    tokens_of(fast, *texts)
+    places = [
+        text.find(sample) / len(text) for sample in samples for text in texts if len(sample) > 50 and sample in text
+    ]
+    assert min(places) < 0.2 < 0.7 < max(places)
+
+
+def test_what_is_installed_is_what_the_lock_names() -> None:
+    lock = (REPO / "requirements-encoder.lock").read_text()
+    assert re.findall(r"^(\S+)==(\S+)", lock, re.M) == [("tokenizers", fast_tokenizer.VERSION)]
+    assert fast_tokenizer._import().__version__.replace("-rc.", "rc") == fast_tokenizer.VERSION
+
+
+def test_without_the_fast_tokenizer_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_tokenizer, "DIRECTORY", tmp_path / "none")
+    with pytest.raises(StageError, match=r"none is missing: `python -m scripts.install_encoder`.*fast_encoder: false"):
+        fast_tokenizer.check_installed()
+
+
+def test_a_panic_is_an_error() -> None:
+    class PanicException(BaseException):
+        pass
+
+    def panic() -> None:
+        raise PanicException("index out of bounds")
+
+    with pytest.raises(fast_tokenizer.Failed, match="index out of bounds"):
+        fast_tokenizer._call(panic)
+    with pytest.raises(KeyboardInterrupt):
+        fast_tokenizer._call(lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
