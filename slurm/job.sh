@@ -16,6 +16,7 @@ command -v pgrep > /dev/null || fail "pgrep is missing (package procps): without
 # Slurm counts every start after the first: those that this script asks for, and those after a node was lost.
 restarts=${SLURM_RESTART_COUNT:-0}
 max_restarts=${MAX_RESTARTS:-20}
+[[ $max_restarts =~ ^-?[0-9]+$ ]] || fail "MAX_RESTARTS is $max_restarts: it must be a number"
 ((restarts <= max_restarts)) || fail "this job was started again $restarts times, and MAX_RESTARTS is $max_restarts"
 
 # A project has one job at a time: two of them would edit the same params.yaml. A job that was requeued waits for the

@@ -495,7 +495,14 @@ def test_the_environment_overrides_the_runtime_section(training: Project, monkey
     before = load_params(TrainRuntime, "runtime")
     monkeypatch.setenv("PIPELINE_RUNTIME", "{log_freq: 7}")
     assert load_params(TrainRuntime, "runtime") == replace(before, log_freq=7)
-    for value, message in (("{log_frq: 7}", "did you mean 'runtime.log_freq'"), ("docker", "values of the section")):
+    place = r"params.yaml with \$PIPELINE_RUNTIME: "
+    for value, message in (
+        ("{log_frq: 7}", place + ".* did you mean 'runtime.log_freq'"),
+        ("{log_freq: 0}", place + "runtime.log_freq is 0"),
+        ("{sbatch_args: '--time=\"1'}", place + "runtime.sbatch_args is .*: no closing quotation"),
+        ("{sbatch_args: --mem=1G --test-only}", "the training is one job, so sbatch cannot have --test-only"),
+        ("docker", "values of the section"),
+    ):
         monkeypatch.setenv("PIPELINE_RUNTIME", value)
         with pytest.raises(StageError, match=message):
             load_params(TrainRuntime, "runtime")

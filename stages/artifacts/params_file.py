@@ -44,16 +44,17 @@ def load_params(cls: type[T], section: str | None = None, path: Path = PARAMS_FI
     if section is not None:
         values = values.get(section) or {}
     names = {field.name for field in dataclasses.fields(cls)}
+    place = _place(path, section)
     adapter: TypeAdapter[T] = TypeAdapter(cls, config=None)
     prefix = (section,) if section else ()
     try:
         # Not strict: the string "2e-05" becomes a float. Names of other stages are left out here, not refused.
         result = adapter.validate_python({name: value for name, value in values.items() if name in names})
     except ValidationError as error:
-        lines = [_explain(path, prefix, details) for details in error.errors(include_url=False)]
+        lines = [_explain(place, prefix, details) for details in error.errors(include_url=False)]
         raise StageError("\n".join(lines)) from None
     if found := [".".join([*prefix, name]) for name in _booleans(values, result)]:  # pydantic takes them for 0 and 1
-        raise StageError("\n".join(f"{path}: {name} must be a number, not a boolean" for name in found))
+        raise StageError("\n".join(f"{place}: {name} must be a number, not a boolean" for name in found))
     return result
 
 
@@ -109,7 +110,14 @@ def _check_names(values: Mapping[str, Any], path: Path) -> None:
     # Without this a misspelled name would leave the old value in force, and the run would look right.
     unknown = [name for name in _flatten(values) if name not in known]
     if unknown:
-        raise StageError("\n".join(f"{path}: unknown parameter {name!r}{_suggest(name, known)}" for name in unknown))
+        lines = (f"{_place(path, name)}: unknown parameter {name!r}{_suggest(name, known)}" for name in unknown)
+        raise StageError("\n".join(lines))
+
+
+def _place(path: Path, name: str | None) -> str:
+    """Where a parameter, or a section, is set."""
+    is_overridden = name is not None and name.partition(".")[0] == "runtime" and os.environ.get(RUNTIME)
+    return f"{path} with ${RUNTIME}" if is_overridden else str(path)
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -126,7 +134,7 @@ def _suggest(name: str, known: set[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else "; no stage reads it"
 
 
-def _explain(path: Path, prefix: tuple[str, ...], details: Any) -> str:
+def _explain(path: str, prefix: tuple[str, ...], details: Any) -> str:
     # A union such as `int | None` adds the names of its members to the location: keep what names the parameter.
     name = ".".join([*prefix, *(str(part) for part in details["loc"])])
     if details["type"] == "missing":

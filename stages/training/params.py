@@ -5,6 +5,7 @@ Options are beside their component where its module imports no torch (schedule.p
 """
 
 import importlib.util
+import shlex
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -28,6 +29,13 @@ def _check_order(steps: tuple[int, int]) -> tuple[int, int]:
     if steps[0] > steps[1]:
         raise ValueError("the first step must not be after the last")
     return steps
+
+
+def _check_options(options: str) -> str:
+    for option in shlex.split(options):  # a ValueError where a quote is not closed
+        if option == "--test-only" or option.startswith(("--array", "-a")):
+            raise ValueError(f"the training is one job, so sbatch cannot have {option}")
+    return options
 
 
 Steps = Annotated[tuple[PositiveInt, PositiveInt], AfterValidator(_check_order)]
@@ -182,7 +190,7 @@ class TrainRuntime(CheckpointRuntime):
     """What starts the ranks. torchrun: its process management, on this machine | srun: the same on each node of an
     allocation of Slurm | auto: srun in an allocation of several nodes, else torchrun | sbatch: a job of Slurm, which
     the launch submits and follows; inside an allocation the same as auto."""
-    sbatch_args: str | None
+    sbatch_args: Annotated[str, AfterValidator(_check_options)] | None
     """Options of `sbatch`, as on its command line, for launcher sbatch."""
     num_nodes: PositiveInt | None
     """Nodes of the allocation that train; null: all. With launcher sbatch also the nodes of the job; null: those of

@@ -93,7 +93,10 @@ def _submit(run: Run, runtime: TrainRuntime, name: str, comment: str) -> str:
     # would train what is in params.yaml when it starts.
     own = [*nodes, f"--job-name={name}", f"--comment={comment}", f"--output={log}", "--export=ALL"]
     answer = _run("sbatch", "--parsable", *shlex.split(runtime.sbatch_args or ""), *own, str(_SCRIPT))
-    return answer.strip().partition(";")[0]  # after which comes the cluster, where there are several
+    job = answer.strip().partition(";")[0]  # after which comes the cluster, where there are several
+    if not job.isdecimal():
+        raise StageError(f"sbatch has printed {answer.strip()!r} instead of the number of a job: check sbatch_args")
+    return job
 
 
 def _log_path(run: Run, job: str) -> Path:
