@@ -126,6 +126,8 @@ class Metrics(Record):
 
     files: int
     fallback_encoded_files: int
+    second_reader_files: int
+    """YAML that is valid but refused by libyaml, and read by `yaml12`, entirely or in part."""
     rejected_files: int
     """Of which something could not be read."""
     records: int
@@ -369,7 +371,10 @@ def read_split(task: Task, meter: progress.Meter) -> SplitResult:
                 with Source(raw, compression, file.digest, params.fallback_encoding, task.limits, file.part) as source:
                     source.on_read = show
                     counts["fallback_encoded_files"] += source.used_fallback
-                    READERS[format](source, writer)
+                    try:
+                        READERS[format](source, writer)
+                    finally:  # also if a later document is rejected
+                        counts["second_reader_files"] += source.used_second_reader
             except Rejected as reason:
                 writer.reject(reason)
             except Changed:  # continue: one run finds all files that changed
@@ -413,6 +418,7 @@ def metrics(counts: Counter[str], rejected: list[Rejection]) -> Metrics:
     return Metrics(
         files=counts["files"],
         fallback_encoded_files=counts["fallback_encoded_files"],
+        second_reader_files=counts["second_reader_files"],
         rejected_files=counts["rejected_files"],
         records=counts["records"],
         duplicate_strings=counts["duplicate_strings"],

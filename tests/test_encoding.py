@@ -85,7 +85,16 @@ PIECE = (
 )
 
 
-@pytest.mark.parametrize("kind", ["BPE of bytes", "BPE of bytes, pattern", "BPE, byte fallback", "Unigram, NFKC"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "BPE of bytes, pattern",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("BPE of bytes", "BPE, byte fallback", "Unigram, NFKC")
+        ),
+    ],
+)
 @settings(deadline=None, max_examples=10)
 @given(st.lists(PIECE, min_size=1, max_size=12).map("".join))
 def test_a_long_document_has_the_tokens_of_the_model_s_own_tokenizer(kind: str, text: str) -> None:

@@ -13,6 +13,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -101,6 +102,8 @@ class Source:
         """Bytes of the content as UTF-8, without byte order mark."""
         self.used_fallback = False
         """Whether the content is in `fallback_encoding`, and so may be decoded wrongly."""
+        self.used_second_reader = False
+        """Whether documents were read that the usual reader of their format refuses. The reader sets it."""
         content = self._check(fallback_encoding)
         # UTF-8, the usual case, is neither decoded nor copied: its bytes are already what readers get.
         if content is not None and self._encoding != "utf-8":
@@ -112,10 +115,12 @@ class Source:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # Only if a change may be the reason: after Ctrl-C or on a full disk, the rest of the file might take minutes.
-        if error is None or (isinstance(error, Exception) and not isinstance(error, (OSError, MemoryError))):
+        with ExitStack() as opened:
             for stored in self._given:
-                with stored:
+                opened.enter_context(stored)
+            # Only if a change may be the reason: after Ctrl-C or on a full disk, the rest might take minutes.
+            if error is None or (isinstance(error, Exception) and not isinstance(error, (OSError, MemoryError))):
+                for stored in self._given:
                     stored.verify(self._digest)
 
     def stream(self) -> BinaryIO:

@@ -120,6 +120,10 @@ class TextWriter:
     def reject(self, rejected: Rejected) -> None:
         """Drop the strings of the current record and report why."""
         self._report(rejected)
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the strings of the current record."""
         if self._start is not None:
             self._stream.cut(self._start)  # complete records before it were written first, and stay
         self._begin()

@@ -272,7 +272,7 @@ class _Tokens:
             if size <= longest:
                 value = surrogate + _decode(f'"{self._text[self._place : end]}"')
                 surrogate = value[-1:] if "\ud800" <= value[-1:] <= "\udbff" else ""
-                parts.append(_replace_surrogates(value[: len(value) - len(surrogate)]).encode())
+                parts.append(replace_surrogates(value[: len(value) - len(surrogate)]).encode())
                 size += len(parts[-1])
             self._place = end
             if self._text[end : end + 1] == '"':
@@ -281,7 +281,7 @@ class _Tokens:
                 raise self._error()
             self._advance(end)
         self._place += 1
-        parts.append(_replace_surrogates(surrogate).encode())
+        parts.append(replace_surrogates(surrogate).encode())
         size += len(parts[-1])
         return b"".join(parts).decode() if size <= longest else None
 
@@ -311,7 +311,7 @@ def _is_longer(string: str, size: int) -> bool:
 
 def _unescape(string: str) -> str:
     """The value of a JSON string; lone surrogates, which UTF-8 cannot express, become U+FFFD."""
-    return _replace_surrogates(_decode(string)) if "\\" in string else string[1:-1]
+    return replace_surrogates(_decode(string)) if "\\" in string else string[1:-1]
 
 
 def _decode(string: str) -> str:
@@ -320,6 +320,6 @@ def _decode(string: str) -> str:
     return value
 
 
-def _replace_surrogates(value: str) -> str:
+def replace_surrogates(value: str) -> str:
     """Join pairs of surrogates, and replace the others."""
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

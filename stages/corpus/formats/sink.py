@@ -28,8 +28,11 @@ class Sink(Protocol):
     def add_json(self, record: bytes) -> None:
         """Add a complete record for which `json.is_document` holds, and keep its strings; not if `keep_source`."""
 
+    def drop(self) -> None:
+        """Drop the strings of the current record. Other records are not affected."""
+
     def reject(self, rejected: Rejected) -> None:
-        """Drop the strings of the current record and report why. Other records are not affected."""
+        """Drop the strings of the current record and report why."""
 
 
 class Place:

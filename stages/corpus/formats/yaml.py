@@ -5,15 +5,20 @@ date is not an error. Plain scalars are typed by the core schema of YAML 1.2 (se
 
 `extract` reads 17.5 MB/s in a process this way, 69 % of what libyaml's events allow; a standard parser, which builds
 objects, reaches 0.8 (docs/benchmarks.md).
+
+libyaml refuses valid documents of YAML 1.2, 51 of the 308 valid cases of the YAML test suite. From the first document
+that it refuses, a file is read by `yaml12`: slower, in memory, but all 308, and none of the 94 that are not valid.
 """
 
 import io
 import re
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import yaml
 from yaml._yaml import CParser
 
+from stages.corpus.formats import yaml12
 from stages.corpus.formats.sink import Place, Sink
 from stages.corpus.limits import Limits
 from stages.corpus.source import Rejected, Source
@@ -65,19 +70,95 @@ def read(source: Source, sink: Sink) -> None:
         Rejected: what follows the last complete document is not YAML, is nested too deep, or has a string that is too
             long.
     """
-    text = _Text(source.stream(), source.limits.longest_string)
+    progress = _Progress()
+    text = _Text(source.stream(), source.limits.longest_string, progress)
+    refused: Rejected
     try:
-        _read(CParser(text), text, sink, source.limits)
+        return _read(CParser(text).get_event, text.restore, progress, sink, source.limits)
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
         position = f"line {mark.line + 1}, column {mark.column + 1}" if mark else None
         detail = ": ".join(part for part in (error.context, error.problem) if part)
-        raise Rejected("invalid YAML", detail, position) from None
+        refused = Rejected("invalid YAML", detail, position)
     except yaml.reader.ReaderError as error:
-        raise Rejected("invalid YAML", f"{error.reason}: U+{error.character:04X}", f"byte {error.position}") from None
-    except Rejected as rejected:  # without a position: by `text` or `sink`
-        line = text.mark.line + 1 if text.mark else 1
-        raise Rejected(rejected.reason, rejected.detail, rejected.position or f"line {line}") from None
+        refused = Rejected("invalid YAML", f"{error.reason}: U+{error.character:04X}", f"byte {error.position}")
+    except Rejected as rejected:  # by `text` or `sink`
+        progress.complete(sink)
+        raise progress.with_position(rejected) from None
+    _read_rest(source, sink, progress, refused)
+
+
+def _read_rest(source: Source, sink: Sink, progress: "_Progress", refused: Rejected) -> None:
+    """Read what follows the last document that libyaml has read, with the other reader.
+
+    Raises:
+        Rejected: that one can read no more either: `refused`, or why it refuses another document further on.
+    """
+    rest = progress.rest(source)
+    # Of a document that libyaml considers complete, the strings stay unless the other reader reads more of it.
+    if rest is None or (progress.ended and not _has_document(rest, progress)):
+        progress.complete(sink)
+        raise refused
+    sink.drop()
+    progress.ended = None
+    num_records = progress.num_records
+    try:
+        _read(yaml12.Events(rest, progress.end.line, progress.is_start).get_event, str, progress, sink, source.limits)
+    except Rejected as rejected:
+        progress.complete(sink)
+        source.used_second_reader = progress.num_records > num_records
+        raise (progress.with_position(rejected) if source.used_second_reader else refused) from None
+    source.used_second_reader = True
+
+
+def _has_document(text: str, progress: "_Progress") -> bool:
+    """Whether the other reader can read the next document."""
+    events = yaml12.Events(text, is_start=progress.is_start)
+    try:
+        while not isinstance(events.get_event(), (yaml.DocumentEndEvent, yaml.StreamEndEvent)):
+            pass
+    except Rejected:
+        return False
+    return True
+
+
+class _Progress:
+    """How far a file was read."""
+
+    def __init__(self) -> None:
+        self.mark: Any = None
+        """Where the last event ended."""
+        self.num_records = 0
+        """Documents that are complete."""
+        self.end: Any = yaml12.Mark(0, 0)
+        """Where the last of these ended."""
+        self.is_start = True
+        """Whether it ended with `...`, or there was none: then the next one may begin without `---`."""
+        self.ended: Any = None
+        """The event that ends a document, until the next one shows that nothing else follows it."""
+
+    def complete(self, sink: Sink) -> None:
+        """The document that has ended is complete."""
+        if self.ended:
+            sink.end()
+            self.num_records += 1
+            self.end, self.is_start, self.ended = self.ended.end_mark, self.ended.explicit, None
+
+    def with_position(self, rejected: Rejected) -> Rejected:
+        """The same with a line, if it has no position."""
+        line = self.mark.line + 1 if self.mark else 1
+        return Rejected(rejected.reason, rejected.detail, rejected.position or f"line {line}")
+
+    def rest(self, source: Source) -> str | None:
+        """What follows the last document, with line feeds as line ends; None if it is too long to be held."""
+        longest = min(source.limits.longest_reread, source.limits.longest_string)
+        with io.TextIOWrapper(source.stream(), "utf-8", newline=None) as stream:
+            for _ in range(self.end.line):
+                while (piece := stream.readline(source.limits.chunk)) and not piece.endswith("\n"):
+                    pass  # a line may be longer than the memory
+            stream.read(self.end.column)
+            rest = stream.read(longest + 1)
+        return rest if len(rest) <= longest else None
 
 
 class _Text:
@@ -91,9 +172,8 @@ class _Text:
     libyaml holds scalars, tags and anchors of any size in memory. So what it is given between two events is limited.
     """
 
-    def __init__(self, stream: BinaryIO, longest: int) -> None:
-        self.mark: Any = None
-        """Where the last event ended."""
+    def __init__(self, stream: BinaryIO, longest: int, progress: _Progress) -> None:
+        self._progress = progress
         self._stream = io.TextIOWrapper(stream, "utf-8", newline="")
         self._longest = longest
         self._last = ""  # the last character that was read
@@ -108,6 +188,8 @@ class _Text:
             Rejected: there was no event for too long.
         """
         text = self._stream.read(size)
+        if not text and self._last not in "\n\r":
+            text = "\n"  # the end of a file ends its last line
         if text.endswith("?"):
             text += self._stream.read(1)  # decides what the question mark is
         self._check(text)
@@ -130,8 +212,8 @@ class _Text:
         return value
 
     def _check(self, text: str) -> None:
-        if self.mark is not self._seen:
-            self._seen, self._size, self._num_directives = self.mark, 0, 0
+        if self._progress.mark is not self._seen:
+            self._seen, self._size, self._num_directives = self._progress.mark, 0, 0
         self._size += len(text)
         self._num_directives += text.count("\n%TAG") + text.count("\r%TAG")
         if self._size > self._longest:
@@ -140,22 +222,32 @@ class _Text:
             raise Rejected("invalid YAML", f"more than {_MOST_DIRECTIVES} %TAG directives")
 
 
-def _read(parser: CParser, text: _Text, sink: Sink, limits: Limits) -> None:
-    """Put the strings into `sink`, at most `limits.chunk` characters at once unless a string is longer."""
+def _read(
+    get_event: Callable[[], Any], restore: Callable[[str], str], progress: _Progress, sink: Sink, limits: Limits
+) -> None:
+    """Put the strings into `sink`, at most `limits.chunk` characters at once unless a string is longer.
+
+    Args:
+        get_event: Returns the next event, of either reader.
+        restore: Returns what the value of an event is in the file.
+        progress: Is kept up to date.
+        sink: Receives the strings.
+        limits: Also of the depth of places.
+    """
     strings: list[str] = []
     size = 0  # characters of these
     places: list[str] = []  # of these
-    where = Place(limits=limits) if sink.keep_source else None
-    get_event, scalar = parser.get_event, yaml.ScalarEvent  # local names, as this runs for each scalar
+    where = Place(progress.num_records + 1, limits) if sink.keep_source else None
+    scalar = yaml.ScalarEvent  # a local name, as this runs for each scalar
     is_key: bool | None = None  # the next node, if the innermost open collection is a mapping
     outer: list[bool | None] = []  # the same of the collections around it
     key_depth = 0  # from this number of open collections on, everything belongs to a key that is itself a collection
     while True:
-        event: Any = get_event()
-        text.mark = event.end_mark
+        event = get_event()
+        progress.mark = event.end_mark
         kind = type(event)
         if where:
-            _follow(where, event, is_key, text)
+            _follow(where, event, is_key, restore)
         if kind is scalar:
             if is_key:
                 is_key = False
@@ -163,7 +255,7 @@ def _read(parser: CParser, text: _Text, sink: Sink, limits: Limits) -> None:
             if is_key is not None:
                 is_key = True
             if not key_depth and is_string(event):  # not inside of a key such as `? [a, b]`
-                strings.append(text.restore(event.value))
+                strings.append(restore(event.value))
                 size += len(event.value)
                 if where:
                     if where.is_too_long:
@@ -190,13 +282,16 @@ def _read(parser: CParser, text: _Text, sink: Sink, limits: Limits) -> None:
                 is_key = not is_key
         elif kind is yaml.DocumentEndEvent:
             sink.add(strings, places)
-            sink.end()
             strings, places, size = [], [], 0
+            progress.ended = event
+        elif kind is yaml.DocumentStartEvent:
+            progress.complete(sink)
         elif kind is yaml.StreamEndEvent:
+            progress.complete(sink)
             return
 
 
-def _follow(where: Place, event: Any, is_key: bool | None, text: _Text) -> None:
+def _follow(where: Place, event: Any, is_key: bool | None, restore: Callable[[str], str]) -> None:
     """Move `where` to the node that an event begins. A key that is not a scalar is `?`, or `*` and its anchor."""
     if isinstance(event, yaml.NodeEvent):
         if is_key is None:
@@ -204,7 +299,7 @@ def _follow(where: Place, event: Any, is_key: bool | None, text: _Text) -> None:
         elif is_key:
             is_alias = isinstance(event, yaml.AliasEvent)
             key = event.value if isinstance(event, yaml.ScalarEvent) else f"*{event.anchor}" if is_alias else "?"
-            where.key(text.restore(key))
+            where.key(restore(key))
         if isinstance(event, yaml.CollectionStartEvent):
             where.enter()
     elif isinstance(event, yaml.CollectionEndEvent):
