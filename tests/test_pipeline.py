@@ -98,6 +98,7 @@ def test_an_experiment_cannot_have_the_name_of_an_output() -> None:
             adapter.validate_python(name)
 
 
+@pytest.mark.slow
 def test_no_stage_imports_a_module_that_dvc_does_not_watch(reproduced: Project) -> None:
     """What Python itself has imported when a stage ends: which reading the imports might miss."""
     code = (
