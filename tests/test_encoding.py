@@ -1,6 +1,7 @@
 """The fast tokenizer: the tokens are those of the model's own, or it is not used."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +147,7 @@ def test_text_near_a_character_that_differs_is_left_to_the_model_s_own_tokenizer
     assert sum(piece.num_slow for piece in pieces_of(fast, documents[0])) == 0
 
 
-def of_another_unicode(word: str):  # type: ignore[no-untyped-def]
+def of_another_unicode(word: str) -> Callable[[FastTokenizer, list[str]], list[NDArray[np.uint32]]]:
     """`FastTokenizer.encode` with other tokens for strings that contain a word."""
     encode = FastTokenizer.encode
 

@@ -61,7 +61,7 @@ class EncoderLimits(NamedTuple):
     batch: int = 1 << 20
     """Encoded at once."""
     sample: int = 1 << 11
-    """Of a batch, encoded by both tokenizers: with 0.2 % of the text for a tokenizer that is 20 times as slow."""
+    """Of a batch, encoded by both tokenizers: 0.2 % of the text, as one of them is about 20 times as slow."""
     window: int = 1 << 18
     """Of a string longer than a batch. After larger windows, malloc would not return the memory to the system."""
     overlaps: tuple[int, ...] = (1 << 15, 1 << 20)
