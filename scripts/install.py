@@ -1,4 +1,4 @@
-"""Install packages into this environment with uv, which needs 15 seconds for a lock for which pip needs 90.
+"""Install packages into this environment with uv, which needs 30 seconds for a lock for which pip needs 90.
 
 Command  python -m scripts.install --requirement requirements-cpu.lock
 
@@ -30,7 +30,10 @@ def main() -> None:
         print(f"setup: using pip, which is slower: uv has no equivalent of pip's setting {', '.join(unknown)}")
         command = ["pip", "install", "-qq"]
     else:
-        command = ["uv", "pip", "install", "--quiet", "--python", sys.executable, *uv_options(settings)]
+        # As pip does. Otherwise each process that may not write to the environment compiles torch and transformers
+        # again, which takes 6 seconds.
+        command = ["uv", "pip", "install", "--quiet", "--compile-bytecode", "--python", sys.executable]
+        command += uv_options(settings)
         os.environ.update({_VARIABLES[name]: value for name, value in settings.items() if name in _VARIABLES})
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", *command, *arguments])

@@ -9,7 +9,8 @@ A split whose text, tokenizer and code are the same as in an earlier run is not 
 not done twice").
 """
 
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -22,8 +23,9 @@ from stages.artifacts import code, command, publish, reuse
 from stages.artifacts.dataset import STATE, Dataset, Shard
 from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
+from stages.artifacts.origin import UNKNOWN, Origin
 from stages.artifacts.params_file import load_params
-from stages.corpus import arrow, costs, encoding, fast_tokenizer, packing, progress, vocabulary, workers
+from stages.corpus import arrow, comparison, costs, encoding, fast_tokenizer, packing, progress, vocabulary, workers
 from stages.model.manifest import ModelManifest
 from stages.tokens.packed import METRICS, TOKENS, TRAIN, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics
 
@@ -75,21 +77,43 @@ class EncodedSplit(NamedTuple):
     is_reused: bool
 
 
-class EncodedSplits(NamedTuple):
-    """The tokens of all splits, in order."""
+class Part(NamedTuple):
+    """The rows of some splits."""
 
-    splits: list[EncodedSplit]
-    encoder: EncoderMetrics
+    num_rows: int
+    num_tokens: int
+    """With those of the last, partial row."""
+    counts: packing.Counts
+    num_reused: int
+    """Of the splits."""
+
+    def metrics(self) -> PartMetrics:
+        num_text_tokens = self.num_tokens - self.counts.num_documents  # the others are EOS, one for each document
+        return PartMetrics(
+            documents=self.counts.num_documents,
+            characters=self.counts.num_characters,
+            tokens=self.num_tokens,
+            characters_per_token=round(self.counts.num_characters / num_text_tokens, 4) if num_text_tokens else None,
+            unknown_share=round(self.counts.num_unknown / num_text_tokens, 6) if num_text_tokens else None,
+            dropped_characters=self.counts.num_dropped,
+            rows=self.num_rows,
+        )
 
 
 def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
     with publish.lock(TOKENS):
-        print(pack(load_params(PackParams), load_params(PackRuntime, "runtime")))
+        params = load_params(PackParams)
+        print(pack(params, load_params(PackRuntime, "runtime"), origin=Origin.of("stages.pack", params)))
 
 
-def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packing.MAX_BATCH_TOKENS) -> str:
+def pack(
+    params: PackParams,
+    runtime: PackRuntime,
+    max_batch_tokens: int = packing.MAX_BATCH_TOKENS,
+    origin: Origin = UNKNOWN,
+) -> str:
     """Write the rows and the metrics; return a line that states how many there are.
 
     A document is a row of the corpus. Each document is encoded on its own and ended by the model's EOS token. Documents
@@ -100,6 +124,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         params: What decides the rows.
         runtime: Where they are computed.
         max_batch_tokens: Tokens of a record batch of rows.
+        origin: For the lineage.
 
     Raises:
         StageError: the parameters do not fit the model or the corpus, or there are too few tokens for a row.
@@ -108,26 +133,34 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     spec = find_tokenizer_spec(params)
     shards = read_corpus(params)
     store = reuse.Store(reuse.root(), packing.Counts)
-    num_train = len(shards) - params.validation_splits  # entire splits, so no line of a file gives rows to both sides
-    with publish.directory(TOKENS) as directory:  # one directory for both, so that both appear at once
-        train_directory, validation_directory = directory / TRAIN.name, directory / VALIDATION.name
-        train_directory.mkdir()
-        validation_directory.mkdir()
-        splits, encoder = encode_all(shards, spec, directory, store, runtime)
-        train = write_rows(splits[:num_train], train_directory, spec, params, max_batch_tokens)
-        validation = write_rows(splits[num_train:], validation_directory, spec, params, max_batch_tokens)
-        if train.rows == 0:
+    reason = None
+    with publish.directory(TOKENS) as directory:  # one directory for both parts, so that both appear at once
+        try:
+            train, validation = write_parts(shards, spec, directory, store, params, runtime, max_batch_tokens)
+        except comparison.Differs as error:
+            reason = str(error)
+            print(f"pack: {fast_tokenizer.NAME} is not used, but the model's own tokenizer, which is slower: {reason}")
+            spec = spec._replace(is_fast=False)
+            train, validation = write_parts(shards, spec, directory, store, params, runtime, max_batch_tokens)
+        if train.num_rows == 0:
             raise StageError(too_few("train", train, params))
-        if validation.rows == 0 and params.validation_splits:  # with 0 splits an empty dataset is what was asked for
+        # With 0 splits an empty dataset is what was asked for.
+        if validation.num_rows == 0 and params.validation_splits:
             raise StageError(too_few("validation", validation, params))
-        PackMetrics(train, validation, encoder).write(METRICS)
+        counts = train.counts + validation.counts
+        name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
+        encoder = EncoderMetrics(name, counts.num_compared, counts.num_slow, reason)
+        metrics = PackMetrics(train.metrics(), validation.metrics(), encoder, origin)
+        metrics.write(METRICS)
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     return (
-        f"pack: {train.rows} rows to train on and {validation.rows} to validate, of {params.seq_length} tokens; "
-        f"{train.characters_per_token} characters per token; "
-        f"{sum(split.is_reused for split in splits)} of {len(splits)} splits reused; "
+        f"pack: {train.num_rows} rows to train on and {validation.num_rows} to validate, of {params.seq_length} "
+        f"tokens; {metrics.train.characters_per_token} characters per token; "
+        f"{train.num_reused + validation.num_reused} of {len(shards)} splits reused; "
         f"encoded by {encoder.name}"
+        + f" ({counts.num_slow / counts.num_characters:.1%} by {encoding.NAME})"
+        * (counts.num_slow > 0)
     )
 
 
@@ -201,27 +234,29 @@ def read_corpus(params: PackParams) -> list[Shard]:
     return shards
 
 
-def encode_all(
+def write_parts(
     shards: Sequence[Shard],
     spec: encoding.TokenizerSpec,
     directory: Path,
     store: reuse.Store[packing.Counts],
+    params: PackParams,
     runtime: PackRuntime,
-) -> EncodedSplits:
-    """Encode all splits with the fast tokenizer, or if it gives other tokens anywhere, with the model's own."""
-    reason = None
-    try:
-        splits = encode_splits(shards, spec, directory, store, runtime)
-    except encoding.Differs as error:
-        reason = str(error)
-        print(f"pack: {fast_tokenizer.NAME} is not used, but the model's own tokenizer, which is slower: {reason}")
-        for path in directory.glob("split-*"):
-            path.unlink()
-        spec = spec._replace(is_fast=False)
-        splits = encode_splits(shards, spec, directory, store, runtime)
-    counts = sum((split.counts for split in splits), packing.Counts())
-    name = fast_tokenizer.NAME if spec.is_fast else "tokenizers"
-    return EncodedSplits(splits, EncoderMetrics(name, counts.num_compared, counts.num_slow, reason))
+    max_batch_tokens: int,
+) -> tuple[Part, Part]:
+    """Write the datasets for training and for validation; rows are cut while later splits are encoded.
+
+    Raises:
+        Differs: the fast tokenizer gives other tokens than the model's own.
+    """
+    num_train = len(shards) - params.validation_splits  # entire splits, so no line of a file gives rows to both sides
+    with (
+        tempfile.TemporaryDirectory(dir=directory) as tokens,
+        closing(encode_splits(shards, spec, Path(tokens), store, runtime)) as splits,
+    ):
+        return (
+            write_rows(islice(splits, num_train), directory / TRAIN.name, spec, params, max_batch_tokens),
+            write_rows(splits, directory / VALIDATION.name, spec, params, max_batch_tokens),
+        )
 
 
 def encode_splits(
@@ -230,8 +265,8 @@ def encode_splits(
     directory: Path,
     store: reuse.Store[packing.Counts],
     runtime: PackRuntime,
-) -> list[EncodedSplit]:
-    """Put a file of tokens for each split into the directory, from the store or newly encoded; return them in order."""
+) -> Generator[EncodedSplit, None, None]:
+    """Yield the tokens of each split, in order, from the store or newly encoded, as files in `directory`."""
     code_digest = code.digest_with_packages("stages.pack")
     splits = [
         Split(
@@ -245,14 +280,15 @@ def encode_splits(
     ]
     reused = fetch_splits(splits, store)  # all of them first: workers then start only if something is missing
     missing = [split for split in splits if split not in reused]
-    encoded = dict(encode_missing(missing, spec, directory / "progress", store, runtime))
-    for split, counts in (reused | encoded).items():
-        if counts.num_documents != split.num_documents:
-            raise StageError(
-                f"{CORPUS / STATE} lists {split.num_documents} rows of {split.shard.name}, and there are "
-                f"{counts.num_documents}: run `dvc repro -f -s extract`"
-            )
-    return [EncodedSplit(split.tokens, (reused | encoded)[split], split in reused) for split in splits]
+    with closing(encode_missing(missing, spec, directory / "progress", store, runtime)) as encoded:
+        for split in splits:
+            counts = reused.get(split) or next(encoded)
+            if counts.num_documents != split.num_documents:
+                raise StageError(
+                    f"{CORPUS / STATE} lists {split.num_documents} rows of {split.shard.name}, and there are "
+                    f"{counts.num_documents}: run `dvc repro -f -s extract`"
+                )
+            yield EncodedSplit(split.tokens, counts, split in reused)
 
 
 def key(shard_digest: str, spec: encoding.TokenizerSpec, code_digest: str) -> str:
@@ -277,13 +313,12 @@ def encode_missing(
     directory: Path,
     store: reuse.Store[packing.Counts],
     runtime: PackRuntime,
-) -> Iterator[tuple[Split, packing.Counts]]:
-    """Encode splits, record batch by record batch, and yield the counts of each.
+) -> Generator[packing.Counts, None, None]:
+    """Encode splits, record batch by record batch, and yield the counts of each, in order.
 
     A split is stored as soon as all of it is encoded, so that a run that fails later, or is killed, has not encoded it
     in vain. `directory` is for the files of the progress bar.
     """
-    splits = sorted(splits, key=lambda split: -split.shard.stat().st_size)  # the largest first, so that none ends late
     num_documents = sum(split.num_documents for split in splits)
     with progress.show(directory, num_documents, desc="pack", unit="document") as bar:
         # A task is a record batch, not a split: one large split then occupies all workers.
@@ -307,7 +342,7 @@ def encode_missing(
                 if publish.sha256_file(split.shard) != split.sha256:
                     raise arrow.changed(split.shard)
                 store.put(split.key, split.tokens, sha256, counts)  # before the next split is waited for
-                yield split, counts
+                yield counts
 
 
 def tasks_of(split: Split, spec: encoding.TokenizerSpec, bar: progress.Bar) -> Iterator[packing.Task]:
@@ -318,38 +353,32 @@ def tasks_of(split: Split, spec: encoding.TokenizerSpec, bar: progress.Bar) -> I
 
 
 def write_rows(
-    splits: Sequence[EncodedSplit],
+    splits: Iterable[EncodedSplit],
     directory: Path,
     spec: encoding.TokenizerSpec,
     params: PackParams,
     max_batch_tokens: int,
-) -> PartMetrics:
+) -> Part:
     """Write the dataset of rows of some splits, and remove the files of their tokens."""
+    directory.mkdir(exist_ok=True)
+    counts, num_reused = packing.Counts(), 0
     features = arrow.token_features(params.seq_length)
     # One shard: a row may begin in one split and end in the next.
     with arrow.StreamWriter(directory / arrow.shard_name(0, 1), features) as stream:
         writer = packing.RowWriter(stream, params.seq_length, max_batch_tokens)
         for split in splits:
             writer.add_file(split.tokens, spec)
-            split.tokens.unlink()  # the directory becomes the dataset; the store keeps the tokens
+            split.tokens.unlink()  # the store keeps them
+            counts += split.counts
+            num_reused += split.is_reused
         shard = writer.close()
     Dataset(features, [shard]).write(directory)
-    counts = sum((split.counts for split in splits), packing.Counts())
-    num_text_tokens = writer.num_tokens - counts.num_documents  # the others are EOS, one for each document
-    return PartMetrics(
-        documents=counts.num_documents,
-        characters=counts.num_characters,
-        tokens=writer.num_tokens,
-        characters_per_token=round(counts.num_characters / num_text_tokens, 4) if num_text_tokens else None,
-        unknown_share=round(counts.num_unknown / num_text_tokens, 6) if num_text_tokens else None,
-        dropped_characters=counts.num_dropped,
-        rows=shard.rows,
-    )
+    return Part(shard.rows, writer.num_tokens, counts, num_reused)
 
 
-def too_few(name: str, metrics: PartMetrics, params: PackParams) -> str:
+def too_few(name: str, part: Part, params: PackParams) -> str:
     """The error message for a part without a single row."""
-    message = f"{name} has {metrics.tokens} tokens, too few for one row of seq_length {params.seq_length}: "
+    message = f"{name} has {part.num_tokens} tokens, too few for one row of seq_length {params.seq_length}: "
     if name == "validation":
         return f"{message}lower seq_length, raise validation_splits (now {params.validation_splits}), or add raw files"
     return message + "lower seq_length, or add raw files"

@@ -33,12 +33,13 @@ from stages import consolidate, download
 from stages.artifacts import publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.identity import Adoption, RunIdentity, TokenFingerprints
+from stages.artifacts.origin import RECORDS, Origin
 from stages.artifacts.record import FileEntry
 from stages.checkpointing import layout
 from stages.checkpointing.layout import CheckpointManifest, TensorEntry
 from stages.checkpointing.pointer import RunPointer, pointer_path, resolve
 from stages.export import card, stream
-from stages.export.lineage import Lineage, SourceModel
+from stages.export.provenance import Lineage, SourceModel
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.tokens.packed import EncoderMetrics, PackMetrics, PartMetrics
 from stages.training import save_plan
@@ -192,17 +193,24 @@ def _save_sharded(rank: int, store: str, directory: Path, tensors: dict[str, Ten
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks wrote, each half of the rows of every tensor of `llama-tied`."""
+    directory = tmp_path_factory.mktemp("shards")
+    store = str(tmp_path_factory.mktemp("store") / "store")
+    # Spawned, as a fork of this process, which has threads of torch and others, may crash.
+    mp.spawn(_save_sharded, (store, directory, trained_tensors(CONFIGS["llama-tied"])), nprocs=2)
+    assert len(list(directory.glob("*.distcp"))) == 2
+    return directory
+
+
 @pytest.fixture
-def sharded() -> tuple[Path, dict[str, Tensor]]:
-    """A checkpoint of two ranks, each of which wrote half of the rows of every tensor."""
+def sharded(shards: Path) -> tuple[Path, dict[str, Tensor]]:
+    """A checkpoint of two ranks, and its tensors."""
     config = CONFIGS["llama-tied"]
     make_model(config)
     tensors = trained_tensors(config)
-    checkpoint = layout.checkpoint_root("exp") / "run" / layout.step_name(3)
-    checkpoint.mkdir(parents=True)
-    arguments = (str(Path("store").resolve()), checkpoint, tensors)
-    mp.start_processes(_save_sharded, arguments, nprocs=2, start_method="fork")
-    assert len(list(checkpoint.glob("*.distcp"))) == 2
+    shutil.copytree(shards, layout.checkpoint_root("exp") / "run" / layout.step_name(3))
     return finish(tensors), tensors
 
 
@@ -531,6 +539,29 @@ def test_the_lineage_names_what_encoded_the_data() -> None:
         finish(trained_tensors(CONFIGS["llama-tied"]))
         consolidate.main()
         assert Lineage.read(Path("outputs/exp/model/lineage.json")).encoder == encoder
+
+
+def test_the_lineage_names_how_the_data_was_made_and_every_file() -> None:
+    make_model(CONFIGS["llama-tied"])
+    make_checkpoint(trained_tensors(CONFIGS["llama-tied"]))
+    finish(trained_tensors(CONFIGS["llama-tied"]))
+    consolidate.main()
+    target = Path("outputs/exp/model")
+    lineage = Lineage.read(target / "lineage.json")
+    assert (lineage.splits, lineage.corpus, lineage.origins) == (None, None, {})
+    described = {path.name for path in target.iterdir()} - {"README.md", "lineage.json"}
+    assert {*lineage.weights, *lineage.files} == described
+    assert lineage.files["config.json"] == publish.sha256_file(target / "config.json")
+
+    origins = {"organize": {"num_splits": 4}, "extract": {"min_chars": 1}, "pack": {"seq_length": 32}}
+    for stage, params in origins.items():
+        record = {"fingerprint": "f", "origin": {"params": params, "packages": {"pyarrow": "1"}}}
+        publish.write_json(RECORDS[stage], record)
+    consolidate.main()
+    lineage = Lineage.read(target / "lineage.json")
+    assert lineage.splits == publish.sha256_file(RECORDS["organize"])
+    assert lineage.corpus == "f"
+    assert lineage.origins == {stage: Origin(params, {"pyarrow": "1"}) for stage, params in origins.items()}
 
 
 def test_a_killed_export_publishes_nothing_and_the_next_run_does() -> None:

@@ -1,7 +1,7 @@
 """The fast tokenizer: the tokens are those of the model's own, or it is not used."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from stages.artifacts.errors import StageError
-from stages.corpus import fast_tokenizer
-from stages.corpus.encoding import Differs, Encoder, EncoderLimits, Piece
+from stages.corpus import fast_tokenizer, windows
+from stages.corpus.comparison import Comparison, Differs
+from stages.corpus.encoding import Encoder, EncoderLimits, Piece
 from stages.corpus.fast_tokenizer import Failed, FastTokenizer
 from tests.kinds import KINDS, MORE_KINDS, SPECIAL, SPELLINGS, make, prose, spec_of
 from tests.project import REPO
@@ -21,10 +22,11 @@ from tests.project import REPO
 SMALL = EncoderLimits(batch=3000, sample=200, window=3000, overlaps=(300, 600), at_once=6000, context=400)
 QUICK = ["BPE of bytes, some missing", "BPE of bytes, added tokens", "Unigram, NFKC", "WordPiece, BERT"]
 NOT_FAST = {
+    "BPE of bytes, other added tokens": "around added tokens",
     "BPE of bytes, prefix": "cannot use .*add_prefix_space",
     # It knows only the patterns of widespread models, and not the one that keeps `<0x0A>` in a text from being a byte.
-    "BPE of bytes, other pattern": "gives other tokens",
-    "BPE, byte fallback, entire words": "gives other tokens",
+    "BPE of bytes, other pattern": "gives other words",
+    "BPE, byte fallback, entire words": "gives other words",
     "Unigram, byte fallback": "does not support a `Metaspace`",
 }
 """For which kinds it is not used, and why."""
@@ -76,6 +78,43 @@ def test_the_tokens_are_those_of_the_model_s_own_tokenizer(kind: str) -> None:
     pieces = pieces_of(fast, *(prose(seed, 400) for seed in range(5)))
     assert sum(piece.num_compared for piece in pieces) > 100
     assert not any(piece.num_slow for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\u0345\u1ad2", "\u1ad2\u0dca", "\u0d3b\u0301", "\u0897\u0334",  # of another combining class in Unicode 17
+        "\U000105d2\u0307", "\U00011382\U000113c9", "\U00011384\U000113bb", "\U0001138b\U000113c2",
+        "\U000113c2\U000113b8", "\U00011935\U00011930", "\U0001611e\U0001611e\U0001611f",
+        "\U00016129\U0001611f", "\U0001611e\U00016120", "\U0001611e\U00016129", "\U00016d63\U00016d67",
+    ],
+)  # fmt: skip
+def test_what_is_normalized_differently_since_unicode_9_is_left_to_the_model_s_own(text: str) -> None:
+    document = f"the{text} of{text}"
+    for kind in ("BPE of bytes, digits", "Unigram, lower case"):  # NFC; NFD and no accents
+        slow, fast = encoders(kind)
+        assert tokens_of(fast, document) == tokens_of(slow, document)
+        assert sum(piece.num_slow for piece in pieces_of(fast, document)) == len(document)
+
+
+@pytest.mark.parametrize("text", ["'\u017faid", "K'\u017faid", "the Prince'\u017f hou\u017fe", "\U0001e6f1\U0002fa0e"])
+@pytest.mark.parametrize("kind", ["BPE of bytes, pattern", "BPE of bytes, digits"])
+def test_what_is_divided_differently_is_left_to_the_model_s_own(kind: str, text: str) -> None:
+    """Whether or not its vocabulary shows the difference: the long s, and a letter of Unicode 17."""
+    slow, fast = encoders(kind)
+    assert tokens_of(fast, text) == tokens_of(slow, text)
+    is_same = kind.endswith("digits") and "\u017f" in text
+    assert sum(piece.num_slow for piece in pieces_of(fast, text)) == (0 if is_same else len(text))
+
+
+def test_a_cut_respects_where_a_repetition_begins() -> None:
+    def encode(strings: Sequence[str]) -> list[NDArray[np.int64]]:
+        return [np.array([*map(len, re.findall("^a|(?: a){1,2}", string))]) for string in strings]
+
+    text = "a" + " a" * 10_000
+    parts = [text[start:stop] for start, stop in windows.cuts(encode, text.encode(), 1 << 11, 1 << 8)]
+    assert len(parts) > 9
+    np.testing.assert_array_equal(np.concatenate(encode(parts)), *encode([text]))
 
 
 PIECE = (
@@ -138,10 +177,10 @@ def test_text_that_cannot_be_encoded_is_a_difference(monkeypatch: pytest.MonkeyP
 def test_text_near_a_character_that_differs_is_left_to_the_model_s_own_tokenizer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(FastTokenizer, "encode", of_another_unicode("東"))
+    monkeypatch.setattr(FastTokenizer, "encode", of_another_unicode("語"))
     slow, fast = encoders("BPE of bytes")
     before, after = ("the other tokens " * count for count in (100, 300))
-    documents = [before * 2, f"{after}東{after}", before * 3]
+    documents = [before * 2, f"{after}語{after}", before * 3]
     assert tokens_of(fast, *documents) == tokens_of(slow, *documents)
     assert sum(piece.num_slow for piece in pieces_of(fast, *documents)) == len(documents[1])
     assert sum(piece.num_slow for piece in pieces_of(fast, documents[0])) == 0
@@ -164,17 +203,15 @@ def test_a_difference_in_a_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(Differs, match=r"it gives other tokens for the text '.+'"):
         tokens_of(fast, prose(0, 1000))
     monkeypatch.setattr(FastTokenizer, "encode", of_another_unicode("<|im_start|>"))
-    with pytest.raises(Differs, match="for text around its added tokens"):
+    with pytest.raises(Differs, match="around added tokens"):
         encoders("BPE of bytes")
 
 
 def test_each_batch_is_sampled_at_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
     _, fast = encoders("BPE of bytes")
     samples: list[str] = []
-    which_differ = Encoder._which_differ
-    monkeypatch.setattr(
-        Encoder, "_which_differ", lambda self, strings: [samples.extend(strings), which_differ(self, strings)][1]
-    )
+    check = Comparison.check
+    monkeypatch.setattr(Comparison, "check", lambda self, text: [samples.append(text), check(self, text)])
     texts = [prose(seed, 400) for seed in range(30)]
     tokens_of(fast, *texts)
     places = [

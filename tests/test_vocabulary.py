@@ -47,6 +47,13 @@ def without_spaces(text: str) -> str:
     return "".join(text.split())
 
 
+def test_dropout_divides_no_word_at_random() -> None:
+    tokenizer = Tokenizer.from_str(make("BPE of bytes").to_str())
+    expected = encode(Encoder(spec_of(tokenizer)), prose(0, 300))
+    tokenizer.model.dropout = 0.5
+    assert encode(Encoder(spec_of(tokenizer)), prose(0, 300)) == expected
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_trap_25_other_text_has_the_tokens_that_the_file_gives_it(kind: str) -> None:
     tokenizer = make(kind)

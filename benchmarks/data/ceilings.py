@@ -54,7 +54,7 @@ def decode(path: Path) -> None:
 
 
 def ceiling_pack(_: Path, project: Path, num_processes: int) -> Timing:
-    """Encode with the fast tokenizer, which has one thread, in as many processes."""
+    """Encode with the fast tokenizer in as many processes."""
     import datasets
 
     num_texts = len(datasets.load_from_disk(str(project / "data/corpus")))
@@ -63,7 +63,8 @@ def ceiling_pack(_: Path, project: Path, num_processes: int) -> Timing:
     with context.Pool(num_processes, _Bare.load, (project, barrier)) as pool:
         barrier.wait()
         start = time.perf_counter()
-        pool.map(_Bare.encode, range(0, num_texts, 1000), chunksize=1)
+        size = -(-num_texts // (32 * num_processes))
+        pool.map(_Bare.encode, [slice(first, first + size) for first in range(0, num_texts, size)], chunksize=1)
         return Timing(time.perf_counter() - start, text_size(project))
 
 
@@ -85,5 +86,5 @@ class _Bare:
         barrier.wait()
 
     @classmethod
-    def encode(cls, first: int) -> None:
-        cls.tokenizer.encode(cls.texts[first : first + 1000])
+    def encode(cls, part: slice) -> None:
+        cls.tokenizer.encode(cls.texts[part])

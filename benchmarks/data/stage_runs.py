@@ -16,7 +16,7 @@ from benchmarks.data.corpora import files_in, link_all, sample, text_size, total
 from benchmarks.data.measuring import Timing
 from benchmarks.data.recipes import SEQ_LENGTH
 
-PACK_MB = 30
+PACK_MB = 100
 """Raw files whose text is packed."""
 
 

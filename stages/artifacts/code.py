@@ -11,9 +11,9 @@ imports (`if TYPE_CHECKING:`) does not run and is left out. `importlib.import_mo
 import ast
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stages.artifacts import publish
 
@@ -22,23 +22,12 @@ _PROJECT = Path(__file__).parents[2]
 
 def reached(*entries: str, project: Path = _PROJECT) -> dict[str, Path]:
     """The first-party modules that run when the modules `entries` do, packages included: name -> file, sorted."""
-    files: dict[str, Path] = {}
-    pending = [parent for entry in entries for parent in _with_parents(entry)]
-    while pending:
-        name = pending.pop()
-        file = _file(name, project)
-        if file is None or name in files:  # None: not a module but a name that one defines
-            continue
-        files[name] = file
-        pending += (parent for imported in _first_party(file) for parent in _with_parents(imported))
-    return dict(sorted(files.items()))
+    return {name: module.file for name, module in _modules(entries, project).items()}
 
 
 def digest(*entries: str, project: Path = _PROJECT) -> str:
     """SHA-256 of the statements of all modules that `entries` reach. The same on every supported version of Python."""
-    # By name, so that a statement moved from one module to another counts as a change.
-    trees = {name: _canonical(_parse(file)) for name, file in reached(*entries, project=project).items()}
-    return publish.sha256_json(trees)
+    return _digest(_modules(entries, project))
 
 
 def digest_with_packages(*entries: str, project: Path = _PROJECT) -> str:
@@ -47,13 +36,54 @@ def digest_with_packages(*entries: str, project: Path = _PROJECT) -> str:
     For results that are computed again at little cost. It is not part of `run_id`: DVC does not watch packages, and an
     update of one must not send a training back to step 0.
     """
-    imported = {name for file in reached(*entries, project=project).values() for name in _imports(_parse(file))}
+    modules = _modules(entries, project)
+    return publish.sha256_json([_versions(modules), _digest(modules)])
+
+
+def packages(*entries: str, project: Path = _PROJECT) -> dict[str, str]:
+    """The versions of Python and of the installed packages that the modules of `entries` import, sorted by name."""
+    return _versions(_modules(entries, project))
+
+
+class _Module(NamedTuple):
+    """A module of the project."""
+
+    file: Path
+    digest: str
+    """SHA-256 of its statements."""
+    imports: frozenset[str]
+    """As `_imports` gives them."""
+
+
+def _modules(entries: Iterable[str], project: Path) -> dict[str, _Module]:
+    """All modules that `entries` reach, themselves included, sorted by name."""
+    modules: dict[str, _Module] = {}
+    pending = [parent for entry in entries for parent in _with_parents(entry)]
+    while pending:
+        name = pending.pop()
+        file = _file(name, project)
+        if file is None or name in modules:  # None: not a module but a name that one defines
+            continue
+        tree = ast.parse(file.read_bytes())
+        module = modules[name] = _Module(file, publish.sha256_json(_canonical(tree)), frozenset(_imports(tree)))
+        ours = [imported for imported in module.imports if imported.partition(".")[0] == __name__.partition(".")[0]]
+        pending += (parent for imported in ours for parent in _with_parents(imported))
+    return dict(sorted(modules.items()))
+
+
+def _versions(modules: dict[str, _Module]) -> dict[str, str]:
+    imported = {name for module in modules.values() for name in module.imports}
     packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
     distributions = importlib.metadata.packages_distributions()
     # A package may belong to several distributions, and have none at all if it is not installed.
     used = {distribution for package in packages for distribution in distributions.get(package, ())}
-    versions = {name: importlib.metadata.version(name) for name in used}
-    return publish.sha256_json([sys.version_info[:2], versions, digest(*entries, project=project)])
+    versions = {name: importlib.metadata.version(name) for name in sorted(used)}
+    return {"python": "{}.{}".format(*sys.version_info), **versions}
+
+
+def _digest(modules: dict[str, _Module]) -> str:
+    # By name, so that a statement moved from one module to another counts as a change.
+    return publish.sha256_json({name: module.digest for name, module in modules.items()})
 
 
 def _file(name: str, project: Path) -> Path | None:
@@ -66,15 +96,6 @@ def _with_parents(name: str) -> list[str]:
     """`stages.model.hub` -> itself and its packages: Python runs their `__init__.py` too."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-
-
-def _first_party(file: Path) -> Iterator[str]:
-    package = __name__.partition(".")[0]
-    return (name for name in _imports(_parse(file)) if name.partition(".")[0] == package)
-
-
-def _parse(file: Path) -> ast.Module:
-    return ast.parse(file.read_bytes())
 
 
 def _imports(node: ast.AST) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from stages.artifacts import publish
 from stages.artifacts.dataset import STATE, Dataset, Shard
@@ -53,6 +54,11 @@ def schema(features: Features) -> pa.Schema:
 def shard_name(index: int, num_shards: int) -> str:
     """The file name that `datasets` gives to a shard."""
     return f"data-{index:05d}-of-{num_shards:05d}.arrow"
+
+
+def from_numpy(array: NDArray[Any]) -> pa.Array:
+    """The same one-dimensional array for Arrow; no copy. `pa.array` would import pandas."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(array.dtype), len(array), [None, pa.py_buffer(array)])
 
 
 class Mark(NamedTuple):

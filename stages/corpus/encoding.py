@@ -11,22 +11,26 @@ batches, and a long document in windows.
 
 import itertools
 import os
-import re
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import tokenizers
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from stages.artifacts.errors import StageError
-from stages.corpus import vocabulary, windows
+from stages.corpus import arrow, vocabulary, windows
+from stages.corpus.comparison import TEXTS, Comparison, Differs, encode
 from stages.corpus.fast_tokenizer import Failed, FastTokenizer
+
+NAME = f"tokenizers {tokenizers.__version__}"
+"""The model's own, of the version that transformers requires."""
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -85,10 +89,6 @@ def use_one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-class Differs(Exception):
-    """The fast tokenizer gives other tokens than the model's own; the message states where."""
-
-
 class Piece(NamedTuple):
     """A part of the tokens of some documents, and counts of characters of these documents, each counted once."""
 
@@ -105,11 +105,8 @@ class Piece(NamedTuple):
 _SEEN, _DROPPED, _DIFFERS = 1, 2, 4
 """Bits for a character."""
 
-_AMONG = ("{}", "{0}{0}", "a{}b", " {} ", "1{}2", ".{}\n")
-"""A character alone and among others, which it divides differently as a letter, a digit, a space or punctuation."""
-
-_AROUND = ("{}", " {} ", "a{}b", "{0}{0}", "\n{}\n", "  {}", "{}.")
-"""An added token alone and among others: it may be a word only if it is one, and take the spaces around it."""
+_END = 1 << 12
+"""Bytes of a block of text that decide which part of it is compared."""
 
 
 class _Refused(Exception):
@@ -141,25 +138,24 @@ class Encoder:
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._known = np.zeros(sys.maxunicode + 1, np.uint8)  # of each character
         self._plain = b""  # ASCII characters that were seen, are not dropped, and do not differ
-        self._differing = re.compile("(?!)")  # finds one of those that differ
+        self._differing: set[str] = set()  # characters; a regular expression needs a microsecond for each of a text
         self._fast: FastTokenizer | None = None
-        self._among: list[str] = []
         if spec.is_fast:
             self._load_fast(content)
 
     def _load_fast(self, content: bytes) -> None:
         try:
             self._fast = FastTokenizer(vocabulary.complete_bytes(content))
+            self._comparison = Comparison(self._tokenizer, self._fast, content)
         except Failed as error:
-            raise Differs(f"it cannot use {self._spec.path}: {error}") from None
-        differ = self._which_differ([among.format("") for among in _AMONG])  # a small one may lack a dot
-        self._among = [*itertools.compress(_AMONG, ~differ)]
+            raise Differs(f"it cannot use {self._spec.path.name}: {error}") from None
         # Under its new name no text has a special token.
-        added = [self._renamed.get(token_id, token.content) for token_id, token in self._added.items()]
-        texts = [around.format(token) for token in added for around in _AROUND]
-        self._look_at("".join(texts).encode())
-        if self._which_differ([text for text in texts if not self._differing.search(text)]).any():
-            raise Differs(f"for {self._spec.path} it gives other tokens for text around its added tokens")
+        added = {self._renamed.get(token_id, token.content): token for token_id, token in self._added.items()}
+        self._look_at(bytes(range(128)) + "".join([*added, *TEXTS]).encode())
+        if (differing := self._known[:128] & (_DIFFERS | _DROPPED) == _DIFFERS).any():
+            raise Differs(f"it gives other tokens for the character {chr(int(differing.argmax()))!r}")
+        choosy = [text for text, token in added.items() if token.single_word or token.lstrip or token.rstrip]
+        self._comparison.check_all([*added], choosy, self._differing)
 
     def encode(self, documents: pa.StringArray) -> Iterator[Piece]:
         """Yield the documents' tokens, each document with EOS at its end, in pieces of any length.
@@ -199,15 +195,19 @@ class Encoder:
 
     def _encode(self, batch: pa.StringArray) -> Iterator[Piece]:
         text = _text(batch)
-        counts = [self._look_at(block) for block in self._blocks(text)]
-        num_dropped, num_differing = (sum(column) for column in zip((0, 0), *counts, strict=True))
-        num_compared = sum(map(self._compare, self._blocks(text))) if self._fast else 0
+        num_characters = num_dropped = num_differing = num_compared = 0
+        for block in self._blocks(text):
+            num_characters += arrow.count_characters(block)
+            dropped, differing = self._look_at(block)
+            num_dropped += dropped
+            num_differing += differing
+            num_compared += self._compare(block) if self._fast else 0
         if len(text) <= self._limits.batch:
             tokens, num_slow = self._encode_batch(batch, num_differing > 0)
             yield Piece(tokens, num_dropped, num_compared, num_slow)
             return
         pieces = None if num_differing else self._encode_long_fast(text)  # it is alone
-        num_slow = len(str(text, "utf-8")) if self._fast and pieces is None else 0
+        num_slow = num_characters if self._fast and pieces is None else 0
         pieces = pieces or self._encode_long(text)
         for piece in pieces:
             self._check(piece)
@@ -235,11 +235,9 @@ class Encoder:
         if len(new := np.unique(codes[self._known[codes] == 0])):
             self._known[new] = [_SEEN | _DROPPED * self._drops(chr(code)) for code in new]
             if self._fast:
-                strings = [among.format(chr(code)) for code in new for among in self._among]
-                self._known[new[self._which_differ(strings).reshape(len(new), -1).any(axis=1)]] |= _DIFFERS
+                self._known[new[self._comparison.characters([*map(chr, new)])]] |= _DIFFERS
             self._plain = bytes(np.flatnonzero(self._known[:128] == _SEEN).tolist())
-            differing = "".join(map(chr, np.flatnonzero(self._known & _DIFFERS)))
-            self._differing = re.compile(f"[{re.escape(differing)}]" if differing else "(?!)")
+            self._differing.update(chr(code) for code in new if self._known[code] & _DIFFERS)
         known = self._known[codes]
         return int(np.count_nonzero(known & _DROPPED)), int(np.count_nonzero(known & _DIFFERS))
 
@@ -260,52 +258,36 @@ class Encoder:
 
     def _compare(self, text: bytes) -> int:
         """Encode a sample of a text with both tokenizers; returns its length in characters."""
-        # Where it is depends on the text alone, and nobody can write a text that differs elsewhere only.
-        start = windows.border(text, zlib.crc32(text) % max(1, len(text) - self._limits.sample))
+        # Where it is depends on the text alone: the result is the same whenever it is computed.
+        start = windows.border(text, zlib.crc32(text[-_END:]) % max(1, len(text) - self._limits.sample))
         sample = str(text[start : windows.border(text, start + self._limits.sample)], "utf-8")
-        if self._differing.search(sample):
+        if not self._differing.isdisjoint(sample):
             return 0
-        if self._which_differ([sample]).any():
-            raise Differs(f"it gives other tokens for the text {sample[:50]!r}...")
+        self._comparison.check(sample)
         return len(sample)
-
-    def _which_differ(self, strings: Sequence[str]) -> NDArray[np.bool_]:
-        """For which strings the two tokenizers give different ids, or one of them none, (n,)."""
-        assert self._fast
-        try:
-            pairs = zip(self._fast.encode(strings), self._encode_slow(strings), strict=True)
-        except Exception as error:
-            if type(error) not in (Failed, Exception):  # the latter is what `tokenizers` raises
-                raise
-            if len(strings) == 1:
-                return np.array([True])
-            return np.concatenate([self._which_differ([string]) for string in strings])
-        return np.array([not np.array_equal(fast, own) for fast, own in pairs], np.bool_)
-
-    def _encode_slow(self, strings: Sequence[str]) -> list[NDArray[Any]]:
-        # `fast` leaves out the offsets, and special tokens would be put into the middle of the stream.
-        encodings = self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
-        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def _encode_batch(self, batch: pa.StringArray, has_differing: bool) -> tuple[Tokens, int]:
         """The tokens of all documents in a row, (n,), and how many characters the fast tokenizer has not encoded."""
         different = batch.dictionary_encode()  # records repeat their strings: encode each once
         strings = different.dictionary.to_pylist()
-        indices = different.indices.to_pylist()
         num_slow = 0
         if not self._fast:
-            documents = self._encode_slow(strings)
+            documents = encode(self._tokenizer, strings)
         elif not has_differing:
             documents = self._fast.encode(strings)
         else:
-            is_slow = [self._differing.search(string) is not None for string in strings]
-            num_slow = sum(len(strings[index]) for index in indices if is_slow[index])
-            slow = iter(self._encode_slow([*itertools.compress(strings, is_slow)]))
+            is_slow = [not self._differing.isdisjoint(string) for string in strings]
+            num_slow = sum(len(strings[index]) for index in different.indices.to_pylist() if is_slow[index])
+            slow = iter(encode(self._tokenizer, [*itertools.compress(strings, is_slow)]))
             fast = iter(self._fast.encode([string for string, each in zip(strings, is_slow, strict=True) if not each]))
             documents = [next(slow if each else fast) for each in is_slow]
         end = np.array([self._spec.eos_token_id], np.uint32)
-        tokens = self._narrow(np.concatenate([part for index in indices for part in (documents[index], end)]))
-        self._check(tokens, len(batch))
+        tokens = self._narrow(np.concatenate([part for document in documents for part in (document, end)]))
+        self._check(tokens, len(documents))
+        if len(documents) < len(batch):
+            starts = np.cumsum([0, *(len(document) + 1 for document in documents)], dtype=np.int32)
+            lists = pa.ListArray.from_arrays(arrow.from_numpy(starts), arrow.from_numpy(tokens))
+            tokens = np.from_dlpack(lists.take(different.indices).flatten()).view(self._spec.dtype)
         return tokens, num_slow
 
     def _encode_long(self, text: memoryview) -> list[Tokens]:
@@ -321,7 +303,7 @@ class Encoder:
                 f"a part of it cannot be divided into words, and at once only {self._limits.at_once} bytes can be "
                 f"encoded, not {len(text)}"
             )
-        return [*map(self._narrow, self._encode_slow([str(text, "utf-8")]))]
+        return [*map(self._narrow, encode(self._tokenizer, [str(text, "utf-8")]))]
 
     def _encode_long_fast(self, text: memoryview) -> list[Tokens] | None:
         """Encode a document with the fast tokenizer, at once or in parts; None if it cannot be cut into parts."""

@@ -7,16 +7,18 @@ in one process and can be compared.
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stages.artifacts.errors import StageError
+
+Result = TypeVar("Result")
 
 VERSION = "1.0.0rc3"
 """That of requirements-encoder.lock. A part of the keys in the reuse store, as all code of the stage."""
@@ -33,10 +35,15 @@ class FastTokenizer:
 
     def __init__(self, content: bytes) -> None:
         """`content`: of a `tokenizer.json`."""
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        # A file without a name, as workers are killed at any time. No other function of the package reads a file.
+        with tempfile.TemporaryFile() as file:
             file.write(content)
             file.flush()
-            self._tokenizer = _call(_import().Tokenizer.from_file, file.name)
+            tokenizer = _call(_import().Tokenizer.from_file, f"/dev/fd/{file.fileno()}")
+        # One by one: `encode_batch` always starts a thread per core, which needs a third more CPU time.
+        self._encode = partial(
+            tokenizer.encode, add_special_tokens=False, encode_special_tokens=True, padding=None, truncation=None
+        )
 
     def encode(self, strings: Sequence[str]) -> list[NDArray[np.uint32]]:
         """The ids of each string's tokens, (n,).
@@ -44,25 +51,21 @@ class FastTokenizer:
         Raises:
             Failed: one of them cannot be encoded.
         """
-        encodings = _call(
-            self._tokenizer.encode_batch,
-            strings,
-            add_special_tokens=False,
-            encode_special_tokens=True,
-            padding=None,
-            truncation=None,
-        )
-        return [encoding.ids_array for encoding in encodings]
+        return _call(lambda: [self._encode(string).ids_array for string in strings])
 
 
 def check_installed() -> None:
     """Raise StageError if the package is not installed in this environment."""
     # The last file that an installation writes.
     if not (DIRECTORY / f"tokenizers-{VERSION}.dist-info" / "RECORD").is_file():
-        raise StageError(
-            f"fast_encoder is true, but {DIRECTORY} is missing: `python -m scripts.install_encoder` installs it; "
-            "fast_encoder: false encodes the same tokens without it, but more slowly"
-        )
+        raise _unusable(f"{DIRECTORY} is missing")
+
+
+def _unusable(problem: str) -> StageError:
+    return StageError(
+        f"fast_encoder is true, but {problem}: `python -m scripts.install_encoder` installs it; "
+        "fast_encoder: false encodes the same tokens without it, but more slowly"
+    )
 
 
 @cache
@@ -72,13 +75,18 @@ def _import() -> ModuleType:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # it imports its extension relative to this name
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise _unusable(f"{DIRECTORY} is damaged ({error})") from None
     return module
 
 
-def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(function: Callable[..., Result], *args: Any) -> Result:
     try:
-        return function(*args, **kwargs)
+        return function(*args)
+    except MemoryError:
+        raise
     except BaseException as error:
         # Of the latter, a panic of Rust, only the name is known: it is no Exception, and no module exports it.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":

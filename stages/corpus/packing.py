@@ -77,7 +77,7 @@ def encode(task: Task) -> Encoded:
         StageError: the tokenizer does not fit the model, or cannot encode a document.
     """
     documents = arrow.read_batch(task.shard, task.offset)["text"]  # memory-mapped: a task is pickled without its text
-    encoder = make_encoder(task.spec)
+    encoder, unknown = make_encoder(task.spec), task.spec.unk_token_id
     counts = Counts(num_characters=pc.sum(pc.utf8_length(documents)).as_py())
     digest = hashlib.sha256()
     # A new file, not the old one emptied: a Dask worker that was considered lost may still write to its own.
@@ -94,7 +94,7 @@ def encode(task: Task) -> Encoded:
             digest.update(tokens.data)
             counts += Counts(
                 num_documents=int(np.count_nonzero(tokens == task.spec.eos_token_id)),  # it ends each, nowhere else
-                num_unknown=int(np.count_nonzero(tokens == task.spec.unk_token_id)),
+                num_unknown=0 if unknown is None else int(np.count_nonzero(tokens == unknown)),
                 num_dropped=num_dropped,
                 num_compared=num_compared,
                 num_slow=num_slow,
@@ -176,7 +176,6 @@ class RowWriter:
         return self._stream.close()
 
     def _write(self) -> None:
-        buffers = [None, pa.py_buffer(self._batch)]
-        values = pa.Array.from_buffers(pa.int32(), self._filled, buffers)  # `pa.array` would import pandas
+        values = arrow.from_numpy(self._batch[: self._filled])
         self._stream.write(pa.FixedSizeListArray.from_arrays(values, self._seq_length))
         self._filled = 0

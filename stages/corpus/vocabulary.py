@@ -8,14 +8,20 @@ renamed before the tokenizer is loaded: they keep their ids, and their new names
 import re
 import secrets
 from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from tokenizers import pre_tokenizers
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Keys of tokenizer_config.json."""
+
+_VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTES = [
+    chr(byte if byte in _VISIBLE else 0x100 + byte - sum(visible < byte for visible in _VISIBLE)) for byte in range(256)
+]
+"""The character for each byte in vocabularies of bytes, as in GPT-2."""
 
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _SPLIT_BYTE_TOKENS = {
@@ -82,9 +88,13 @@ def rename(path: Path, special_tokens: Iterable[str]) -> tuple[bytes, dict[str, 
         model["vocab"] = {names.get(token, token): token_id for token, token_id in model["vocab"].items()}
     if "unk_token" in model:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if "dropout" in model:  # it would divide words at random
+        model["dropout"] = None
     if "merges" in model:
         prefix = model.get("continuing_subword_prefix") or ""
-        model["merges"] = [(a, b) for a, b in model["merges"] if names.keys().isdisjoint((a, b, a + b[len(prefix) :]))]
+        decoded = msgspec.json.decode(model["merges"])
+        merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in decoded]  # older files have "a b"
+        model["merges"] = [(a, b) for a, b in merges if names.keys().isdisjoint((a, b, a + b[len(prefix) :]))]
     # These two look up words, so `<0x0A>` in a text would become a line end. Its name is needed: the text is divided.
     if byte_fallback and (isinstance(model["vocab"], list) or model.get("ignore_merges")):
         steps = [step for step in (content["pre_tokenizer"], _SPLIT_BYTE_TOKENS) if step]
@@ -103,9 +113,47 @@ def complete_bytes(content: bytes) -> bytes:
         return content
     vocab = model["vocab"]
     first = max([*vocab.values(), *(token["id"] for token in parsed["added_tokens"])]) + 1
-    missing = sorted({*pre_tokenizers.ByteLevel.alphabet()} - vocab.keys())
+    missing = sorted({*_BYTES} - vocab.keys())
     model["vocab"] = vocab | {character: first + index for index, character in enumerate(missing)}
     return msgspec.json.encode(parsed | {"model": model}) if missing else content
+
+
+def word_borders(content: bytes) -> bytes:
+    """The content of a `tokenizer.json` with the normalizer and the pre-tokenizer of another, and no added tokens.
+
+    Its tokens show where words begin: where the two divide text differently, the ids of these differ, whatever the
+    vocabulary of the other one hides.
+    """
+    raw = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+    parsed = {key: msgspec.json.decode(raw.get(key, b"null")) for key in ("normalizer", "pre_tokenizer")}
+    if any(step["type"] == "ByteLevel" for step in _steps(parsed["pre_tokenizer"])):
+        # Two characters side by side become one token if they are in one word.
+        near = [_BYTES[byte] for byte in b" \n'.abAB12"]
+        ascii, middle, first = _BYTES[:0x80], _BYTES[0x80:0xC0], _BYTES[0xC2:0xF5]  # of characters in UTF-8
+        merges = [*product(near, ascii + first), *product(ascii + middle, near), *product(middle, first)]
+        tokens = dict.fromkeys([*_BYTES, *map("".join, merges)])
+        model: dict[str, Any] = {"type": "BPE", "merges": [*dict.fromkeys(merges)]}
+    else:
+        # Characters inside a word have other tokens than the first; one with an unknown character is unknown.
+        known = "▁" + "".join(map(chr, range(1, 0x80)))
+        tokens = dict.fromkeys(["[UNK]", *known, *("##" + character for character in known)])
+        model = {
+            "type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 1000,
+        }  # fmt: skip
+    return _encode(parsed, model | {"vocab": {token: index for index, token in enumerate(tokens)}})
+
+
+def normalizing(form: str) -> bytes:
+    """The content of a `tokenizer.json` whose tokens are the bytes of a text in a normalization form, such as NFC."""
+    pre_tokenizer = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {"type": "BPE", "vocab": {character: index for index, character in enumerate(_BYTES)}, "merges": []}
+    return _encode({"normalizer": {"type": form}, "pre_tokenizer": pre_tokenizer}, model)
+
+
+def _encode(content: dict[str, Any], model: dict[str, Any]) -> bytes:
+    others = dict.fromkeys(("truncation", "padding", "post_processor", "decoder"))
+    return msgspec.json.encode({"version": "1.0", "added_tokens": [], **others, **content, "model": model})
 
 
 def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -123,9 +171,8 @@ def _parse(file: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     vocab = msgspec.json.decode(raw_model.pop("vocab"), type=dict[str, int] | list[tuple[str, msgspec.Raw]])
     defaults: dict[str, Any] = {"added_tokens": [], "pre_tokenizer": None, "post_processor": None}
     content = defaults | {key: msgspec.json.decode(value) for key, value in raw.items()}
-    model = {key: msgspec.json.decode(value) for key, value in raw_model.items()}
-    if "merges" in model:  # older files have "a b" for ["a", "b"]
-        model["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    # Merges stay JSON, too, as few need them: they would be as many small lists as there are tokens.
+    model = {key: value if key == "merges" else msgspec.json.decode(value) for key, value in raw_model.items()}
     return content, model | {"vocab": vocab}
 
 

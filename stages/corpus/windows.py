@@ -81,28 +81,30 @@ def cuts(
     """
     start = 0
     while start + size < len(text):
-        stop = _cut(encode, text, start + size, context)
+        stop = _cut(encode, text, start, start + size, context)
         yield start, stop
         start = stop
     yield start, len(text)
 
 
 def _cut(
-    encode: Callable[[Sequence[str]], Sequence[NDArray[Any]]], text: bytes | memoryview, end: int, context: int
+    encode: Callable[[Sequence[str]], Sequence[NDArray[Any]]],
+    text: bytes | memoryview,
+    start: int,
+    end: int,
+    context: int,
 ) -> int:
-    """A place between two words, at most `context` bytes before `end`."""
+    """A place between two words, at most `context` bytes before `end`; another one is at `start`."""
     ends = [end - context + match.end() for match in _END_OF_WORD.finditer(text[end - context : end])]
     for place in ends[: -_CANDIDATES - 1 : -1]:
-        begin, stop = border(text, place - context), border(text, place + context)
-        # Each side with less of what is far away from the cut, too.
-        spans = [(begin, stop), (begin, place), (place, stop),
-                 (border(text, place - context // 2), place), (place, border(text, place + context // 2))]  # fmt: skip
-        both, left, right, near_left, near_right = encode([str(text[slice(*span)], "utf-8") for span in spans])
-        num_left, num_right = len(near_left) // 2, len(near_right) // 2
-        if (
-            np.array_equal(both, np.concatenate([left, right]))
-            and np.array_equal(left[len(left) - num_left :], near_left[len(near_left) - num_left :])
-            and np.array_equal(right[:num_right], near_right[:num_right])
+        stop = border(text, place + context)
+        # From the start: how a repetition is divided depends on where it begins. The right side also with less of what
+        # is far away from the cut.
+        spans = [(start, stop), (start, place), (place, stop), (place, border(text, place + context // 2))]
+        both, left, right, near_right = encode([str(text[slice(*span)], "utf-8") for span in spans])
+        num_right = len(near_right) // 2
+        if np.array_equal(both, np.concatenate([left, right])) and np.array_equal(
+            right[:num_right], near_right[:num_right]
         ):
             return place
     raise NotJoined

@@ -13,6 +13,7 @@ that it refuses, a file is read by `yaml12`: slower, in memory, but all 308, and
 import io
 import re
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, BinaryIO
 
 import yaml
@@ -45,6 +46,7 @@ _TO_HIDE = re.compile("[" + "".join(_HIDDEN) + "]")
 _QUESTION = re.compile(r"\?(?<=[ \t\r\n\[{,:]\?)(?=[^ \t\r\n\[\]{},])")
 _HIDDEN_QUESTION = "\ufdd1"
 _MOST_DIRECTIVES = 1000  # libyaml compares each `%TAG` with those before it: 3 ms for these, half an hour for 8 MB
+_LONGEST_PREFIX = 1024  # characters in a `%TAG`, as a copy of them is in each tag
 _DEEPEST = 1000  # libyaml needs time quadratic in the depth: 7 ms for this one, minutes for a million
 
 
@@ -72,54 +74,68 @@ def read(source: Source, sink: Sink) -> None:
     """
     progress = _Progress()
     text = _Text(source.stream(), source.limits.longest_string, progress)
-    refused: Rejected
+    # Not an exception: its traceback would refer to this frame, which refers to it, and `extract` collects no cycles.
+    refused: tuple[str, str, str | None]
     try:
         return _read(CParser(text).get_event, text.restore, progress, sink, source.limits)
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
         position = f"line {mark.line + 1}, column {mark.column + 1}" if mark else None
         detail = ": ".join(part for part in (error.context, error.problem) if part)
-        refused = Rejected("invalid YAML", detail, position)
+        refused = "invalid YAML", detail, position
     except yaml.reader.ReaderError as error:
-        refused = Rejected("invalid YAML", f"{error.reason}: U+{error.character:04X}", f"byte {error.position}")
+        refused = "invalid YAML", f"{error.reason}: U+{error.character:04X}", f"byte {error.position}"
     except Rejected as rejected:  # by `text` or `sink`
         progress.complete(sink)
         raise progress.with_position(rejected) from None
     _read_rest(source, sink, progress, refused)
 
 
-def _read_rest(source: Source, sink: Sink, progress: "_Progress", refused: Rejected) -> None:
+def _read_rest(source: Source, sink: Sink, progress: "_Progress", refused: tuple[str, str, str | None]) -> None:
     """Read what follows the last document that libyaml has read, with the other reader.
 
     Raises:
         Rejected: that one can read no more either: `refused`, or why it refuses another document further on.
     """
-    rest = progress.rest(source)
-    # Of a document that libyaml considers complete, the strings stay unless the other reader reads more of it.
-    if rest is None or (progress.ended and not _has_document(rest, progress)):
+    # libyaml may have ended a document too early. Otherwise its strings stay, even if the other reader refuses it.
+    if progress.ended and not _reads_more(progress.rest(source), progress):
         progress.complete(sink)
-        raise refused
+    rest = progress.rest(source)
+    if rest is None:
+        raise Rejected(*refused)
     sink.drop()
     progress.ended = None
     num_records = progress.num_records
     try:
-        _read(yaml12.Events(rest, progress.end.line, progress.is_start).get_event, str, progress, sink, source.limits)
+        with closing(yaml12.Events(rest, progress.end.line, not progress.num_records)) as events:
+            _read(events.get_event, str, progress, sink, source.limits)
     except Rejected as rejected:
         progress.complete(sink)
         source.used_second_reader = progress.num_records > num_records
-        raise (progress.with_position(rejected) if source.used_second_reader else refused) from None
+        if source.used_second_reader or rejected.reason != "invalid YAML":
+            raise progress.with_position(rejected) from None
+        raise Rejected(*refused) from None
     source.used_second_reader = True
 
 
-def _has_document(text: str, progress: "_Progress") -> bool:
-    """Whether the other reader can read the next document."""
-    events = yaml12.Events(text, is_start=progress.is_start)
-    try:
-        while not isinstance(events.get_event(), (yaml.DocumentEndEvent, yaml.StreamEndEvent)):
-            pass
-    except Rejected:
+def _reads_more(text: str | None, progress: "_Progress") -> bool:
+    """Whether the other reader reads more of the document that libyaml has ended, which `text` begins with."""
+    if text is None:
         return False
-    return True
+    with closing(yaml12.Events(text, progress.end.line, not progress.num_records)) as events:
+        event: Any = None
+        depth = 0
+        try:
+            while not isinstance(event, (yaml.DocumentEndEvent, yaml.StreamEndEvent)):
+                event = events.get_event()
+                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+                if depth > _DEEPEST:  # the memory depends on it; `_read` rejects the document
+                    return True
+        except Rejected:
+            return False
+    mark: Any = event.end_mark
+    end = progress.ended.end_mark
+    return bool(mark > (end.line, end.column))
 
 
 class _Progress:
@@ -131,9 +147,7 @@ class _Progress:
         self.num_records = 0
         """Documents that are complete."""
         self.end: Any = yaml12.Mark(0, 0)
-        """Where the last of these ended."""
-        self.is_start = True
-        """Whether it ended with `...`, or there was none: then the next one may begin without `---`."""
+        """Where the last of these ended: after `...`, or before what follows it."""
         self.ended: Any = None
         """The event that ends a document, until the next one shows that nothing else follows it."""
 
@@ -142,7 +156,7 @@ class _Progress:
         if self.ended:
             sink.end()
             self.num_records += 1
-            self.end, self.is_start, self.ended = self.ended.end_mark, self.ended.explicit, None
+            self.end, self.ended = self.ended.end_mark, None
 
     def with_position(self, rejected: Rejected) -> Rejected:
         """The same with a line, if it has no position."""
@@ -150,13 +164,15 @@ class _Progress:
         return Rejected(rejected.reason, rejected.detail, rejected.position or f"line {line}")
 
     def rest(self, source: Source) -> str | None:
-        """What follows the last document, with line feeds as line ends; None if it is too long to be held."""
+        """From the line on in which the last document ended, with line feeds as line ends; None if it is too long.
+
+        It begins with `...` or `---`; with anything else, it is not valid.
+        """
         longest = min(source.limits.longest_reread, source.limits.longest_string)
         with io.TextIOWrapper(source.stream(), "utf-8", newline=None) as stream:
             for _ in range(self.end.line):
                 while (piece := stream.readline(source.limits.chunk)) and not piece.endswith("\n"):
                     pass  # a line may be longer than the memory
-            stream.read(self.end.column)
             rest = stream.read(longest + 1)
         return rest if len(rest) <= longest else None
 
@@ -286,6 +302,10 @@ def _read(
             progress.ended = event
         elif kind is yaml.DocumentStartEvent:
             progress.complete(sink)
+            if event.tags and max(map(len, event.tags.values())) > _LONGEST_PREFIX:
+                raise Rejected(
+                    "string too long", f"a prefix of more than {_LONGEST_PREFIX} characters in a %TAG directive"
+                )
         elif kind is yaml.StreamEndEvent:
             progress.complete(sink)
             return

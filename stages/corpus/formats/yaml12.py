@@ -1,7 +1,7 @@
 """The events of YAML 1.2.2, for documents that libyaml refuses although they are valid.
 
 Production by production, as the specification has them: indentation and the context (block or flow) are arguments, and
-nothing else is remembered but the place in the text. It reads 1 to 2 MB/s, a tenth of libyaml, and needs the text in
+nothing else is remembered but the place in the text. It reads 0.3 to 2 MB/s, a tenth of libyaml, and needs the text in
 memory. Each production is a generator of events and of other productions, which `Events` runs with a stack of its own:
 so the depth of a document is not limited by that of Python's stack.
 
@@ -11,7 +11,7 @@ backtrack, and of a key, which only the colon after it shows to be one, the leng
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 from urllib.parse import unquote
 
@@ -27,7 +27,7 @@ _FLOW = ",[]{}"
 _AFTER_IN_FLOW = _AFTER + ",]}"
 _WHITE, _BLANKS, _SPACES = re.compile(r"[ \t\n]*"), re.compile(r"[ \t]*"), re.compile(" *")
 # Only quotes may contain these, and of control characters not even they.
-_UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x84\x86-\x9f\ufffe\uffff]")
+_UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x84\x86-\x9f\ufeff\ufffe\uffff]")
 _CONTROL = re.compile("[\0-\x08\x0b-\x1f]")
 _NOT_FIRST = frozenset(" \t\n,[]{}#&*!|>'\"%@`" + _END)  # of a plain scalar
 _END_OF_PLAIN = re.compile(r":(?=[ \t\n\0])|(?<=[ \t])#|[\n\0]")
@@ -38,8 +38,10 @@ _URI = r"[\w\-#;/?:@&=+$,.!~*'()\[\]%]+"
 _HANDLE = "!(?:[0-9A-Za-z-]*!)?"
 _TAG = re.compile(rf"!<({_URI})>|({_HANDLE})([\w\-#;/?:@&=+$.~*'()%]*)", re.ASCII)
 _HEADER = re.compile(r"[|>](?:([1-9])([-+]?)|([-+])([1-9]?))?(?:[ \t]+#[^\n\0]*|[ \t]*)(?=[\n\0])")
-# At the start of a line: the end of a document. A byte order mark may precede the next one.
-_MARKER = re.compile(r"(?:---|\.\.\.)(?=[ \t\n\0])|\ufeff")
+_NO_ESCAPE = re.compile("%(?![0-9a-fA-F]{2})")  # in a tag
+# At the start of a line: not even allowed in quotes, and the end of a document, whose successor a mark may precede.
+_MARKER = re.compile(r"(?:---|\.\.\.)(?=[ \t\n\0])")
+_END_OF_DOCUMENT = re.compile(_MARKER.pattern + "|\ufeff")
 _NAME_OF_DIRECTIVE = re.compile(r"%[^ \t\n\0]*")
 _DIRECTIVES = {
     "%YAML": re.compile(r"%YAML[ \t]+1\.[0-9]+(?=[ \t\n\0])"),
@@ -72,7 +74,7 @@ class Events:
         Args:
             text: The documents, with line feeds as line ends.
             line: Of the file, in which the text begins.
-            is_start: Whether a document may begin without `---`: at the start of a file, and after `...`.
+            is_start: Whether it is the start of the file: only there, and after `...`, a document needs no `---`.
         """
         self._text, self._last, self._is_start = text + _END, len(text), is_start
         self._place = self._line_start = 0
@@ -94,8 +96,12 @@ class Events:
         """
         return next(self._events)
 
+    def close(self) -> None:
+        """Nothing more is read. Without this, the text stays in memory until garbage is collected."""
+        self._events.close()
+
     @staticmethod
-    def _run(first: Production) -> Iterator[yaml.Event]:
+    def _run(first: Production) -> Generator[yaml.Event, None, None]:
         stack = [first]
         while stack:
             step = next(stack[-1], None)
@@ -125,7 +131,7 @@ class Events:
                 self._take(3)
             elif has_directives or not may_be_bare:
                 self._fail("expected ---")
-            yield yaml.DocumentStartEvent(self._mark(), self._mark(), is_explicit)
+            yield yaml.DocumentStartEvent(self._mark(), self._mark(), is_explicit, None, self._handles)
             yield self._block_node(-1, has_sequence=False, is_compact=not is_explicit)
             if not self._is_document_end():
                 self._fail("expected the end of the document")
@@ -153,7 +159,7 @@ class Events:
             directive = pattern.match(self._text, self._place)
             key = (name, *directive.groups()[:1]) if directive else ()
             if not directive or (pattern is not _OTHER_DIRECTIVE and key in names):
-                self._fail(f"a directive that is not valid, or occurs twice: {name}")
+                self._fail(f"a directive that is not valid, or occurs twice: {self._shown()}")
             names.add(key)
             if name == "%TAG":
                 self._handles[directive[1]] = directive[2]
@@ -232,6 +238,8 @@ class Events:
                 elif self._is_key():
                     yield self._flow_node(column, False)
                     self._space()
+                    if not self._is(":"):
+                        self._fail("expected :")
                 else:
                     self._fail("expected a key")
                 self._take(1)
@@ -265,6 +273,8 @@ class Events:
                 widest = max(widest, spaces)
                 lines.append("")
             else:
+                if not spaces and _END_OF_DOCUMENT.match(text, place):
+                    break
                 if indent is None:
                     if spaces <= parent:
                         if text[place + spaces] == "\t":
@@ -273,7 +283,7 @@ class Events:
                     if spaces < widest:
                         self._fail("a line of spaces is longer than the indentation of the block scalar after it")
                     indent = spaces
-                if (spaces < indent and not is_blank) or (indent == 0 and _MARKER.match(text, place)):
+                if spaces < indent and not is_blank:
                     break
                 lines.append(text[place + indent : end])
             place = min(end + 1, self._last)
@@ -429,7 +439,7 @@ class Events:
         pattern, not_safe = (_END_OF_PLAIN_IN_FLOW, _AFTER + _FLOW) if is_flow else (_END_OF_PLAIN, _AFTER)
         place = self._place
         if text[place] in _NOT_FIRST or (text[place] in "-?:" and text[place + 1] in not_safe):
-            self._fail(f"unexpected {text[place : place + 20].rstrip(_END)!r}")
+            self._fail(f"unexpected {self._shown()}")
         parts: list[str] = []
         while True:
             end = _search(pattern, text, place)
@@ -444,7 +454,7 @@ class Events:
                 or _length(_SPACES, text, line) < indent
                 or text[following] in ("#" + _FLOW if is_flow else "#")
                 or (text[following] == ":" and text[following + 1] in not_safe)
-                or _MARKER.match(text, line)
+                or _END_OF_DOCUMENT.match(text, line)
             ):
                 break
             parts.append("\n" * (text.count("\n", end, following) - 1) or " ")
@@ -467,7 +477,9 @@ class Events:
         assert found
         verbatim, handle, suffix = found.groups()
         if not verbatim and ((handle != "!" and not suffix) or handle not in self._handles):
-            self._fail(f"a tag without a name, or with a handle that no directive has: {found[0]}")
+            self._fail(f"a tag without a name, or with a handle that no directive has: {self._shown()}")
+        if verbatim == "!" or _NO_ESCAPE.search(found[0]):
+            self._fail(f"a tag that is not valid: {self._shown()}")
         self._take(len(found[0]))
         if verbatim:
             return verbatim
@@ -508,15 +520,17 @@ class Events:
         """Find the ends of many collections at once: with a search for each, the time would depend on their depth."""
         text, longest = self._text, place + 64 * _LONGEST_KEY
         opened: list[int] = []
+        is_json = False  # whether a quote or bracket was closed before: a colon may follow it at once
         self._closed.clear()
         while place < longest:
-            first = text[place]
+            first, was_json = text[place], is_json
+            is_json = first in "\"']}" or (is_json and first in " \t")
             if first in _QUOTED:
                 found = _QUOTED[first].match(text, place, longest)
                 end = found.end() if found else place
             elif first in "&*!":
                 end = place + _length(_TAG if first == "!" else _NAME, text, place)
-            elif first in " \t,:?[{]}":
+            elif first in " \t,[{]}" or (first in ":?" and self._is(first, True, place)) or (first == ":" and was_json):
                 end = place + 1
                 if first in "[{":
                     opened.append(place)
@@ -542,7 +556,7 @@ class Events:
         """Skip white space, line ends and comments."""
         text = self._text
         end = self._place + _length(_WHITE, text, self._place)
-        while text[end] == "#" and text[end - 1] in _AFTER:
+        while text[end] == "#" and (text[end - 1] in _AFTER or end == self._line_start):  # after a byte order mark
             newline = text.find("\n", end)
             end = newline + _length(_WHITE, text, newline) if newline >= 0 else self._last
         self._move(end)
@@ -553,7 +567,7 @@ class Events:
         """Skip what may follow a complete node, up to the next line that has more."""
         self._space()
         if not self._is_fresh and not self._is_end():
-            self._fail(f"unexpected {self._text[self._place : self._place + 20].rstrip(_END)!r}")
+            self._fail(f"unexpected {self._shown()}")
 
     def _take(self, size: int, is_quoted: bool = False) -> None:
         self._move(self._place + size, is_quoted)
@@ -601,7 +615,11 @@ class Events:
         )
 
     def _is_document_end(self) -> bool:
-        return self._is_end() or (self._column() == 0 and _MARKER.match(self._text, self._place) is not None)
+        return self._is_end() or (self._column() == 0 and _END_OF_DOCUMENT.match(self._text, self._place) is not None)
+
+    def _shown(self) -> str:
+        """A little of what is here, for a message."""
+        return repr(self._text[self._place : self._place + 20].rstrip(_END))
 
     def _fail(self, what: str) -> NoReturn:
         raise Rejected("invalid YAML", what, f"line {self._line + 1}, column {self._column() + 1}")
