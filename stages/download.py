@@ -1,11 +1,12 @@
 """Find the model, check it, and write its manifest.
 
-Reads     a local directory, or a model of the Hugging Face Hub in HF_HOME (fetched where the cache lacks it)
+Reads     a local directory, or a model of the Hugging Face Hub in HF_HOME (fetched where that lacks it)
 Writes    data/model.json: commit, size and SHA-256 of each file, what later stages need to know about the model
 Command   python -m stages.download
 
 The weights stay where they are. The headers of their files suffice to compare names, shapes and dtypes with the model
-that config.json describes. With HF_HUB_OFFLINE=1, or a complete cache, no socket is opened.
+that config.json describes. With HF_HUB_OFFLINE=1, or a complete cache, no socket is opened. Files of the Hub must have
+the digests that it lists. A download that was interrupted continues.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import FileEntry
-from stages.model import headers, hub
+from stages.model import headers, hub, hub_cache
 from stages.model.manifest import MANIFEST, ModelManifest
 
 _OTHER_TOKENIZERS = ("*.model", "*.tiktoken", "vocab*", "merges.txt")
@@ -83,7 +84,7 @@ def describe(params: DownloadParams) -> ModelManifest:
         model_revision=params.model_revision,
         commit=source.commit,
         dtype=meta.dtype_name(model, stored),
-        files=_hash(directory, hub.model_files(source)),
+        files=_hash(params.model_name, source),
         weights=source.weights,
         eos_token_id=_first(eos, getattr(config, "eos_token_id", None)),
         bos_token_id=_first(bos, getattr(config, "bos_token_id", None)),
@@ -122,12 +123,15 @@ def _first(token_id: int | None, configured: int | list[int] | None) -> int | No
     return configured[0] if isinstance(configured, list) else configured
 
 
-def _hash(directory: Path, names: list[str]) -> dict[str, FileEntry]:
-    sizes = {name: (directory / name).stat().st_size for name in names}
+def _hash(model_name: str, source: hub.ModelSource) -> dict[str, FileEntry]:
+    """Hash all files that the model needs; those of the Hub must be what it lists."""
+    sizes = {name: (source.directory / name).stat().st_size for name in hub.model_files(source)}
     entries = {}
     with tqdm(total=sum(sizes.values()), desc="sha256", unit="B", unit_scale=True, disable=None) as progress:
         for name, size in sizes.items():
-            entries[name] = FileEntry.of(directory / name)
+            entries[name] = FileEntry.of(source.directory / name)
+            if source.commit is not None:
+                hub_cache.check(model_name, source.commit, name, entries[name].sha256)
             progress.update(size)
     return entries
 

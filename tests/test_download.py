@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from stages.artifacts import publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import WEIGHTS, WEIGHTS_INDEX
 from stages.download import DownloadParams
-from stages.model import headers, hub, meta
+from stages.model import headers, hub, hub_cache, meta
 from stages.model.manifest import MANIFEST, ModelManifest
+from tests import hub_server
+from tests.hub_server import TOKEN, Hub
 from tests.models import LAYERS, SIZES, write_tokenizer
-from tests.project import REPO, flip_bit
+from tests.project import REPO, flip_bit, wait_for
 
 pytestmark = pytest.mark.usefixtures("empty_project")
 
@@ -67,14 +69,20 @@ def cached(source: Path, home: Path) -> Path:
     return snapshot
 
 
+def set_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set HF_HOME; huggingface_hub, which reads it once, may have done so before."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_HOME", str(home))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty HF_HOME, in which any attempt to open a socket fails the test."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    set_home(tmp_path / "home", monkeypatch)
 
     def refuse(*args: Any) -> None:
         pytest.fail("opened a socket")
@@ -163,7 +171,7 @@ def test_a_cached_hub_model_needs_no_socket(home: Path) -> None:
     with pytest.raises(StageError, match=r"model\.json does not list other\.json: run `dvc repro -f -s download`"):
         found.verify(["other.json"])  # as where the manifest was edited
     shutil.rmtree(home)
-    with pytest.raises(StageError, match=f"{HUB_ID} at commit {COMMIT} is not in HF_HOME"):
+    with pytest.raises(StageError, match=f"{HUB_ID} at commit {COMMIT} is not in the model cache"):
         found.directory()
 
 
@@ -178,9 +186,7 @@ def test_the_commit_does_not_change_when_the_branch_moves(home: Path) -> None:
 
 
 def test_a_model_that_is_not_cached_is_one_clear_error_offline(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(StageError) as error:
         describe(HUB_ID)
     for part in (HUB_ID, "'main'", str(home), "config.json", "HF_HUB_OFFLINE", f"hf download {HUB_ID}"):
@@ -201,9 +207,7 @@ def test_a_directory_that_does_not_exist_is_not_taken_for_a_model_of_the_hub(hom
 
 
 def test_a_misspelt_hub_id_is_answered_with_the_one_in_the_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     snapshot = cached(write_model(Path("source")), home)
     write_model(Path("models/nano-llama"), weights=False)
     for name, similar in (("someone/tinny", HUB_ID), ("Someone/Tiny", HUB_ID), ("nano-llama", "models/nano-llama")):
@@ -223,9 +227,7 @@ def test_a_cache_that_lacks_a_file_is_refused_offline(
     home: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
 ) -> None:
     """Above all: weights that are not in the cache must not mean random weights."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     snapshot = cached(write_model(Path("source"), max_shard_size="1GB"), home)
     name = "model.safetensors" if lacking == "weights" else lacking
     (snapshot / name).unlink()
@@ -317,7 +319,9 @@ def test_a_damaged_file_is_named(damage: str) -> None:
     Path(WEIGHTS).write_bytes(change_header(content, lambda entries: None))
     assert headers.read(Path(), files=[WEIGHTS]).keys() == tensors.keys()  # it is not the rewriting that is refused
     Path(WEIGHTS).write_bytes(DAMAGES[damage](content))
-    with pytest.raises(StageError, match=f"{WEIGHTS} is incomplete or damaged .*: fetch it again"):
+    with pytest.raises(
+        StageError, match=f"{WEIGHTS} is incomplete or damaged .*: delete .*{WEIGHTS} and fetch it again"
+    ):
         headers.read(Path(), files=[WEIGHTS])
 
 
@@ -547,3 +551,261 @@ def test_only_the_files_that_the_model_needs_are_recorded() -> None:
     names = hub.model_files(source)
     assert "chat_template.jinja" in names
     assert not {"README.md", "notes.txt", "optimizer.pt", "consolidated.safetensors"} & set(names)
+
+
+@pytest.fixture
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A Hub with one model, whose weights are in one file, and an empty HF_HOME."""
+    from huggingface_hub import constants
+
+    write_model(Path("source"), max_shard_size="1GB")
+    set_home(tmp_path / "home", monkeypatch)
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy") or name == "HF_TOKEN":
+            monkeypatch.delenv(name)
+    with Hub().serve() as server:
+        server.add(HUB_ID, Path("source"), **{"README.md": b"#", "pytorch_model.bin": b"-", "other.safetensors": b"-"})
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + template)
+        yield server
+
+
+def resolve(name: str = HUB_ID, revision: str = "main") -> Path:
+    return hub.resolve(name, revision, want_weights=True, timeout=2).directory
+
+
+def test_an_empty_cache_is_filled_with_what_is_needed(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import get_cached_repo_tree, snapshot_download
+
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    found = describe(HUB_ID)
+    assert found.commit == hub_server.COMMIT
+    needed = {path.name for path in Path("source").iterdir()}
+    assert served.fetched() == set(found.files) == needed
+    for name in needed:
+        assert (found.directory() / name).read_bytes() == Path("source", name).read_bytes()
+    assert not any("xet" in request.path for request in served.requests)
+    large = [request.token for request in served.requests if "/file/" in request.path and WEIGHTS in request.path]
+    assert large == [False]  # the token is not for the servers that the Hub redirects to
+    assert all(request.token for request in served.requests if "/resolve/" in request.path)
+
+    served.requests.clear()
+    assert describe(HUB_ID) == found
+    assert served.requests == []
+    # Other tools can use the cache, too.
+    assert snapshot_download(HUB_ID, local_files_only=True, allow_patterns=list(needed)) == str(found.directory())
+    assert "README.md" in [file.path for file in get_cached_repo_tree(HUB_ID)]
+
+
+@pytest.mark.parametrize("ignores_ranges", [False, True])
+def test_a_connection_that_breaks_is_resumed(served: Hub, ignores_ranges: bool) -> None:
+    served.breaks[WEIGHTS], served.ignores_ranges = [3000, 1000], ignores_ranges
+    snapshot = resolve()
+    assert (snapshot / WEIGHTS).read_bytes() == Path("source", WEIGHTS).read_bytes()
+    ranges = [request.range for request in served.requests if "/file/" in request.path and WEIGHTS in request.path]
+    assert ranges == [None, "bytes=3000-", f"bytes={1000 if ignores_ranges else 4000}-"]
+
+
+def test_the_next_download_continues_where_one_stopped(served: Hub) -> None:
+    """In another process, unlike that of huggingface_hub; damaged leftovers are fetched again."""
+    served.breaks[WEIGHTS] = [3000]
+    served.refused[WEIGHTS] = [None, None, (429, "3600")]
+    began = time.monotonic()
+    with pytest.raises(StageError, match="it limits requests: run it again in 3600 seconds; what is fetched is kept"):
+        resolve()
+    assert time.monotonic() - began < 5
+    (partial,) = hub_cache.repository(HUB_ID).glob("blobs/*.incomplete")
+    assert partial.stat().st_size == 3000
+    served.requests.clear()
+    resolve()
+    assert [request.range for request in served.requests if WEIGHTS in request.path] == ["bytes=3000-"] * 2
+    assert not partial.exists()
+
+    partial.write_bytes(b"x" * 3000)
+    partial.with_suffix("").unlink()
+    assert (resolve() / WEIGHTS).read_bytes() == Path("source", WEIGHTS).read_bytes()
+    partial.write_bytes(b"x" * 100_000)  # more than the file has
+    partial.with_suffix("").unlink()
+    assert (resolve() / WEIGHTS).read_bytes() == Path("source", WEIGHTS).read_bytes()
+
+
+def test_what_differs_from_the_digest_of_the_hub_never_becomes_a_file(served: Hub) -> None:
+    for name in ("tokenizer.json", WEIGHTS):
+        content = Path("source", name).read_bytes()
+        served.changed = {name: content[:-1] + b"x"}
+        with pytest.raises(StageError, match=f"{name} of {HUB_ID} was received twice with another content"):
+            resolve()
+        assert not (hub_cache.snapshot(HUB_ID, hub_server.COMMIT) / name).exists()
+        served.changed = {}
+    resolve()
+
+
+def test_a_disk_with_too_little_space_is_noticed_before(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 20))
+    with pytest.raises(StageError, match=f"{HUB_ID} needs .* GiB more in .* set HF_HOME to a directory on a larger"):
+        resolve()
+    assert not served.fetched()
+
+
+def test_the_hub_is_asked_again_when_it_asks_to_wait(served: Hub) -> None:
+    served.refused = {"main": [(429, "0"), (503, "")], WEIGHTS: [(429, "0")]}
+    resolve()
+    assert [request.path for request in served.requests if request.path.endswith("blobs=true")][2:] != []
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "token", "message"),
+    [
+        ("someone/gated", "main", None, "gated: accept its license at .*/someone/gated with .* set HF_TOKEN"),
+        ("someone/gated", "main", "hf_OTHER", "it refuses your token: set HF_TOKEN to a valid one, or unset it"),
+        ("someone/missing", "main", None, "401 .*no such model, or it is private: check the name"),
+        ("someone/missing", "main", TOKEN, "404 .*no such model, or it is private: check the name"),
+        (HUB_ID, "mian", None, "lacks config.json.* at revision 'mian'.* not this revision: set model_revision to"),
+        ("someone/limited", "limited", None, "429 .*it limits requests: run it again in 900 seconds"),
+        ("someone/refused", "refused", None, "answered 403 .*: run `hf download someone/refused"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line_with_the_remedy(
+    served: Hub, monkeypatch: pytest.MonkeyPatch, name: str, revision: str, token: str | None, message: str
+) -> None:
+    served.add("someone/gated", Path("source"))
+    served.gated.add("someone/gated")
+    served.refused = {"limited": [(429, "900")], "refused": [(403, "")]}
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    began = time.monotonic()
+    with pytest.raises(StageError, match=message) as error:
+        resolve(name, revision)
+    assert time.monotonic() - began < 5
+    assert "\n" not in str(error.value)
+    assert not token or token not in str(error.value)
+
+
+def test_a_gated_model_is_fetched_with_the_token(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.gated.add(HUB_ID)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    resolve()
+    for path in hub_cache.directory().rglob("*"):
+        assert not path.is_file() or b"SENTINEL" not in path.read_bytes()
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"])
+def test_each_of_three_variables_forbids_the_network(
+    served: Hub, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    with pytest.raises(StageError, match=f"{variable} forbids fetching it"):
+        resolve()
+    assert served.requests == []
+
+
+@pytest.mark.parametrize("plant", ["auto_map", "pickles"])
+def test_a_model_that_is_refused_is_refused_before_its_weights_are_fetched(served: Hub, plant: str) -> None:
+    files = served.models[HUB_ID]
+    if plant == "auto_map":
+        files["config.json"] = json.dumps(
+            {**json.loads(files["config.json"]), "auto_map": {"AutoModel": "m.M"}}
+        ).encode()
+    else:
+        del files[WEIGHTS]
+    with pytest.raises(StageError, match="auto_map" if plant == "auto_map" else r"pickles \(pytorch_model\.bin\)"):
+        resolve()
+    assert not {WEIGHTS, "pytorch_model.bin"} & served.fetched()
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["links", "copied"])
+def test_a_cache_of_another_tool_is_used_and_checked(
+    served: Hub, home_of_tool: Path, monkeypatch: pytest.MonkeyPatch, copied: bool
+) -> None:
+    """One that huggingface_hub has filled, as it is and copied without links; damage is named, and fetched again."""
+    if copied:
+        shutil.copytree(home_of_tool, "copy")  # follows links
+        shutil.rmtree("copy/hub/models--someone--tiny/blobs")
+        set_home(Path("copy").absolute(), monkeypatch)
+    served.requests.clear()
+    snapshot = resolve()
+    assert describe(HUB_ID).commit == hub_server.COMMIT
+    assert served.requests == []
+    for name in ("tokenizer.json", WEIGHTS):
+        path = (snapshot / name).resolve()
+        flip_bit(path, -3)
+        with pytest.raises(StageError, match=f"{path} is damaged: .* Delete it, and run") as error:
+            describe(HUB_ID)
+        assert "\n" not in str(error.value)
+        path.unlink()
+        describe(HUB_ID)
+        assert served.fetched() == {name}
+        served.requests.clear()
+
+
+@pytest.fixture
+def home_of_tool(served: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    from huggingface_hub import constants, snapshot_download
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the library does not try another way
+    snapshot_download(HUB_ID, ignore_patterns=["*.bin"])
+    return tmp_path / "home"
+
+
+def test_a_cache_without_list_is_checked_by_the_names_of_its_files(home: Path) -> None:
+    snapshot = cached(write_model(Path("source")), home)
+    shard = first_shard(snapshot)
+    flip_bit(shard, -1)
+    with pytest.raises(StageError, match=f"{shard.resolve()} is damaged"):
+        describe(HUB_ID)
+    blob = shard.resolve()
+    shard.unlink()
+    blob.rename(shard)  # a copy, of which nothing is known
+    describe(HUB_ID)
+
+
+def test_the_cache_is_in_the_project_unless_the_environment_names_one(
+    empty_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_home(Path("/shared/hf"), monkeypatch)
+    assert hub_cache.directory() == Path("/shared/hf/hub")
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    assert hub_cache.directory() == empty_project / ".hf/hub"
+    monkeypatch.setenv("DVC_ROOT", str(empty_project / "other"))  # as in a copy of the project
+    assert hub_cache.directory() == empty_project / "other/.hf/hub"
+    set_home(Path("models/hf"), monkeypatch)
+    assert hub_cache.directory() == empty_project / "other/models/hf/hub"
+    monkeypatch.delenv("DVC_ROOT")
+    # What `hf download` has put into the home directory need not be fetched again; the project's own comes first.
+    set_home(empty_project / "user", monkeypatch)
+    monkeypatch.delenv("HF_HOME")
+    write_model(Path("source"), weights=False)
+    snapshot = cached(Path("source"), empty_project / "user")
+    assert hub.resolve(HUB_ID, "main", want_weights=False).directory == snapshot
+    other = cached(Path("source"), empty_project / ".hf")
+    assert hub.resolve(HUB_ID, "main", want_weights=False).directory == other
+
+
+can_unshare = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode == 0
+
+
+def test_the_stage_fills_an_empty_cache_and_then_needs_no_network(served: Hub, tmp_path: Path) -> None:
+    """A connection breaks, the process is killed and started again; at last there is no network interface at all."""
+    served.breaks[WEIGHTS] = [2000]
+    served.refused[WEIGHTS] = [None, None, (429, "50")]  # so that it waits
+    Path("params.yaml").write_text(f"model_name: {HUB_ID}\nmodel_revision: main\ninitial_weights: auto\n")
+    stage = [sys.executable, "-m", "stages.download"]
+    env = {**os.environ, "PYTHONPATH": str(REPO), "HF_ENDPOINT": served.url, "HF_TOKEN": TOKEN, "HF_DEBUG": "1"}
+    with Path("output").open("w") as output:
+        killed = subprocess.Popen(stage, env=env, stdout=output, stderr=output)
+        wait_for(lambda: len([request for request in served.requests if WEIGHTS in request.path]) == 3)
+        killed.kill()
+        killed.wait()
+        subprocess.run(stage, env=env, check=True, stdout=output, stderr=output)
+    assert [request.range for request in served.requests if WEIGHTS in request.path][-1] == "bytes=2000-"
+    manifest = MANIFEST.read_bytes()
+    text = Path("output").read_text() + manifest.decode()
+    assert "SENTINEL" not in text
+    assert "%|" not in text  # no progress bars, except in a terminal
+    if can_unshare:
+        MANIFEST.unlink()
+        env["HF_HUB_OFFLINE"] = "1"
+        subprocess.run(["unshare", "-rn", *stage], env=env, check=True)
+        assert MANIFEST.read_bytes() == manifest

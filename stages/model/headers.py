@@ -52,4 +52,6 @@ def _read_file(directory: Path, name: str) -> list[StoredTensor]:
             slices = [(key, file.get_slice(key)) for key in file.offset_keys()]
             return [StoredTensor(name, key, part.get_dtype(), tuple(part.get_shape())) for key, part in slices]
     except SafetensorError as error:
-        raise StageError(f"{path} is incomplete or damaged ({error}): fetch it again") from None
+        raise StageError(
+            f"{path} is incomplete or damaged ({error}): delete {path.resolve()} and fetch it again"
+        ) from None

@@ -1,4 +1,4 @@
-"""From a model's name to the directory of its files: a local one, or a snapshot in `HF_HOME`.
+"""From a model's name to the directory of its files: a local one, or a snapshot in the model cache.
 
 The cache comes first: where it has all that is needed, no socket is opened. The price is that a branch such as `main`
 stays at the commit that was fetched first. For a newer one, set `model_revision` to the commit, or run `hf download`.
@@ -7,9 +7,10 @@ stays at the commit that was fetched first. For a newer one, set `model_revision
 import json
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
+from stages.artifacts import publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import (
     CONFIG,
@@ -20,6 +21,7 @@ from stages.artifacts.model_files import (
     WEIGHTS,
     WEIGHTS_INDEX,
 )
+from stages.model import hub_cache, hub_client
 
 _PATTERNS = (
     CONFIG, GENERATION_CONFIG, "chat_template*", LINEAGE, WEIGHTS_INDEX,
@@ -50,7 +52,7 @@ def resolve(
         model_name: An existing directory, else a Hub id.
         model_revision: Branch, tag or commit of a Hub id.
         want_weights: Whether the weights are needed too, if the model has any.
-        timeout: Seconds to wait for the Hub's first answer; huggingface_hub's own download has no limit.
+        timeout: Seconds to wait for each answer of the Hub.
         required: Files without which a cached model is incomplete, beside its weights.
 
     Raises:
@@ -96,64 +98,69 @@ def _from_hub(
     repo: str, revision: str, want_weights: bool, timeout: float, required: tuple[str, ...]
 ) -> tuple[Path, list[str], list[str]]:
     """The snapshot's directory, its weights, and the names of all files that the repository is known to have."""
-    source = _snapshot(repo, revision, list(_PATTERNS), list(required), timeout)
+    source = _snapshot(repo, revision, _PATTERNS, required, timeout)
+    commit = source.name  # from here on the commit: the branch may get another one between two requests
+    for name in model_files(ModelSource(source, commit, [])):  # they are small; download checks the weights later
+        hub_cache.check(repo, commit, name, publish.sha256_file(source / name))
     if not want_weights:
         return source, [], []
-    commit = source.name  # from here on the commit: the branch may get another one between two requests
-    weights = weight_files(source) or [WEIGHTS]
-    known = _listing(repo, commit) or _names(source)
-    if not set(weights) & set(known):  # before fetching: the Hub has none of them, perhaps pickles instead
+    _refuse_code(repo, source)  # before anything large is fetched
+    weights = tuple(weight_files(source) or [WEIGHTS])
+    known = list(hub_cache.listing(repo, commit) or _names(source))
+    if not set(weights) & set(known):  # the Hub has none of them, perhaps pickles instead
         _refuse_pickles(repo, known)
     _snapshot(repo, commit, weights, weights, timeout)
-    return source, weight_files(source), _listing(repo, commit) or _names(source)
+    return source, weight_files(source), list(hub_cache.listing(repo, commit) or _names(source))
 
 
-def _snapshot(repo: str, revision: str, patterns: list[str], required: list[str], timeout: float) -> Path:
+def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tuple[str, ...], timeout: float) -> Path:
     """The snapshot of a repository with the files that match `patterns`: from the cache, else from the Hub.
 
-    The cache suffices where it has the files in `required`, except those that the Hub is known not to have.
+    Where the cache has no list of the repository's files, those in `required` suffice.
     """
-    from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.errors import HTTPError as ClientError  # of the HTTP client that huggingface_hub uses
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
-    only: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["*/*"]}  # the root of the repository
     try:
-        # Where no listing is cached, this returns a snapshot even if files are missing: they are looked for below.
-        source = Path(snapshot_download(repo, revision=revision, local_files_only=True, **only))
-        listing = _listing(repo, source.name)
-        expected = required if listing is None else [name for name in required if name in listing]
-        missing = [name for name in expected if not (source / name).is_file()]
-        if not missing:
-            return source
+        validate_repo_id(repo)
     except HFValidationError:
         _refuse_directory(repo)
         raise StageError(f"model_name is {repo!r}: there is no such directory, and it is not a valid Hub id") from None
-    except LocalEntryNotFoundError:  # nothing of this revision, or not all of its files
-        missing = required
+    commit = hub_cache.commit(repo, revision)
+    missing = list(required) if commit is None else _missing(repo, commit, patterns, required)
+    if commit is not None and not missing:
+        return hub_cache.snapshot(repo, commit)
     _refuse_directory(repo)
-    similar = _similar_name(repo, Path(constants.HF_HUB_CACHE))
+    similar = _similar_name(repo, hub_cache.directory())
     problem = (
-        f"model_name is {repo!r}: there is no such directory, and HF_HOME ({constants.HF_HOME}) "
-        f"lacks {', '.join(missing)} of the Hub's model at revision {revision!r}"
+        f"model_name is {repo!r}: there is no such directory, and the model cache ({hub_cache.directory()}, set by "
+        f"HF_HOME) lacks {', '.join(missing[:5])} of the Hub's model at revision {revision!r}"
         + (f"; a model with a similar name is here: {similar!r}" if similar else "")
     )
     remedy = f"run `hf download {repo} --revision {revision}` on a machine with internet and bring its HF_HOME here"
     if similar:
         remedy = f"use that one, or {remedy}"
-    if constants.is_offline_mode():
-        raise StageError(f"{problem}; HF_HUB_OFFLINE forbids fetching it: {remedy}")
+    variable = hub_cache.offline_variable()
+    if variable is not None:
+        raise StageError(f"{problem}; {variable} forbids fetching it: {remedy}")
     try:
-        # The download has no limit of its own, so this request finds out whether the Hub answers.
-        HfApi().model_info(repo, revision=revision, timeout=timeout)
-        return Path(snapshot_download(repo, revision=revision, **only))
-    except HfHubHTTPError as error:
-        # Only the error's class: its text may quote the request's headers, and so the token.
-        status = error.response.status_code
-        hint = "check name and revision; a gated model needs HF_TOKEN" if status in (401, 403, 404) else remedy
-        raise StageError(f"{problem}; the Hub answered {status} ({type(error).__name__}): {hint}") from None
-    except (OSError, ClientError, ValueError) as error:  # ValueError: a token with characters that no header may have
-        raise StageError(f"{problem}; the Hub was not reached ({type(error).__name__}): {remedy}") from None
+        if commit is None or commit != revision or hub_cache.listing(repo, commit) is None:  # of a commit it is final
+            commit = hub_client.fetch_listing(repo, revision, timeout)
+        hub_client.fetch(repo, commit, _missing(repo, commit, patterns, required), timeout)
+    except hub_client.NotFetched as error:
+        raise StageError(f"{problem}; {error}" + (f": {remedy}" if error.needs_remedy else "")) from None
+    return hub_cache.snapshot(repo, commit)
+
+
+def _missing(repo: str, commit: str, patterns: tuple[str, ...], required: tuple[str, ...]) -> list[str]:
+    """The names of the files that a cached snapshot lacks."""
+    listing = hub_cache.listing(repo, commit)
+    expected = required if listing is None else [name for name in listing if _matches(name, patterns)]
+    return [name for name in expected if not (hub_cache.snapshot(repo, commit) / name).is_file()]
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _refuse_directory(model_name: str) -> None:
@@ -179,17 +186,6 @@ def _similar_name(model_name: str, cache: Path) -> str | None:
         name.lower(): name for name in [*cached, *(str(path.parent) for path in Path("models").glob(f"*/{CONFIG}"))]
     }
     return next((names[name] for name in get_close_matches(model_name.lower(), names)), None)
-
-
-def _listing(repo: str, commit: str) -> list[str] | None:
-    """The files in the root of a repository, where an earlier download stored the list in the cache; else None."""
-    from huggingface_hub import get_cached_repo_tree
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-    try:
-        return [file.path for file in get_cached_repo_tree(repo, revision=commit) if "/" not in file.path]
-    except CachedRepoTreeNotFoundError:
-        return None
 
 
 def _names(directory: Path) -> list[str]:

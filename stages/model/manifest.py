@@ -12,6 +12,7 @@ from stages.artifacts import publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import CONFIG
 from stages.artifacts.record import FileEntry, Record
+from stages.model import hub_cache
 
 MANIFEST = Path("data/model.json")
 ROUTER_LOSS_OFF = (
@@ -84,16 +85,14 @@ class ModelManifest(Record):
             if not Path(self.model_name).is_dir():
                 raise StageError(f"model_name: the directory {self.model_name!r} is gone; put it back")
             return Path(self.model_name)
-        from huggingface_hub import constants, try_to_load_from_cache  # slow to import, and only Hub models need it
-
-        # By commit, not by revision: the branch may have moved. Not a str: not cached, or known not to exist.
-        config = try_to_load_from_cache(self.model_name, CONFIG, revision=self.commit)
-        if not isinstance(config, str):
+        # By commit, not by revision: the branch may have moved.
+        snapshot = hub_cache.snapshot(self.model_name, self.commit)
+        if not (snapshot / CONFIG).is_file():
             raise StageError(
-                f"{self.model_name} at commit {self.commit} is not in HF_HOME ({constants.HF_HOME}): "
+                f"{self.model_name} at commit {self.commit} is not in the model cache ({hub_cache.directory()}): "
                 "set HF_HOME to the directory that holds it, or run `dvc repro -f -s download`"
             )
-        return Path(config).parent
+        return snapshot
 
     def verify(self, names: Iterable[str] | None = None, contents: bool = True) -> Path:
         """Compare the model's files with the size and SHA-256 that this manifest lists.

@@ -1,0 +1,132 @@
+"""The model cache: where it is, whether the network may be used, and the Hub's digests of its files.
+
+Its layout is that of huggingface_hub, so that `hf download` and other tools can have filled it:
+
+    models--OWNER--NAME/blobs/DIGEST             the files, each under the digest that the Hub lists for it
+    models--OWNER--NAME/snapshots/COMMIT/FILE    links to them, or copies
+    models--OWNER--NAME/refs/BRANCH              the commit of a branch
+    models--OWNER--NAME/trees/COMMIT.json        all files of the repository, with their digests; older tools write none
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stages.artifacts.errors import StageError
+
+if TYPE_CHECKING:
+    from huggingface_hub._tree_cache import TreeCacheEntry
+
+DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+"""SHA-256 of a large file, git's SHA-1 of a small one."""
+
+_DEFAULT = ".hf/hub"
+_LOCATIONS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+
+
+def directory() -> Path:
+    """The cache that HF_HOME or HF_HUB_CACHE names; where none is set, `.hf/hub` in the project.
+
+    A relative path is resolved against `$DVC_ROOT`, which DVC sets, so that experiments, which run in copies of the
+    project, share one cache. The default is not that of huggingface_hub, which is in the home directory:
+    that is small on many clusters, and not part of the project that is carried to them.
+    """
+    from huggingface_hub import constants
+
+    cache = constants.HF_HUB_CACHE if _is_named() else _DEFAULT
+    return Path(os.environ.get("DVC_ROOT", "."), cache).absolute()
+
+
+def _is_named() -> bool:
+    return any(os.environ.get(name) for name in _LOCATIONS)
+
+
+def offline_variable(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The environment variable that forbids the network, if there is one.
+
+    Of the libraries, each only looks for its own, so all three must be checked here.
+    """
+    return next((name for name in _OFFLINE if environment.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
+
+
+def repository(repo: str) -> Path:
+    """The directory of one model.
+
+    Where the environment names no cache, that is one in the home directory if only that has it: `hf download` puts it
+    there, and it need not be fetched again.
+    """
+    from huggingface_hub import constants
+
+    name = f"models--{repo.replace('/', '--')}"
+    path, other = directory() / name, Path(constants.HF_HUB_CACHE, name)
+    return other if not _is_named() and not path.is_dir() and other.is_dir() else path
+
+
+def snapshot(repo: str, commit: str) -> Path:
+    """The directory of the files of a commit."""
+    return repository(repo) / "snapshots" / commit
+
+
+def commit(repo: str, revision: str) -> str | None:
+    """The commit of a revision of which the cache has at least some files; else None."""
+    ref = repository(repo) / "refs" / revision
+    found = ref.read_text().strip() if ref.is_file() else revision
+    return found if snapshot(repo, found).is_dir() else None
+
+
+def listing(repo: str, commit: str) -> "dict[str, TreeCacheEntry] | None":
+    """The files in the root of a repository, where an earlier download stored their list in the cache; else None."""
+    # Of its public functions, `get_cached_repo_tree` leaves the SHA-256 out.
+    from huggingface_hub._tree_cache import read_tree_cache
+
+    entries = read_tree_cache(str(repository(repo)), commit)
+    return None if entries is None else {name: entry for name, entry in entries.items() if "/" not in name}
+
+
+def check(repo: str, commit: str, name: str, sha256: str) -> None:
+    """Compare a cached file with the Hub's digest, where the cache knows it.
+
+    Args:
+        repo: The Hub id.
+        commit: The commit of the snapshot.
+        name: The file in it.
+        sha256: The digest of its content, so that it need not be read twice.
+
+    Raises:
+        StageError: the file is damaged.
+    """
+    path = snapshot(repo, commit) / name
+    entries = listing(repo, commit)
+    if entries is not None and name in entries:
+        expected = entries[name].lfs_sha256 or entries[name].blob_id
+    elif path.is_symlink():
+        expected = Path(os.readlink(path)).name
+    else:
+        return  # of a copy without links and list, which has no digests
+    if not is_of_digest(path, expected, sha256):
+        raise StageError(
+            f"{path.resolve()} is damaged: it is {name} of {repo}, for which the Hub lists the digest {expected}. "
+            "Delete it, and run `python -m stages.download` on a machine with internet, or put a good copy in its place"
+        )
+
+
+def is_of_digest(path: Path, expected: str, sha256: str) -> bool:
+    """Whether a file with this SHA-256 has the digest that the Hub lists: a SHA-256, or of a small file git's SHA-1.
+
+    Mirrors that are no git servers use the plain SHA-1. A name of another form is not a digest, and matches.
+    """
+    if not DIGEST.fullmatch(expected):
+        return True
+    if len(expected) == len(sha256):
+        return sha256 == expected
+    plain = hashlib.sha1(usedforsecurity=False)
+    git = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            plain.update(chunk)
+            git.update(chunk)
+    return expected in (git.hexdigest(), plain.hexdigest())

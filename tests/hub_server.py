@@ -1,0 +1,185 @@
+"""A Hub on loopback: model info, tree, files with redirects, ETags and ranges, and what can go wrong with each of them.
+
+As on huggingface.co, small files are under git's SHA-1 and redirect within the Hub; large ones are under their SHA-256
+and redirect to another host, here another port, to which a client must not send its token. All of them are also
+advertised through Xet, which is refused, as by a firewall that knows only the Hub.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "fedcba9876543210fedcba9876543210fedcba98"
+TOKEN = "hf_SENTINEL"
+
+
+@dataclass
+class Request:
+    """What a client has asked for."""
+
+    method: str
+    path: str
+    token: bool
+    range: str | None
+
+
+@dataclass
+class Hub:
+    """The models that it has, how it misbehaves, and what it was asked."""
+
+    models: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    gated: set[str] = field(default_factory=set)
+    """Models whose files need the token."""
+    breaks: dict[str, list[int]] = field(default_factory=dict)
+    """By file: after how many bytes each of the next connections breaks."""
+    refused: dict[str, list[tuple[int, str] | None]] = field(default_factory=dict)
+    """By the last part of the path: status and Retry-After for each of the next requests, or none."""
+    changed: dict[str, bytes] = field(default_factory=dict)
+    """By file: what is sent in its place."""
+    ignores_ranges: bool = False
+    requests: list[Request] = field(default_factory=list)
+    url: str = ""
+    files_url: str = ""
+
+    def add(self, repo: str, directory: Path, **others: bytes) -> None:
+        """Serve the files of a directory, and others, as a model."""
+        self.models[repo] = {path.name: path.read_bytes() for path in directory.iterdir()} | others
+
+    def fetched(self) -> set[str]:
+        """The names of the files of which contents were asked."""
+        return {unquote(request.path).rpartition("/")[2] for request in self.requests if "/file/" in request.path}
+
+    @contextmanager
+    def serve(self) -> Iterator["Hub"]:
+        """Answer on two ports until the block ends."""
+        servers = [ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self)) for _ in range(2)]
+        # Two names of one machine, which clients consider as two hosts.
+        self.url = f"http://127.0.0.1:{servers[0].server_port}"
+        self.files_url = f"http://localhost:{servers[1].server_port}"
+        threads = [threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True) for server in servers]
+        for thread in threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            for server in servers:
+                server.shutdown()
+                server.server_close()
+
+
+def is_large(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin"))
+
+
+def oid(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def entry(name: str, content: bytes) -> dict[str, Any]:
+    """A file as the tree lists it."""
+    found: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": oid(content)}
+    if is_large(name):
+        digest = hashlib.sha256(content).hexdigest()
+        found["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 134}
+        found["xetHash"] = digest
+    return found
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, hub: Hub, *arguments: Any) -> None:
+        self.hub = hub
+        super().__init__(*arguments)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub, path = self.hub, urlsplit(self.path).path
+        token = self.headers.get("Authorization")
+        hub.requests.append(Request(self.command, self.path, token is not None, self.headers.get("Range")))
+        refused = hub.refused.get(path.rpartition("/")[2])
+        if refused and (refusal := refused.pop(0)) is not None:
+            return self.answer(refusal[0], {"Retry-After": refusal[1]})
+        if token not in (None, f"Bearer {TOKEN}"):
+            return self.answer(401, {"X-Error-Message": "Invalid credentials in Authorization header"})
+        if "/xet-read-token/" in path:
+            return self.answer(403, {})
+        parts = path.strip("/").split("/")
+        if parts[0] == "file":
+            return self.file("/".join(parts[1:3]), unquote(parts[3]))
+        if len(parts) < 4:
+            return self.answer(404, {})
+        if parts[:2] == ["api", "models"]:
+            repo, kind, revision, name = "/".join(parts[2:4]), *[*parts[4:6], "revision", "main"][:2], None
+        else:
+            repo, kind, revision, name = "/".join(parts[:2]), parts[2], parts[3], unquote("/".join(parts[4:]))
+        files = hub.models.get(repo)
+        if files is None:  # also of a private one: only the token tells them apart
+            return self.answer(404 if token else 401, {"X-Error-Code": "RepoNotFound"})
+        if revision not in ("main", COMMIT):
+            return self.answer(404, {"X-Error-Code": "RevisionNotFound"})
+        if kind == "revision":
+            return self.answer(200, {}, json.dumps(self.info(repo, files)).encode())
+        if kind == "tree":
+            return self.answer(200, {}, json.dumps([entry(*item) for item in files.items()]).encode())
+        if name not in files:
+            return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+        if repo in hub.gated and token is None:
+            return self.answer(401, {"X-Error-Code": "GatedRepo"})
+        digest = hashlib.sha256(files[name]).hexdigest() if is_large(name) else oid(files[name])
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{digest}"', "X-Linked-Size": str(len(files[name]))}
+        headers |= {"X-Linked-ETag": f'"{digest}"', "Location": f"/file/{repo}/{name}"}
+        if is_large(name):
+            headers["Location"] = hub.files_url + headers["Location"]
+            headers["X-Xet-Hash"] = digest
+            headers["Link"] = f'<{hub.url}/api/models/{repo}/xet-read-token/{COMMIT}>; rel="xet-auth"'
+        return self.answer(302 if is_large(name) else 307, headers)
+
+    def info(self, repo: str, files: dict[str, bytes]) -> dict[str, Any]:
+        siblings = []
+        for name, content in files.items():
+            found = entry(name, content)
+            sibling = {"rfilename": name, "size": found["size"], "blobId": found["oid"]}
+            if "lfs" in found:
+                sibling["lfs"] = {"sha256": found["lfs"]["oid"], "size": found["size"], "pointerSize": 134}
+            siblings.append(sibling)
+        return {"id": repo, "modelId": repo, "sha": COMMIT, "private": False, "tags": [], "siblings": siblings}
+
+    def file(self, repo: str, name: str) -> None:
+        hub = self.hub
+        content = hub.changed.get(name, hub.models[repo][name])
+        given = self.headers.get("Range")
+        headers = {"ETag": f'"{oid(content)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        status, start = 200, 0
+        if given is not None and not hub.ignores_ranges:
+            start = int(given.removeprefix("bytes=").rstrip("-"))
+            status = 206
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        body = content[start:]
+        breaks = hub.breaks.get(name)
+        self.answer(status, headers, body, breaks.pop(0) if breaks else None)
+
+    def answer(self, status: int, headers: dict[str, str], body: bytes = b"", break_after: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[:break_after])
+        if break_after is not None:
+            self.wfile.flush()
+            self.close_connection = True
