@@ -25,7 +25,7 @@ from stages.tokens.batch import make_batch
 from stages.tokens.loss import loss_sum
 from stages.training import sharded_model
 from stages.training.activation_checkpointing import _contexts
-from stages.training.distributed import _use_gpu, check_devices
+from stages.training.distributed import check_devices, use_gpu
 from stages.training.environment import set_environment
 from stages.training.float8 import convert_linears
 from stages.training.params import TrainParams, TrainRuntime
@@ -347,4 +347,4 @@ def test_a_gpu_that_does_not_compute_is_one_clear_error(monkeypatch: pytest.Monk
     with pytest.raises(
         StageError, match=r"^GPU 1 does not work \(CUDA error: no kernel image is .* device\): check it"
     ):
-        _use_gpu(1)
+        use_gpu(1)

@@ -181,13 +181,13 @@ def test_the_endpoint_of_the_launcher() -> None:
 
 
 def test_the_interface_is_the_one_that_reaches_the_first_node() -> None:
-    loopback = distributed._loopback_interface()
-    assert distributed._interface_towards("127.0.0.1") == distributed._interface_towards("localhost") == loopback
+    loopback = distributed.loopback_interface()
+    assert distributed.interface_towards("127.0.0.1") == distributed.interface_towards("localhost") == loopback
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
             if address.family == socket.AF_INET:  # of this machine, which others reach under the same address
-                assert distributed._interface_towards(address.address) == name
-    assert distributed._interface_towards("no such host") is None
+                assert distributed.interface_towards(address.address) == name
+    assert distributed.interface_towards("no such host") is None
 
 
 @pytest.mark.slow

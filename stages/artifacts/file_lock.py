@@ -9,7 +9,7 @@ import errno
 import fcntl
 import os
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from stages.artifacts.errors import StageError, naming
 
@@ -22,7 +22,7 @@ def open_lock(path: Path) -> IO[str]:
     return path.open("a+")
 
 
-def flock(lock: IO[str], operation: int) -> bool:
+def flock(lock: IO[Any], operation: int) -> bool:
     """Lock a file; False where another process has it and the operation is not to wait.
 
     Raises:
@@ -65,20 +65,25 @@ def is_of_another_node(status: str) -> bool:
     return not on or node != os.uname().nodename
 
 
-def local_locks(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """The file system and the mount option which make the locks of `path` exclude only processes of this node."""
+def mount_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> tuple[str, list[str]]:
+    """The kind of the file system that has `path`, such as `nfs4`, and its options; empty where they are not known."""
     try:
         lines = mounts.read_text(errors="replace").splitlines()
     except OSError:  # not Linux
-        return None
+        return "", []
     found, path = ("", "", ""), path.resolve()
     for line in lines:
         left, _, right = line.partition(" - ")
         mounted, (kind, _, options) = left.split()[4], right.split()
         if path.is_relative_to(mounted) and len(mounted) >= len(found[0]):  # the last one on a directory is on top
             found = (mounted, kind, options)
+    return found[1], found[2].split(",")
+
+
+def local_locks(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
+    """The file system and the mount option which make the locks of `path` exclude only processes of this node."""
+    kind, options = mount_of(path, mounts)
     # NFSv3, that is: version 4 ignores these options.
     wanted = {"nfs": ("nolock", "local_lock=all", "local_lock=flock"), "lustre": ("localflock",), "cifs": ("nobrl",)}
-    _, kind, options = found
-    local = [option for option in wanted.get(kind, ()) if option in options.split(",")]
+    local = [option for option in wanted.get(kind, ()) if option in options]
     return f"{kind} mounted with {local[0]}" if local else None

@@ -45,18 +45,18 @@ def process_group(timeout_minutes: float) -> Iterator[None]:
     store: dist.Store | None = None  # torch then makes the one that torchrun has put into the environment
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size == int(os.environ["LOCAL_WORLD_SIZE"]):  # gloo would ask the nameserver for the name of this machine
-        os.environ |= dict.fromkeys(_INTERFACES, _loopback_interface())
+        os.environ |= dict.fromkeys(_INTERFACES, loopback_interface())
         if DIRECTORY in os.environ:
             # A TCPStore would listen on all interfaces, and ask the nameserver for the name of 127.0.0.1.
             store = dist.FileStore(os.path.join(os.environ[DIRECTORY], "store"), world_size)
             store.set_timeout(timeout)  # else five minutes, also to wait for a rank that starts later
-    elif interface := _interface_towards(os.environ["MASTER_ADDR"]):
+    elif interface := interface_towards(os.environ["MASTER_ADDR"]):
         # gloo would take the address that the name of this machine has, which may be that of loopback.
         for name in _INTERFACES:
             os.environ.setdefault(name, interface)
     try:
         if check_devices(int(os.environ["LOCAL_WORLD_SIZE"])):
-            device = _use_gpu(int(os.environ["LOCAL_RANK"]))
+            device = use_gpu(int(os.environ["LOCAL_RANK"]))
             # gloo beside NCCL: checkpoints and decisions are exchanged on the CPU, where they do not wait for the GPU.
             backend = "cpu:gloo,cuda:nccl"
         else:
@@ -123,7 +123,7 @@ def check_devices(num_ranks: int | None, devices: Path = Path("/dev")) -> int:
     return num_gpus
 
 
-def _use_gpu(index: int) -> torch.device:
+def use_gpu(index: int) -> torch.device:
     """Make a GPU the one of this process, after it has shown that it computes.
 
     Raises:
@@ -142,7 +142,7 @@ def _use_gpu(index: int) -> torch.device:
     return device
 
 
-def _loopback_interface() -> str:
+def loopback_interface() -> str:
     # `lo` on Linux; found by its address, because a name that does not exist would be an obscure error of gloo.
     if name := _interface_of("127.0.0.1"):
         return name
@@ -156,7 +156,7 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-def _interface_towards(host: str) -> str | None:
+def interface_towards(host: str) -> str | None:
     """The interface through which this machine reaches `host`, or at which it is `host`; None: not to be trusted."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]

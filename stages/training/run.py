@@ -25,7 +25,7 @@ from stages.training import handoff
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.schedule import ScheduleParams, lr_ratio
 
-_ENTRIES = ("stages.launch", "stages.train")
+ENTRIES = ("stages.launch", "stages.train")
 """The modules that the train stage runs: the launcher, and each rank."""
 
 _SCHEDULE = {field.name for field in dataclasses.fields(ScheduleParams)}
@@ -81,7 +81,7 @@ def describe(params: TrainParams) -> Run:
         params=dataclasses.asdict(params),
         data=TokenFingerprints(train.fingerprint, validation.fingerprint),
         model=publish.sha256_file(MANIFEST),
-        code=code.digest(*_ENTRIES),
+        code=code.digest(*ENTRIES),
     )
     return Run(
         params=params,

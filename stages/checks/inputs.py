@@ -1,0 +1,98 @@
+"""What a training reads: parameters, the model, tokens, the encoder of `pack`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from stages.artifacts.params_file import load_params
+from stages.checks.findings import Finding, ok, warning
+from stages.corpus import fast_tokenizer
+from stages.model import hub
+from stages.model.manifest import MANIFEST, ModelManifest
+from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
+from stages.tokens.rows import TokenRows
+from stages.training import trackers
+from stages.training.params import TrainParams, TrainRuntime
+
+
+@dataclass(frozen=True)
+class InputParams:
+    """The leaves of `params.yaml` that name what is read."""
+
+    model_name: Annotated[str, Field(min_length=1)]
+    model_revision: Annotated[str, Field(min_length=1)]
+    initial_weights: Literal["auto", "pretrained", "random"]
+    fast_encoder: bool
+
+
+@dataclass(frozen=True)
+class ExecutorRuntime:
+    """What runs the data stages."""
+
+    executor: Literal["processes", "dask"]
+    dask_scheduler: str | None
+
+
+class Settings(NamedTuple):
+    """params.yaml, as far as the checks need it."""
+
+    inputs: InputParams
+    params: TrainParams
+    runtime: TrainRuntime
+    executor: ExecutorRuntime
+
+
+def load() -> Settings:
+    """Read params.yaml.
+
+    Raises:
+        StageError: naming each parameter that is wrong.
+    """
+    return Settings(
+        load_params(InputParams), load_params(TrainParams), load_params(TrainRuntime, "runtime"),
+        load_params(ExecutorRuntime, "runtime"),
+    )  # fmt: skip
+
+
+def check_extras(settings: Settings) -> Iterator[Finding]:
+    """The packages that some parameters need, and the fast encoder."""
+    settings.params.check_packages()
+    trackers.check(settings.runtime.tracker)
+    if settings.inputs.fast_encoder:
+        fast_tokenizer.check_installed()
+        yield ok(f"fast_encoder: {fast_tokenizer.NAME} is installed")
+
+
+def check_model(params: InputParams, full: bool) -> Iterator[Finding]:
+    """The files of the model, compared with the manifest, or with what the Hub's listing in the cache names.
+
+    Args:
+        params: Which model.
+        full: Compare the SHA-256 of each file, too, not only its size.
+    """
+    if not MANIFEST.exists():
+        source = hub.resolve(params.model_name, params.model_revision, params.initial_weights != "random")
+        yield warning(f"{params.model_name} is in {source.directory}, but not described yet", "`dvc repro download`")
+        return
+    manifest = ModelManifest.read()
+    manifest.verify(contents=full)
+    compared = "size and SHA-256" if full else "size"
+    yield ok(f"{manifest.model_name}: {len(manifest.files)} files have the {compared} of {MANIFEST}")
+    if (manifest.model_name, manifest.model_revision) != (params.model_name, params.model_revision):
+        yield warning(f"{MANIFEST} describes {manifest.model_name}, not {params.model_name}", "`dvc repro download`")
+        hub.resolve(params.model_name, params.model_revision, params.initial_weights != "random")
+
+
+def check_tokens(full: bool, directories: tuple[Path, ...] = (TRAIN, VALIDATION)) -> Iterator[Finding]:
+    """The packed tokens: every file is there with all its rows; with `full` each has its SHA-256."""
+    for directory in directories:
+        if not directory.exists():
+            yield warning(f"{directory} is missing", "`dvc repro pack`, or `dvc pull`")
+            continue
+        num_rows = len(TokenRows(directory))
+        if full:
+            PackedTokens.read(directory).verify()
+        yield ok(f"{directory}: {num_rows:,} rows" + (", with their SHA-256" if full else ""))
