@@ -1,0 +1,532 @@
+"""Write everything that the project needs into a directory that can be carried to a machine without internet access.
+
+Command   make bundle ARGS="..."     or     python -m scripts.bundle ...
+There     python3 bundle/unbundle.py TARGET
+
+The bundle contains the repository (`git bundle`), the packages of the lock for one Python and platform, the model that
+data/model.json lists, what DVC's cache has of some stages, compiled code, and with --raw the raw files. Files are in
+tar archives of at most --part-size. SHA256SUMS lists everything, so `sha256sum -c SHA256SUMS` checks it without our
+code. A bundle that was interrupted continues with the first part that is missing. docs/air-gap.md is the guide.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from packaging.markers import Marker, default_environment
+from tqdm import tqdm
+
+from scripts import unbundle
+from stages.artifacts import command, publish
+from stages.artifacts.errors import StageError
+from stages.artifacts.params_file import load_params
+from stages.artifacts.record import FileEntry
+from stages.download import DownloadParams
+from stages.model.manifest import MANIFEST, ModelManifest, changed_file
+from stages.organize import OrganizeParams, find_root
+from stages.training.environment import COMPILE_CACHE
+
+HF_HOME = PurePath(".hf")
+"""Where the target has the models of the Hub."""
+DATA_STAGES = ("organize", "extract", "download", "pack")
+_IMAGE = ("Dockerfile", "apptainer.def")
+_OLDEST_GLIBC = 5  # 2.5, of manylinux1
+_UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_ALIGNMENT, _RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
+
+
+@dataclass(frozen=True)
+class Platform:
+    """The machine for which packages are chosen."""
+
+    python: str
+    """Such as 3.11."""
+    machine: str
+    """Such as x86_64."""
+    glibc: tuple[int, int]
+
+    @classmethod
+    def parse(cls, python: str, name: str) -> "Platform":
+        """From a version and a name such as manylinux_2_28_x86_64."""
+        match = re.fullmatch(r"manylinux_(\d+)_(\d+)_(\w+)", name)
+        if not match or not re.fullmatch(r"3\.\d+", python):
+            raise StageError(
+                f"--python is {python!r} and --platform {name!r}: give them as 3.11 and manylinux_2_28_x86_64"
+            )
+        return cls(python, match[3], (int(match[1]), int(match[2])))
+
+    def tags(self) -> list[str]:
+        """The platform tags of wheels that run there, the newest first."""
+        versions = [f"manylinux_2_{minor}" for minor in range(self.glibc[1], _OLDEST_GLIBC - 1, -1)]
+        return [f"{tag}_{self.machine}" for tag in (*versions, "manylinux2014", "manylinux2010", "manylinux1", "linux")]
+
+    def environments(self) -> Iterator[dict[str, str]]:
+        """What the markers of a lock are compared with: for the first and the last release of that Python."""
+        for release in (0, 99):
+            yield {
+                **cast("dict[str, str]", default_environment()),
+                "python_version": self.python, "python_full_version": f"{self.python}.{release}",
+                "implementation_version": f"{self.python}.{release}", "platform_machine": self.machine,
+            }  # fmt: skip
+
+
+class Piece(NamedTuple):
+    """A member of a part: a file, or a range of one that is larger than a part."""
+
+    path: str
+    offset: int
+    length: int
+
+
+def main() -> None:
+    """Write the bundle."""
+    parser = command.parser(__doc__)
+    option = parser.add_argument
+    option("--to", type=Path, default=Path("bundle"), metavar="DIR", help="the bundle (default: bundle)")
+    option("--since", type=Path, metavar="DIR", help="an earlier bundle, or its index.json: leave out what it contains")
+    option("--build", choices=["cpu", "cuda"], help="the lock (default: the one that is installed here)")
+    option("--python", default=f"3.{sys.version_info.minor}", metavar="3.N", help="default: the one that runs here")
+    option("--platform", default=f"manylinux_2_28_{platform.machine()}", help="default: %(default)s")
+    option("--stages", nargs="*", metavar="STAGE", help="whose results to carry (default: data stages that have run)")
+    option("--raw", action="store_true", help="carry the raw files, too")
+    option("--part-size", default="4G", metavar="SIZE", help="of each archive at most, such as 700M (default: 4G)")
+    option("--sign", type=Path, metavar="KEY", help="sign SHA256SUMS with this key of ssh-keygen")
+    args = parser.parse_args()
+
+    target = Platform.parse(args.python, args.platform)
+    part_size = parse_size(args.part_size)
+    if args.since and args.since.resolve() in (args.to.resolve(), (args.to / unbundle.INDEX).resolve()):
+        raise StageError(f"--since is {args.since}, which this bundle would replace: name another directory with --to")
+    since = read_index(args.since) if args.since else None
+    commit, branch = committed()
+    stages = chosen_stages(args.stages)
+    notes: list[str] = []
+
+    args.to.mkdir(parents=True, exist_ok=True)
+    (args.to / unbundle.SUMS).unlink(missing_ok=True)  # until it is written again, the bundle is not complete
+    with tempfile.TemporaryDirectory() as scratch:
+        raw = raw_files(notes) if args.raw else {}
+        sources = {
+            **wheels(args.build or installed_build(), target), **model(Path(scratch), notes), **dvc_cache(stages),
+            **files_below(COMPILE_CACHE, str(COMPILE_CACHE)), **raw,
+        }  # fmt: skip
+        for path in listed("git", "ls-files", "-z"):
+            sources.pop(path, None)  # the repository has it
+        entries = digest_all(sources)
+        verify_model(sources, entries)
+        carried = {path: entry for path, entry in entries.items() if entry.sha256 != earlier_digest(path, since)}
+        index: dict[str, Any] = {
+            "format": unbundle.FORMAT, "commit": commit, "branch": branch, "since": since and since["commit"],
+            "python": target.python, "machine": target.machine, "glibc": target.glibc,
+            "stages": stages, "notes": notes,
+            # Without the raw files, `make repro` would write a sample corpus instead, and run all stages on that.
+            "next": "make repro" if args.raw or not stages else ".venv/bin/dvc repro --allow-missing",
+            "files": {
+                path: {"size": entry.size, "sha256": entry.sha256, "replaces": earlier_digest(path, since)}
+                for path, entry in entries.items()
+            },
+            # A raw file that is gone has to go there, too. Others do no harm, and may have been made there again.
+            "raw": [path for path in raw if path in entries],
+            "removed": {
+                path: earlier_digest(path, since)
+                for path in (since["raw"] if since and args.raw else []) if path not in raw
+            },
+            "parts": write_parts(args.to, sources, carried, part_size),
+        }  # fmt: skip
+    write_repository(args.to, index["since"], commit)
+    copy_clear_files(args.to, target)
+    publish.write_json(args.to / unbundle.INDEX, index)
+    write_sums(args.to, index["parts"])
+    if args.sign:
+        sign(args.to, args.sign)
+    size = sum(path.stat().st_size for path in args.to.iterdir())
+    num_parts = len(index["parts"])
+    print(f"bundle: {args.to}: {num_parts} parts, {size / 1e6:,.1f} MB; {len(carried)} of {len(entries)} files")
+    for note in notes:
+        print(f"note: {note}")
+
+
+def parse_size(text: str) -> int:
+    """A number of bytes, from a text such as 4G.
+
+    Raises:
+        StageError: it is none, or too small for an archive.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT])B?", text, re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if size < 100_000:
+        raise StageError(f"--part-size is {text!r}: give at least 100K, with one of the units K, M, G, T (4G)")
+    return size
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """The index of an earlier bundle."""
+    file = path / unbundle.INDEX if path.is_dir() else path
+    try:
+        index: dict[str, Any] = json.loads(file.read_bytes())
+        if index["format"] != unbundle.FORMAT:
+            raise StageError(f"--since: {file} has another format: make a bundle without --since")
+    except (OSError, ValueError, KeyError, TypeError):
+        raise StageError(f"--since is {path}: name an earlier bundle, or its {unbundle.INDEX}") from None
+    return index
+
+
+def committed() -> tuple[str, str]:
+    """The commit and the branch that the bundle has.
+
+    Raises:
+        StageError: files are not committed: they would be missing on the other side, silently.
+    """
+    dirty = [entry[3:] for entry in listed("git", "status", "--porcelain", "--no-renames", "-z")]
+    if dirty:
+        raise StageError(
+            f"{len(dirty)} files are not in the last commit, and a bundle has commits only: {', '.join(dirty[:10])}\n"
+            "commit them (dvc.lock with the results of the stages), or list them in .git/info/exclude"
+        )
+    if output("git", "rev-parse", "--is-shallow-repository") == "true":
+        raise StageError("this clone has a part of the history: run `git fetch --unshallow` first")
+    branch = output("git", "rev-parse", "--abbrev-ref", "HEAD")
+    return output("git", "rev-parse", "HEAD"), "main" if branch == "HEAD" else branch
+
+
+def installed_build() -> str:
+    """The build that `make setup` has installed here."""
+    try:
+        return Path(".venv/.setup").read_text().split()[1]
+    except (OSError, IndexError):
+        raise StageError("which lock? run `make setup` first, or give --build cpu or --build cuda") from None
+
+
+def requirements(lock: str, environment: dict[str, str]) -> Iterator[tuple[str, list[str]]]:
+    """The packages of a lock that are installed in an environment, each with its hashes."""
+    for block in re.split(r"^(?=[A-Za-z0-9])", lock, flags=re.MULTILINE)[1:]:
+        requirement, _, marker = block.partition("\\")[0].partition(";")
+        if not marker or Marker(marker.strip()).evaluate(environment):
+            yield requirement.strip(), re.findall(r"--hash=sha256:(\w+)", block)
+
+
+def wheels(build: str, target: Platform) -> dict[str, Path]:
+    """The files of all packages, by path in the target; those that are missing in wheels/ are downloaded.
+
+    pip compares the markers of a lock with the Python that runs it, even if another one is asked for. So they are
+    evaluated here.
+    """
+    directory = Path("wheels", f"{build}-{target.python}-{target.glibc[0]}.{target.glibc[1]}-{target.machine}")
+    directory.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Path] = {}
+    present = by_digest(directory)
+    for name in (build, "encoder"):
+        lock = Path(f"requirements-{name}.lock").read_text(encoding="utf-8")
+        for environment in target.environments():
+            needed = dict(requirements(lock, environment))
+            missing = {line: hashes for line, hashes in needed.items() if not present.keys() & set(hashes)}
+            if missing:
+                download(missing, directory, target)
+                present = by_digest(directory)
+            for hashes in needed.values():
+                found |= {f"wheels/{present[digest].name}": present[digest] for digest in hashes if digest in present}
+    return dict(sorted(found.items()))
+
+
+def by_digest(directory: Path) -> dict[str, Path]:
+    """The files of a directory by their SHA-256."""
+    return {publish.sha256_file(path): path for path in directory.iterdir()}
+
+
+def download(missing: dict[str, list[str]], directory: Path, target: Platform) -> None:
+    """Fetch packages with pip, which knows mirrors, proxies and certificates."""
+    print(f"bundle: downloading {len(missing)} packages for Python {target.python} on {target.machine}", flush=True)
+    lines = [" ".join([line, *(f"--hash=sha256:{digest}" for digest in hashes)]) for line, hashes in missing.items()]
+    platforms = [part for tag in target.tags() for part in ("--platform", tag)]
+    # A package without wheel needs setuptools for its name and version: this environment has it.
+    options = ["--no-deps", "--no-build-isolation", "--require-hashes", "--dest", str(directory)]
+    process = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "-qq", *options, "--python-version", target.python, *platforms,
+         "--implementation", "cp", "--requirement", "/dev/stdin"], input="\n".join(lines), text=True,
+    )  # fmt: skip
+    if process.returncode != 0:
+        raise StageError(
+            "pip could not download all packages, see above: it needs an index or a directory with files for this "
+            "Python and platform (PIP_INDEX_URL, PIP_FIND_LINKS); the next run continues"
+        )
+
+
+def model(scratch: Path, notes: list[str]) -> dict[str, Path]:
+    """The files of the model, by path in the target."""
+    name = load_params(DownloadParams).model_name
+    if not MANIFEST.is_file():
+        if in_project(Path(name)) and listed("git", "ls-files", "-z", "--", name):
+            return {}
+        raise StageError(
+            f"{MANIFEST} is missing, so it is unknown which files {name!r} has: `dvc repro download` first"
+        )
+    manifest = ModelManifest.read()
+    if manifest.model_name != name:
+        raise StageError(
+            f"{MANIFEST} describes {manifest.model_name!r}, model_name is {name!r}: `dvc repro download` first"
+        )
+    directory = manifest.verify(contents=False)
+    if manifest.commit is None:
+        base = in_project(directory)
+        if base is None:
+            base = f"models/{directory.name}"
+            notes.append(f"the model {name} is in {base} there: set model_name: {base}")
+        return {f"{base}/{file}": directory / file for file in manifest.files}
+    # As the Hub's own cache: where there are no links, it has files in their places.
+    cache = directory.parent.parent
+    base = str(HF_HOME / "hub" / cache.name)
+    found = {f"{base}/snapshots/{manifest.commit}/{file}": (directory / file).resolve() for file in manifest.files}
+    listing = cache / "trees" / f"{manifest.commit}.json"  # which files the model has on the Hub
+    if listing.is_file():
+        found[f"{base}/trees/{listing.name}"] = listing
+    if manifest.model_revision != manifest.commit:  # else it could be found by its commit only
+        reference = scratch / "reference"
+        reference.write_text(manifest.commit)
+        found[f"{base}/refs/{manifest.model_revision}"] = reference
+    notes.append(f"the model is in {HF_HOME} there: export HF_HOME=$PWD/{HF_HOME} HF_HUB_OFFLINE=1")
+    return found
+
+
+def verify_model(sources: dict[str, Path], entries: dict[str, FileEntry]) -> None:
+    """Compare the files of the model that are carried with data/model.json."""
+    if MANIFEST.is_file():
+        manifest = ModelManifest.read()
+        directory = manifest.directory()
+        wanted = {(directory / file).resolve(): entry for file, entry in manifest.files.items()}
+        for path, source in sources.items():
+            if wanted.get(source.resolve(), entries[path]) != entries[path]:
+                raise changed_file(source)
+
+
+def chosen_stages(names: list[str] | None) -> list[str]:
+    """The stages whose results are carried: those that are named, or the data stages that have run."""
+    if names == [] or (names is None and not Path("dvc.lock").is_file()):
+        return []
+    import yaml
+
+    locked = yaml.safe_load(Path("dvc.lock").read_text())["stages"] if Path("dvc.lock").is_file() else {}
+    if names is None:
+        return [name for name in DATA_STAGES if name in locked]
+    for name in names:
+        if name not in locked:
+            raise StageError(f"--stages: {name!r} has no results in dvc.lock, which has {', '.join(locked) or 'none'}")
+    return names
+
+
+def dvc_cache(stages: Sequence[str]) -> dict[str, Path]:
+    """The files of DVC's cache that the results of some stages consist of, by path in the target."""
+    if not stages:
+        return {}
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+
+    try:
+        with Repo() as repo:
+            used = {info.value for infos in repo.used_objs(targets=list(stages)).values() for info in infos}
+            cache = repo.cache.local
+            paths = {digest: Path(cache.oid_to_path(digest)) for digest in sorted(used)}
+    except DvcException as error:
+        raise StageError(str(error)) from None
+    if lost := [digest for digest, path in paths.items() if not path.is_file()]:
+        raise StageError(
+            f"DVC's cache lacks {len(lost)} files of the results of {', '.join(stages)}, such as {lost[0]}: run "
+            "`dvc repro` or `dvc pull` for these stages, or choose others with --stages"
+        )
+    return {f".dvc/cache/files/md5/{digest[:2]}/{digest[2:]}": path for digest, path in paths.items()}
+
+
+def raw_files(notes: list[str]) -> dict[str, Path]:
+    """The raw files, by path in the target."""
+    raw_dir = load_params(OrganizeParams).raw_dir
+    root = find_root(raw_dir)
+    base = in_project(root)
+    if base is None:
+        base = "data/raw"
+        notes.append(f"the raw files of {raw_dir} are in {base} there: set raw_dir: {base}")
+    return files_below(root, base)
+
+
+def in_project(directory: Path) -> str | None:
+    """The path of a directory relative to the project; None: it is elsewhere."""
+    path = Path(os.path.normpath(Path.cwd() / directory))  # not resolved: a link to another disk is in the project
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else None
+
+
+def files_below(root: Path, base: str) -> dict[str, Path]:
+    """All files below a directory, links to directories included, by path in the target."""
+    found = {}
+    for parent, directories, names in os.walk(root, followlinks=True):
+        directories.sort()
+        for path in (Path(parent, name) for name in sorted(names)):
+            if path.is_file():
+                found[f"{base}/{path.relative_to(root)}"] = path
+    return found
+
+
+def digest_all(sources: dict[str, Path]) -> dict[str, FileEntry]:
+    """Size and SHA-256 of each file."""
+    entries = {}
+    total = sum(path.stat().st_size for path in sources.values())
+    with tqdm(total=total, desc="sha256", unit="B", unit_scale=True, disable=None) as progress:
+        for path, source in sources.items():
+            entries[path] = FileEntry.of(source)
+            progress.update(entries[path].size)
+    return entries
+
+
+def earlier_digest(path: str, since: dict[str, Any] | None) -> str | None:
+    """The SHA-256 of a file in an earlier bundle; None if it was not in there."""
+    return since["files"].get(path, {}).get("sha256") if since else None
+
+
+def plan_parts(sizes: dict[str, int], part_size: int) -> Iterator[list[Piece]]:
+    """Fill parts with files in their order; only a file that is larger than a part is cut."""
+    empty = part_size - _RECORD  # the end of an archive is at most that long
+    pieces: list[Piece] = []
+    free = empty
+    for path, size in sizes.items():
+        # The header; before it, for a long name, another one and the name itself.
+        overhead = 2 * _ALIGNMENT + _round_up(len(path.encode()) + 1)
+        is_cut = overhead + _round_up(size) > empty
+        offset = 0
+        while True:
+            room = (free - overhead) // _ALIGNMENT * _ALIGNMENT
+            if room <= 0 or (size > room and not is_cut):
+                yield pieces
+                pieces, free = [], empty
+                continue
+            length = min(size - offset, room)
+            pieces.append(Piece(path, offset, length))
+            free -= overhead + _round_up(length)
+            offset += length
+            if offset == size:
+                break
+    if pieces:
+        yield pieces
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def write_parts(
+    directory: Path, sources: dict[str, Path], entries: dict[str, FileEntry], part_size: int
+) -> dict[str, list[Piece]]:
+    """Write the parts that are missing, and delete those of another bundle.
+
+    The name of a part contains a digest of what it contains, so a part that exists is right, whichever run wrote it.
+    """
+    planned: dict[str, list[Piece]] = {}
+    for number, pieces in enumerate(plan_parts({path: entry.size for path, entry in entries.items()}, part_size), 1):
+        content = json.dumps([(*piece, entries[piece.path].sha256) for piece in pieces])
+        planned[f"part-{number:04}-{hashlib.sha256(content.encode()).hexdigest()[:12]}.tar"] = pieces
+    for path in directory.glob("part-*"):
+        if path.name not in planned:
+            path.unlink()
+    missing = {name: pieces for name, pieces in planned.items() if not (directory / name).is_file()}
+    total = sum(piece.length for pieces in missing.values() for piece in pieces)
+    with tqdm(total=total, desc="parts", unit="B", unit_scale=True, disable=None) as progress:
+        for name, pieces in missing.items():
+            with (
+                written(directory / name) as file,
+                # The format that every tar reads, with names as on the other side, whatever the locale is here.
+                tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8") as part,
+            ):
+                for piece in pieces:
+                    add(part, piece, sources[piece.path])
+                    progress.update(piece.length)
+    return planned
+
+
+@contextmanager
+def written(path: Path) -> Iterator[BinaryIO]:
+    """A file that has its name only when it is complete and on the disk."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def add(part: tarfile.TarFile, piece: Piece, source: Path) -> None:
+    """Add a piece of a file to a part; the bytes depend on nothing else, such as owners or times."""
+    member = tarfile.TarInfo(piece.path)
+    member.size = piece.length
+    with source.open("rb") as file:
+        file.seek(piece.offset)
+        try:
+            part.addfile(member, file)
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            raise StageError(f"{source} became shorter while it was bundled: run it again") from None  # tarfile's own
+
+
+def write_repository(directory: Path, since: str | None, commit: str) -> None:
+    """The commits that an earlier bundle lacks; nothing if there are none."""
+    file = directory / unbundle.REPOSITORY
+    file.unlink(missing_ok=True)
+    if since != commit:
+        output("git", "bundle", "create", "--quiet", str(file), "HEAD", *([f"^{since}"] if since else []))
+
+
+def copy_clear_files(directory: Path, target: Platform) -> None:
+    """What is read before anything is unpacked: the script, and the recipes of images."""
+    shutil.copyfile(unbundle.__file__, directory / "unbundle.py")
+    for name in _IMAGE:
+        recipe = Path(__file__).with_name("image") / name
+        (directory / name).write_text(recipe.read_text().replace("PYTHON_VERSION", target.python))
+
+
+def write_sums(directory: Path, parts: Iterable[str]) -> None:
+    """The digests of all files of the bundle, as `sha256sum` writes them; last, so that it stands for the others."""
+    (directory / unbundle.SIGNATURE).unlink(missing_ok=True)
+    names = [unbundle.INDEX, "unbundle.py", *_IMAGE, *parts]
+    if (directory / unbundle.REPOSITORY).is_file():
+        names.append(unbundle.REPOSITORY)
+    lines = [f"{publish.sha256_file(directory / name)}  {name}\n" for name in sorted(names)]
+    publish.write_text(directory / unbundle.SUMS, "".join(lines))
+
+
+def sign(directory: Path, key: Path) -> None:
+    """Sign the list of digests."""
+    sums = directory / unbundle.SUMS
+    if subprocess.run(["ssh-keygen", "-q", "-Y", "sign", "-f", key, "-n", unbundle.NAMESPACE, sums]).returncode != 0:
+        raise StageError(f"--sign: ssh-keygen could not sign with {key}, see above; the bundle itself is complete")
+
+
+def output(*arguments: str) -> str:
+    """What a command prints.
+
+    Raises:
+        StageError: it failed.
+    """
+    process = subprocess.run(arguments, capture_output=True, text=True)
+    if process.returncode != 0:
+        raise StageError(f"{' '.join(arguments)}: {process.stderr.strip()}")
+    return process.stdout.strip()
+
+
+def listed(*arguments: str) -> list[str]:
+    """The names, each ended by a null byte, that a command prints."""
+    process = subprocess.run(arguments, capture_output=True)
+    if process.returncode != 0:
+        raise StageError(f"{' '.join(arguments)}: {os.fsdecode(process.stderr).strip()}")
+    return [os.fsdecode(name) for name in process.stdout.split(b"\0") if name]
+
+
+if __name__ == "__main__":
+    command.run(main, after_interrupt="the next run continues")

@@ -1,0 +1,423 @@
+"""Run the pipeline without a network and under a tracer, and write what it asked for.
+
+    python -m scripts.certify [-o airgap.json]      `dvc repro` in a fresh copy of the project, so that every stage runs
+    python -m scripts.certify [-o FILE] COMMAND...  a command in this directory
+
+Reads     what the command reads
+Writes    airgap.json: the addresses that any process asked for, what was read from outside the project, and digests of
+          what went in and what came out. It has no clock times, process ids or ports: the same run gives the same file
+
+The command runs in a network namespace (`unshare -rn`) whose only interface is loopback, so nothing leaves the machine,
+and strace notes each attempt. Loopback, UNIX sockets and the kernel's own sockets are allowed. Any other address, and
+each lookup of a name (port 53, /etc/resolv.conf, systemd's resolver), is an error that names stage, process and
+address; the certificate lists it too.
+
+The copy is made beside the outputs and deleted at the end: it needs as much disk space as the outputs and their cache.
+"""
+
+import argparse
+import importlib.metadata
+import ipaddress
+import itertools
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import yaml
+
+from stages.artifacts import command, outputs, publish
+from stages.artifacts.errors import StageError
+
+CERTIFICATE = Path("airgap.json")
+FORMAT = 1
+
+_SYSCALLS = "connect,sendto,sendmsg,sendmmsg,openat,?open,?openat2,execve,clone,?clone3,?fork,?vfork"
+"""What is traced; `?`: not every architecture has it. With --seccomp-bpf all other calls run at full speed."""
+_LOCAL_FAMILIES = {"AF_UNIX", "AF_NETLINK", "AF_UNSPEC", "AF_ALG"}
+"""Other processes of this machine, and the kernel; AF_UNSPEC disconnects."""
+_RESOLVER = "io.systemd.Resolve"
+_RESOLVER_CONFIG = "/etc/resolv.conf"
+_DNS = 53
+_MEASURED = (outputs.TRAIN_METRICS, outputs.COST)
+"""Outs with durations, which no digest covers and which differ between two runs."""
+_WITHOUT_FILES = ("proc", "sys", "dev", "run")
+"""Directories of the kernel: their files differ from one run to the next."""
+_PAYLOAD = re.compile(r'(^\d+(?:<[^>]*>)?, |iov_base=)"(?:[^"\\]|\\.)*"')
+"""What sendto and sendmsg send, which may look like an address."""
+_LINKED_BYTES = 1 << 20
+"""Larger files, such as weights under models/, are linked into the copy."""
+
+# Loopback has to be switched on in a new namespace; `ip` may not be installed. 0x8914: SIOCSIFFLAGS, 1: IFF_UP.
+_START = """
+import fcntl, os, socket, struct, sys
+with socket.socket() as any_socket:
+    fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh22x", b"lo", 1))
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+class Address(NamedTuple):
+    """What a process asked for."""
+
+    text: str
+    """For people, without the ports of loopback, which differ between runs."""
+    is_allowed: bool
+
+
+class Access(NamedTuple):
+    """One of the calls of a traced process, as far as it matters."""
+
+    address: Address
+    call: str
+    process: str
+    """Its command line."""
+    stage: str
+    """Of the pipeline; empty for processes of none, such as DVC itself."""
+
+
+@dataclass
+class Trace:
+    """What strace has noted of a command and all its descendants."""
+
+    addresses: list[tuple[int, int, str, Address]] = field(default_factory=list)
+    """Line, process, call and address, in order."""
+    files: set[str] = field(default_factory=set)
+    """Real paths of the files that were opened for reading."""
+    commands: dict[int, list[tuple[int, list[str]]]] = field(default_factory=dict)
+    """Of each process: line, and arguments of what it executed."""
+    parents: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Of each process: line, and the process that started it."""
+
+    def accesses(self) -> list[Access]:
+        """Each different access once, sorted."""
+        found = set()
+        for line, process, call, address in self.addresses:
+            arguments, stage = self._origin(line, process)
+            found.add(Access(address, call, " ".join(arguments)[:200], stage))
+        return sorted(found, key=lambda access: (access.stage, access.address.text, access.call, access.process))
+
+    def _origin(self, line: int, process: int) -> tuple[list[str], str]:
+        """The command line of a process at a line, and the stage that it or one of its ancestors runs."""
+        arguments: list[str] = []
+        while True:
+            executed = [words for at, words in self.commands.get(process, []) if at <= line]
+            if executed and not arguments:
+                arguments = executed[-1]
+            for candidate in reversed(executed):
+                if stage := _stage(candidate):
+                    return arguments, stage
+            if process not in self.parents:
+                return arguments or ["?"], ""
+            # Not what the parent executed later. A child may be noted before the call that started it returns.
+            line, process = self.parents[process]
+
+
+def _stage(arguments: list[str]) -> str | None:
+    module = next((after for option, after in itertools.pairwise(arguments) if option == "-m"), "")
+    package, _, name = module.partition(".")
+    return {"launch": "train"}.get(name, name) if package == "stages" else None
+
+
+def parse(lines: Iterable[str]) -> Trace:
+    """Read the output of `strace -f -y`, in which the parts of a call may be apart."""
+    trace = Trace()
+    pending: dict[int, str] = {}
+    number = 0
+    for number, line in enumerate(lines):
+        head, _, text = line.rstrip("\n").partition(" ")
+        if not head.isdigit():
+            continue
+        process, text = int(head), text.lstrip()
+        if text.endswith("<unfinished ...>"):
+            pending[process] = text.removesuffix("<unfinished ...>")
+            # What was executed is known now: its first calls come before the line that ends this one.
+            if text.startswith("execve("):
+                _note(trace, number, process, text)
+            continue
+        if resumed := re.match(r"<\.\.\. \w+ resumed>", text):
+            text = pending.pop(process, "") + text[resumed.end() :]
+            if text.startswith("execve("):
+                continue
+        _note(trace, number, process, text)
+    for process, text in pending.items():  # killed while it waited, as for an address that does not answer
+        _note(trace, number, process, text)
+    return trace
+
+
+def _note(trace: Trace, number: int, process: int, text: str) -> None:
+    name, _, rest = text.partition("(")
+    if name in ("connect", "sendto", "sendmsg", "sendmmsg"):
+        rest = _PAYLOAD.sub(r"\1", rest)
+        # sendmmsg has an address for each message.
+        for found in re.finditer(r"\{sa_family=(\w+)((?:[^{}\"]|\"(?:[^\"\\]|\\.)*\"|\{[^{}]*\})*)", rest):
+            trace.addresses.append((number, process, name, address(found[1], found[2])))
+    elif name in ("open", "openat", "openat2"):
+        # Even where there is no such file: who reads it wants to know whom to ask.
+        if f'"{_RESOLVER_CONFIG}"' in rest:
+            trace.addresses.append((number, process, name, Address(f"nameservers ({_RESOLVER_CONFIG})", False)))
+        opened = re.search(r" = \d+<(.*)>(?: ?\(deleted\))?$", rest)
+        if opened and not re.search(r"\b(O_WRONLY|O_DIRECTORY|O_PATH)\b", rest):
+            trace.files.add(_unquote(opened[1]))
+    elif name == "execve":
+        if " = -1 " not in rest and (arguments := re.search(r", \[(.*?)\], 0x", rest)):
+            words = [_unquote(word) for word in re.findall(r'"((?:[^"\\]|\\.)*)"', arguments[1])]
+            trace.commands.setdefault(process, []).append((number, words))
+    elif name in ("clone", "clone3", "fork", "vfork") and (child := re.search(r" = (\d+)(?:<[^>]*>)?$", rest)):
+        trace.parents[int(child[1])] = (number, process)
+
+
+def address(family: str, fields: str) -> Address:
+    """What a socket address of strace means: `AF_INET`, `, sin_port=htons(80), sin_addr=inet_addr("10.0.0.1")`."""
+    if family in ("AF_INET", "AF_INET6"):
+        port = re.search(r"htons\((\d+)\)", fields)
+        host = re.search(r"inet_(?:addr\(|pton\(AF_INET6, )\"([^\"]+)\"", fields)
+        if port and host:
+            if int(port[1]) == _DNS:
+                return Address(f"nameserver {host[1]} port {_DNS}", False)
+            ip = ipaddress.ip_address(host[1])
+            mapped = getattr(ip, "ipv4_mapped", None) or ip
+            # 0.0.0.0 is loopback too, for those who connect to it.
+            if mapped.is_loopback or mapped.is_unspecified:
+                return Address("127.0.0.1" if mapped.version == 4 else "::1", True)
+            return Address(f"{host[1]} port {port[1]}", False)
+    if family == "AF_UNIX":
+        path = re.search(r'sun_path=(@?)"((?:[^"\\]|\\.)*)"', fields)
+        name = _unquote(path[2]) if path else ""
+        if _RESOLVER in name:
+            return Address(f"nameserver unix:{name}", False)
+        if not name or (path and path[1]) or _is_below(name, _temporary_directories()):
+            return Address("unix", True)  # their names are random
+        return Address(f"unix:{name}", True)
+    return Address(f"{family}{fields}" if family not in _LOCAL_FAMILIES else family, family in _LOCAL_FAMILIES)
+
+
+def _unquote(text: str) -> str:
+    r"""Text as strace quotes it: `\303\251`, `\"`, `\n`."""
+    named = {"n": b"\n", "t": b"\t", "r": b"\r", "f": b"\f", "v": b"\v"}
+    raw = re.sub(
+        rb"\\([0-7]{1,3}|.)",
+        lambda found: (
+            bytes([int(found[1], 8)]) if found[1].isdigit() else named.get(found[1].decode("latin-1"), found[1])
+        ),
+        os.fsencode(text),
+    )
+    return os.fsdecode(raw)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, default=CERTIFICATE, metavar="FILE")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="default: `dvc repro` in a fresh copy")
+    arguments = parser.parse_args()
+    check_tools()
+    project = Path.cwd()
+    if arguments.command:
+        certificate = certify(arguments.command, project, [project])
+    else:
+        with fresh_copy(project) as copy:
+            certificate = certify(["dvc", "repro"], copy, [copy, project])
+    publish.write_json(arguments.output, certificate)
+    refused = [
+        f"{entry['stage'] or 'no stage'}: `{entry['process']}` asked for {entry['address']} ({entry['call']})"
+        for entry in certificate["refused"]
+    ]
+    if certificate["exit_status"]:
+        refused.append(f"`{certificate['command']}` failed with exit status {certificate['exit_status']}")
+    if refused:
+        raise StageError("\n".join([*refused, f"{arguments.output} lists the same"]))
+    print(f"certify: no address but this machine's own was asked for, and no name looked up: see {arguments.output}")
+
+
+def check_tools() -> None:
+    """Refuse a machine on which nothing could be traced or isolated.
+
+    Raises:
+        StageError: naming what is missing, and how to get it.
+    """
+    for tool, package in {"strace": "strace", "unshare": "util-linux"}.items():
+        if not shutil.which(tool):
+            raise StageError(f"{tool} is not installed: install the package {package} (`apt-get install {package}`)")
+    isolated = subprocess.run(["unshare", "-rn", "true"], capture_output=True, text=True, check=False)
+    if isolated.returncode:
+        raise StageError(
+            f"this machine allows no network namespaces ({isolated.stderr.strip()}): run it as root, or have root "
+            "allow them (`sysctl kernel.unprivileged_userns_clone=1`, on Ubuntu also "
+            "`sysctl kernel.apparmor_restrict_unprivileged_userns=0`; in a container `--cap-add SYS_ADMIN`)"
+        )
+    traced = subprocess.run(["strace", "--seccomp-bpf", "-f", "-o", os.devnull, "true"], capture_output=True, text=True)
+    if traced.returncode:
+        raise StageError(
+            f"strace cannot trace here ({traced.stderr.strip()}): it must be version 5.3 or newer, and tracing allowed "
+            "(`sysctl kernel.yama.ptrace_scope=1`; in a container `--cap-add SYS_PTRACE`)"
+        )
+
+
+@contextmanager
+def fresh_copy(project: Path) -> Iterator[Path]:
+    """A copy of what git knows of a project, with a link to its raw files and without any result."""
+    raw = Path(yaml.safe_load((project / "params.yaml").read_text(encoding="utf-8")).get("raw_dir") or "data/raw")
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=project, capture_output=True, check=False
+    )
+    if listed.returncode:
+        raise StageError(f"the copy is made of what git knows: {os.fsdecode(listed.stderr).strip()}")
+    names = [Path(name) for name in os.fsdecode(listed.stdout).split("\0") if name]
+    left_out = {Path("dvc.lock"), Path(f"{raw}.dvc")}  # with these, DVC would look for earlier results
+    (project / outputs.OUTPUTS).mkdir(exist_ok=True)
+    # Not below /tmp, which may be small, or in memory.
+    with tempfile.TemporaryDirectory(prefix=".certify-", dir=project / outputs.OUTPUTS) as directory:
+        copy = Path(directory)
+        for name in names:
+            source, target = project / name, copy / name
+            if name in left_out or not source.is_file() or raw in name.parents:
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.stat().st_size > _LINKED_BYTES:
+                with suppress(OSError):  # another disk, or one without links
+                    os.link(source.resolve(), target)
+            if not target.exists():
+                shutil.copy(source, target)
+        if not raw.is_absolute():
+            (copy / raw).parent.mkdir(parents=True, exist_ok=True)
+            (copy / raw).symlink_to(project / raw)
+        if (project / ".hf").is_dir():
+            (copy / ".hf").symlink_to(project / ".hf")
+        subprocess.run(["git", "init", "-q", str(copy)], check=True)  # DVC wants a repository
+        yield copy
+
+
+def certify(arguments: list[str], directory: Path, projects: list[Path]) -> dict[str, Any]:
+    """Run a command in a directory, traced and without a network, and describe what it did.
+
+    Args:
+        arguments: The command.
+        directory: Where it runs, with params.yaml and dvc.lock.
+        projects: Directories whose files are not "outside".
+    """
+    with tempfile.NamedTemporaryFile(prefix="certify-", suffix=".trace") as file:
+        tracer = ["strace", "--seccomp-bpf", "-fyqq", "-s256", "-o", file.name, "-e", f"trace={_SYSCALLS}"]
+        start = ["unshare", "-rn", sys.executable, "-c", _START]
+        # As on a cluster: huggingface_hub and datasets do not even try, so that an attempt is somebody else's.
+        environment = {"HF_HUB_OFFLINE": "1", **os.environ}
+        for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+            if name in environment:  # relative paths are those of the project
+                environment[name] = os.path.abspath(environment[name])
+        process = subprocess.Popen([*start, *tracer, "--", *arguments], cwd=directory, env=environment)
+        try:
+            status = process.wait()
+        except BaseException:  # SIGTERM: strace itself ignores it, and without strace its command would run on
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.terminate()
+            process.wait()
+            raise
+        with open(file.name, encoding="utf-8", errors="surrogateescape") as lines:
+            trace = parse(lines)
+    accesses = trace.accesses()
+    allowed: dict[str, set[str]] = {}
+    for access in accesses:
+        if access.address.is_allowed:
+            allowed.setdefault(access.address.text, set()).add(access.stage)
+    return {
+        "format": FORMAT,
+        "command": " ".join(arguments),
+        "exit_status": status,
+        "addresses": {text: sorted(stages) for text, stages in sorted(allowed.items())},
+        "refused": [
+            {"stage": stage, "process": process, "address": asked.text, "call": call}
+            for asked, call, process, stage in accesses
+            if not asked.is_allowed
+        ],
+        "read_outside": read_outside(trace.files, projects),
+        **digests(directory),
+    }
+
+
+def read_outside(files: Iterable[str], projects: list[Path]) -> dict[str, Any]:
+    """What was read from outside the project, in groups whose names are the same on each machine where possible."""
+    from huggingface_hub import constants
+
+    site_packages = [os.path.realpath(path) for path in site.getsitepackages()]
+    environment = [*site_packages, *map(os.path.realpath, (sys.prefix, sys.base_prefix))]
+    cache, home = os.path.realpath(constants.HF_HOME), os.path.realpath(Path.home())
+    own = [os.path.realpath(project) for project in projects]
+    tops, model_cache, system, other = set(), set(), set(), set()
+    for path in files:
+        if base := _is_below(path, environment):
+            if base in site_packages:
+                tops.add(Path(path).relative_to(base).parts[0].removesuffix(".py"))
+        elif _is_below(path, [cache]):
+            model_cache.add(os.path.relpath(path, cache))
+        elif _is_below(path, [*own, *_temporary_directories()]) or not path.startswith("/") or os.path.isdir(path):
+            pass  # not outside; written by the run itself; a pipe
+        elif (parts := Path(path).parts)[1] in _WITHOUT_FILES:
+            system.add(f"/{parts[1]}")
+        elif parts[1] == "etc":
+            system.add(path)  # it may change what programs do
+        elif parts[1] in ("usr", "lib", "lib64", "bin", "sbin", "opt"):
+            system.add("/".join(parts[:3])[1:])
+        else:
+            other.add(f"~/{os.path.relpath(path, home)}" if _is_below(path, [home]) else path)
+    distributions = importlib.metadata.packages_distributions()
+    packages = {name for top in tops for name in distributions.get(top, ())}
+    return {
+        "environment": {
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "packages": {name: importlib.metadata.version(name) for name in sorted(packages, key=str.lower)},
+        },
+        "model_cache": sorted(model_cache),
+        "system": sorted(system),
+        "other": sorted(other),
+    }
+
+
+def _is_below(path: str, directories: Iterable[str]) -> str | None:
+    """The first of `directories` that is, or contains, a path."""
+    return next((top for top in directories if path == top or path.startswith(top.rstrip("/") + "/")), None)
+
+
+def _temporary_directories() -> list[str]:
+    return [os.path.realpath(tempfile.gettempdir()), "/tmp", "/var/tmp", "/dev/shm"]
+
+
+def digests(directory: Path) -> dict[str, Any]:
+    """SHA-256 of all that the stages have read and written, as dvc.lock lists it. Directories have one of their own."""
+    lock = directory / "dvc.lock"
+    if not lock.is_file():
+        return {"went_in": {}, "came_out": {}}
+    stages = yaml.safe_load(lock.read_text(encoding="utf-8"))["stages"]
+    outs = {out["path"] for stage in stages.values() for out in stage.get("outs", [])}
+    deps = {dep["path"] for stage in stages.values() for dep in stage.get("deps", [])}
+    deps = {path for path in deps if not _is_below(path, outs)}
+    modules = {path for path in deps if path.startswith("stages/")}
+    params = {name: stage["params"] for name, stage in stages.items() if "params" in stage}
+    measured = {str(path) for path in _MEASURED}
+    return {
+        "went_in": {
+            "code": publish.sha256_json({path: _digest(directory / path) for path in sorted(modules)}),
+            "params": publish.sha256_json(params),
+            **{path: _digest(directory / path) for path in sorted(deps - modules)},
+        },
+        "came_out": {path: _digest(directory / path) for path in sorted(outs - measured)},
+    }
+
+
+def _digest(path: Path) -> str | None:
+    """SHA-256 of a file, or of the paths and digests of all files below a directory; None: there is nothing."""
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+        return publish.sha256_json({str(file.relative_to(path)): publish.sha256_file(file) for file in files})
+    return publish.sha256_file(path) if path.is_file() else None
+
+
+if __name__ == "__main__":
+    command.run(main)
