@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup repro test slow faults slurm slurm-test nfs-test gpu check deps lock
+.PHONY: help setup repro doctor certify bundle unbundle test slow faults slurm slurm-test nfs-test gpu check deps lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -15,6 +15,22 @@ repro: setup ## Run the pipeline, on a sample corpus if data/raw is empty
 	@$(PY) -m scripts.sample_corpus
 	@$(PY) -m scripts.check_raw
 	.venv/bin/dvc repro
+
+# Without `setup`: it reports what is not set up.
+doctor: ## Check this machine and the project before a job: packages, GPUs, disks, limits, model, tokens, DVC; ARGS=--full
+	@$(or $(wildcard $(PY)),python3) -m stages.doctor $(ARGS)
+
+certify: setup ## Run the pipeline without a network and under strace, and write airgap.json
+	@$(PY) -m scripts.certify $(ARGS)
+
+bundle: setup ## Write all that a machine without internet access needs into bundle/; ARGS=--help lists options
+	@$(PY) -m scripts.bundle $(ARGS)
+
+# Without `setup`, which can install nothing there before this. A new machine has no Makefile: docs/air-gap.md.
+BUNDLE ?= bundle
+TARGET ?= .
+unbundle: ## Verify the bundle in BUNDLE, then install it in TARGET (by default, here)
+	@python3 $(BUNDLE)/unbundle.py $(TARGET) $(ARGS)
 
 test: setup ## Run all tests that are not slow
 	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile

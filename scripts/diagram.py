@@ -52,23 +52,27 @@ def outs(stage: dict[str, Any]) -> list[str]:
 
 
 def arrows(stages: dict[str, Any]) -> list[tuple[str, str]]:
-    """All pairs of a stage and one that reads an out of it."""
+    """All pairs of a stage and one that reads an out of it, or a file in it."""
     return [
         (source, target)
         for target in stages
         for source in stages
-        if set(outs(stages[source])) & {*stages[target]["deps"]}
+        if any(_is_in(dep, outs(stages[source])) for dep in stages[target]["deps"])
     ]
+
+
+def _is_in(dep: str, outs: list[str]) -> bool:
+    return any(dep == out or dep.startswith(f"{out}/") for out in outs)
 
 
 def inputs(stages: dict[str, Any]) -> list[tuple[str, str]]:
     """All pairs of a path that no stage writes and a stage that reads it; the code is left out."""
-    written = {out for stage in stages.values() for out in outs(stage)}
+    written = [out for stage in stages.values() for out in outs(stage)]
     return [
         (dep, name)
         for name, stage in stages.items()
         for dep in stage["deps"]
-        if dep not in written and not dep.startswith("stages/")
+        if not _is_in(dep, written) and not dep.startswith("stages/")
     ]
 
 

@@ -1,6 +1,7 @@
 """Turn the sharded checkpoint of a training into a Hugging Face model directory.
 
-Reads     outputs/<experiment_name>/run.json, the checkpoint it points to, data/model.json and the files it lists
+Reads     outputs/<experiment_name>/run.json, the checkpoint it points to, data/model.json and the files it lists; for
+          the lineage data/splits/summary.json, data/extract.json and data/pack.json
 Writes    outputs/<experiment_name>/model/: config, tokenizer, generation config, safetensors (with an index if there
           are several), README.md (the model card), lineage.json
 Command   python -m stages.consolidate
@@ -19,13 +20,14 @@ from stages.artifacts import command, history, outputs, publish
 from stages.artifacts.dtypes import PRECISIONS
 from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import CONFIG, GENERATION_CONFIG, LINEAGE, WEIGHTS_INDEX
+from stages.artifacts.origin import RECORDS, find_records
 from stages.artifacts.outputs import ExperimentName
 from stages.artifacts.params_file import load_params
 from stages.checkpointing import layout
 from stages.checkpointing.layout import TensorEntry
 from stages.checkpointing.pointer import RunPointer, resolve
 from stages.export import card
-from stages.export.lineage import Lineage, SourceModel
+from stages.export.provenance import Lineage, SourceModel
 from stages.model import headers
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.tokens.packed import find_encoder
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 1 << 30
 """Tensors share a file up to this size; a larger tensor has a file of its own."""
+
+_CARD = "README.md"
 
 _OUTDATED_CONFIG_KEYS = {"torch_dtype", "_name_or_path"}
 """An older name of `dtype`, and where somebody's copy of the source model was."""
@@ -131,12 +135,14 @@ def export(
         _write_config(temporary / CONFIG, model.architecture, dtype)
         if GENERATION_CONFIG not in copied and reference.generation_config is not None:
             reference.generation_config.save_pretrained(temporary)
-        lineage = _lineage(pointer, model, source, digests)
+        others = sorted(path.name for path in temporary.iterdir() if path.name not in {*digests, LINEAGE, _CARD})
+        files = {name: publish.sha256_file(temporary / name) for name in others}
+        lineage = _lineage(pointer, model, source, digests, files)
         lineage.write(temporary / LINEAGE)  # over the copied file of that name, if the source model has one
         loss = _last_validation_loss(checkpoint)
         # Training updates weights in fp32.
         text = card.readme(experiment_name, lineage, model.architecture, not model.weights, loss, dtype != "float32")
-        publish.write_text(temporary / "README.md", text)
+        publish.write_text(temporary / _CARD, text)
     return list(digests)
 
 
@@ -153,7 +159,10 @@ def _text(entry: TensorEntry | None) -> str:
     return f"{entry.dtype} {entry.shape}" if entry else "no tensor"
 
 
-def _lineage(pointer: RunPointer, model: ModelManifest, source: Path, weights: dict[str, str]) -> Lineage:
+def _lineage(
+    pointer: RunPointer, model: ModelManifest, source: Path, weights: dict[str, str], files: dict[str, str]
+) -> Lineage:
+    records = find_records()
     return Lineage(
         run_id=pointer.run_id,
         step=pointer.step,
@@ -172,6 +181,10 @@ def _lineage(pointer: RunPointer, model: ModelManifest, source: Path, weights: d
         checkpoint=pointer.result_sha256,
         weights=weights,
         encoder=find_encoder(),
+        files=files,
+        splits=publish.sha256_file(RECORDS["organize"]) if "organize" in records else None,
+        corpus=records["extract"].fingerprint if "extract" in records else None,
+        origins={stage: record.origin for stage, record in records.items()},
     )
 
 

@@ -25,7 +25,7 @@ from stages.artifacts.history import Row
 from stages.artifacts.model_files import CONFIG, LINEAGE
 from stages.artifacts.outputs import ExperimentName
 from stages.artifacts.params_file import load_params
-from stages.export.lineage import Lineage
+from stages.export.provenance import Lineage
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.tokens.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
 from stages.tokens.packed import VALIDATION, PackedTokens

@@ -13,6 +13,7 @@ import codecs
 import dataclasses
 import gc
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from pydantic import AfterValidator, Field
 from stages.artifacts import code, command, publish, reuse
 from stages.artifacts.dataset import Dataset, Shard
 from stages.artifacts.errors import StageError
+from stages.artifacts.origin import UNKNOWN, Origin
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import Record
 from stages.corpus import costs, progress, splits, workers
@@ -139,6 +141,9 @@ class Metrics(Record):
     rejected: dict[str, int]
     """Files or records, by reason."""
     rejections: list[Rejection]
+    fingerprint: str = ""
+    """Of the corpus."""
+    origin: Origin = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -187,10 +192,11 @@ def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
     with publish.lock(CORPUS):
-        print(extract(load_params(ExtractParams), load_params(ExtractRuntime, "runtime")))
+        params = load_params(ExtractParams)
+        print(extract(params, load_params(ExtractRuntime, "runtime"), origin=Origin.of("stages.extract", params)))
 
 
-def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIMITS) -> str:
+def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIMITS, origin: Origin = UNKNOWN) -> str:
     """Write the corpus and the metrics; return a line that describes them.
 
     Raises:
@@ -235,10 +241,11 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         rejected = join_parts(chain.from_iterable(result.rejected for result in results), limits.num_listed)
         counts["rejected_files"] = len({entry.path for entry in rejected})
         # Before the error, which refers the user to this file for all rejections.
-        metrics(counts, rejected).write(METRICS)
+        dataset = Dataset(features, shards)
+        metrics(counts, rejected, dataset.fingerprint, origin).write(METRICS)
         if counts["rejected_files"] > params.max_rejected_files:
             raise StageError(too_many(counts["rejected_files"], rejected, params.max_rejected_files))
-        Dataset(features, shards).write(directory)
+        dataset.write(directory)
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     return (
@@ -366,7 +373,7 @@ def read_split(task: Task, meter: progress.Meter) -> SplitResult:
             format, compression = found
             offset = file.part.start if file.part else 0
             counts["files"] += offset == 0  # each file once, with its first part
-            raw = Path(params.raw_dir, file.path)
+            raw = os.path.join(params.raw_dir, file.path)
             try:
                 with Source(raw, compression, file.digest, params.fallback_encoding, task.limits, file.part) as source:
                     source.on_read = show
@@ -411,7 +418,7 @@ def join_parts(rejected: Iterable[RejectedFile], num_listed: int) -> list[Reject
     ]
 
 
-def metrics(counts: Counter[str], rejected: list[Rejection]) -> Metrics:
+def metrics(counts: Counter[str], rejected: list[Rejection], fingerprint: str, origin: Origin) -> Metrics:
     """The content of `data/extract.json`."""
     prefix = "rejected "
     by_reason = {name.removeprefix(prefix): counts[name] for name in sorted(counts) if name.startswith(prefix)}
@@ -426,6 +433,8 @@ def metrics(counts: Counter[str], rejected: list[Rejection]) -> Metrics:
         characters=counts["characters"],
         rejected=by_reason,
         rejections=rejected,
+        fingerprint=fingerprint,
+        origin=origin,
     )
 
 

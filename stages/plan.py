@@ -152,7 +152,8 @@ def main() -> None:
         model = ModelManifest.read()
         plan = estimate(params, model, PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
         _print_summary(params, runtime, plan, model)
-        check_disk(params, runtime, plan)
+        if message := check_disk(params, runtime, plan):
+            print(message)
         check_extend_from(describe(params), runtime)
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
         here = (runtime.nproc_per_node or gpus.num or 2) * num_nodes  # ranks, as the launcher counts them
@@ -312,8 +313,11 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
     return "\n\n".join([LEGEND, *texts]) + "\n"
 
 
-def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
+def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> str | None:
     """Refuse a training whose checkpoints cannot be on the disk together.
+
+    Returns:
+        A warning, where there is little space; else None.
 
     Raises:
         StageError: naming the disk.
@@ -334,7 +338,8 @@ def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
             "lower runtime.keep_checkpoints, or set CHECKPOINT_ROOT to a larger disk, and run again"
         )
     if free < most * plan.checkpoint_bytes + model:
-        print(f"warning: {disk} has {format_gib(free)} free; set CHECKPOINT_ROOT to a larger disk")
+        return f"warning: {disk} has {format_gib(free)} free; set CHECKPOINT_ROOT to a larger disk"
+    return None
 
 
 def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model: ModelManifest) -> None:

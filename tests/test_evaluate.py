@@ -26,7 +26,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.identity import TokenFingerprints
 from stages.artifacts.params_file import load_params
 from stages.export import report
-from stages.export.lineage import Lineage, SourceModel
+from stages.export.provenance import Lineage, SourceModel
 from stages.tokens.loss import LossHead
 from stages.tokens.packed import VALIDATION
 from tests.models import write_tokenizer

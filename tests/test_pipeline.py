@@ -20,7 +20,7 @@ from dvc.utils.hydra import apply_overrides
 from pydantic import TypeAdapter, ValidationError
 
 from scripts import deps, diagram
-from stages.artifacts import code, outputs
+from stages.artifacts import code, outputs, publish
 from stages.artifacts.params_file import leaves
 from tests.pipeline import DATA_STAGES, STAGES, ran
 from tests.project import REPO, Project, ranks_of, wait_for
@@ -56,7 +56,7 @@ def test_the_picture_is_drawn_from_dvc_yaml() -> None:
     stages = PIPELINE["stages"]
     assert diagram.PICTURE.read_text() == diagram.draw(stages), "run `make deps`"
     arrows = diagram.arrows(stages)
-    assert len(arrows) == 14
+    assert len(arrows) == 16
     assert {("pack", "evaluate"), ("train", "evaluate"), ("download", "evaluate")} <= set(arrows)
     assert diagram.inputs(stages) == [("${raw_dir}", "organize"), ("models", "download")]
     # A line runs down from a box and then right, so it meets no box only if each stage is below those that it reads.
@@ -128,8 +128,8 @@ def test_evaluate_reaches_no_training() -> None:
 
 def test_floors_are_kept() -> None:
     ground = {"artifacts": set(), **{name: {"artifacts"} for name in ("corpus", "model", "tokens", "export")}}
-    floors = {**ground, "checkpointing": {"artifacts"},
-              "training": {"artifacts", "model", "tokens", "checkpointing"}}  # fmt: skip
+    floors = {**ground, "checkpointing": {"artifacts"}, "training": {"artifacts", "model", "tokens", "checkpointing"}}
+    floors["checks"] = {"artifacts", "corpus", *floors["training"], "training"}  # fmt: skip
     directories = {path.name for path in (REPO / "stages").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert directories == floors.keys()
     for floor, below in floors.items():
@@ -173,7 +173,7 @@ def test_data_stages_import_no_torch() -> None:
 
 def test_no_stage_has_an_effect_when_it_is_imported() -> None:
     """Neither the environment nor the interpreter's settings change, nor does a process or a thread start."""
-    names = ", ".join(f"stages.{stage}" for stage in [*STAGES, "launch", "checkpoints"])
+    names = ", ".join(f"stages.{stage}" for stage in [*STAGES, "launch", "checkpoints", "doctor"])
     script = f"""
 import os, signal, sys, threading
 import datasets, numpy, pyarrow, torch, torch._dynamo, transformers  # which may have effects of their own
@@ -213,7 +213,7 @@ def test_params_yaml_has_exactly_what_the_stages_read() -> None:
     assert set(flatten(yaml.safe_load((REPO / "params.yaml").read_text()))) == declared
 
 
-@pytest.mark.parametrize("stage", [*STAGES, "launch", "checkpoints"])
+@pytest.mark.parametrize("stage", [*STAGES, "launch", "checkpoints", "doctor"])
 def test_every_stage_explains_itself(stage: str) -> None:
     output = subprocess.check_output([sys.executable, "-m", f"stages.{stage}", "--help"], cwd=REPO, text=True)
     assert "Reads" in output
@@ -434,9 +434,10 @@ model.to(torch.bfloat16).save_pretrained(sys.argv[1])
     (repo / "blobs").mkdir()
     (repo / "refs").mkdir()
     (repo / "refs/main").write_text(commit)
-    for number, file in enumerate(sorted(plain.iterdir())):
-        shutil.move(file, repo / f"blobs/{number:040x}")
-        (snapshot / file.name).symlink_to(f"../../blobs/{number:040x}")
+    for file in plain.iterdir():
+        digest = publish.sha256_file(file)
+        shutil.move(file, repo / "blobs" / digest)
+        (snapshot / file.name).symlink_to(f"../../blobs/{digest}")
 
     reproduced.set(model_name="someone/nano", num_splits=5)
     output = no_network(reproduced, "dvc", "repro", HF_HOME=str(tmp_path / "hf"))

@@ -26,6 +26,7 @@ import yaml
 
 from stages.artifacts import code
 from stages.artifacts.errors import StageError
+from stages.artifacts.origin import Origin
 from stages.artifacts.process import INTERRUPTS, raise_on_interrupt
 from stages.artifacts.reuse import Store
 from stages.corpus import arrow, cluster, progress, workers
@@ -83,7 +84,9 @@ def run(executor: str, address: str | None = None, *, deduplicate: bool = False)
     shutil.rmtree("data/.reuse", ignore_errors=True)
     where = {"executor": executor, "dask_scheduler": address}
     organize_raw(num_splits=2, **where)
-    extract(replace(PARAMS, deduplicate_strings=deduplicate), ExtractRuntime(num_workers=1, reuse_gib=1, **where))
+    params = replace(PARAMS, deduplicate_strings=deduplicate)
+    runtime = ExtractRuntime(num_workers=1, reuse_gib=1, **where)
+    extract(params, runtime, origin=Origin.of("stages.extract", params))
     return outputs()
 
 

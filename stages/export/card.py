@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 if TYPE_CHECKING:
-    from stages.export.lineage import Lineage
+    from stages.export.provenance import Lineage
 
 
 def readme(

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from stages.artifacts.dataset import STATE, Dataset
 from stages.artifacts.errors import StageError
+from stages.artifacts.origin import UNKNOWN, Origin
 from stages.artifacts.publish import sha256_file
 from stages.artifacts.record import Record
 
@@ -78,7 +79,7 @@ class EncoderMetrics:
     """What encoded."""
 
     name: str
-    """The fast tokenizer, or `tokenizers`: the model's own, of the version that transformers requires."""
+    """The library and its version: the fast one, or the one that transformers requires, the model's own."""
     compared_characters: int
     """The sample of the text that both have encoded, with the same tokens."""
     slow_characters: int
@@ -96,6 +97,7 @@ class PackMetrics(Record):
     train: PartMetrics
     validation: PartMetrics
     encoder: EncoderMetrics
+    origin: Origin = UNKNOWN
 
 
 def find_encoder() -> str | None:

@@ -69,5 +69,7 @@ def _values(array: pa.Int32Array) -> NDArray[np.int32]:
 def _open(path: Path) -> pa.Table:
     try:
         return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk; that of a file which ends too early has no number
+            raise
         raise StageError(f"{path} is not a complete Arrow file ({error}): run `dvc repro -f -s pack`") from None

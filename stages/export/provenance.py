@@ -3,10 +3,11 @@
 It has no clock times and no paths of this machine, so that the same training gives the same file everywhere.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from stages.artifacts.identity import Adoption, TokenFingerprints
+from stages.artifacts.origin import Origin
 from stages.artifacts.record import Record
 
 
@@ -52,3 +53,11 @@ class Lineage(Record):
     """SHA-256 of each weight file."""
     encoder: str | None = None
     """The tokenizer library that encoded the data, as in data/pack.json; null: the project has no such file."""
+    files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the other files: config, tokenizer."""
+    splits: str | None = None
+    """SHA-256 of data/splits/summary.json, which has those of the manifests, which have those of all raw files."""
+    corpus: str | None = None
+    """Fingerprint of data/corpus."""
+    origins: dict[str, Origin] = field(default_factory=dict)
+    """Parameters and packages of `organize`, `extract` and `pack`, as far as the project has their records."""

@@ -1,0 +1,185 @@
+"""`python -m stages.lineage`: what differs from the lineage of a model is named, and stages that run again agree."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stages import lineage
+from stages.artifacts.errors import StageError
+from stages.corpus.splits import Part
+from tests.pipeline import STAGES
+from tests.project import Project, flip_bit
+
+MODEL = Path("outputs/test/model")
+
+
+@pytest.fixture
+def project(reproduced: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    monkeypatch.chdir(reproduced.path)
+    for name in ("DVC_ROOT", "CHECKPOINT_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+    return reproduced
+
+
+def differing(*rerun: str) -> list[str]:
+    """The names of what differs; what is equal or missing does not count."""
+    return [finding.name for finding in lineage.verify(MODEL, rerun) if finding.state == "different"]
+
+
+def test_everything_is_equal_after_a_run_and_organize_gives_the_same_bytes_again(project: Project) -> None:
+    findings = list(lineage.verify(MODEL, ["organize"]))
+    assert {finding.state for finding in findings} == {"equal"}, findings
+    names = " ".join(finding.name for finding in findings)
+    for part in ("model.safetensors", "tokenizer.json", "checkpoint", "data/model.json", "initial model",
+                 "code of train", "parameters of pack", "packages of extract", "data/tokens/validation", "data/corpus",
+                 "raw files", "rerun of organize: data/splits"):  # fmt: skip
+        assert part in names
+    assert not list((project / "outputs").glob(".rerun-*"))
+
+
+def test_a_changed_raw_file_is_found_and_so_is_a_new_one(project: Project) -> None:
+    raw = project / "data/raw/folder0/0.txt"
+    text = raw.read_text()
+    raw.write_text(text.replace("number", "numbed"))
+    assert differing() == ["raw files in data/raw"]
+    raw.write_text(text)
+    (raw.parent / "new.txt").write_text("a new one")
+    assert differing("organize") == ["rerun of organize: data/splits"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "stage"),
+    [("lr", 0.1, "train"), ("num_splits", 3, "organize"), ("min_chars", 2, "extract"), ("seq_length", 16, "pack")],
+)
+def test_a_changed_parameter_is_found(project: Project, name: str, value: float, stage: str) -> None:
+    project.set(**{name: value})
+    assert differing() == [f"parameters of {stage} in params.yaml"]
+
+
+def test_another_version_of_a_package_is_found(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("pyarrow", "torch"):
+        metadata = tmp_path / f"site/{package}-0.1.dist-info/METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert differing() == ["packages of train", "packages of extract", "packages of pack"]
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("outputs/test/model/model.safetensors", "outputs/test/model/model.safetensors"),
+        ("outputs/test/model/tokenizer.json", "outputs/test/model/tokenizer.json"),
+        ("outputs/test/checkpoints/*/step-00000012/__0_0.distcp", "checkpoint"),
+        ("data/tokens/train/*.arrow", "data/tokens/train"),
+        ("data/corpus/*.arrow", "data/corpus"),
+        ("data/splits/split_01.jsonl", "raw files in data/raw"),
+        ("models/nano/tokenizer.json", "files of the initial model models/nano"),
+    ],
+)
+def test_one_bit_is_found(project: Project, path: str, found: str) -> None:
+    file = sorted(project.path.glob(path))[0]
+    flip_bit(file, file.stat().st_size // 2)
+    (name,) = differing()
+    assert name.startswith(found)
+
+
+def test_an_edited_lineage_does_not_fit_itself(project: Project) -> None:
+    content = json.loads((MODEL / "lineage.json").read_text())
+    content["params"]["lr"] = 1.0
+    (MODEL / "lineage.json").write_text(json.dumps(content))
+    assert differing() == ["run_id of parameters, data, model and code", "parameters of train in params.yaml"]
+
+
+def test_a_model_directory_alone_is_enough(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(MODEL, tmp_path / "elsewhere/model")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    findings = list(lineage.verify(Path("model")))
+    assert {finding.state for finding in findings} == {"equal", "missing"}
+    missing = {finding.name: finding.detail for finding in findings if finding.state == "missing"}
+    assert missing["data/corpus"] == f"it would be {tmp_path}/elsewhere/data/corpus"
+    assert len(missing) == 7
+    with pytest.raises(StageError, match="run it from the root of the project"):
+        list(lineage.verify(Path("model"), ["pack"]))
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "is not a directory"), ("{}", "lineage.json is not valid")])
+def test_what_is_no_model_is_a_clear_error(empty_project: Path, content: str | None, message: str) -> None:
+    if content:
+        Path("model").mkdir()
+        Path("model/lineage.json").write_text(content)
+    with pytest.raises(StageError, match=message):
+        list(lineage.verify(Path("model")))
+
+
+def test_the_digest_of_a_part_is_that_of_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"aabbcc")
+    (tmp_path / "part").write_bytes(b"bb")
+    digest = lineage._raw_digest(tmp_path / "part", None)
+    assert lineage._raw_digest(tmp_path / "file", Part(2, 4, 1)) == digest
+    assert lineage._raw_digest(tmp_path / "file", Part(2, None, 1)) != digest
+    assert lineage._raw_digest(tmp_path / "none", None) is None
+
+
+def test_the_command_fails_where_something_differs(project: Project) -> None:
+    arguments = ("python", "-m", "stages.lineage", "verify", str(MODEL))
+    flip_bit(MODEL / "model.safetensors", -1)
+    output = project.run(*arguments, status=2)
+    assert f"different  {MODEL}/model.safetensors: SHA-256 " in output
+    assert f"error: 1 of these differ from what {MODEL}/lineage.json records" in output
+    flip_bit(MODEL / "model.safetensors", -1)
+    assert "different" not in project.run(*arguments)
+
+
+def test_other_code_is_found_and_so_is_the_commit_that_has_it(project: Project) -> None:
+    commit = project.run("git", "log", "-1", "--format=%h", "--abbrev=12", "--", "stages").strip()
+    module = project / "stages/training/schedule.py"
+    module.write_text(module.read_text() + "\nedited = 1\n")
+    output = project.run("python", "-m", "stages.lineage", "verify", str(MODEL), status=2)
+    assert f"different  code of train: it is that of commit {commit}: check it out" in output
+
+
+def change_raw(project: Project) -> None:
+    (project / "data/raw/folder1/1.txt").write_text("other words " * 50)
+
+
+def change_parameter(project: Project) -> None:
+    project.set(weight_decay=0.2)
+
+
+def change_weight(project: Project) -> None:
+    flip_bit(MODEL / "model.safetensors", -1)
+
+
+def change_corpus(project: Project) -> None:
+    file = sorted(project.path.glob("data/corpus/*.arrow"))[0]
+    flip_bit(file, file.stat().st_size // 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (None, set()),
+        (change_raw, {"organize", "extract"}),  # extract refuses files that were changed after organize
+        (change_parameter, {"train"}),
+        (change_weight, {"consolidate", "evaluate"}),
+        (change_corpus, {"extract", "pack"}),
+    ],
+)
+def test_each_stage_gives_the_same_bytes_again(
+    project: Project, change: Callable[[Project], None] | None, found: set[str]
+) -> None:
+    if change:
+        change(project)
+    findings = list(lineage.verify(MODEL, STAGES))
+    different = {finding.name for finding in findings if finding.state == "different"}
+    assert {stage for stage in STAGES if any(name.startswith(f"rerun of {stage}") for name in different)} == found
+    assert bool(different) == bool(change)
+    assert not any(finding.state == "missing" for finding in findings)
