@@ -1,8 +1,12 @@
 """The fast tokenizer: the tokens are those of the model's own, or it is not used."""
 
 import re
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -207,6 +211,13 @@ def test_a_difference_in_a_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         encoders("BPE of bytes")
 
 
+def test_a_difference_in_a_fixed_text_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fast = encoders("BPE of bytes")
+    monkeypatch.setattr(FastTokenizer, "encode", of_another_unicode("HTTPServer"))
+    with pytest.raises(Differs, match="it gives other tokens for the text 'camelCase HTTPServer"):
+        fast._comparison.check_all([], [], set())
+
+
 def test_each_batch_is_sampled_at_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
     _, fast = encoders("BPE of bytes")
     samples: list[str] = []
@@ -230,6 +241,32 @@ def test_without_the_fast_tokenizer_the_remedy_is_named(tmp_path: Path, monkeypa
     monkeypatch.setattr(fast_tokenizer, "DIRECTORY", tmp_path / "none")
     with pytest.raises(StageError, match=r"none is missing: `python -m scripts.install_encoder`.*fast_encoder: false"):
         fast_tokenizer.check_installed()
+
+
+def test_for_a_damaged_fast_tokenizer_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (f"tokenizers-{fast_tokenizer.VERSION}.dist-info/RECORD", "tokenizers/__init__.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("from .tokenizers import (")
+    monkeypatch.setattr(fast_tokenizer, "DIRECTORY", tmp_path)
+    monkeypatch.setitem(sys.modules, "fast_tokenizers", ModuleType("fast_tokenizers"))  # to restore what is there
+    with pytest.raises(
+        StageError, match=r"is damaged \(.*\): `python -m scripts.install_encoder`.*fast_encoder: false"
+    ):
+        fast_tokenizer._import.__wrapped__()
+
+
+def test_no_file_is_left_if_a_worker_is_killed_while_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files: list[list[Path]] = []
+    call = fast_tokenizer._call
+
+    def look(*args: Any) -> Any:
+        files.append([*tmp_path.iterdir()])
+        return call(*args)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(fast_tokenizer, "_call", look)
+    FastTokenizer(make("BPE of bytes").to_str().encode())
+    assert files == [[]]
 
 
 def test_a_panic_is_an_error() -> None:
