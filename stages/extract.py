@@ -27,7 +27,7 @@ from pydantic import AfterValidator, Field
 from stages.artifacts import code, command, publish, reuse
 from stages.artifacts.dataset import Dataset, Shard
 from stages.artifacts.errors import StageError
-from stages.artifacts.origin import UNKNOWN, Origin
+from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import Record
 from stages.corpus import costs, progress, splits, workers
@@ -141,9 +141,9 @@ class Metrics(Record):
     rejected: dict[str, int]
     """Files or records, by reason."""
     rejections: list[Rejection]
-    fingerprint: str = ""
+    fingerprint: str
     """Of the corpus."""
-    origin: Origin = UNKNOWN
+    origin: Origin
 
 
 @dataclass(frozen=True)
@@ -192,11 +192,10 @@ def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
     with publish.lock(CORPUS):
-        params = load_params(ExtractParams)
-        print(extract(params, load_params(ExtractRuntime, "runtime"), origin=Origin.of("stages.extract", params)))
+        print(extract(load_params(ExtractParams), load_params(ExtractRuntime, "runtime")))
 
 
-def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIMITS, origin: Origin = UNKNOWN) -> str:
+def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIMITS) -> str:
     """Write the corpus and the metrics; return a line that describes them.
 
     Raises:
@@ -242,7 +241,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         counts["rejected_files"] = len({entry.path for entry in rejected})
         # Before the error, which refers the user to this file for all rejections.
         dataset = Dataset(features, shards)
-        metrics(counts, rejected, dataset.fingerprint, origin).write(METRICS)
+        metrics(params, counts, rejected, dataset.fingerprint).write(METRICS)
         if counts["rejected_files"] > params.max_rejected_files:
             raise StageError(too_many(counts["rejected_files"], rejected, params.max_rejected_files))
         dataset.write(directory)
@@ -418,7 +417,7 @@ def join_parts(rejected: Iterable[RejectedFile], num_listed: int) -> list[Reject
     ]
 
 
-def metrics(counts: Counter[str], rejected: list[Rejection], fingerprint: str, origin: Origin) -> Metrics:
+def metrics(params: ExtractParams, counts: Counter[str], rejected: list[Rejection], fingerprint: str) -> Metrics:
     """The content of `data/extract.json`."""
     prefix = "rejected "
     by_reason = {name.removeprefix(prefix): counts[name] for name in sorted(counts) if name.startswith(prefix)}
@@ -434,7 +433,7 @@ def metrics(counts: Counter[str], rejected: list[Rejection], fingerprint: str, o
         rejected=by_reason,
         rejections=rejected,
         fingerprint=fingerprint,
-        origin=origin,
+        origin=Origin.of("stages.extract", params),
     )
 
 

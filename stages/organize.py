@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from stages.artifacts import command, publish
 from stages.artifacts.errors import StageError
-from stages.artifacts.origin import UNKNOWN, Origin
+from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
 from stages.corpus import assignment, costs, parts, splits, tree, workers
 from stages.corpus.formats import suffixes
@@ -63,9 +63,7 @@ def main() -> None:
         if method:
             print(materialize(load_params(OrganizeParams), method))
         else:
-            params = load_params(OrganizeParams)
-            origin = Origin.of("stages.organize", params)
-            print(organize(params, load_params(OrganizeRuntime, "runtime"), origin=origin))
+            print(organize(load_params(OrganizeParams), load_params(OrganizeRuntime, "runtime")))
 
 
 def organize(
@@ -75,7 +73,6 @@ def organize(
     files_per_task: int = 4096,
     bytes_per_task: int = 64 << 20,
     smallest_part: int = parts.SMALLEST,
-    origin: Origin = UNKNOWN,
 ) -> str:
     """Write the manifests and the summary; return a line that describes them.
 
@@ -120,7 +117,7 @@ def organize(
                 splits.PassedOver(splits.printable(item.path), item.reason)
                 for item in sorted(passed_over, key=tree.by_path)
             ],
-            origin=origin,
+            origin=Origin.of("stages.organize", params),
         ).write(directory / splits.SUMMARY)
     return (
         f"organize: {len(files)} files, {num_bytes / 1e6:.1f} MB, in {params.num_splits} splits; "

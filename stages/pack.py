@@ -23,7 +23,7 @@ from stages.artifacts import code, command, publish, reuse
 from stages.artifacts.dataset import STATE, Dataset, Shard
 from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
-from stages.artifacts.origin import UNKNOWN, Origin
+from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
 from stages.corpus import arrow, comparison, costs, encoding, fast_tokenizer, packing, progress, vocabulary, workers
 from stages.model.manifest import ModelManifest
@@ -104,16 +104,10 @@ def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
     with publish.lock(TOKENS):
-        params = load_params(PackParams)
-        print(pack(params, load_params(PackRuntime, "runtime"), origin=Origin.of("stages.pack", params)))
+        print(pack(load_params(PackParams), load_params(PackRuntime, "runtime")))
 
 
-def pack(
-    params: PackParams,
-    runtime: PackRuntime,
-    max_batch_tokens: int = packing.MAX_BATCH_TOKENS,
-    origin: Origin = UNKNOWN,
-) -> str:
+def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packing.MAX_BATCH_TOKENS) -> str:
     """Write the rows and the metrics; return a line that states how many there are.
 
     A document is a row of the corpus. Each document is encoded on its own and ended by the model's EOS token. Documents
@@ -124,7 +118,6 @@ def pack(
         params: What decides the rows.
         runtime: Where they are computed.
         max_batch_tokens: Tokens of a record batch of rows.
-        origin: For the lineage.
 
     Raises:
         StageError: the parameters do not fit the model or the corpus, or there are too few tokens for a row.
@@ -150,7 +143,7 @@ def pack(
         counts = train.counts + validation.counts
         name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
         encoder = EncoderMetrics(name, counts.num_compared, counts.num_slow, reason)
-        metrics = PackMetrics(train.metrics(), validation.metrics(), encoder, origin)
+        metrics = PackMetrics(train.metrics(), validation.metrics(), encoder, Origin.of("stages.pack", params))
         metrics.write(METRICS)
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))

@@ -535,7 +535,7 @@ def test_the_lineage_names_what_encoded_the_data() -> None:
     for encoder in (None, "tokenizers 1"):
         if encoder:
             part = PartMetrics(1, 1, 1, None, None, 0, 0)
-            PackMetrics(part, part, EncoderMetrics(encoder, 1, 0, None)).write(Path("data/pack.json"))
+            PackMetrics(part, part, EncoderMetrics(encoder, 1, 0, None), Origin({}, {})).write(Path("data/pack.json"))
         finish(trained_tensors(CONFIGS["llama-tied"]))
         consolidate.main()
         assert Lineage.read(Path("outputs/exp/model/lineage.json")).encoder == encoder

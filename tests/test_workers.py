@@ -26,7 +26,6 @@ import yaml
 
 from stages.artifacts import code
 from stages.artifacts.errors import StageError
-from stages.artifacts.origin import Origin
 from stages.artifacts.process import INTERRUPTS, raise_on_interrupt
 from stages.artifacts.reuse import Store
 from stages.corpus import arrow, cluster, progress, workers
@@ -86,7 +85,7 @@ def run(executor: str, address: str | None = None, *, deduplicate: bool = False)
     organize_raw(num_splits=2, **where)
     params = replace(PARAMS, deduplicate_strings=deduplicate)
     runtime = ExtractRuntime(num_workers=1, reuse_gib=1, **where)
-    extract(params, runtime, origin=Origin.of("stages.extract", params))
+    extract(params, runtime)
     return outputs()
 
 

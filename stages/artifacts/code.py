@@ -12,6 +12,7 @@ import ast
 import importlib.metadata
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,14 +46,29 @@ def packages(*entries: str, project: Path = _PROJECT) -> dict[str, str]:
     return _versions(_modules(entries, project))
 
 
-class _Module(NamedTuple):
-    """A module of the project."""
+class _Content(NamedTuple):
+    """What a file of Python contains."""
 
-    file: Path
     digest: str
     """SHA-256 of its statements."""
     imports: frozenset[str]
     """As `_imports` gives them."""
+
+
+class _Module(NamedTuple):
+    """A module of the project."""
+
+    file: Path
+    content: _Content
+
+
+@cache  # a stage asks for a digest and for packages, a launcher for those of several stages
+def _parse(source: bytes) -> _Content:
+    tree = ast.parse(source)
+    return _Content(publish.sha256_json(_canonical(tree)), frozenset(_imports(tree)))
+
+
+_find_distributions = cache(importlib.metadata.packages_distributions)
 
 
 def _modules(entries: Iterable[str], project: Path) -> dict[str, _Module]:
@@ -64,26 +80,24 @@ def _modules(entries: Iterable[str], project: Path) -> dict[str, _Module]:
         file = _file(name, project)
         if file is None or name in modules:  # None: not a module but a name that one defines
             continue
-        tree = ast.parse(file.read_bytes())
-        module = modules[name] = _Module(file, publish.sha256_json(_canonical(tree)), frozenset(_imports(tree)))
-        ours = [imported for imported in module.imports if imported.partition(".")[0] == __name__.partition(".")[0]]
+        module = modules[name] = _Module(file, _parse(file.read_bytes()))
+        ours = [each for each in module.content.imports if each.partition(".")[0] == __name__.partition(".")[0]]
         pending += (parent for imported in ours for parent in _with_parents(imported))
     return dict(sorted(modules.items()))
 
 
 def _versions(modules: dict[str, _Module]) -> dict[str, str]:
-    imported = {name for module in modules.values() for name in module.imports}
+    imported = {name for module in modules.values() for name in module.content.imports}
     packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
-    distributions = importlib.metadata.packages_distributions()
     # A package may belong to several distributions, and have none at all if it is not installed.
-    used = {distribution for package in packages for distribution in distributions.get(package, ())}
+    used = {distribution for package in packages for distribution in _find_distributions().get(package, ())}
     versions = {name: importlib.metadata.version(name) for name in sorted(used)}
     return {"python": "{}.{}".format(*sys.version_info), **versions}
 
 
 def _digest(modules: dict[str, _Module]) -> str:
     # By name, so that a statement moved from one module to another counts as a change.
-    return publish.sha256_json({name: module.digest for name, module in modules.items()})
+    return publish.sha256_json({name: module.content.digest for name, module in modules.items()})
 
 
 def _file(name: str, project: Path) -> Path | None:

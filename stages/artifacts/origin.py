@@ -6,7 +6,7 @@ lineage.json, so it needs neither these stages nor their parameters, which may h
 
 import dataclasses
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,8 +32,8 @@ _PLACES = {"raw_dir"}
 class Origin:
     """What decided the result of a stage, in addition to its inputs and its code."""
 
-    params: dict[str, Any] = field(default_factory=dict)
-    packages: dict[str, str] = field(default_factory=dict)
+    params: dict[str, Any]
+    packages: dict[str, str]
     """Versions of Python and of the packages that the stage imports."""
 
     @classmethod
@@ -41,10 +41,6 @@ class Origin:
         """The origin of what the module `entry` computes here and now."""
         values = {name: value for name, value in dataclasses.asdict(params).items() if name not in _PLACES}
         return cls(values, code.packages(entry))
-
-
-UNKNOWN = Origin()
-"""Of a record that an older version has written, or that a test does not care about."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from stages.artifacts.errors import StageError
-from stages.artifacts.origin import UNKNOWN, Origin
+from stages.artifacts.origin import Origin
 from stages.artifacts.publish import sha256_file
 from stages.artifacts.record import Record
 
@@ -90,7 +90,7 @@ class Summary(Record):
     passed_over_counts: dict[str, int]
     """By reason."""
     passed_over: list[PassedOver]
-    origin: Origin = UNKNOWN
+    origin: Origin
 
 
 def manifest_name(number: str) -> str:

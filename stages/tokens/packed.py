@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from stages.artifacts.dataset import STATE, Dataset
 from stages.artifacts.errors import StageError
-from stages.artifacts.origin import UNKNOWN, Origin
+from stages.artifacts.origin import Origin
 from stages.artifacts.publish import sha256_file
 from stages.artifacts.record import Record
 
@@ -97,7 +97,7 @@ class PackMetrics(Record):
     train: PartMetrics
     validation: PartMetrics
     encoder: EncoderMetrics
-    origin: Origin = UNKNOWN
+    origin: Origin
 
 
 def find_encoder() -> str | None:
