@@ -21,7 +21,7 @@ PICTURE = PIPELINE.parent / "docs/pipeline.svg"
 LEFT, TOP, RIGHT_STEP, DOWN_STEP = 90, 16, 46, 46
 BOX_WIDTH, BOX_HEIGHT = 112, 30
 CORNER = 9
-WIDTH = 960
+CHARACTER = 6.4  # the mean width of one in a list of files
 
 # The background is drawn too: a browser may apply a color scheme that is not the one of the page around the picture.
 STYLE = """
@@ -78,14 +78,16 @@ def inputs(stages: dict[str, Any]) -> list[tuple[str, str]]:
 
 def draw(stages: dict[str, Any]) -> str:
     """The picture as SVG."""
+    ends = [_text_left(row) + CHARACTER * len(_files(stage)) for row, stage in enumerate(stages.values())]
+    width = round(max(ends)) + TOP
     height = 2 * TOP + DOWN_STEP * (len(stages) - 1) + BOX_HEIGHT
     title = ", ".join(f"{source} to {target}" for source, target in [*inputs(stages), *arrows(stages)])
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}">',
             f"<title>{_text(title)}</title>",
             f"<style>{STYLE}</style>",
-            f'<rect class="back" width="{WIDTH}" height="{height}" rx="6"/>',
+            f'<rect class="back" width="{width}" height="{height}" rx="6"/>',
             *_elements(stages),
             "</svg>\n",
         ]
@@ -103,14 +105,21 @@ def _elements(stages: dict[str, Any]) -> Iterator[str]:
         start, y = places[source][1] + BOX_HEIGHT, places[target][1] + BOX_HEIGHT // 2
         corner = f"V{y - CORNER} Q{down},{y} {down + CORNER},{y}"
         yield f'<path class="line" d="M{down},{start} {corner} H{end}"/>'
-    for name, (x, y) in places.items():
-        files = outs(stages[name])
+    for row, (name, (x, y)) in enumerate(places.items()):
         middle = y + BOX_HEIGHT // 2
         yield f'<path class="tip" d="M{x},{middle} l-9,-4.5 v9 Z"/>'
-        kind = files[0].split("/")[0]
+        kind = outs(stages[name])[0].split("/")[0]
         yield f'<rect class="{kind}" x="{x}" y="{y}" width="{BOX_WIDTH}" height="{BOX_HEIGHT}" rx="6"/>'
         yield f'<text x="{x + BOX_WIDTH // 2}" y="{middle + 5}" text-anchor="middle">{name}</text>'
-        yield f'<text class="file" x="{x + BOX_WIDTH + 12}" y="{middle + 5}">{_text("   ".join(files))}</text>'
+        yield f'<text class="file" x="{_text_left(row)}" y="{middle + 5}">{escape(_files(stages[name]))}</text>'
+
+
+def _text_left(row: int) -> int:
+    return LEFT + RIGHT_STEP * row + BOX_WIDTH + 12
+
+
+def _files(stage: dict[str, Any]) -> str:
+    return " \N{MIDDLE DOT} ".join(map(_plain, outs(stage)))
 
 
 def _plain(path: str) -> str:
@@ -119,7 +128,7 @@ def _plain(path: str) -> str:
 
 
 def _text(text: str) -> str:
-    return escape(_plain(text)).replace("   ", " \N{MIDDLE DOT} ")
+    return escape(_plain(text))
 
 
 if __name__ == "__main__":
