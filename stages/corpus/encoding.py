@@ -148,7 +148,8 @@ class Encoder:
             self._fast = FastTokenizer(vocabulary.complete_bytes(content))
             self._comparison = Comparison(self._tokenizer, self._fast, content)
         except Failed as error:
-            raise Differs(f"it cannot use {self._spec.path.name}: {error}") from None
+            reason = str(error).partition(". ")[0]  # what follows is advice to whoever calls the library
+            raise Differs(f"it cannot use {self._spec.path.name}: {reason}") from None
         # Under its new name no text has a special token.
         added = {self._renamed.get(token_id, token.content): token for token_id, token in self._added.items()}
         self._look_at(bytes(range(128)) + "".join([*added, *TEXTS]).encode())
