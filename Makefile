@@ -11,10 +11,13 @@ help: ## List the targets
 setup: ## Install the locked environment that fits this machine into .venv
 	@scripts/setup.sh
 
-repro: setup ## Run the pipeline, on a sample corpus if data/raw is empty
+# With --allow-missing, DVC needs no raw files if dvc.lock has results of them.
+repro: setup ## Run the pipeline, on a sample corpus if data/raw is empty; ARGS=--allow-missing: without raw files
+ifeq ($(filter --allow-missing,$(ARGS)),)
 	@$(PY) -m scripts.sample_corpus
 	@$(PY) -m scripts.check_raw
-	.venv/bin/dvc repro
+endif
+	.venv/bin/dvc repro $(ARGS)
 
 # Without `setup`: it reports what is not set up.
 doctor: ## Check this machine and the project before a job: packages, GPUs, disks, limits, model, tokens, DVC; ARGS=--full

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from stages.artifacts import command, publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import FileEntry
+from stages.corpus import splits, tree
+from stages.corpus.formats import suffixes
 from stages.download import DownloadParams
 from stages.model.manifest import MANIFEST, ModelManifest, changed_file
 from stages.organize import OrganizeParams, find_root
@@ -44,6 +47,8 @@ DATA_STAGES = ("organize", "extract", "download", "pack")
 _IMAGE = ("Dockerfile", "apptainer.def")
 _OLDEST_GLIBC = 5  # 2.5, of manylinux1
 _UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_PART = re.compile(r"part-\d{4,}-[0-9a-f]{12}\.(tar|tmp)")
+_CHUNK = 1 << 20
 _ALIGNMENT, _RECORD = tarfile.BLOCKSIZE, tarfile.RECORDSIZE
 
 
@@ -88,6 +93,20 @@ class Piece(NamedTuple):
     path: str
     offset: int
     length: int
+    sha256: str
+
+
+class Hashing:
+    """A file whose bytes are hashed as they are read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.digest = file, hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        """The next bytes."""
+        chunk = self.file.read(size)
+        self.digest.update(chunk)
+        return chunk
 
 
 def main() -> None:
@@ -110,50 +129,57 @@ def main() -> None:
     if args.since and args.since.resolve() in (args.to.resolve(), (args.to / unbundle.INDEX).resolve()):
         raise StageError(f"--since is {args.since}, which this bundle would replace: name another directory with --to")
     since = read_index(args.since) if args.since else None
+    check_directory(args.to)
     commit, branch = committed()
     stages = chosen_stages(args.stages)
     notes: list[str] = []
+    earlier = earlier_digests(since)
+    earlier_raw: dict[str, str] = since["raw"] if since else {}
+    following = "make repro" if args.raw or earlier_raw or not stages else "make repro ARGS=--allow-missing"
 
     args.to.mkdir(parents=True, exist_ok=True)
     (args.to / unbundle.SUMS).unlink(missing_ok=True)  # until it is written again, the bundle is not complete
+    copy_clear_files(args.to, target, following)
     with tempfile.TemporaryDirectory() as scratch:
-        raw = raw_files(notes) if args.raw else {}
+        raw_dir, raw = raw_files(notes) if args.raw else (None, {})
+        build = args.build or installed_build()
+        packages = wheels(build, target)
         sources = {
-            **wheels(args.build or installed_build(), target), **model(Path(scratch), notes), **dvc_cache(stages),
+            **packages, **model(Path(scratch), notes), **dvc_cache(stages),
             **files_below(COMPILE_CACHE, str(COMPILE_CACHE)), **raw,
         }  # fmt: skip
-        for path in listed("git", "ls-files", "-z"):
-            sources.pop(path, None)  # the repository has it
-        entries = digest_all(sources)
+        check_names(sources)
+        entries, pieces = measure_all(sources, part_size)
         verify_model(sources, entries)
-        carried = {path: entry for path, entry in entries.items() if entry.sha256 != earlier_digest(path, since)}
+        for path in listed("git", "ls-files", "-z"):
+            entries.pop(path, None)  # the repository has it
+        carried = [path for path, entry in entries.items() if entry.sha256 != earlier.get(path)]
+        parts = named_parts((piece for path in carried for piece in pieces[path]), part_size)
+        digests = write_parts(args.to, sources, parts)
         index: dict[str, Any] = {
             "format": unbundle.FORMAT, "commit": commit, "branch": branch, "since": since and since["commit"],
             "python": target.python, "machine": target.machine, "glibc": target.glibc,
             "stages": stages, "notes": notes,
-            # Without the raw files, `make repro` would write a sample corpus instead, and run all stages on that.
-            "next": "make repro" if args.raw or not stages else ".venv/bin/dvc repro --allow-missing",
+            "next": following,
+            "lock": lock_digest(build), "unpacked": unpacked_size(packages.values()), "compiled": f"{COMPILE_CACHE}/",
             "files": {
-                path: {"size": entry.size, "sha256": entry.sha256, "replaces": earlier_digest(path, since)}
+                path: {"size": entry.size, "sha256": entry.sha256, "replaces": earlier.get(path)}
                 for path, entry in entries.items()
             },
-            # A raw file that is gone has to go there, too. Others do no harm, and may have been made there again.
-            "raw": [path for path in raw if path in entries],
-            "removed": {
-                path: earlier_digest(path, since)
-                for path in (since["raw"] if since and args.raw else []) if path not in raw
-            },
-            "parts": write_parts(args.to, sources, carried, part_size),
+            # A raw file that is gone has to go there, too, even if a bundle between the two is without raw files.
+            # Other files do no harm, and may have been made there again.
+            "raw_dir": raw_dir,
+            "raw": {path: entries[path].sha256 for path in raw if path in entries} if args.raw else earlier_raw,
+            "removed": {path: digest for path, digest in earlier_raw.items() if args.raw and path not in raw},
+            "parts": {name: [piece[:3] for piece in members] for name, members in parts.items()},
         }  # fmt: skip
     write_repository(args.to, index["since"], commit)
-    copy_clear_files(args.to, target)
     publish.write_json(args.to / unbundle.INDEX, index)
-    write_sums(args.to, index["parts"])
+    write_sums(args.to, digests)
     if args.sign:
         sign(args.to, args.sign)
     size = sum(path.stat().st_size for path in args.to.iterdir())
-    num_parts = len(index["parts"])
-    print(f"bundle: {args.to}: {num_parts} parts, {size / 1e6:,.1f} MB; {len(carried)} of {len(entries)} files")
+    print(f"bundle: {args.to}: {len(parts)} parts, {size / 1e6:,.1f} MB; {len(carried)} of {len(entries)} files")
     for note in notes:
         print(f"note: {note}")
 
@@ -181,6 +207,22 @@ def read_index(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError):
         raise StageError(f"--since is {path}: name an earlier bundle, or its {unbundle.INDEX}") from None
     return index
+
+
+def check_directory(directory: Path) -> None:
+    """Refuse a directory in which files would be lost, or that the next bundle would find in the project."""
+    names = sorted(path.name for path in directory.iterdir()) if directory.exists() else []
+    if names and "unbundle.py" not in names:  # which is written first
+        raise StageError(
+            f"--to is {directory}, which has other files, such as {names[0]}: name a new directory, or that of a bundle"
+        )
+    path = in_project(directory)
+    if path is not None:
+        pattern = path + "/" * (not directory.is_symlink())
+        if subprocess.run(["git", "check-ignore", "--quiet", pattern]).returncode != 0:
+            raise StageError(
+                f"--to is {directory}, in the project, where git does not ignore it: name it bundle-..., or elsewhere"
+            )
 
 
 def committed() -> tuple[str, str]:
@@ -240,6 +282,21 @@ def wheels(build: str, target: Platform) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
+def unpacked_size(packages: Iterable[Path]) -> int:
+    """The bytes that wheels have when they are installed."""
+    size = 0
+    for path in packages:
+        if path.suffix == ".whl":
+            with zipfile.ZipFile(path) as archive:
+                size += sum(member.file_size for member in archive.infolist())
+    return size
+
+
+def lock_digest(build: str) -> str:
+    """What scripts/setup.sh notes when it has installed the packages of a build."""
+    return hashlib.sha256(b"".join(Path(f"requirements-{x}.lock").read_bytes() for x in (build, "encoder"))).hexdigest()
+
+
 def by_digest(directory: Path) -> dict[str, Path]:
     """The files of a directory by their SHA-256."""
     return {publish.sha256_file(path): path for path in directory.iterdir()}
@@ -265,7 +322,8 @@ def download(missing: dict[str, list[str]], directory: Path, target: Platform) -
 
 def model(scratch: Path, notes: list[str]) -> dict[str, Path]:
     """The files of the model, by path in the target."""
-    name = load_params(DownloadParams).model_name
+    params = load_params(DownloadParams)
+    name = params.model_name
     if not MANIFEST.is_file():
         if in_project(Path(name)) and listed("git", "ls-files", "-z", "--", name):
             return {}
@@ -277,11 +335,21 @@ def model(scratch: Path, notes: list[str]) -> dict[str, Path]:
         raise StageError(
             f"{MANIFEST} describes {manifest.model_name!r}, model_name is {name!r}: `dvc repro download` first"
         )
+    if manifest.commit and manifest.model_revision != params.model_revision:
+        raise StageError(
+            f"{MANIFEST} describes {name!r} at {manifest.model_revision!r}, params.yaml names it at "
+            f"{params.model_revision!r}: `dvc repro download` first"
+        )
     directory = manifest.verify(contents=False)
     if manifest.commit is None:
         base = in_project(directory)
         if base is None:
             base = f"models/{directory.name}"
+            if listed("git", "ls-files", "-z", "--", base):
+                raise StageError(
+                    f"the model {name} would be in {base} there, where the repository has another model: rename its "
+                    "directory"
+                )
             notes.append(f"the model {name} is in {base} there: set model_name: {base}")
         return {f"{base}/{file}": directory / file for file in manifest.files}
     # As the Hub's own cache: where there are no links, it has files in their places.
@@ -347,15 +415,22 @@ def dvc_cache(stages: Sequence[str]) -> dict[str, Path]:
     return {f".dvc/cache/files/md5/{digest[:2]}/{digest[2:]}": path for digest, path in paths.items()}
 
 
-def raw_files(notes: list[str]) -> dict[str, Path]:
-    """The raw files, by path in the target."""
+def raw_files(notes: list[str]) -> tuple[str, dict[str, Path]]:
+    """The directory of the raw files in the target, and the files by path in the target."""
     raw_dir = load_params(OrganizeParams).raw_dir
     root = find_root(raw_dir)
     base = in_project(root)
     if base is None:
         base = "data/raw"
         notes.append(f"the raw files of {raw_dir} are in {base} there: set raw_dir: {base}")
-    return files_below(root, base)
+    read, passed_over = tree.walk(root, lambda name: suffixes.find(name) is not None)
+    links = [item.path for item in passed_over if "link" in item.reason]
+    if links:
+        first = splits.printable(links[0])
+        notes.append(f"{len(links)} links in {raw_dir} are not carried, such as {first}: organize passes them over")
+    # All other files, also those that organize does not read: DVC hashes them.
+    through_links = {f"{base}/{path}": root / path for path in read if (root / path).is_symlink()}
+    return base, {**files_below(root, base), **through_links}
 
 
 def in_project(directory: Path) -> str | None:
@@ -365,89 +440,144 @@ def in_project(directory: Path) -> str | None:
 
 
 def files_below(root: Path, base: str) -> dict[str, Path]:
-    """All files below a directory, links to directories included, by path in the target."""
+    """All regular files below a directory, by path in the target."""
     found = {}
-    for parent, directories, names in os.walk(root, followlinks=True):
+    for parent, directories, names in os.walk(root):
         directories.sort()
         for path in (Path(parent, name) for name in sorted(names)):
-            if path.is_file():
+            if path.is_file() and not path.is_symlink():
                 found[f"{base}/{path.relative_to(root)}"] = path
     return found
 
 
-def digest_all(sources: dict[str, Path]) -> dict[str, FileEntry]:
-    """Size and SHA-256 of each file."""
-    entries = {}
+def check_names(paths: Iterable[str]) -> None:
+    """Refuse names that the index, which is text, cannot have."""
+    for path in paths:
+        if splits.printable(path) != path:
+            raise StageError(f"{splits.printable(path)} has a name that is not UTF-8: rename it")
+
+
+def measure_all(sources: dict[str, Path], part_size: int) -> tuple[dict[str, FileEntry], dict[str, list[Piece]]]:
+    """Size and SHA-256 of each file, and its pieces."""
+    entries, pieces = {}, {}
     total = sum(path.stat().st_size for path in sources.values())
     with tqdm(total=total, desc="sha256", unit="B", unit_scale=True, disable=None) as progress:
         for path, source in sources.items():
-            entries[path] = FileEntry.of(source)
+            entries[path], pieces[path] = measure(path, source, part_size)
             progress.update(entries[path].size)
-    return entries
+    return entries, pieces
 
 
-def earlier_digest(path: str, since: dict[str, Any] | None) -> str | None:
-    """The SHA-256 of a file in an earlier bundle; None if it was not in there."""
-    return since["files"].get(path, {}).get("sha256") if since else None
-
-
-def plan_parts(sizes: dict[str, int], part_size: int) -> Iterator[list[Piece]]:
-    """Fill parts with files in their order; only a file that is larger than a part is cut."""
-    empty = part_size - _RECORD  # the end of an archive is at most that long
+def measure(path: str, source: Path, part_size: int) -> tuple[FileEntry, list[Piece]]:
+    """Size and SHA-256 of a file, and its pieces, each as large as a part if there are several."""
+    room = (_empty(part_size) - _overhead(path)) // _ALIGNMENT * _ALIGNMENT
+    if source.stat().st_size <= room:
+        entry = FileEntry.of(source)
+        return entry, [Piece(path, 0, entry.size, entry.sha256)]
     pieces: list[Piece] = []
-    free = empty
-    for path, size in sizes.items():
-        # The header; before it, for a long name, another one and the name itself.
-        overhead = 2 * _ALIGNMENT + _round_up(len(path.encode()) + 1)
-        is_cut = overhead + _round_up(size) > empty
-        offset = 0
-        while True:
-            room = (free - overhead) // _ALIGNMENT * _ALIGNMENT
-            if room <= 0 or (size > room and not is_cut):
-                yield pieces
-                pieces, free = [], empty
-                continue
-            length = min(size - offset, room)
-            pieces.append(Piece(path, offset, length))
-            free -= overhead + _round_up(length)
-            offset += length
-            if offset == size:
-                break
-    if pieces:
-        yield pieces
+    with source.open("rb") as file:
+        whole = Hashing(file)  # read once, so that the digest of the whole is that of the pieces
+        while file.tell() < os.fstat(file.fileno()).st_size:
+            offset, digest = file.tell(), hashlib.sha256()
+            while chunk := whole.read(min(_CHUNK, offset + room - file.tell())):
+                digest.update(chunk)
+            pieces.append(Piece(path, offset, file.tell() - offset, digest.hexdigest()))
+        return FileEntry(file.tell(), whole.digest.hexdigest()), pieces
+
+
+def earlier_digests(since: dict[str, Any] | None) -> dict[str, str]:
+    """The SHA-256 of each file of an earlier bundle, and of those before it, as far as raw files go."""
+    return since["raw"] | {path: entry["sha256"] for path, entry in since["files"].items()} if since else {}
+
+
+def plan_parts(pieces: Iterable[Piece], part_size: int) -> Iterator[list[Piece]]:
+    """Fill parts with pieces in their order."""
+    part: list[Piece] = []
+    free = _empty(part_size)
+    for piece in pieces:
+        size = _overhead(piece.path) + _round_up(piece.length)
+        if size > free:
+            yield part
+            part, free = [], _empty(part_size)
+        part.append(piece)
+        free -= size
+    if part:
+        yield part
+
+
+def _empty(part_size: int) -> int:
+    return part_size - _RECORD  # the end of an archive is at most that long
+
+
+def _overhead(path: str) -> int:
+    # The header; before it, for a long name, another one and the name itself.
+    return 2 * _ALIGNMENT + _round_up(len(path.encode()) + 1)
 
 
 def _round_up(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def write_parts(
-    directory: Path, sources: dict[str, Path], entries: dict[str, FileEntry], part_size: int
-) -> dict[str, list[Piece]]:
-    """Write the parts that are missing, and delete those of another bundle.
+def named_parts(pieces: Iterable[Piece], part_size: int) -> dict[str, list[Piece]]:
+    """The pieces of each part, by its name, which contains a digest of what it contains."""
+    named = {}
+    for number, part in enumerate(plan_parts(pieces, part_size), 1):
+        digest = hashlib.sha256(json.dumps(part).encode()).hexdigest()
+        named[f"part-{number:04}-{digest[:12]}.tar"] = part
+    return named
 
-    The name of a part contains a digest of what it contains, so a part that exists is right, whichever run wrote it.
+
+def write_parts(directory: Path, sources: dict[str, Path], parts: dict[str, list[Piece]]) -> dict[str, str]:
+    """Write the parts that are missing or damaged, and delete those of another bundle.
+
+    Returns:
+        The SHA-256 of each part.
     """
-    planned: dict[str, list[Piece]] = {}
-    for number, pieces in enumerate(plan_parts({path: entry.size for path, entry in entries.items()}, part_size), 1):
-        content = json.dumps([(*piece, entries[piece.path].sha256) for piece in pieces])
-        planned[f"part-{number:04}-{hashlib.sha256(content.encode()).hexdigest()[:12]}.tar"] = pieces
-    for path in directory.glob("part-*"):
-        if path.name not in planned:
+    for path in directory.iterdir():
+        if _PART.fullmatch(path.name) and path.name not in parts:
             path.unlink()
-    missing = {name: pieces for name, pieces in planned.items() if not (directory / name).is_file()}
-    total = sum(piece.length for pieces in missing.values() for piece in pieces)
+    digests = {}
+    total = sum(piece.length for pieces in parts.values() for piece in pieces)
     with tqdm(total=total, desc="parts", unit="B", unit_scale=True, disable=None) as progress:
-        for name, pieces in missing.items():
-            with (
-                written(directory / name) as file,
-                # The format that every tar reads, with names as on the other side, whatever the locale is here.
-                tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8") as part,
-            ):
-                for piece in pieces:
-                    add(part, piece, sources[piece.path])
-                    progress.update(piece.length)
-    return planned
+        for name, pieces in parts.items():
+            part = directory / name
+            if not part.is_file() or (digest := part_digest(part, pieces)) is None:
+                write_part(part, pieces, sources)
+                digest = part_digest(part, pieces)
+            if digest is None:
+                raise StageError(f"{part} has other bytes than were written: is the disk damaged?")
+            digests[name] = digest
+            progress.update(sum(piece.length for piece in pieces))
+    return digests
+
+
+def write_part(part: Path, pieces: Iterable[Piece], sources: dict[str, Path]) -> None:
+    """Write a part."""
+    with (
+        written(part) as file,
+        # The format that every tar reads, with names as on the other side, whatever the locale is here.
+        tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8") as archive,
+    ):
+        for piece in pieces:
+            add(archive, piece, sources[piece.path])
+
+
+def part_digest(part: Path, pieces: Sequence[Piece]) -> str | None:
+    """The SHA-256 of a part; None if it does not contain these pieces."""
+    with part.open("rb") as file:
+        whole, found = Hashing(file), []
+        try:
+            with tarfile.open(fileobj=cast("BinaryIO", whole), mode="r|", encoding="utf-8") as archive:
+                for member in archive:
+                    content = Hashing(cast("BinaryIO", archive.extractfile(member)))
+                    while content.read(_CHUNK):
+                        pass
+                    found.append((member.name, content.digest.hexdigest()))
+        except tarfile.TarError:
+            return None
+        while whole.read(_CHUNK):
+            pass
+    return whole.digest.hexdigest() if found == [(piece.path, piece.sha256) for piece in pieces] else None
 
 
 @contextmanager
@@ -467,12 +597,14 @@ def add(part: tarfile.TarFile, piece: Piece, source: Path) -> None:
     member.size = piece.length
     with source.open("rb") as file:
         file.seek(piece.offset)
+        content = Hashing(file)
         try:
-            part.addfile(member, file)
+            part.addfile(member, cast("BinaryIO", content))
         except OSError as error:
             if error.errno is not None:
-                raise
-            raise StageError(f"{source} became shorter while it was bundled: run it again") from None  # tarfile's own
+                raise  # else it is tarfile's own: the file became shorter
+        if content.digest.hexdigest() != piece.sha256:
+            raise StageError(f"{source} changed while it was bundled: run it again")
 
 
 def write_repository(directory: Path, since: str | None, commit: str) -> None:
@@ -483,22 +615,23 @@ def write_repository(directory: Path, since: str | None, commit: str) -> None:
         output("git", "bundle", "create", "--quiet", str(file), "HEAD", *([f"^{since}"] if since else []))
 
 
-def copy_clear_files(directory: Path, target: Platform) -> None:
+def copy_clear_files(directory: Path, target: Platform, following: str) -> None:
     """What is read before anything is unpacked: the script, and the recipes of images."""
     shutil.copyfile(unbundle.__file__, directory / "unbundle.py")
     for name in _IMAGE:
         recipe = Path(__file__).with_name("image") / name
-        (directory / name).write_text(recipe.read_text().replace("PYTHON_VERSION", target.python))
+        text = recipe.read_text().replace("PYTHON_VERSION", target.python).replace("NEXT_COMMAND", following)
+        (directory / name).write_text(text)
 
 
-def write_sums(directory: Path, parts: Iterable[str]) -> None:
+def write_sums(directory: Path, parts: dict[str, str]) -> None:
     """The digests of all files of the bundle, as `sha256sum` writes them; last, so that it stands for the others."""
     (directory / unbundle.SIGNATURE).unlink(missing_ok=True)
-    names = [unbundle.INDEX, "unbundle.py", *_IMAGE, *parts]
-    if (directory / unbundle.REPOSITORY).is_file():
-        names.append(unbundle.REPOSITORY)
-    lines = [f"{publish.sha256_file(directory / name)}  {name}\n" for name in sorted(names)]
-    publish.write_text(directory / unbundle.SUMS, "".join(lines))
+    names = [
+        name for name in (unbundle.INDEX, "unbundle.py", *_IMAGE, unbundle.REPOSITORY) if (directory / name).is_file()
+    ]
+    digests = {**parts, **{name: publish.sha256_file(directory / name) for name in names}}
+    publish.write_text(directory / unbundle.SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)))
 
 
 def sign(directory: Path, key: Path) -> None:

@@ -24,13 +24,20 @@ fail() {
     exit 1
 }
 
-read -r wanted build installed 2> /dev/null < "$stamp" || true
-# The CUDA build runs on CPUs as well: a CPU node that shares this directory with a GPU node keeps that node's build.
-if [[ -n ${build:-} && $installed == "$(digest "$build")" && (${fits[0]} == cpu || $wanted == cuda) ]]; then exit; fi
+read -r wanted present installed 2> /dev/null < "$stamp" || true
+is_current() { [[ ${present:-} == "$1" && $installed == "$(digest "$1")" ]]; }
+
+# The CUDA build runs on CPUs as well: nodes with and without GPU that share this directory keep it, whichever of them
+# has installed it. The CPU build stays on a GPU node where the CUDA build was not available.
+if is_current cuda || { is_current cpu && [[ ${fits[0]} == cpu || $wanted == cuda ]]; }; then exit; fi
 
 [[ -x $python ]] || "${PYTHON:-python3}" -m venv .venv
 rm -f "$stamp"
 for build in "${fits[@]}"; do
+    if is_current "$build"; then # the build that fits better could not be installed, so nothing was replaced
+        echo "${fits[0]} $build $installed" > "$stamp"
+        exit
+    fi
     echo "setup: installing requirements-$build.lock into .venv"
     # uv installs all others. setuptools builds antlr4-python3-runtime (of dvc), which has no wheel: with build isolation,
     # a setuptools that is not in the lock would be fetched for it, which fails offline.

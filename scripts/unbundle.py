@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,10 @@ SIGNATURE = SUMS + ".sig"
 REPOSITORY = "repository.bundle"
 NAMESPACE = "bundle"
 """Of signatures: one that was made for anything else is not accepted."""
-_STAGING = ".unbundle"
+_TEMPORARY = ".unbundle"
+"""The name that a file has, beside its place, until it is complete; organize passes over what begins with a dot."""
+_UPDATING = "refs/unbundle/updating"
+"""The commit to which git brings the files of the target, while it does: after a kill, they may be half written."""
 _CHUNK = 1 << 20
 
 
@@ -74,7 +78,7 @@ def unbundle(bundle: Path, target: Path, allowed_signers: "Path | None" = None) 
     install(index, target)
     for note in index["notes"]:
         print("note: " + note)
-    print(f"unbundled: cd {target} && {index['next']}")
+    print(f"unbundled: cd {shlex.quote(str(target))} && {index['next']}")
 
 
 def verify(bundle: Path, allowed_signers: "Path | None") -> "dict[str, Any]":
@@ -91,7 +95,7 @@ def verify(bundle: Path, allowed_signers: "Path | None") -> "dict[str, Any]":
     if unlisted:
         raise Refused(f"{bundle / SUMS} does not list {', '.join(unlisted)}: run `make bundle` again")
     verify_digests(bundle, {name: sums[name] for name in sums if name != INDEX})
-    for path in [*index["files"], *index["removed"]]:
+    for path in [*index["files"], *index["removed"], *filter(None, [index["raw_dir"]])]:
         check_path(path)
     for part, pieces in index["parts"].items():
         check_members(bundle / part, pieces)
@@ -186,7 +190,7 @@ def check_machine(index: "dict[str, Any]") -> None:
 def check_path(path: str) -> None:
     """Refuse a path that leads out of the target, or into git's own files."""
     parts = path.split("/")
-    if "\0" in path or {"", ".", ".."} & {*parts} or parts[0] in (".git", _STAGING):
+    if "\0" in path or {"", ".", ".."} & {*parts} or parts[0] == ".git":
         raise Refused(f"the bundle is not safe: {path!r} is not a path in the project")
 
 
@@ -207,12 +211,13 @@ def check_members(part: Path, pieces: "list[list[object]]") -> None:
 
 def check_target(index: "dict[str, Any]", target: Path) -> "set[str]":
     """Refuse a target in which files are missing or would be lost; returns the paths that have to be written."""
-    names = {path.name for path in target.iterdir()} - {_STAGING} if target.exists() else set()
+    names = {path.name for path in target.iterdir()} if target.exists() else set()
     if ".git" in names:
-        changed = git(target, "status", "--porcelain", "--untracked-files=no", check=True).stdout.splitlines()
+        changed = changed_files(target)
         if changed:
-            names_changed = ", ".join(line[3:] for line in changed[:10])
-            raise Refused(f"{target} has changes that are not committed: {names_changed}: commit or revert them")
+            raise Refused(
+                f"{target} has changes that are not committed: {', '.join(changed[:10])}: commit or revert them"
+            )
     elif names:
         raise Refused(f"{target} has other files, such as {sorted(names)[0]}: name a new or empty directory")
     since = index["since"]
@@ -222,16 +227,23 @@ def check_target(index: "dict[str, Any]", target: Path) -> "set[str]":
         )
 
     carried = {path for pieces in index["parts"].values() for path, _, _ in pieces}
+    is_installed = installed_lock(target) == index["lock"]
+    # What training compiles again, and the files of packages that are installed: an image deletes these.
+    expendable = (index["compiled"], "wheels/") if is_installed else (index["compiled"],)
     needed, problems = set(), []
     for path, entry in index["files"].items():
         final = target / path
         digest = sha256(final) if final.is_file() else None
         if digest == entry["sha256"]:
             continue
-        if path not in carried:
+        if path.startswith(expendable):
+            if digest is not None or path not in carried:
+                continue
+        elif path not in carried:
             state = "is missing" if digest is None else "was changed"
             problems.append(
-                f"{final} {state}: this bundle expects it from an earlier one, with SHA-256 {entry['sha256']}"
+                f"{final} {state}: this bundle expects it from an earlier one, with SHA-256 {entry['sha256']}; a "
+                "bundle without --since contains it"
             )
         elif digest is not None and digest != entry["replaces"]:
             problems.append(f"{final} has another content, which would be lost: move it away")
@@ -239,13 +251,54 @@ def check_target(index: "dict[str, Any]", target: Path) -> "set[str]":
     for path, digest in index["removed"].items():
         if (target / path).is_file() and sha256(target / path) != digest:
             problems.append(f"{target / path} has another content, which would be lost: move it away")
+    problems += [
+        f"{target / path} is not in the bundle, and would be trained on: move it away"
+        for path in other_raw_files(index, target)
+    ]
     if problems:
-        raise Refused("\n".join([*problems[:20], "a bundle without --since contains all files; nothing was installed"]))
+        raise Refused("\n".join([*problems[:20], "nothing was installed"]))
     existing = next(path for path in [target, *target.parents] if path.exists())
-    size, free = sum(index["files"][path]["size"] for path in needed), shutil.disk_usage(str(existing)).free
+    free = shutil.disk_usage(str(existing)).free
+    # `dvc checkout` copies what it cannot clone.
+    size = sum(index["files"][path]["size"] * (1 + path.startswith(".dvc/cache/")) for path in needed)
+    size += 0 if is_installed else index["unpacked"]
     if size > free:
         raise Refused(f"{target} needs {size / 1e9:.1f} GB and has {free / 1e9:.1f} GB free")
     return needed
+
+
+def changed_files(target: Path) -> "list[str]":
+    """The files with changes that are not committed, except those that an update may have left half done."""
+    changed = [entry[3:] for entry in listed(target, "status", "--porcelain", "--no-renames", "--untracked-files=no")]
+    if not has_commit(target, _UPDATING):
+        return changed
+    if not has_commit(target, "HEAD"):  # then all files are of the update
+        return []
+    updated = {*listed(target, "diff", "--name-only", "--no-renames", "HEAD", _UPDATING)}
+    return [path for path in changed if path not in updated]
+
+
+def other_raw_files(index: "dict[str, Any]", target: Path) -> "list[str]":
+    """The files in the directory of raw files that `organize` would read, and that the other side does not have."""
+    if index["raw_dir"] is None:
+        return []
+    known = {*index["raw"], *index["removed"]}
+    if (target / ".git").exists():
+        known.update(listed(target, "ls-files"))
+    found = []
+    for parent, directories, names in os.walk(str(target / index["raw_dir"])):
+        directories[:] = sorted(name for name in directories if not name.startswith("."))
+        paths = [os.path.relpath(os.path.join(parent, name), str(target)) for name in sorted(names)]
+        found += [path for path in paths if path not in known and not os.path.basename(path).startswith(".")]
+    return found
+
+
+def installed_lock(target: Path) -> "str | None":
+    """The digest of the lock from which the environment was installed; None if there is no environment."""
+    try:
+        return (target / ".venv/.setup").read_text().split()[2]
+    except (OSError, IndexError):
+        return None
 
 
 def update_repository(bundle: Path, index: "dict[str, Any]", target: Path) -> None:
@@ -255,22 +308,26 @@ def update_repository(bundle: Path, index: "dict[str, Any]", target: Path) -> No
         git(target, "symbolic-ref", "HEAD", "refs/heads/" + index["branch"], check=True)
     if (bundle / REPOSITORY).is_file():  # an earlier bundle may have had the same commit
         git(target, "fetch", "--quiet", str(bundle / REPOSITORY), "HEAD", check=True)
-    if git(target, "rev-parse", "--verify", "--quiet", "HEAD").returncode == 0:  # else nothing was committed here
+    if has_commit(target, "HEAD"):
         ahead = git(target, "rev-list", "--count", index["commit"] + "..HEAD", check=True).stdout.strip()
         if ahead != "0":
             raise Refused(
                 f"{target} has {ahead} commits that the bundle lacks: `git merge {index['commit'][:12]}` there, or "
                 "name a new directory"
             )
-    git(target, "merge", "--quiet", "--ff-only", index["commit"], check=True)
+    if has_commit(target, _UPDATING):
+        git(target, "reset", "--quiet", "--hard", index["commit"], check=True)
+    git(target, "update-ref", _UPDATING, index["commit"], check=True)
+    merged = git(target, "merge", "--quiet", "--ff-only", index["commit"])
+    if merged.returncode == 0 or not listed(target, "status", "--porcelain", "--untracked-files=no"):
+        git(target, "update-ref", "-d", _UPDATING, check=True)  # git has updated all files, or none
+    if merged.returncode != 0:
+        raise Refused(f"git cannot update {target}: {merged.stderr.strip()}")
 
 
 def extract(bundle: Path, index: "dict[str, Any]", target: Path, needed: "set[str]") -> None:
     """Write the files: each under a temporary name first, and in its place when its digest is right."""
-    staging = target / _STAGING
-    shutil.rmtree(str(staging), ignore_errors=True)
-    staging.mkdir()
-    temporary, digest = staging / "file", hashlib.sha256()
+    digest = hashlib.sha256()
     for part, pieces in index["parts"].items():
         print(f"unpacking {bundle / part}", flush=True)
         with tarfile.open(str(bundle / part), "r:", encoding="utf-8") as archive:
@@ -281,21 +338,24 @@ def extract(bundle: Path, index: "dict[str, Any]", target: Path, needed: "set[st
                     digest = hashlib.sha256()
                 source = archive.extractfile(member)
                 assert source  # a regular file, as verified
+                final, entry = target / path, index["files"][path]
+                temporary = final.with_name(_TEMPORARY)  # on the same disk, also behind a link
+                final.parent.mkdir(parents=True, exist_ok=True)
                 with temporary.open("ab" if offset else "wb") as file:
                     for chunk in chunks(source):
                         digest.update(chunk)
                         file.write(chunk)
-                entry = index["files"][path]
+                    file.flush()
+                    os.fsync(file.fileno())  # else a power cut could leave the name without the content
                 if offset + length < entry["size"]:
                     continue  # the next piece is in the next part
                 if digest.hexdigest() != entry["sha256"]:
+                    temporary.unlink()
                     raise Refused(f"{path} in {part} is not what was bundled: run `make bundle` again")
-                (target / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.move(str(temporary), str(target / path))  # which may be on another disk, behind a link
+                os.replace(str(temporary), str(final))
     for path in index["removed"]:
         if (target / path).is_file():
             (target / path).unlink()
-    staging.rmdir()
 
 
 def install(index: "dict[str, Any]", target: Path) -> None:
@@ -341,9 +401,19 @@ def git(directory: Path, *arguments: str, check: bool = False) -> "subprocess.Co
     return process
 
 
+def listed(directory: Path, *arguments: str) -> "list[str]":
+    """The paths that git lists."""
+    return [path for path in git(directory, *arguments, "-z", check=True).stdout.split("\0") if path]
+
+
+def has_commit(directory: Path, reference: str) -> bool:
+    """Whether a reference, such as HEAD, names a commit in a clone."""
+    return git(directory, "rev-parse", "--verify", "--quiet", reference).returncode == 0
+
+
 def run(command: "list[str]", **streams: "Any") -> "subprocess.CompletedProcess[str]":
     """Run a command and read its output as text."""
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, **streams)
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, errors="surrogateescape", **streams)
 
 
 if __name__ == "__main__":

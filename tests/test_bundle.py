@@ -11,13 +11,17 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from scripts import bundle, unbundle
 from stages.artifacts import publish
 from stages.artifacts.errors import StageError
+from stages.corpus import tree
 from stages.model.manifest import ModelManifest
 from tests.project import REPO, flip_bit
 
@@ -29,9 +33,11 @@ cd "$(dirname "$0")/.."
 echo "$PYTHON $PIP_NO_INDEX $PIP_FIND_LINKS ${{PIP_INDEX_URL:-none}}" > .setup.log
 mkdir -p .venv/bin
 printf '#!/bin/sh\\nexec {sys.executable} "$@"\\n' > .venv/bin/python
-chmod +x .venv/bin/python
+printf '#!/bin/sh\\nexec {sys.executable} -m dvc "$@"\\n' > .venv/bin/dvc
+chmod +x .venv/bin/*
+echo cpu cpu $(cat requirements-cpu.lock requirements-encoder.lock | sha256sum | cut -d' ' -f1) > .venv/.setup
 """
-IGNORED = "/.hf/\n/wheels/\n/bundle*/\n/.unbundle/\n/.setup.log\n.venv/\n/data/*\n/outputs/\n"
+IGNORED = "/.hf/\n/wheels/\n/bundle*/\n.unbundle\n/.setup.log\n.venv/\n/data/*\n/outputs/\n"
 
 Make = Callable[..., Path]
 """Bundles the current project: options -> the bundle."""
@@ -77,6 +83,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "models/tiny-llama/config.json": "{}",
             "scripts/setup.sh": SETUP,
             ".gitignore": IGNORED,
+            "Makefile": (REPO / "Makefile").read_text(),
             "data/raw/a.txt": "a" * 150_000,
             "data/raw/deep/er/b.txt": "b" * 300_000,
             "data/raw/empty.txt": "",
@@ -134,7 +141,7 @@ def test_what_is_bundled_arrives(make: Make, project: Path, tmp_path: Path) -> N
     wheels = target / "wheels"  # as a URL below: pip would split a path at its spaces
     assert {path.name for path in wheels.iterdir()} == {f"{x}-1-py3-none-any.whl" for x in ("tiny", "other")}
     assert (target / ".setup.log").read_text() == f"{sys.executable} 1 {wheels.as_uri()} none\n"
-    assert not (target / ".unbundle").exists()
+    assert not list(target.rglob(".unbundle"))
     unbundle.unbundle(made, target)  # repeated, it changes nothing
 
 
@@ -143,6 +150,11 @@ def test_two_bundles_of_one_commit_are_equal(make: Make) -> None:
     assert [path.name for path in sorted(second.iterdir())] == [path.name for path in sorted(first.iterdir())]
     for path in first.glob("part-*"):
         assert (second / path.name).read_bytes() == path.read_bytes()
+
+
+def write_sums(made: Path) -> None:
+    """Let the list of digests fit what was done to the bundle."""
+    bundle.write_sums(made, {part.name: publish.sha256_file(part) for part in made.glob("part-*")})
 
 
 def refused(made: Path, target: Path, message: str, signers: Path | None = None) -> None:
@@ -182,7 +194,7 @@ def test_what_does_not_fit_is_refused(make: Make, tmp_path: Path, key: str, valu
     made = make()
     index = json.loads((made / unbundle.INDEX).read_text())
     publish.write_json(made / unbundle.INDEX, index | {key: value})
-    bundle.write_sums(made, index["parts"])
+    write_sums(made)
     refused(made, tmp_path / "target", message)
 
 
@@ -209,7 +221,7 @@ def test_a_part_with_other_members_than_the_index_is_refused(make: Make, tmp_pat
     with tarfile.open(part, "w", format=tarfile.GNU_FORMAT) as archive:
         for member in members:
             archive.addfile(member, io.BytesIO(bytes(member.size)))
-    bundle.write_sums(made, [part.name])
+    write_sums(made)
     refused(made, tmp_path / "target", f"{part.name} contains")
 
 
@@ -218,7 +230,7 @@ def test_a_file_that_is_not_what_the_index_names_is_never_in_its_place(make: Mak
     index = json.loads((made / unbundle.INDEX).read_text())
     index["files"]["data/raw/a.txt"]["sha256"] = "0" * 64
     publish.write_json(made / unbundle.INDEX, index)
-    bundle.write_sums(made, index["parts"])
+    write_sums(made)
     with pytest.raises(unbundle.Refused, match=r"data/raw/a\.txt in part-.* is not what was bundled"):
         unbundle.unbundle(made, target)
     assert not (target / "data/raw/a.txt").exists()
@@ -261,12 +273,84 @@ def test_a_second_bundle_has_only_what_changed(make: Make, project: Path, tmp_pa
     unbundle.unbundle(third, target)
 
 
+def commit(project: Path, content: str) -> None:
+    write({"README.md": content}, project)
+    git("add", ".")
+    git("commit", "--quiet", "--message", content)
+
+
+def test_raw_files_that_are_gone_here_go_there_too(make: Make, project: Path, tmp_path: Path) -> None:
+    target, raw = tmp_path / "target", project / "data/raw"
+    first = make("--raw", to="../1")
+    unbundle.unbundle(first, target)
+    commit(project, "Second")
+    second = make("--since", str(first), to="../2")
+    unbundle.unbundle(second, target)
+    (raw / "empty.txt").unlink()
+    (raw / "a.txt").write_text("new")
+    unbundle.unbundle(make("--raw", "--since", str(second), to="../3"), target)
+    assert not (target / "data/raw/empty.txt").exists()
+    assert (target / "data/raw/a.txt").read_text() == "new"
+
+
+def test_raw_files_that_the_bundle_lacks_are_refused_by_name(make: Make, project: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    write({"data/raw/in-git.txt": "in git"}, project)
+    git("add", "--force", "data/raw/in-git.txt")
+    git("commit", "--quiet", "--message", "In git")
+    unbundle.unbundle(make("--raw", to="../1"), target)
+    (project / "data/raw/deep/er/b.txt").unlink()
+    full = make("--raw", to="../2")
+    refused(full, target, r"data/raw/deep/er/b\.txt is not in the bundle, and would be trained on: move it away")
+    (target / "data/raw/deep/er/b.txt").rename(target / "data/raw/.hidden")  # which organize passes over
+    unbundle.unbundle(full, target)
+
+
+def test_files_that_may_be_lost_do_not_stop_a_later_bundle(make: Make, project: Path, tmp_path: Path) -> None:
+    compiled = Path("outputs/.compile/ab/x.py")
+    write({str(compiled): "1"}, project)
+    first, target = make(to="../1"), tmp_path / "target"
+    unbundle.unbundle(first, target)
+    commit(project, "Second")
+    second = make("--since", str(first), to="../2")
+    (target / compiled).write_text("compiled there")
+    unbundle.unbundle(first, target)
+    assert (target / compiled).read_text() == "compiled there"
+    shutil.rmtree(target / "outputs")
+    shutil.rmtree(target / "wheels")
+    unbundle.unbundle(second, target)
+    (target / ".venv/.setup").unlink()
+    refused(second, target, r"wheels/other-1-py3-none-any\.whl is missing: this bundle expects it from an earlier one")
+
+
+def test_the_free_space_for_packages_and_results_is_checked(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make()
+    index = json.loads((made / unbundle.INDEX).read_text())
+    assert index["unpacked"] > 2 * 6000
+    index["files"][".dvc/cache/files/md5/ab/c"] = {"size": 1000, "sha256": "", "replaces": None}
+    index["parts"]["x"] = [[".dvc/cache/files/md5/ab/c", 0, 1000]]
+    size = sum(entry["size"] for entry in index["files"].values())
+    for free, fits in ((size + 1000 + index["unpacked"], True), (size + 999 + index["unpacked"], False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: shutil._ntuple_diskusage(0, 0, free))  # type: ignore[attr-defined]
+        with nullcontext() if fits else pytest.raises(unbundle.Refused, match=r"needs .* GB and has .* GB free"):
+            unbundle.check_target(index, tmp_path / "target")
+
+
 def test_own_files_and_commits_of_the_target_stay(make: Make, project: Path, tmp_path: Path) -> None:
     made, target = make("--raw"), tmp_path / "target"
     write({"mine.txt": "mine"}, target)
     refused(made, target, r"has other files, such as mine\.txt")
     (target / "mine.txt").unlink()
     unbundle.unbundle(made, target)
+    commit(project, "Second")
+    write({"README.md": "mine"}, target)
+    for _ in range(2):
+        with pytest.raises(unbundle.Refused, match=r"(?s)git cannot update .*README\.md"):
+            unbundle.unbundle(make("--raw"), target)
+        assert (target / "README.md").read_text() == "mine"
+    (target / "README.md").unlink()
     git("commit", "--quiet", "--allow-empty", "--message", "Mine", cwd=target)
     with pytest.raises(unbundle.Refused, match="1 commits that the bundle lacks: `git merge"):
         unbundle.unbundle(made, target)
@@ -297,24 +381,117 @@ def test_a_bundle_that_was_interrupted_continues(make: Make, monkeypatch: pytest
     )
 
 
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "empty"])
+def test_a_damaged_part_is_written_again(make: Make, damage: str) -> None:
+    made = make("--raw", "--part-size", "100K")
+    expected = {path: path.read_bytes() for path in made.glob("part-*")}
+    part = next(path for path in sorted(expected) if expected[path].count(b"a") > 80_000)
+    if damage == "flipped":
+        flip_bit(part, 50_000)
+    else:
+        os.truncate(part, 50_000 if damage == "shorter" else 0)
+    made = make("--raw", "--part-size", "100K")
+    assert {path: path.read_bytes() for path in made.glob("part-*")} == expected
+
+
+def test_a_file_that_changes_while_it_is_bundled_is_named(
+    make: Make, monkeypatch: pytest.MonkeyPatch, project: Path, tmp_path: Path
+) -> None:
+    verify = bundle.verify_model
+
+    def changed(*arguments: Any) -> None:
+        verify(*arguments)
+        (project / "data/raw/a.txt").write_text("z" * 150_000)
+
+    monkeypatch.setattr(bundle, "verify_model", changed)
+    with pytest.raises(StageError, match=r"^data/raw/a\.txt changed while it was bundled: run it again"):
+        make("--raw", "--part-size", "100K")
+    monkeypatch.undo()
+    monkeypatch.chdir(project)
+    (project / "data/raw/a.txt").write_text("a" * 150_000)
+    unbundle.unbundle(make("--raw", "--part-size", "100K"), tmp_path / "target")
+    assert (tmp_path / "target/data/raw/a.txt").read_text() == "a" * 150_000
+
+
+def test_a_directory_with_other_files_is_refused_and_left_alone(make: Make, tmp_path: Path) -> None:
+    mine = {"part-00000.parquet": "mine", "index.json": "mine", "Dockerfile": "mine"}
+    write(mine, tmp_path / "disk")
+    with pytest.raises(StageError, match=r"^--to is \.\./disk, which has other files, such as Dockerfile: name"):
+        make(to="../disk")
+    assert {path.name: path.read_text() for path in (tmp_path / "disk").iterdir()} == mine
+    made = make()
+    write({"part-00000.parquet": "mine"}, made)
+    make()
+    assert (made / "part-00000.parquet").read_text() == "mine"
+
+
+def test_a_bundle_in_the_project_has_to_be_ignored_by_git(make: Make, project: Path) -> None:
+    with pytest.raises(
+        StageError, match=r"^--to is carry, in the project, where git does not ignore it: name it bundle-"
+    ):
+        make(to="carry")
+    assert not (project / "carry").exists()
+    make(to="bundle-2")
+    make(to=str(project / "bundle-2"))
+
+
+@pytest.mark.parametrize("path", ["airgap.json", "bundle/index.json", "bundle-2/index.json", "wheels/x.whl"])
+def test_what_commands_write_into_the_project_does_not_stop_a_bundle(path: str) -> None:
+    assert subprocess.run(["git", "check-ignore", "--quiet", path], cwd=REPO).returncode == 0
+
+
 def test_an_installation_that_was_interrupted_continues(
     make: Make, monkeypatch: pytest.MonkeyPatch, project: Path, tmp_path: Path
 ) -> None:
     made, target, moves = make("--raw", "--part-size", "100K"), tmp_path / "target", iter(range(9))
-    move = shutil.move
+    replace = os.replace
 
-    def interrupted(source: str, final: str) -> None:
+    def interrupted(source: Path, final: Path) -> None:
+        assert Path(source).parent == Path(final).parent, "a move between disks is a copy"
         if next(moves) == 2:
             raise KeyboardInterrupt
-        move(source, final)
+        replace(source, final)
 
     with monkeypatch.context() as patched:
-        patched.setattr(shutil, "move", interrupted)
+        patched.setattr(os, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             unbundle.unbundle(made, target)
     unbundle.unbundle(made, target)
     assert (target / "data/raw/deep/er/b.txt").read_bytes() == (project / "data/raw/deep/er/b.txt").read_bytes()
-    assert not (target / ".unbundle").exists()
+    assert not list(target.rglob(".unbundle"))
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["first", "later"])
+def test_an_update_of_the_repository_that_was_killed_continues(
+    make: Make, monkeypatch: pytest.MonkeyPatch, project: Path, tmp_path: Path, later: bool
+) -> None:
+    target, run = tmp_path / "target", unbundle.run
+    made = make(to="../1")
+    if later:
+        unbundle.unbundle(made, target)
+        write({"new.txt": "new", "params.yaml": (project / "params.yaml").read_text() + "# new\n"}, project)
+        commit(project, "Second")
+        made = make(to="../2")
+
+    def killed(command: list[str], **streams: Any) -> Any:
+        if "merge" in command:  # it has written two files, one of them in part
+            write({"new.txt" if later else "Makefile": "new", "params.yaml": "half of"}, target)
+            raise KeyboardInterrupt
+        return run(command, **streams)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(unbundle, "run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            unbundle.unbundle(made, target)
+    if later:
+        write({"Makefile": "mine"}, target)
+        refused(made, target, r"changes that are not committed: Makefile: commit or revert")
+        git("checkout", "Makefile", cwd=target)
+    unbundle.unbundle(made, target)
+    assert git("rev-parse", "HEAD", cwd=target) == git("rev-parse", "HEAD")
+    assert git("status", "--porcelain", cwd=target) == ""
+    write({"params.yaml": "mine"}, target)
+    refused(made, target, r"changes that are not committed: params\.yaml")
 
 
 @pytest.fixture
@@ -344,18 +521,31 @@ def test_only_a_bundle_that_an_allowed_key_signed_is_installed(
     assert "signed by me@example.com" in capsys.readouterr().out
 
 
-def test_results_that_dvc_has_are_carried_and_checked_out(make: Make, project: Path, tmp_path: Path) -> None:
+def test_results_that_dvc_has_are_carried_and_checked_out(
+    make: Make, project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     content = b"a result"
     digest = hashlib.md5(content).hexdigest()
     listing = json.dumps([{"md5": digest, "relpath": "0.txt"}]).encode()
     directory = hashlib.md5(listing).hexdigest() + ".dir"
+    organize = {"cmd": "false", "deps": ["data/raw"], "outs": ["data/splits"]}
+    others = yaml.safe_load((REPO / "dvc.yaml").read_text())["stages"].values()
+    extract = {
+        "cmd": "python -c \"open('data/extracted', 'w')\"", "deps": ["data/splits"],
+        "params": sorted({name for stage in others for name in stage.get("params", [])}),  # all names are in dvc.yaml
+        "meta": {"runtime": [name for stage in others for name in stage.get("meta", {}).get("runtime", [])]},
+    }  # fmt: skip
+    results = {
+        "cmd": "false",
+        "deps": [{"path": "data/raw", "hash": "md5", "md5": "0" * 32 + ".dir", "size": 1, "nfiles": 1}],
+        "outs": [{"path": "data/splits", "hash": "md5", "md5": directory, "size": len(content), "nfiles": 1}],
+    }
     write(
         {
             ".dvc/config": "[core]\n    analytics = false\n",
             ".dvc/.gitignore": "/tmp\n/cache\n/config.local\n",
-            "dvc.yaml": (REPO / "dvc.yaml").read_text(),
-            "dvc.lock": f"schema: '2.0'\nstages:\n  organize:\n    cmd: 'false'\n    outs:\n    - path: data/splits\n"
-            f"      hash: md5\n      md5: {directory}\n      size: {len(content)}\n      nfiles: 1\n",
+            "dvc.yaml": yaml.safe_dump({"stages": {"organize": organize, "extract": extract}}),
+            "dvc.lock": yaml.safe_dump({"schema": "2.0", "stages": {"organize": results}}),
         },
         project,
     )  # fmt: skip
@@ -368,9 +558,16 @@ def test_results_that_dvc_has_are_carried_and_checked_out(make: Make, project: P
         (cache / name[:2]).mkdir(parents=True, exist_ok=True)
         (cache / name[:2] / name[2:]).write_bytes(data)
     made = make()
-    assert json.loads((made / unbundle.INDEX).read_text())["next"] == ".venv/bin/dvc repro --allow-missing"
-    unbundle.unbundle(made, tmp_path / "target")
-    assert (tmp_path / "target/data/splits/0.txt").read_bytes() == content
+    target = tmp_path / "a target"
+    unbundle.unbundle(made, target)
+    assert (target / "data/splits/0.txt").read_bytes() == content
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("unbundled: ")
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "USER": "other"}
+    process = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert (target / "data/extracted").is_file()
+    for name in ("Dockerfile", "apptainer.def"):
+        assert "exec make repro ARGS=--allow-missing" in (made / name).read_text()
     (cache / digest[:2] / digest[2:]).unlink()
     with pytest.raises(StageError, match=f"cache lacks 1 files of the results of organize, such as {digest}"):
         make()
@@ -422,6 +619,63 @@ def test_a_model_elsewhere_on_this_machine_is_below_models_there(
     assert "is in models/mine there: set model_name: models/mine" in capsys.readouterr().out
 
 
+def test_a_model_elsewhere_with_the_name_of_another_one_is_refused(make: Make, project: Path, tmp_path: Path) -> None:
+    use_model(project, tmp_path / "tiny-llama", model_name=str(tmp_path / "tiny-llama"), commit=None)
+    with pytest.raises(
+        StageError, match=r"would be in models/tiny-llama there, where the repository has another model"
+    ):
+        make()
+
+
+def test_a_model_that_the_repository_has_is_compared_too(make: Make, project: Path) -> None:
+    use_model(project, Path("models/mine"), model_name="models/mine", commit=None)
+    git("add", "models/mine")
+    write({"models/mine/config.json": "[]"}, project)
+    git("commit", "--quiet", "--all", "--message", "Edited")
+    with pytest.raises(StageError, match=r"models/mine/config\.json was changed since the download"):
+        make()
+
+
+def test_another_revision_than_the_downloaded_one_is_refused(
+    make: Make, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))  # which is read at import
+    use_model(project, tmp_path / "hub/models--acme--model/snapshots" / ("c" * 40), model_revision="v1")
+    with pytest.raises(
+        StageError, match=r"describes 'acme/model' at 'v1', params\.yaml names it at 'main': `dvc repro"
+    ):
+        make()
+
+
+def test_links_that_organize_passes_over_are_not_carried(
+    make: Make, project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw, there = project / "data/raw", tmp_path / "target/data/raw"
+    write({"id_rsa": "PRIVATE", "private.txt": "PRIVATE"}, tmp_path / "home")
+    write({"blobs/1": "read through its link", ".hidden": "not read"}, raw)
+    (raw / "snapshot.txt").symlink_to("blobs/1")
+    before, _ = tree.walk(raw, lambda name: name.endswith(".txt"))
+    for name, place in {"home": tmp_path / "home", "private.txt": "../../../home/private.txt", "deep/up": "..",
+                        "deep/er/up": "../..", "copy.txt": "a.txt", "broken.txt": "absent"}.items():  # fmt: skip
+        (raw / name).symlink_to(place)
+    made = make("--raw")
+    assert (
+        "6 links in data/raw are not carried, such as broken.txt: organize passes them over" in capsys.readouterr().out
+    )
+    unbundle.unbundle(made, tmp_path / "target")
+    assert "PRIVATE" not in {path.read_text() for path in there.rglob("*") if path.is_file()}
+    assert tree.walk(raw, lambda name: name.endswith(".txt"))[0] == before
+    assert tree.walk(there, lambda name: name.endswith(".txt"))[0] == before
+    assert (there / "snapshot.txt").read_text() == "read through its link"
+    assert (there / ".hidden").is_file(), "DVC would see another directory there"
+
+
+def test_a_name_that_is_not_utf8_is_refused(make: Make, project: Path) -> None:
+    (project / "data/raw" / os.fsdecode(b"caf\xe9.txt")).touch()
+    with pytest.raises(StageError, match=r"^data/raw/caf\\xe9\.txt has a name that is not UTF-8: rename it"):
+        make("--raw")
+
+
 def test_what_is_not_committed_is_refused_by_name(make: Make, project: Path) -> None:
     write({"dvc.lock": "schema: '2.0'\nstages: {}\n", "params.yaml": "mine"}, project)
     with pytest.raises(StageError, match=r"^2 files are not in the last commit.*: params\.yaml, dvc\.lock\n"):
@@ -454,13 +708,27 @@ def test_a_lock_is_read_for_the_python_of_the_other_machine() -> None:
             assert all(names.values())
 
 
-def test_only_files_that_are_larger_than_a_part_are_cut() -> None:
-    sizes = {"a": 60_000, "b": 60_000, "c": 0, "d": 250_000, "e": 85_000, "f": 1}
-    parts = list(bundle.plan_parts(sizes, 100_000))
-    assert [[piece.path for piece in pieces] for pieces in parts[:3]] == [["a"], ["b", "c", "d"], ["d"]]
-    pieces = [piece for part in parts for piece in part]
-    assert [piece.path for piece in pieces if piece.path != "d"] == ["a", "b", "c", "e", "f"]
-    assert sum(piece.length for piece in pieces) == sum(sizes.values())
+def test_only_files_that_are_larger_than_a_part_are_cut(tmp_path: Path) -> None:
+    contents = {
+        "a": 60_000 * b"a",
+        "b": 60_000 * b"b",
+        "c": b"",
+        "d": os.urandom(250_000),
+        "e": 85_000 * b"e",
+        "f": b"f",
+    }
+    cut = []
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        entry, pieces = bundle.measure(name, tmp_path / name, 100_000)
+        assert entry.sha256 == hashlib.sha256(content).hexdigest()
+        assert [piece.sha256 for piece in pieces] == [
+            hashlib.sha256(content[piece.offset : piece.offset + piece.length]).hexdigest() for piece in pieces
+        ]
+        assert sum(piece.length for piece in pieces) == len(content)
+        cut += pieces
+    parts = [[piece.path for piece in pieces] for pieces in bundle.plan_parts(cut, 100_000)]
+    assert parts == [["a"], ["b", "c"], ["d"], ["d"], ["d"], ["e", "f"]]
 
 
 def test_platform_tags_include_all_older_ones() -> None:

@@ -257,6 +257,19 @@ def test_setup_falls_back_to_the_other_build_and_keeps_it(run_setup):
     assert run_setup(gpu=0) == (0, [], "")
 
 
+def test_setup_keeps_the_cuda_build_that_a_node_without_gpu_has_installed(run_setup):
+    run_setup(gpu=0, refused="torch==1+cpu")
+    assert run_setup(gpu=1) == (0, [], ""), "the build that fits was replaced"
+
+
+def test_setup_keeps_the_other_build_where_the_one_that_fits_is_not_available(run_setup):
+    run_setup(gpu=0)
+    status, installed, last = run_setup(gpu=1, refused="torch==1+cuda")
+    assert (status, installed) == (0, CUDA[:2])
+    assert last == "setup: the cuda build of torch cannot be installed here"
+    assert run_setup(gpu=1) == (0, [], "")
+
+
 def test_setup_fails_if_neither_build_can_be_installed(run_setup, tmp_path):
     (tmp_path / "requirements-cuda.lock").write_text(LOCK.replace("BUILD", "cpu"))
     status, _, last = run_setup(gpu=0, refused="torch==1+cpu")
