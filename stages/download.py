@@ -52,6 +52,12 @@ def main() -> None:
         f"download: {model.model_name} ({origin}): {model.architecture}, {model.num_parameters:,} parameters, "
         f"{weights}, {sum(entry.size for entry in model.files.values()):,} bytes"
     )
+    if model.commit is not None and hub_cache.listing(model.model_name, model.commit) is None:
+        # Filled by an older tool, or copied without it. The Hub is not asked: the cache has all that must be there.
+        print(
+            "download: the model cache has no list of the model's files, so one that it lacks can go unnoticed: "
+            f"`hf download {model.model_name} --revision {model.commit}` with a current version adds it"
+        )
 
 
 def describe(params: DownloadParams) -> ModelManifest:

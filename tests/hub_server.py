@@ -5,6 +5,7 @@ and redirect to another host, here another port, to which a client must not send
 advertised through Xet, which is refused, as by a firewall that knows only the Hub.
 """
 
+import base64
 import hashlib
 import json
 import threading
@@ -19,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = "fedcba9876543210fedcba9876543210fedcba98"
 TOKEN = "hf_SENTINEL"
+PASSWORD = "SENTINEL"
 
 
 @dataclass
@@ -44,7 +46,11 @@ class Hub:
     """By the last part of the path: status and Retry-After for each of the next requests, or none."""
     changed: dict[str, bytes] = field(default_factory=dict)
     """By file: what is sent in its place."""
+    described: dict[str, bytes] = field(default_factory=dict)
+    """By model: what is answered in place of its commit and files."""
     ignores_ranges: bool = False
+    sends_lengths: bool = True
+    """Else the end of a connection is the end of a file, whether or not that is complete."""
     requests: list[Request] = field(default_factory=list)
     url: str = ""
     files_url: str = ""
@@ -93,6 +99,18 @@ def entry(name: str, content: bytes) -> dict[str, Any]:
     return found
 
 
+def info(files: dict[str, bytes]) -> dict[str, Any]:
+    """A model as the Hub describes it."""
+    siblings = []
+    for name, content in files.items():
+        found = entry(name, content)
+        sibling = {"rfilename": name, "size": found["size"], "blobId": found["oid"]}
+        if "lfs" in found:
+            sibling["lfs"] = {"sha256": found["lfs"]["oid"], "size": found["size"], "pointerSize": 134}
+        siblings.append(sibling)
+    return {"id": "a/b", "sha": COMMIT, "private": False, "tags": [], "siblings": siblings}
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -109,6 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub, path = self.hub, urlsplit(self.path).path
         token = self.headers.get("Authorization")
+        if token == "Basic " + base64.b64encode(f"me:{PASSWORD}".encode()).decode():  # of the address, for a proxy
+            token = None
         hub.requests.append(Request(self.command, self.path, token is not None, self.headers.get("Range")))
         refused = hub.refused.get(path.rpartition("/")[2])
         if refused and (refusal := refused.pop(0)) is not None:
@@ -132,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         if revision not in ("main", COMMIT):
             return self.answer(404, {"X-Error-Code": "RevisionNotFound"})
         if kind == "revision":
-            return self.answer(200, {}, json.dumps(self.info(repo, files)).encode())
+            return self.answer(200, {}, hub.described.get(repo, json.dumps(info(files)).encode()))
         if kind == "tree":
             return self.answer(200, {}, json.dumps([entry(*item) for item in files.items()]).encode())
         if name not in files:
@@ -147,16 +167,6 @@ class _Handler(BaseHTTPRequestHandler):
             headers["X-Xet-Hash"] = digest
             headers["Link"] = f'<{hub.url}/api/models/{repo}/xet-read-token/{COMMIT}>; rel="xet-auth"'
         return self.answer(302 if is_large(name) else 307, headers)
-
-    def info(self, repo: str, files: dict[str, bytes]) -> dict[str, Any]:
-        siblings = []
-        for name, content in files.items():
-            found = entry(name, content)
-            sibling = {"rfilename": name, "size": found["size"], "blobId": found["oid"]}
-            if "lfs" in found:
-                sibling["lfs"] = {"sha256": found["lfs"]["oid"], "size": found["size"], "pointerSize": 134}
-            siblings.append(sibling)
-        return {"id": repo, "modelId": repo, "sha": COMMIT, "private": False, "tags": [], "siblings": siblings}
 
     def file(self, repo: str, name: str) -> None:
         hub = self.hub
@@ -176,7 +186,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
+        if self.hub.sends_lengths:
+            self.send_header("Content-Length", str(len(body)))
+        else:
+            self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body[:break_after])

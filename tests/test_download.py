@@ -1,15 +1,18 @@
 """Finding and checking a model: from a directory or the cache, without a socket, or with a clear error."""
 
+import fcntl
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -231,7 +234,7 @@ def test_a_cache_that_lacks_a_file_is_refused_offline(
     snapshot = cached(write_model(Path("source"), max_shard_size="1GB"), home)
     name = "model.safetensors" if lacking == "weights" else lacking
     (snapshot / name).unlink()
-    with pytest.raises(StageError, match=f"lacks .*{name}"):
+    with pytest.raises(hub.Lacking, match=f"lacks .*{name}"):
         describe(HUB_ID)
 
 
@@ -470,6 +473,49 @@ def test_pickled_weights_are_refused(where: str, request: pytest.FixtureRequest)
     assert "pytorch_model.bin" not in describe(name, "random").files
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model-00001-of-00002.safetensors", "consolidated.safetensors", "model.fp16.safetensors",
+        "adapter_model.safetensors", "model-Q4_K_M.gguf", "tf_model.h5", "flax_model.msgpack",
+    ],
+)  # fmt: skip
+def test_weights_that_would_not_be_read_are_refused(name: str, home: Path) -> None:
+    """Training would start from random ones. Beside them is a pickle, as the `Trainer` of transformers leaves one."""
+    write_model(Path("model"), weights=False)
+    for other in (name, "training_args.bin"):
+        Path("model", other).write_bytes(b"never read")
+    cached(Path("model"), home)
+    for model, initial_weights in (("model", "auto"), ("model", "pretrained"), (HUB_ID, "auto")):
+        with pytest.raises(StageError, match=f"it has neither .*, but {name}: .*'random'"):
+            describe(model, initial_weights)
+    assert name not in describe("model", "random").files
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [{}, None, [], {"a": 1}, {"a": ["b"]}, {"a": ""}, {"a": ".."}, {"a": "../other/model.safetensors"},
+     {"a": "/model.safetensors"}],
+)  # fmt: skip
+def test_an_index_names_files_beside_it(weight_map: object) -> None:
+    write_model(Path("model"))
+    publish.write_json(Path("model", WEIGHTS_INDEX), {"weight_map": weight_map})
+    with pytest.raises(StageError, match="does not name the safetensors files beside it: fetch it again"):
+        hub.resolve("model", "main", want_weights=True)
+    Path("model", WEIGHTS_INDEX).write_text("null")
+    with pytest.raises(StageError, match="does not name the safetensors files"):
+        hub.resolve("model", "main", want_weights=True)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["null", '"auto_map"', "[" * 100_000, "\xff"])
+def test_a_file_that_is_no_json_object_is_named(name: str, content: str) -> None:
+    write_model(Path("model"))
+    Path("model", name).write_text(content, encoding="latin-1")
+    with pytest.raises(StageError, match=f"{name} is not a JSON object: fetch it again"):
+        hub.resolve("model", "main", want_weights=True)
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
 def test_a_model_with_code_of_its_own_is_refused(name: str) -> None:
     write_model(Path("model"))
@@ -598,13 +644,20 @@ def test_an_empty_cache_is_filled_with_what_is_needed(served: Hub, monkeypatch: 
     assert "README.md" in [file.path for file in get_cached_repo_tree(HUB_ID)]
 
 
+def ranges_of(served: Hub) -> list[str | None]:
+    """What was asked for of the weights."""
+    return [request.range for request in served.requests if "/file/" in request.path and WEIGHTS in request.path]
+
+
+@pytest.mark.parametrize("sends_lengths", [True, False])
 @pytest.mark.parametrize("ignores_ranges", [False, True])
-def test_a_connection_that_breaks_is_resumed(served: Hub, ignores_ranges: bool) -> None:
+def test_a_connection_that_breaks_is_resumed(served: Hub, ignores_ranges: bool, sends_lengths: bool) -> None:
+    """Without a Content-Length, as through some proxies, only the size that the Hub lists tells that it broke."""
     served.breaks[WEIGHTS], served.ignores_ranges = [3000, 1000], ignores_ranges
+    served.sends_lengths = sends_lengths
     snapshot = resolve()
     assert (snapshot / WEIGHTS).read_bytes() == Path("source", WEIGHTS).read_bytes()
-    ranges = [request.range for request in served.requests if "/file/" in request.path and WEIGHTS in request.path]
-    assert ranges == [None, "bytes=3000-", f"bytes={1000 if ignores_ranges else 4000}-"]
+    assert ranges_of(served) == [None, "bytes=3000-", f"bytes={1000 if ignores_ranges else 4000}-"]
 
 
 def test_the_next_download_continues_where_one_stopped(served: Hub) -> None:
@@ -622,12 +675,77 @@ def test_the_next_download_continues_where_one_stopped(served: Hub) -> None:
     assert [request.range for request in served.requests if WEIGHTS in request.path] == ["bytes=3000-"] * 2
     assert not partial.exists()
 
-    partial.write_bytes(b"x" * 3000)
-    partial.with_suffix("").unlink()
-    assert (resolve() / WEIGHTS).read_bytes() == Path("source", WEIGHTS).read_bytes()
-    partial.write_bytes(b"x" * 100_000)  # more than the file has
-    partial.with_suffix("").unlink()
-    assert (resolve() / WEIGHTS).read_bytes() == Path("source", WEIGHTS).read_bytes()
+
+@pytest.mark.parametrize(
+    ("size", "ranges"), [(3000, ["bytes=3000-", None]), (None, [None]), (100_000, [None])], ids=["part", "all", "more"]
+)
+def test_a_damaged_leftover_is_fetched_again(
+    served: Hub, capsys: pytest.CaptureFixture[str], size: int | None, ranges: list[str | None]
+) -> None:
+    """It is none of the two attempts."""
+    weights = resolve() / WEIGHTS
+    content, blob = weights.read_bytes(), weights.resolve()
+    blob.unlink()
+    partial = blob.with_name(f"{blob.name}.incomplete")
+    served.requests.clear()
+    capsys.readouterr()
+    partial.write_bytes(b"x" * (size or len(content)))
+    served.changed = {WEIGHTS: content[:-1] + b"x"}
+    with pytest.raises(StageError, match="was received twice"):
+        resolve()
+    assert ranges_of(served) == [*ranges, None]
+    left = len(content) - (size or len(content))
+    assert f"fetching {left if left >= 0 else len(content):,} bytes of" in capsys.readouterr().out
+    served.changed = {}
+    partial.write_bytes(b"x" * (size or len(content)))
+    assert (resolve() / WEIGHTS).read_bytes() == content
+
+
+def test_a_leftover_of_which_the_server_has_no_more_is_fetched_again(served: Hub) -> None:
+    served.breaks[WEIGHTS], served.refused[WEIGHTS] = [3000], [None, None, None, (416, "")]
+    resolve()
+    assert ranges_of(served) == [None, "bytes=3000-", None]
+
+
+@contextmanager
+def fetched_by_another(name: str) -> Iterator[tuple[Path, IO[bytes]]]:
+    """Lock a file as another process that fetches it; yields its blob, and the file of which the lock is."""
+    entry = (hub_cache.listing(HUB_ID, hub_server.COMMIT) or {})[name]
+    blob = hub_cache.repository(HUB_ID) / "blobs" / (entry.lfs_sha256 or entry.blob_id)
+    with blob.with_name(f"{blob.name}.incomplete").open("ab") as partial:
+        fcntl.flock(partial, fcntl.LOCK_EX)
+        yield blob, partial
+
+
+def test_a_file_that_another_process_fetches_is_waited_for(served: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.resolve(HUB_ID, "main", want_weights=False)
+    with fetched_by_another(WEIGHTS) as (blob, partial):
+
+        def finish() -> None:
+            shutil.copyfile(Path("source", WEIGHTS), blob)
+            partial.close()
+
+        threading.Timer(0.3, finish).start()
+        assert (resolve() / WEIGHTS).read_bytes() == Path("source", WEIGHTS).read_bytes()
+    assert f"waiting for another process that fetches {WEIGHTS} of {HUB_ID}" in capsys.readouterr().out
+    assert WEIGHTS not in served.fetched()
+    assert not list(blob.parent.glob("*.incomplete"))
+
+
+def test_who_waits_for_another_process_stops_when_another_file_fails(served: Hub) -> None:
+    """As after Ctrl-C, which the main thread handles while others wait."""
+    snapshot = hub.resolve(HUB_ID, "main", want_weights=False).directory
+    served.refused["config.json"] = [(403, "")]
+    with fetched_by_another("tokenizer.json") as (_, partial):
+        for name in ("config.json", "tokenizer.json"):
+            (snapshot / name).resolve().unlink()
+        timer = threading.Timer(5, partial.close)  # it would wait for ever
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(StageError, match="answered 403"):
+            resolve()
+        assert time.monotonic() - began < 3
+        timer.cancel()
 
 
 def test_what_differs_from_the_digest_of_the_hub_never_becomes_a_file(served: Hub) -> None:
@@ -675,11 +793,84 @@ def test_what_the_hub_refuses_is_one_line_with_the_remedy(
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
     began = time.monotonic()
-    with pytest.raises(StageError, match=message) as error:
+    with pytest.raises(hub.Lacking, match=message) as error:
         resolve(name, revision)
     assert time.monotonic() - began < 5
     assert "\n" not in str(error.value)
     assert not token or token not in str(error.value)
+
+
+def test_the_password_of_an_endpoint_is_not_shown(
+    served: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    served.models |= dict.fromkeys(("someone/gated", "someone/else"), served.models[HUB_ID])
+    served.gated.add("someone/gated")
+    plain, url = served.url, served.url.replace("//", f"//me:{hub_server.PASSWORD}@")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+    template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    served.described["someone/else"] = b"<html>"
+    for name, message in (
+        ("someone/gated", f"accept its license at {plain}/someone/gated"),
+        ("someone/missing", "no such model"),
+        ("someone/else", f"{plain} does not answer as the Hub does"),
+    ):
+        with pytest.raises(StageError, match=message) as error:
+            resolve(name)
+        assert "SENTINEL" not in str(error.value)
+    resolve()
+    output = "".join(capfd.readouterr())
+    assert f"from {plain}\n" in output
+    assert "SENTINEL" not in output
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda info: None,
+        lambda info: [],
+        lambda info: {},
+        lambda info: {**info, "sha": None},
+        lambda info: {**info, "sha": "../../../../evil"},
+        lambda info: {**info, "siblings": [5]},
+        lambda info: {**info, "siblings": [{"rfilename": "config.json"}]},
+        lambda info: {**info, "siblings": [{**info["siblings"][0], "size": "x"}]},
+        lambda info: {**info, "siblings": [{**info["siblings"][0], "size": -1}]},
+        lambda info: {**info, "siblings": [{**info["siblings"][0], "blobId": "../evil"}]},
+        lambda info: {**info, "siblings": [{**info["siblings"][0], "lfs": {"sha256": "../evil", "size": 1}}]},
+    ],
+)
+def test_a_server_that_is_no_hub_is_one_clear_error(
+    served: Hub, tmp_path: Path, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    """What it names becomes the names of files."""
+    before = set(tmp_path.rglob("*"))
+    served.described[HUB_ID] = json.dumps(change(hub_server.info(served.models[HUB_ID]))).encode()
+    with pytest.raises(StageError, match=r"does not answer as the Hub does \(.*: correct HF_ENDPOINT") as error:
+        resolve()
+    assert "\n" not in str(error.value)
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_an_interrupted_copy_is_no_file_of_the_model(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file system without links, on which a part of a file would count as the file."""
+
+    def refuse(*args: Any) -> None:
+        raise PermissionError
+
+    def interrupt(source: Path, target: Path) -> None:
+        Path(target).write_bytes(Path(source).read_bytes()[:10])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    with monkeypatch.context() as context:
+        context.setattr(shutil, "copyfile", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            resolve()
+        assert list(hub_cache.snapshot(HUB_ID, hub_server.COMMIT).iterdir()) == []
+    for path in resolve().iterdir():
+        assert not path.is_symlink()
+        assert path.read_bytes() == Path("source", path.name).read_bytes()
 
 
 def test_a_gated_model_is_fetched_with_the_token(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -708,7 +899,7 @@ def test_a_model_that_is_refused_is_refused_before_its_weights_are_fetched(serve
             {**json.loads(files["config.json"]), "auto_map": {"AutoModel": "m.M"}}
         ).encode()
     else:
-        del files[WEIGHTS]
+        del files[WEIGHTS], files["other.safetensors"]
     with pytest.raises(StageError, match="auto_map" if plant == "auto_map" else r"pickles \(pytorch_model\.bin\)"):
         resolve()
     assert not {WEIGHTS, "pytorch_model.bin"} & served.fetched()
@@ -737,6 +928,42 @@ def test_a_cache_of_another_tool_is_used_and_checked(
         describe(HUB_ID)
         assert served.fetched() == {name}
         served.requests.clear()
+
+
+@pytest.mark.parametrize("name", [WEIGHTS_INDEX, "added_tokens.json", "tokenizer.model"])
+def test_a_file_that_the_hub_does_not_list_is_refused(served: Hub, name: str) -> None:
+    """It would count as a part of the commit, and an index can replace the weights."""
+    snapshot = resolve()
+    (snapshot / "notes.txt").write_text("not read")
+    resolve()
+    shutil.copyfile(snapshot / WEIGHTS, snapshot / "evil.safetensors")
+    (snapshot / name).write_text(json.dumps({"weight_map": {"a": "evil.safetensors"}}))
+    with pytest.raises(StageError, match=f"{snapshot / name} is not a file of {HUB_ID} at .*: delete it"):
+        resolve()
+
+
+def test_weights_that_the_hub_does_not_list_are_refused(served: Hub) -> None:
+    for name in (WEIGHTS, "pytorch_model.bin", "other.safetensors"):
+        del served.models[HUB_ID][name]
+    assert describe(HUB_ID).weights == []
+    planted = resolve() / WEIGHTS
+    shutil.copyfile(Path("source", WEIGHTS), planted)
+    with pytest.raises(StageError, match=f"{planted} is not a file of {HUB_ID} at "):
+        describe(HUB_ID)
+
+
+def test_an_index_that_an_older_tool_has_left_out_is_fetched(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a cache without a list nothing tells that there are weights at all."""
+    shutil.rmtree("source")
+    write_model(Path("source"))
+    served.models.clear()
+    served.add(HUB_ID, Path("source"))
+    snapshot = resolve()
+    shutil.rmtree(snapshot.parents[1] / "trees")
+    monkeypatch.setattr("huggingface_hub._tree_cache._IN_MEMORY_TREE_CACHE", {})
+    for path in [snapshot / WEIGHTS_INDEX, *snapshot.glob("*.safetensors")]:
+        path.unlink()
+    assert hub.resolve(HUB_ID, "main", want_weights=True).weights == hub.weight_files(Path("source"))
 
 
 @pytest.fixture
@@ -781,6 +1008,37 @@ def test_the_cache_is_in_the_project_unless_the_environment_names_one(
     assert hub.resolve(HUB_ID, "main", want_weights=False).directory == snapshot
     other = cached(Path("source"), empty_project / ".hf")
     assert hub.resolve(HUB_ID, "main", want_weights=False).directory == other
+
+
+def test_the_cache_that_is_named_is_the_one_that_lacks_a_file(
+    empty_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the home directory, where nothing has set HF_HOME."""
+    set_home(empty_project / "user", monkeypatch)
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    cached(write_model(Path("source")), empty_project / "user")
+    snapshot = hub.resolve(HUB_ID, "main", want_weights=True).directory
+    first_shard(snapshot).unlink()
+    with pytest.raises(hub.Lacking, match=rf"the model cache {empty_project}/user/hub \(HF_HOME sets it\) lacks"):
+        hub.resolve(HUB_ID, "main", want_weights=True)
+    with pytest.raises(hub.Lacking, match=rf"the model cache {empty_project}/\.hf/hub \(HF_HOME sets it\) lacks"):
+        hub.resolve("someone/else", "main", want_weights=True)
+
+
+def test_a_cache_without_list_is_mentioned(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without it nobody knows whether a file such as generation_config.json is missing. The Hub is not asked for it."""
+    monkeypatch.setattr(sys, "argv", ["download"])
+    write_model(Path("source"))
+    cached(Path("source"), home)
+    for name, expected in (("source", False), (HUB_ID, True)):
+        Path("params.yaml").write_text(f"model_name: {name}\nmodel_revision: main\ninitial_weights: auto\n")
+        download.main()
+        mentioned = f"`hf download {HUB_ID} --revision {COMMIT}` with a current version adds it"
+        assert (mentioned in capsys.readouterr().out) == expected
 
 
 can_unshare = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode == 0

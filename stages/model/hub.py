@@ -4,7 +4,7 @@ The cache comes first: where it has all that is needed, no socket is opened. The
 stays at the commit that was fetched first. For a newer one, set `model_revision` to the commit, or run `hf download`.
 """
 
-import json
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -28,7 +28,14 @@ _PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
 )  # fmt: skip
 """All files of a model except its weights, so that no other format of them (pickles, GGUF) is fetched."""
+_SHARD = re.compile(r"[^/]+\.safetensors")
+"""What an index may name: a file beside it."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_OTHER_WEIGHTS = (".safetensors", ".gguf", ".h5", ".msgpack")
+
+
+class Lacking(StageError):
+    """The cache lacks files of a model, and they were not fetched: it is forbidden, or the Hub does not give them."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,9 @@ def resolve(
         required: Files without which a cached model is incomplete, beside its weights.
 
     Raises:
-        StageError: the model is not found, or loading it would run code of its authors: pickles, `auto_map`.
+        Lacking: the cache lacks files, and they could not be fetched.
+        StageError: there is no such directory, its weights are in a form that is not read, or loading it would run code
+            of its authors: pickles, `auto_map`.
     """
     if Path(model_name).is_dir():
         source = Path(model_name)
@@ -64,19 +73,20 @@ def resolve(
         weights = weight_files(source) if want_weights else []
         names = _names(source)
     else:
-        source, weights, names = _from_hub(model_name, model_revision, want_weights, timeout, required)
+        source, weights = _from_hub(model_name, model_revision, want_weights, timeout, required)
         commit = source.name
+        names = _known(model_name, source)
     if not (source / CONFIG).is_file():
         raise StageError(f"model_name is {model_name!r}: it has no {CONFIG}, so transformers cannot load it")
-    if want_weights and not weights:  # with random weights, pickles beside the config harm nobody
-        _refuse_pickles(model_name, names)
+    if want_weights and not weights:  # with random weights, others beside the config harm nobody
+        _refuse_weights(model_name, names)
     _refuse_code(model_name, source)
     return ModelSource(source, commit, weights)
 
 
 def model_files(source: ModelSource) -> list[str]:
     """The names of all files that the model needs, in order."""
-    found = {path.name for pattern in _PATTERNS for path in source.directory.glob(pattern) if path.is_file()}
+    found = _small_files(source.directory)
     if not source.weights:
         found.discard(WEIGHTS_INDEX)  # it names files that the manifest does not list
     return sorted(found | set(source.weights))
@@ -88,29 +98,36 @@ def weight_files(directory: Path) -> list[str]:
     if index.is_file():
         try:
             # Of the index, not all *.safetensors: a repository may have others, such as consolidated.safetensors.
-            return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            names = set(publish.read_json(index)["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise StageError(f"{index} is not a valid index of safetensors files: fetch it again") from None
+            names = set()
+        # No name at all would mean random weights, and one with a "/" a file of another model.
+        if not names or not all(isinstance(name, str) and _SHARD.fullmatch(name) for name in names):
+            raise StageError(f"{index} does not name the safetensors files beside it: fetch it again")
+        return sorted(names)
     return [WEIGHTS] if (directory / WEIGHTS).is_file() else []
 
 
 def _from_hub(
     repo: str, revision: str, want_weights: bool, timeout: float, required: tuple[str, ...]
-) -> tuple[Path, list[str], list[str]]:
-    """The snapshot's directory, its weights, and the names of all files that the repository is known to have."""
+) -> tuple[Path, list[str]]:
+    """The snapshot's directory, and its weights."""
     source = _snapshot(repo, revision, _PATTERNS, required, timeout)
     commit = source.name  # from here on the commit: the branch may get another one between two requests
-    for name in model_files(ModelSource(source, commit, [])):  # they are small; download checks the weights later
+    for name in sorted(_small_files(source)):  # download checks the weights later
         hub_cache.check(repo, commit, name, publish.sha256_file(source / name))
     if not want_weights:
-        return source, [], []
+        return source, []
     _refuse_code(repo, source)  # before anything large is fetched
-    weights = tuple(weight_files(source) or [WEIGHTS])
-    known = list(hub_cache.listing(repo, commit) or _names(source))
-    if not set(weights) & set(known):  # the Hub has none of them, perhaps pickles instead
-        _refuse_pickles(repo, known)
+    if not weight_files(source):
+        known = _known(repo, source)
+        if WEIGHTS not in known:  # the Hub has none of them, perhaps pickles instead
+            _refuse_weights(repo, known)
+        # The index, too: a cache without a list of the repository's files may lack it unnoticed.
+        _snapshot(repo, commit, (*_PATTERNS, WEIGHTS), (WEIGHTS,), timeout)
+    weights = tuple(weight_files(source))
     _snapshot(repo, commit, weights, weights, timeout)
-    return source, weight_files(source), list(hub_cache.listing(repo, commit) or _names(source))
+    return source, list(weights)
 
 
 def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tuple[str, ...], timeout: float) -> Path:
@@ -131,10 +148,11 @@ def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tup
     if commit is not None and not missing:
         return hub_cache.snapshot(repo, commit)
     _refuse_directory(repo)
-    similar = _similar_name(repo, hub_cache.directory())
+    cache = hub_cache.repository(repo).parent
+    similar = _similar_name(repo, cache)
     problem = (
-        f"model_name is {repo!r}: there is no such directory, and the model cache ({hub_cache.directory()}, set by "
-        f"HF_HOME) lacks {', '.join(missing[:5])} of the Hub's model at revision {revision!r}"
+        f"model_name is {repo!r}: there is no such directory, and the model cache {cache} (HF_HOME sets it) lacks "
+        f"{', '.join(missing[:5])} of the Hub's model at revision {revision!r}"
         + (f"; a model with a similar name is here: {similar!r}" if similar else "")
     )
     remedy = f"run `hf download {repo} --revision {revision}` on a machine with internet and bring its HF_HOME here"
@@ -142,13 +160,13 @@ def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tup
         remedy = f"use that one, or {remedy}"
     variable = hub_cache.offline_variable()
     if variable is not None:
-        raise StageError(f"{problem}; {variable} forbids fetching it: {remedy}")
+        raise Lacking(f"{problem}; {variable} forbids fetching it: {remedy}")
     try:
         if commit is None or commit != revision or hub_cache.listing(repo, commit) is None:  # of a commit it is final
             commit = hub_client.fetch_listing(repo, revision, timeout)
         hub_client.fetch(repo, commit, _missing(repo, commit, patterns, required), timeout)
     except hub_client.NotFetched as error:
-        raise StageError(f"{problem}; {error}" + (f": {remedy}" if error.needs_remedy else "")) from None
+        raise Lacking(f"{problem}; {error}" + (f": {remedy}" if error.needs_remedy else "")) from None
     return hub_cache.snapshot(repo, commit)
 
 
@@ -188,11 +206,29 @@ def _similar_name(model_name: str, cache: Path) -> str | None:
     return next((names[name] for name in get_close_matches(model_name.lower(), names)), None)
 
 
+def _small_files(directory: Path) -> set[str]:
+    return {path.name for pattern in _PATTERNS for path in directory.glob(pattern) if path.is_file()}
+
+
 def _names(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir()]
 
 
-def _refuse_pickles(model_name: str, names: list[str]) -> None:
+def _known(repo: str, source: Path) -> list[str]:
+    """All files that the repository is known to have."""
+    listing = hub_cache.listing(repo, source.name)
+    return _names(source) if listing is None else list(listing)
+
+
+def _refuse_weights(model_name: str, names: list[str]) -> None:
+    """Refuse weights that are not read: without a word, the run would start from random ones."""
+    others = sorted(name for name in names if name.endswith(_OTHER_WEIGHTS))
+    if others:
+        raise StageError(
+            f"model_name is {model_name!r}: it has neither {WEIGHTS} nor {WEIGHTS_INDEX}, but {', '.join(others[:3])}: "
+            "fetch what is missing, convert the weights with `save_pretrained` of transformers in a copy, or set "
+            "initial_weights to 'random'"
+        )
     pickles = sorted(name for name in names if name.endswith(_PICKLES))
     if pickles:
         raise StageError(
@@ -207,10 +243,12 @@ def _refuse_code(model_name: str, source: Path) -> None:
         if not path.is_file():
             continue
         try:
-            has_code = "auto_map" in json.loads(path.read_bytes())
+            content = publish.read_json(path)
         except ValueError:
-            raise StageError(f"{path} is not valid JSON: fetch it again") from None
-        if has_code:
+            content = None
+        if not isinstance(content, dict):
+            raise StageError(f"{path} is not a JSON object: fetch it again")
+        if "auto_map" in content:
             raise StageError(
                 f"model_name is {model_name!r}: {name} asks for code of its own (auto_map), which is never run: "
                 "use a model whose class is part of transformers, or, if it is, remove `auto_map` in a copy"

@@ -88,7 +88,7 @@ def listing(repo: str, commit: str) -> "dict[str, TreeCacheEntry] | None":
 
 
 def check(repo: str, commit: str, name: str, sha256: str) -> None:
-    """Compare a cached file with the Hub's digest, where the cache knows it.
+    """Compare a cached file with the Hub's list, or, where the cache lacks that, with the digest in its name.
 
     Args:
         repo: The Hub id.
@@ -97,11 +97,13 @@ def check(repo: str, commit: str, name: str, sha256: str) -> None:
         sha256: The digest of its content, so that it need not be read twice.
 
     Raises:
-        StageError: the file is damaged.
+        StageError: the file is damaged, or the Hub does not list it.
     """
     path = snapshot(repo, commit) / name
     entries = listing(repo, commit)
-    if entries is not None and name in entries:
+    if entries is not None:
+        if name not in entries:  # it would count as a part of the commit
+            raise StageError(f"{path} is not a file of {repo} at commit {commit}: delete it, or use a local copy")
         expected = entries[name].lfs_sha256 or entries[name].blob_id
     elif path.is_symlink():
         expected = Path(os.readlink(path)).name

@@ -8,30 +8,59 @@ faster, but needs other servers, which firewalls refuse more often, and cannot r
 
 import fcntl
 import os
+import secrets
 import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote, urlsplit
 
+from pydantic import Field, TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from stages.artifacts import command, file_lock, publish
 from stages.artifacts.errors import StageError, naming
+from stages.artifacts.record import first_problem
 from stages.model import hub_cache
 
 if TYPE_CHECKING:
-    from huggingface_hub._tree_cache import TreeCacheEntry
     from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.hf_api import RepoSibling
 
 _PASSING = (408, 429, 500, 502, 503, 504)
 _LONGEST_WAIT = 60
 """Seconds that the Hub may ask us to wait before we report it instead."""
 _RETRIES = 5
+
+_Size = Annotated[int, Field(ge=0)]
+_Sha1 = Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
+_Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True)
+class _LargeFile:
+    sha256: _Sha256
+    size: _Size
+
+
+@dataclass(frozen=True)
+class _File:
+    rfilename: str
+    size: _Size
+    blob_id: Annotated[str, Field(validation_alias="blobId", pattern=f"^({hub_cache.DIGEST.pattern})$")]
+    lfs: _LargeFile | None = None
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What the Hub answers about a model. Commits and digests become names of files, so nothing else may be in them."""
+
+    sha: _Sha1
+    siblings: list[_File]
 
 
 class NotFetched(Exception):
@@ -50,7 +79,7 @@ class _Stopped(Exception):
 @contextmanager
 def _explained(repo: str) -> Iterator[None]:
     """Turn the errors of the client into sentences."""
-    from huggingface_hub import constants, get_token
+    from huggingface_hub import get_token
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.errors import HTTPError as ClientError
 
@@ -60,7 +89,7 @@ def _explained(repo: str) -> Iterator[None]:
         # Never the error's text: it may quote the request's headers, and so the token.
         response = error.response
         status, code = response.status_code, response.headers.get("X-Error-Code")
-        page = f"{constants.ENDPOINT}/{repo}"
+        page = f"{_endpoint()}/{repo}"
         answer = f"the Hub answered {status} ({type(error).__name__})"
         has_token = get_token() is not None
         if code == "GatedRepo":
@@ -78,8 +107,7 @@ def _explained(repo: str) -> Iterator[None]:
         else:
             raise NotFetched(answer, needs_remedy=True) from None
         raise NotFetched(message) from None
-    # ValueError: a token with characters that no header may have; also, as KeyError, of a server that is not a Hub.
-    except (ClientError, ValueError, KeyError) as error:
+    except (ClientError, ValueError) as error:  # ValueError: a token with characters that no header may have
         raise NotFetched(f"the Hub was not reached ({type(error).__name__})", needs_remedy=True) from None
 
 
@@ -92,29 +120,55 @@ def fetch_listing(repo: str, revision: str, timeout: float) -> str:
     Raises:
         NotFetched: the Hub was not reached, or refuses.
     """
-    from huggingface_hub import HfApi
-    from huggingface_hub._tree_cache import write_tree_cache
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub._tree_cache import TreeCacheEntry, write_tree_cache
 
-    failures, info = 0, None
-    while info is None:
+    model = _model(repo, revision, timeout)
+    entries = {}
+    for file in model.siblings:
+        sha256, size = (file.lfs.sha256, file.lfs.size) if file.lfs else (None, None)
+        entries[file.rfilename] = TreeCacheEntry(file.size, file.blob_id, sha256, size)
+    directory = hub_cache.repository(repo)
+    hub_cache.snapshot(repo, model.sha).mkdir(parents=True, exist_ok=True)
+    write_tree_cache(str(directory), model.sha, entries)
+    if hub_cache.listing(repo, model.sha) is None:  # the library only logs that it could not write it
+        raise StageError(f"{directory}/trees cannot be written: make room there, or set HF_HOME to another directory")
+    if revision != model.sha:
+        publish.write_text(directory / "refs" / revision, model.sha)  # without a line end, as the library writes it
+    return model.sha
+
+
+def _model(repo: str, revision: str, timeout: float) -> _Model:
+    from huggingface_hub import constants, get_session
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+
+    # Not through `HfApi`, which checks no types: a server that is no Hub would end in any kind of error.
+    url = f"{constants.ENDPOINT}/api/models/{repo}/revision/{quote(revision, safe='')}?blobs=true"
+    failures, content = 0, None
+    while content is None:
         with _explained(repo):
             try:
-                # The client itself has no limit of time.
-                info = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=timeout)
+                response = get_session().get(url, headers=build_hf_headers(), timeout=timeout)
+                hf_raise_for_status(response)
+                content = response.content
             except HfHubHTTPError as error:
                 failures += 1
                 time.sleep(_wait(error, failures))
-    assert info.sha is not None
-    entries = {sibling.rfilename: _entry(sibling) for sibling in info.siblings or []}
-    directory = hub_cache.repository(repo)
-    hub_cache.snapshot(repo, info.sha).mkdir(parents=True, exist_ok=True)
-    write_tree_cache(str(directory), info.sha, entries)
-    if hub_cache.listing(repo, info.sha) is None:  # the library only logs that it could not write it
-        raise StageError(f"{directory}/trees cannot be written: make room there, or set HF_HOME to another directory")
-    if revision != info.sha:
-        publish.write_text(directory / "refs" / revision, info.sha)  # without a line end, as the library writes it
-    return info.sha
+    try:
+        return TypeAdapter(_Model).validate_json(content)
+    except ValidationError as error:
+        raise NotFetched(
+            f"{_endpoint()} does not answer as the Hub does ({first_problem(error)}): correct HF_ENDPOINT, or, if it "
+            "is a mirror without digests, fetch the model with `hf download`, which does not compare them"
+        ) from None
+
+
+def _endpoint() -> str:
+    """The Hub's address for people: without the password that HF_ENDPOINT may have."""
+    from huggingface_hub import constants
+
+    url = urlsplit(constants.ENDPOINT)
+    return url._replace(netloc=url.netloc.rpartition("@")[2]).geturl()
 
 
 def fetch(repo: str, commit: str, names: Iterable[str], timeout: float, num_workers: int = 8) -> None:
@@ -124,8 +178,6 @@ def fetch(repo: str, commit: str, names: Iterable[str], timeout: float, num_work
         NotFetched: the Hub was not reached any more, or refuses.
         StageError: the disk has too little space, or what came is not what the Hub lists.
     """
-    from huggingface_hub import constants
-
     entries = hub_cache.listing(repo, commit) or {}
     directory, snapshot = hub_cache.repository(repo), hub_cache.snapshot(repo, commit)
     (directory / "blobs").mkdir(exist_ok=True)  # a copy of the cache may have none
@@ -134,15 +186,16 @@ def fetch(repo: str, commit: str, names: Iterable[str], timeout: float, num_work
     sizes = {blobs[name]: entries[name].lfs_size or entries[name].size for name in missing}
     todo = {blobs[name]: name for name in missing if not blobs[name].is_file()}  # two files can have the same content
     if todo:
-        done = {blob: partial.stat().st_size for blob in todo if (partial := _partial(blob)).is_file()}
-        total, initial = sum(sizes[blob] for blob in todo), sum(done.values())
+        left = {blob: partial.stat().st_size for blob in todo if (partial := _partial(blob)).is_file()}
+        total = sum(sizes[blob] for blob in todo)
+        initial = sum(size for blob, size in left.items() if size <= sizes[blob])  # larger ones are not continued
         free = shutil.disk_usage(directory).free
         if total - initial > free:
             raise StageError(
                 f"{repo} needs {command.format_gib(total - initial)} more in {directory}, where "
                 f"{command.format_gib(free)} are free: make room, or set HF_HOME to a directory on a larger disk"
             )
-        print(f"fetching {total - initial:,} bytes of {repo} from {constants.ENDPOINT}", flush=True)
+        print(f"fetching {total - initial:,} bytes of {repo} from {_endpoint()}", flush=True)
         stop = threading.Event()
         with (
             tqdm(total=total, initial=initial, desc="fetch", unit="B", unit_scale=True, disable=None) as progress,
@@ -171,23 +224,27 @@ def _fetch(
     from huggingface_hub.errors import HTTPError as ClientError
 
     url = hf_hub_url(repo, name, revision=commit)
-    # Whoever fetches the same file waits, as another project with the same cache; then the blob is there.
     with naming(_partial(blob)), _partial(blob).open("ab") as partial:
-        if not file_lock.flock(partial, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            print(f"waiting for another process that fetches {name} of {repo}", flush=True)
-            file_lock.flock(partial, fcntl.LOCK_EX)
+        # Whoever fetches the same file waits, as another project with the same cache; then the blob is there.
+        _lock(partial, f"{name} of {repo}", stop)
         if blob.is_file():
+            _partial(blob).unlink(missing_ok=True)  # opening it has created it again
             return
-        failures, attempts = 0, 2
+        if partial.seek(0, os.SEEK_END) > size:
+            partial.truncate(0)
+        # What an earlier run has left may be damaged, which is no failure of this one.
+        failures, attempts = 0, 3 if partial.seek(0, os.SEEK_END) else 2
         while attempts:
             before = partial.seek(0, os.SEEK_END)
             wait = 0.0
             if before != size:
                 try:
-                    _append(url, partial, before if before < size else 0, timeout, progress, stop)
+                    _append(url, partial, before, size, timeout, progress, stop)
                 except HfHubHTTPError as error:
-                    failures += 1
-                    wait = _wait(error, failures)
+                    # 416: the server has no more than is here, so that is another file, which the digest shows below.
+                    if error.response.status_code != 416:
+                        failures += 1
+                        wait = _wait(error, failures)
                 except ClientError:
                     failures = 1 if partial.tell() > before else failures + 1
                     if failures > _RETRIES:
@@ -212,8 +269,21 @@ def _fetch(
     )
 
 
-def _append(url: str, partial: Any, start: int, timeout: float, progress: "tqdm[Any]", stop: threading.Event) -> None:
+def _lock(partial: IO[bytes], name: str, stop: threading.Event) -> None:
+    """Lock a file that is fetched; not by a call that waits, which nothing but the other process could end."""
+    if file_lock.flock(partial, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        return
+    print(f"waiting for another process that fetches {name}", flush=True)
+    while not file_lock.flock(partial, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        if stop.wait(0.5):
+            raise _Stopped
+
+
+def _append(
+    url: str, partial: IO[bytes], start: int, size: int, timeout: float, progress: "tqdm[Any]", stop: threading.Event
+) -> None:
     from huggingface_hub import get_session
+    from huggingface_hub.errors import HTTPError as ClientError
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
     # The client drops the token's header when the Hub redirects to another host.
@@ -230,6 +300,9 @@ def _append(url: str, partial: Any, start: int, timeout: float, progress: "tqdm[
                 raise _Stopped
             partial.write(chunk)
             progress.update(len(chunk))
+    # With a Content-Length the client notices it, and a complete file of another size is for the digest to refuse.
+    if partial.tell() < size and "Content-Length" not in response.headers:
+        raise ClientError("the connection broke")
 
 
 def _wait(error: "HfHubHTTPError", failures: int) -> float:
@@ -246,28 +319,18 @@ def _backoff(failures: int) -> float:
     return min(2.0**failures / 4, 8)
 
 
-def _entry(sibling: "RepoSibling") -> "TreeCacheEntry":
-    from huggingface_hub._tree_cache import TreeCacheEntry
-
-    size, sha256 = (sibling.lfs.size, sibling.lfs.sha256) if sibling.lfs else (None, None)
-    # They become names of files.
-    if sibling.size is None or not hub_cache.DIGEST.fullmatch(sha256 or sibling.blob_id or ""):
-        raise StageError(
-            "the server in HF_ENDPOINT does not list size and digest of its files: fetch the model with `hf download`, "
-            "which does not check them"
-        )
-    return TreeCacheEntry(sibling.size, sibling.blob_id or "", sha256, size)
-
-
 def _partial(blob: Path) -> Path:
     return blob.with_name(f"{blob.name}.incomplete")
 
 
 def _link(path: Path, blob: Path) -> None:
-    path.unlink(missing_ok=True)  # a link to a file that was deleted
+    """Make a file of a snapshot, which takes the place of a link to a file that was deleted."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # another process may do the same
     try:
-        path.symlink_to(os.path.relpath(blob, path.parent))
-    except FileExistsError:  # another process was faster
-        return
-    except OSError:  # of a file system without links
-        shutil.copyfile(blob, path)
+        try:
+            temporary.symlink_to(os.path.relpath(blob, path.parent))
+        except OSError:  # of a file system without links
+            shutil.copyfile(blob, temporary)
+        publish.rename(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
