@@ -88,8 +88,9 @@ class ModelManifest(Record):
         # By commit, not by revision: the branch may have moved.
         snapshot = hub_cache.snapshot(self.model_name, self.commit)
         if not (snapshot / CONFIG).is_file():
+            cache = hub_cache.repository(self.model_name).parent
             raise StageError(
-                f"{self.model_name} at commit {self.commit} is not in the model cache ({hub_cache.directory()}): "
+                f"{self.model_name} at commit {self.commit} is not in the model cache ({cache}): "
                 "set HF_HOME to the directory that holds it, or run `dvc repro -f -s download`"
             )
         return snapshot
