@@ -30,7 +30,7 @@ from stages.export import card
 from stages.export.provenance import Lineage, SourceModel
 from stages.model import headers
 from stages.model.manifest import MANIFEST, ModelManifest
-from stages.tokens.packed import find_encoder
+from stages.tokens.packed import find_encoder, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -162,7 +162,7 @@ def _text(entry: TensorEntry | None) -> str:
 def _lineage(
     pointer: RunPointer, model: ModelManifest, source: Path, weights: dict[str, str], files: dict[str, str]
 ) -> Lineage:
-    records = find_records()
+    records = find_records(fingerprint(pointer.identity.data.train, pointer.identity.data.validation))
     return Lineage(
         run_id=pointer.run_id,
         step=pointer.step,
@@ -180,7 +180,7 @@ def _lineage(
         packages=pointer.packages,
         checkpoint=pointer.result_sha256,
         weights=weights,
-        encoder=find_encoder(),
+        encoder=find_encoder() if "pack" in records else None,
         files=files,
         splits=publish.sha256_file(RECORDS["organize"]) if "organize" in records else None,
         corpus=records["extract"].fingerprint if "extract" in records else None,

@@ -141,6 +141,8 @@ class Metrics(Record):
     rejected: dict[str, int]
     """Files or records, by reason."""
     rejections: list[Rejection]
+    source: str
+    """SHA-256 of data/splits/summary.json."""
     fingerprint: str
     """Of the corpus."""
     origin: Origin
@@ -432,6 +434,7 @@ def metrics(params: ExtractParams, counts: Counter[str], rejected: list[Rejectio
         characters=counts["characters"],
         rejected=by_reason,
         rejections=rejected,
+        source=publish.sha256_file(splits.SPLITS / splits.SUMMARY),
         fingerprint=fingerprint,
         origin=Origin.of("stages.extract", params),
     )

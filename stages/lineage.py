@@ -6,7 +6,8 @@ Writes   nothing; --rerun: a temporary directory below outputs/, which it delete
 Command  python -m stages.lineage verify DIR [--rerun STAGE]...
 
 Each line is `equal`, `different`, or `missing` with the place where it would be. The exit status is 0 if nothing
-differs; what is missing does not count, because a model directory may be all that there is.
+differs; what is missing does not count, because a model directory may be all that there is. The directory itself must
+have exactly the files that lineage.json lists, and a stage named with --rerun must run: all else is `different`.
 
 --rerun runs a stage with the inputs that are here, linked into an empty directory with no checkpoint and no stored
 result, and compares each byte of its outputs with those that are here. `train` then trains from its first step, with as
@@ -51,6 +52,8 @@ _MODULES = {"train": "stages.launch"}
 """What runs a stage, where it is not the module of its name."""
 _MEASURED = {str(outputs.TRAIN_METRICS), str(outputs.COST)}
 """Outs with durations, which differ between two runs of the same inputs, and which no digest covers."""
+_NOT_LISTED = {LINEAGE, "README.md"}
+"""Files of a model directory without a digest: no program loads them."""
 _CHUNK_BYTES = 1 << 20
 _LISTED = 5
 
@@ -97,8 +100,9 @@ def verify(directory: Path, rerun: Iterable[str] = ()) -> Iterator[Finding]:
     if not directory.is_dir():
         raise StageError(f"{directory} is not a directory: name that of a model, such as outputs/tiny-llama/model")
     lineage = Lineage.read(directory / LINEAGE)
-    for name, digest in {**lineage.weights, **lineage.files}.items():
-        yield _file(f"{directory / name}", directory / name, digest)
+    if not isinstance(lineage.params.get("experiment_name"), str):
+        raise StageError(f"{directory / LINEAGE} is not valid: its params have no experiment_name")
+    yield from _model_directory(directory, {**lineage.weights, **lineage.files})
     # From the model directory alone: lineage.json itself was edited if these do not fit each other.
     identity = RunIdentity(lineage.params, lineage.data, lineage.model.manifest, lineage.code)
     run_id = publish.sha256_json(dataclasses.asdict(identity))[:16]
@@ -116,7 +120,7 @@ def verify(directory: Path, rerun: Iterable[str] = ()) -> Iterator[Finding]:
     if lineage.splits is not None:
         yield _file(str(RECORDS["organize"]), RECORDS["organize"], lineage.splits)
         if RECORDS["organize"].is_file():
-            yield _raw_files()
+            yield from _raw_files()
     for stage in rerun:
         yield from _rerun(stage, lineage)
 
@@ -136,6 +140,17 @@ def _file(name: str, path: Path, digest: str) -> Finding:
         return _missing(name, path)
     found = publish.sha256_file(path)
     return Finding("equal", name) if found == digest else Finding("different", name, f"SHA-256 {found}, not {digest}")
+
+
+def _model_directory(directory: Path, listed: Mapping[str, str]) -> Iterator[Finding]:
+    """Compare a model with its digests. A file too many may be loaded too: an adapter, code, other weights."""
+    for name, digest in listed.items():
+        path = directory / name
+        yield _file(str(path), path, digest) if path.is_file() else Finding("different", str(path), "it is missing")
+    for path in sorted(directory.rglob("*")):
+        name = str(path.relative_to(directory))
+        if name not in listed and name not in _NOT_LISTED and (path.is_symlink() or not path.is_dir()):
+            yield Finding("different", str(path), f"{LINEAGE} does not list it")
 
 
 def _guarded(name: str, path: Path, check: Callable[[], Finding]) -> Finding:
@@ -188,8 +203,11 @@ def _code(lineage: Lineage, num_commits: int = 50) -> Finding:
         with tempfile.TemporaryDirectory() as directory:
             archive = subprocess.run(["git", "archive", commit, "stages"], capture_output=True, check=False).stdout
             subprocess.run(["tar", "-x", "-C", directory], input=archive, capture_output=True, check=False)
-            if lineage.code == code.digest(*ENTRIES, project=Path(directory)):
-                return Finding("different", name, f"it is that of commit {commit[:12]}: check it out to train again")
+            # A commit that does not run, or with the relative imports that `code` asserts there are none of.
+            with suppress(SyntaxError, AssertionError):
+                if lineage.code == code.digest(*ENTRIES, project=Path(directory)):
+                    detail = f"it is that of commit {commit[:12]}: check it out to train again"
+                    return Finding("different", name, detail)
     return Finding("different", name, "nor is it that of one of the last commits here")
 
 
@@ -253,27 +271,28 @@ def _corpus(fingerprint: str) -> Finding:
     return _compared(str(CORPUS), fingerprint, dataset.fingerprint)
 
 
-def _raw_files() -> Finding:
-    """Compare the raw files with the manifests; what is new among them is found by `--rerun organize`."""
+def _raw_files() -> Iterator[Finding]:
+    """Compare manifests and raw files with the summary; what is new among the files is found by `--rerun organize`."""
+    name = f"manifests in {splits.SPLITS}"
+    try:
+        parts = splits.read_summary(splits.SPLITS).splits
+        files = [file for part in parts for file in splits.read_manifest(splits.SPLITS / part.manifest, part.digest)]
+    except StageError as error:
+        yield Finding("different", name, str(error))
+        return
+    yield Finding("equal", name)
     if not PARAMS_FILE.is_file():
-        return Finding("missing", "raw files", f"no {PARAMS_FILE} names raw_dir")
+        yield Finding("missing", "raw files", f"no {PARAMS_FILE} names raw_dir")
+        return
     root = Path(load_params(RawDir).raw_dir)
     name = f"raw files in {root}"
     if not root.is_dir():
-        return _missing(name, root)
-    changed = []
-    try:
-        for split in splits.read_summary(splits.SPLITS).splits:
-            for file in splits.read_manifest(splits.SPLITS / split.manifest, split.digest):
-                if _raw_digest(root / file.path, file.part) != file.digest:
-                    changed.append(splits.printable(file.path))
-    except StageError as error:
-        return Finding("different", name, str(error))
-    if not changed:
-        return Finding("equal", name)
-    listed = sorted(set(changed))
-    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
-    return Finding("different", name, f"{', '.join(listed[:_LISTED])}{more} missing or changed")
+        yield _missing(name, root)
+        return
+    changed = {splits.printable(file.path) for file in files if _raw_digest(root / file.path, file.part) != file.digest}
+    more = f" and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
+    listed = f"{', '.join(sorted(changed)[:_LISTED])}{more} missing or changed"
+    yield Finding("different", name, listed) if changed else Finding("equal", name)
 
 
 def _raw_digest(path: Path, part: splits.Part | None) -> str | None:
@@ -299,10 +318,12 @@ def _rerun(stage: str, lineage: Lineage) -> Iterator[Finding]:
         raise StageError(f"--rerun needs {PIPELINE_FILE} and {PARAMS_FILE}: run it from the root of the project")
     inputs, outs = _inputs_and_outs(stage)
     if missing := [path for path in inputs if not path.exists()]:
-        yield Finding("missing", f"rerun of {stage}", f"its input {missing[0]}: `dvc pull` may bring it")
+        yield Finding("different", f"rerun of {stage}", f"its input {missing[0]} is missing: `dvc pull` may bring it")
         return
     if stage == "train" and (lineage.adopted or lineage.params.get("extend_from")):
-        yield Finding("missing", "rerun of train", "it continued from a checkpoint of another run")
+        yield Finding(
+            "different", "rerun of train", "it continued from a checkpoint of another run, so it cannot run alone"
+        )
         return
     if stage == "consolidate":  # the checkpoint, which is no dep of DVC
         inputs.append(layout.checkpoint_root(lineage.params["experiment_name"]))
@@ -310,7 +331,9 @@ def _rerun(stage: str, lineage: Lineage) -> Iterator[Finding]:
     project = Path.cwd()
     # On the disk of the outputs: /tmp may be small, or in memory.
     with tempfile.TemporaryDirectory(prefix=".rerun-", dir=outputs.OUTPUTS) as temporary:
-        directory = Path(temporary).resolve()
+        # As deep as the project, so that `raw_dir: ../corpus` is a link in there too.
+        directory = Path(temporary, *project.parts[1:]).resolve()
+        directory.mkdir(parents=True)
         for path in inputs:
             if not path.is_absolute() and path.exists():
                 _link(project / path, directory / path)
@@ -334,7 +357,7 @@ def _rerun(stage: str, lineage: Lineage) -> Iterator[Finding]:
         for path in outs:
             name = f"rerun of {stage}: {path}"
             if not path.exists():
-                yield _missing(name, path)
+                yield Finding("different", name, f"it is missing: it would be {path.absolute()}")
             elif different := _files_that_differ(path, directory / path):
                 yield Finding("different", name, ", ".join(different[:_LISTED]))
             else:

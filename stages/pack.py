@@ -27,7 +27,16 @@ from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
 from stages.corpus import arrow, comparison, costs, encoding, fast_tokenizer, packing, progress, vocabulary, workers
 from stages.model.manifest import ModelManifest
-from stages.tokens.packed import METRICS, TOKENS, TRAIN, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics
+from stages.tokens.packed import (
+    METRICS,
+    TOKENS,
+    TRAIN,
+    VALIDATION,
+    EncoderMetrics,
+    PackMetrics,
+    PartMetrics,
+    fingerprint,
+)
 
 CORPUS = Path("data/corpus")
 
@@ -86,6 +95,7 @@ class Part(NamedTuple):
     counts: packing.Counts
     num_reused: int
     """Of the splits."""
+    fingerprint: str
 
     def metrics(self) -> PartMetrics:
         num_text_tokens = self.num_tokens - self.counts.num_documents  # the others are EOS, one for each document
@@ -143,7 +153,14 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         counts = train.counts + validation.counts
         name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
         encoder = EncoderMetrics(name, counts.num_compared, counts.num_slow, reason)
-        metrics = PackMetrics(train.metrics(), validation.metrics(), encoder, Origin.of("stages.pack", params))
+        metrics = PackMetrics(
+            train.metrics(),
+            validation.metrics(),
+            encoder,
+            Dataset.read(CORPUS, "extract").fingerprint,
+            fingerprint(train.fingerprint, validation.fingerprint),
+            Origin.of("stages.pack", params),
+        )
         metrics.write(METRICS)
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
@@ -365,8 +382,9 @@ def write_rows(
             counts += split.counts
             num_reused += split.is_reused
         shard = writer.close()
-    Dataset(features, [shard]).write(directory)
-    return Part(shard.rows, writer.num_tokens, counts, num_reused)
+    dataset = Dataset(features, [shard])
+    dataset.write(directory)
+    return Part(shard.rows, writer.num_tokens, counts, num_reused, dataset.fingerprint)
 
 
 def too_few(name: str, part: Part, params: PackParams) -> str:

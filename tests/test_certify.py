@@ -1,7 +1,9 @@
 """scripts/certify.py: what strace notes is understood, and a planted call is found, with its stage and its process."""
 
 import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts import certify
+from stages.artifacts import publish
 from stages.artifacts.errors import StageError
 from tests.pipeline import STAGES, ran
 from tests.project import Project
@@ -106,7 +109,13 @@ def test_a_trace_is_understood() -> None:
             False,
         ),
         ('connect(3<s>, {sa_family=AF_UNIX, sun_path=@"abc"}, 6)', "unix", True),
-        ('connect(3<s>, {sa_family=AF_UNIX, sun_path="/tmp/pymp-x}1/listener"}, 6)', "unix", True),
+        ('connect(3<s>, {sa_family=AF_UNIX, sun_path="/tmp/ssh-x}1/agent"}, 6)', "unix:/tmp/ssh-x}1/agent", True),
+        (
+            'connect(3<s>, {sa_family=AF_UNIX, sun_path="/run/avahi-daemon/socket"}, 6)',
+            "nameserver unix:/run/avahi-daemon/socket",
+            False,
+        ),
+        (r'connect(3<s>, {sa_family=AF_UNIX, sun_path="/srv/caf\351"}, 6)', r"unix:/srv/caf\xe9", True),
         ('connect(3<s>, {sa_family=AF_UNSPEC, sa_data="\\0\\0"}, 16)', "AF_UNSPEC", True),
         ("connect(3<s>, {sa_family=AF_VSOCK, svm_cid=2, svm_port=9}, 16)", "AF_VSOCK, svm_cid=2, svm_port=9", False),
         (
@@ -122,16 +131,43 @@ def test_loopback_and_unix_are_allowed_and_nothing_else(call: str, text: str, is
     assert (access.stage, access.process) == ("", "?")
 
 
+CREATING = r"""
+7 bind(3<socket:[5]>, {sa_family=AF_UNIX, sun_path="/tmp/pymp-x/listener"}, 22) = 0
+8 connect(4<socket:[6]>, {sa_family=AF_UNIX, sun_path="/tmp/pymp-x/listener"}, 22) = 0
+7 openat(AT_FDCWD</work>, "/tmp/before.json", O_RDONLY|O_CLOEXEC) = 3</tmp/before.json>
+7 openat(AT_FDCWD</work>, "/tmp/new.json", O_RDWR|O_CREAT|O_EXCL, 0600) = 3</tmp/new.json>
+7 rename("/tmp/new.json", "/tmp/before.json") = 0
+8 openat(AT_FDCWD</work>, "/tmp/before.json", O_RDONLY) = 3</tmp/before.json>
+7 rename("/tmp/before.json", "/tmp/after.json") = 0
+8 openat(AT_FDCWD</work>, "/tmp/after.json", O_RDONLY) = 3</tmp/after.json>
+7 rename("/srv/a", "/srv/b") = -1 ENOENT (No such file or directory)
+7 renameat2(AT_FDCWD</srv>, "part", AT_FDCWD</srv>, "d\303\251", RENAME_NOREPLACE) = 0
+8 openat(AT_FDCWD</work>, "/srv/d\303\251/deep/x", O_RDONLY) = 3</srv/d\303\251/deep/x>
+8 openat(AT_FDCWD</work>, "/srv/b", O_RDONLY) = 3</srv/b>
+7 linkat(AT_FDCWD</work>, "/dev/shm/sem.1", AT_FDCWD</work>, "/dev/shm/sem.2", 0) = 0
+8 openat(AT_FDCWD</work>, "/dev/shm/sem.2", O_RDWR|O_NOFOLLOW) = 3</dev/shm/sem.2>
+8 openat(AT_FDCWD</work>, "/dev/shm/weights", O_RDWR|O_NOFOLLOW) = 3</dev/shm/weights>
+""".strip()
+
+
+def test_what_the_command_itself_has_created_is_not_from_outside() -> None:
+    """What it reads before it is replaced, and what was in the same directory before, is."""
+    trace = certify.parse(CREATING.splitlines())
+    assert trace.files == {"/tmp/before.json", "/srv/b", "/dev/shm/weights"}
+    assert [access.address for access in trace.accesses()] == [("unix", True)]
+
+
 def test_what_is_read_outside_is_grouped(tmp_path: Path) -> None:
     import yaml
 
     outside = certify.read_outside(
-        {yaml.__file__, "/etc/passwd", "/usr/lib/x/y.so", "/proc/17/maps", "/proc/18/maps", "/srv/a", f"{tmp_path}/b"},
+        {yaml.__file__, "/etc/passwd", "/usr/lib/x/y.so", "/proc/17/maps", "/proc/18/maps", "/srv/a", "/tmp/secret",
+         "/dev/null", "/dev/shm/weights", "/run/media/disk/corpus.txt", f"{tmp_path}/b"},
         [tmp_path],
-    )
+    )  # fmt: skip
     assert outside["environment"]["packages"] == {"PyYAML": yaml.__version__}
-    assert outside["system"] == ["/etc/passwd", "/proc", "/usr/lib"]
-    assert outside["other"] == ["/srv/a"]
+    assert outside["system"] == ["/dev", "/etc/passwd", "/proc", "/usr/lib"]
+    assert outside["other"] == ["/dev/shm/weights", "/run/media/disk/corpus.txt", "/srv/a", "/tmp/secret"]
 
 
 @needs_strace
@@ -156,10 +192,111 @@ def test_a_planted_call_is_an_error_with_its_stage_and_process(tmp_path: Path, m
         {"stage": "pack", "process": " ".join(command), "address": "10.11.12.13 port 80", "call": "connect"}
     ]
     assert certificate["exit_status"] == 0
+    assert certificate["stages"] == ["pack"]
 
     monkeypatch.setattr(sys, "argv", ["certify", sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(StageError, match="failed with exit status 3"):
         certify.main()
+
+
+@needs_strace
+def test_a_socket_of_another_process_is_out_of_reach(tmp_path: Path) -> None:
+    """As that of nscd, which would look up names for the command, outside of its network namespace."""
+    paths = [tmp_path / "nscd", tmp_path / "other"]
+    servers = [socket.socket(socket.AF_UNIX) for _ in paths]
+    for server, path in zip(servers, paths, strict=True):
+        server.bind(str(path))
+        server.listen()
+    connect = (
+        "import socket, sys; sys.exit(sum(socket.socket(socket.AF_UNIX).connect_ex(p) != 0 for p in sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", connect, *map(str, paths)]
+    certificate = certify.certify(command, tmp_path, [tmp_path], hidden=[f"{tmp_path}/nscd", f"{tmp_path}/missing"])
+    assert certificate["exit_status"] == 1
+    assert certificate["addresses"] == {f"unix:{path}": [""] for path in paths}
+    for server in servers:
+        server.close()
+
+
+@needs_strace
+def test_what_the_command_prints_is_not_in_the_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    name = os.fsdecode(b"caf\xe9.txt")
+    (tmp_path / name).write_text("")
+    command = ["bash", "-c", "echo out; echo 7 err >&2; cat *; exit 3"]
+    certificate = certify.certify(command, tmp_path, [])
+    assert certificate["exit_status"] == 3
+    assert capfd.readouterr() == ("out\n", "7 err\n")
+    assert certificate["read_outside"]["other"] == [rf"{tmp_path}/caf\xe9.txt"]
+    publish.write_json(tmp_path / "airgap.json", certificate)
+
+
+@needs_strace
+@pytest.mark.parametrize(
+    ("strace", "message"),
+    [
+        ("exec true", "exit status 0, and the trace ends before the command does"),
+        ("strace \"$@\"; echo 'strace: no memory' >&2; exit 0", "strace: no memory"),
+    ],
+)
+def test_a_trace_that_is_not_whole_is_no_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strace: str, message: str
+) -> None:
+    (tmp_path / "strace").write_text(f"#!/bin/sh\nPATH={os.environ['PATH']}\n{strace}\n")
+    (tmp_path / "strace").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(StageError, match=f"strace did not see all that `true` did: {message}$"):
+        certify.certify(["true"], tmp_path, [tmp_path])
+
+
+def make_small_project(project: Path) -> None:
+    """Raw files beside the project, a model that git ignores, and a DVC that does nothing."""
+    (project / "outputs").mkdir(parents=True)
+    (project.parent / "corpus").mkdir()
+    (project.parent / "corpus/a.txt").write_text("a")
+    (project / "models/stage1").mkdir(parents=True)
+    files = {
+        "params.yaml": "raw_dir: ../corpus\nmodel_name: models/stage1\n",
+        "dvc.yaml": "stages:\n  pack:\n    cmd: python -m stages.pack\n  plan:\n    cmd: python -m stages.plan\n",
+        "dvc.lock": "", "models/.gitignore": "/stage1", "models/stage1.dvc": "", "models/stage1/config.json": "{}",
+        ".gitignore": "/outputs", "stages/__init__.py": "", "stages/pack.py": "",
+    }  # fmt: skip
+    for name, text in files.items():
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text(text)
+    subprocess.run(["git", "init", "-q", project], check=True)
+
+
+def test_the_copy_has_all_that_the_stages_read_and_no_result(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    make_small_project(project)
+    for _ in range(2):
+        with certify.fresh_copy(project) as copy:
+            assert (copy / "../corpus/a.txt").read_text() == "a"
+            assert (copy / "models/stage1/config.json").read_text() == "{}"
+            assert not any((copy / name).exists() for name in ("dvc.lock", "models/stage1.dvc"))
+            assert "dir = cache" in (copy / ".dvc/config.local").read_text()
+        assert list((project / "outputs").iterdir()) == []
+    assert (tmp_path / "corpus/a.txt").exists()
+
+
+@needs_strace
+def test_a_stage_that_did_not_run_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose results DVC restores, or that is frozen."""
+    project = tmp_path / "project"
+    make_small_project(project)
+    (tmp_path / "bin").mkdir()
+    script = f'echo "$@" "$DVC_ROOT" "$CHECKPOINT_ROOT" > {tmp_path}/called\n{sys.executable} -m stages.pack'
+    (tmp_path / "bin/dvc").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "bin/dvc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=os.pathsep)
+    for name in ("DVC_ROOT", "CHECKPOINT_ROOT"):
+        monkeypatch.setenv(name, "/elsewhere")
+    monkeypatch.setattr(sys, "argv", ["certify"])
+    monkeypatch.chdir(project)
+    with pytest.raises(StageError, match=r"^plan: `dvc repro --force` did not run it\nairgap\.json"):
+        certify.main()
+    assert (tmp_path / "called").read_text().split() == ["repro", "--force"]
+    assert json.loads(Path("airgap.json").read_text())["stages"] == ["pack"]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from stages.checkpointing.pointer import RunPointer, pointer_path, resolve
 from stages.export import card, stream
 from stages.export.provenance import Lineage, SourceModel
 from stages.model.manifest import MANIFEST, ModelManifest
-from stages.tokens.packed import EncoderMetrics, PackMetrics, PartMetrics
+from stages.tokens.packed import EncoderMetrics, PackMetrics, PartMetrics, fingerprint
 from stages.training import save_plan
 from tests.models import LAYERS, SIZES, write_tokenizer
 from tests.project import REPO, flip_bit, start_stage, wait_for
@@ -532,10 +532,12 @@ def test_the_lineage_contains_the_lineage_of_the_initial_model() -> None:
 def test_the_lineage_names_what_encoded_the_data() -> None:
     make_model(CONFIGS["llama-tied"])
     make_checkpoint(trained_tensors(CONFIGS["llama-tied"]))
-    for encoder in (None, "tokenizers 1"):
-        if encoder:
-            part = PartMetrics(1, 1, 1, None, None, 0, 0)
-            PackMetrics(part, part, EncoderMetrics(encoder, 1, 0, None), Origin({}, {})).write(Path("data/pack.json"))
+    part = PartMetrics(1, 1, 1, None, None, 0, 0)
+    encoding = EncoderMetrics("tokenizers 1", 1, 0, None)
+    for validation, encoder in ((None, None), ("v", "tokenizers 1"), ("of other data", None)):
+        if validation:
+            tokens = fingerprint("t", validation)
+            PackMetrics(part, part, encoding, "", tokens, Origin({}, {})).write(Path("data/pack.json"))
         finish(trained_tensors(CONFIGS["llama-tied"]))
         consolidate.main()
         assert Lineage.read(Path("outputs/exp/model/lineage.json")).encoder == encoder
@@ -554,14 +556,28 @@ def test_the_lineage_names_how_the_data_was_made_and_every_file() -> None:
     assert lineage.files["config.json"] == publish.sha256_file(target / "config.json")
 
     origins = {"organize": {"num_splits": 4}, "extract": {"min_chars": 1}, "pack": {"seq_length": 32}}
+    digests: dict[str, dict[str, str]] = {"organize": {}, "extract": {"fingerprint": "f"}}
+    digests["pack"] = {"source": "f", "fingerprint": fingerprint("t", "v")}
     for stage, params in origins.items():
-        record = {"fingerprint": "f", "origin": {"params": params, "packages": {"pyarrow": "1"}}}
+        record = {"origin": {"params": params, "packages": {"pyarrow": "1"}}, **digests[stage]}
         publish.write_json(RECORDS[stage], record)
+        digests["extract"]["source"] = publish.sha256_file(RECORDS["organize"])
     consolidate.main()
     lineage = Lineage.read(target / "lineage.json")
     assert lineage.splits == publish.sha256_file(RECORDS["organize"])
     assert lineage.corpus == "f"
     assert lineage.origins == {stage: Origin(params, {"pyarrow": "1"}) for stage, params in origins.items()}
+    assert list(lineage.origins) == ["organize", "extract", "pack"]
+
+    # Stages that ran again since, on other data: their records, and those before them, are not of this model.
+    for stage, left in (("organize", ["extract", "pack"]), ("extract", ["pack"]), ("pack", [])):
+        record = publish.read_json(RECORDS[stage])
+        changed = {"fingerprint": "other"} if "fingerprint" in record else {"files": 1}
+        publish.write_json(RECORDS[stage], {**record, **changed})
+        consolidate.main()
+        lineage = Lineage.read(target / "lineage.json")
+        assert list(lineage.origins) == left
+        assert (lineage.splits, lineage.corpus) == (None, "f" if "extract" in left else None)
 
 
 def test_a_killed_export_publishes_nothing_and_the_next_run_does() -> None:

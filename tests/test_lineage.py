@@ -35,7 +35,7 @@ def test_everything_is_equal_after_a_run_and_organize_gives_the_same_bytes_again
     names = " ".join(finding.name for finding in findings)
     for part in ("model.safetensors", "tokenizer.json", "checkpoint", "data/model.json", "initial model",
                  "code of train", "parameters of pack", "packages of extract", "data/tokens/validation", "data/corpus",
-                 "raw files", "rerun of organize: data/splits"):  # fmt: skip
+                 "manifests in data/splits", "raw files", "rerun of organize: data/splits"):  # fmt: skip
         assert part in names
     assert not list((project / "outputs").glob(".rerun-*"))
 
@@ -78,7 +78,7 @@ def test_another_version_of_a_package_is_found(
         ("outputs/test/checkpoints/*/step-00000012/__0_0.distcp", "checkpoint"),
         ("data/tokens/train/*.arrow", "data/tokens/train"),
         ("data/corpus/*.arrow", "data/corpus"),
-        ("data/splits/split_01.jsonl", "raw files in data/raw"),
+        ("data/splits/split_01.jsonl", "manifests in data/splits"),
         ("models/nano/tokenizer.json", "files of the initial model models/nano"),
     ],
 )
@@ -89,11 +89,50 @@ def test_one_bit_is_found(project: Project, path: str, found: str) -> None:
     assert name.startswith(found)
 
 
+def test_a_model_has_the_files_that_its_lineage_lists_and_no_others(project: Project) -> None:
+    (MODEL / "config.json").unlink()
+    (MODEL / "adapter").mkdir()
+    (MODEL / "adapter/adapter_config.json").write_text("{}")
+    (MODEL / "modeling.py").symlink_to("elsewhere.py")
+    (MODEL / "README.md").write_text("edited")
+    found = [finding for finding in lineage.verify(MODEL) if finding.state == "different"]
+    assert found == [
+        ("different", f"{MODEL}/config.json", "it is missing"),
+        ("different", f"{MODEL}/adapter/adapter_config.json", "lineage.json does not list it"),
+        ("different", f"{MODEL}/modeling.py", "lineage.json does not list it"),
+    ]
+
+
+def test_a_rerun_that_is_impossible_is_an_error(project: Project) -> None:
+    shutil.rmtree("data/corpus")
+    shutil.rmtree("data/splits")
+    assert differing() == []
+    assert differing("pack", "organize") == ["rerun of pack", "rerun of organize: data/splits"]
+
+
+def test_manifests_are_compared_without_the_raw_files(project: Project) -> None:
+    shutil.rmtree("data/raw")
+    flip_bit(Path("data/splits/split_01.jsonl"), 0)
+    assert differing() == ["manifests in data/splits"]
+
+
+def test_raw_files_beside_the_project_leave_nothing_behind(project: Project) -> None:
+    shutil.move("data/raw", "../corpus")
+    project.set(raw_dir="../corpus")
+    for _ in range(2):
+        assert differing("organize") == []
+    assert not [path for path in Path("outputs").iterdir() if path.is_symlink() or path.name.startswith(".rerun-")]
+
+
 def test_an_edited_lineage_does_not_fit_itself(project: Project) -> None:
     content = json.loads((MODEL / "lineage.json").read_text())
     content["params"]["lr"] = 1.0
     (MODEL / "lineage.json").write_text(json.dumps(content))
     assert differing() == ["run_id of parameters, data, model and code", "parameters of train in params.yaml"]
+    content["params"] = {}
+    (MODEL / "lineage.json").write_text(json.dumps(content))
+    with pytest.raises(StageError, match="is not valid: its params have no experiment_name"):
+        differing()
 
 
 def test_a_model_directory_alone_is_enough(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +178,10 @@ def test_the_command_fails_where_something_differs(project: Project) -> None:
 def test_other_code_is_found_and_so_is_the_commit_that_has_it(project: Project) -> None:
     commit = project.run("git", "log", "-1", "--format=%h", "--abbrev=12", "--", "stages").strip()
     module = project / "stages/training/schedule.py"
-    module.write_text(module.read_text() + "\nedited = 1\n")
+    text = module.read_text()
+    for edit in ("edited = ", "from . import edited", "edited = 1"):  # the first ones are passed over
+        module.write_text(f"{text}\n{edit}\n")
+        project.run("git", "commit", "-qam", edit)
     output = project.run("python", "-m", "stages.lineage", "verify", str(MODEL), status=2)
     assert f"different  code of train: it is that of commit {commit}: check it out" in output
 

@@ -1,16 +1,16 @@
 """How the data of a model was made, for its lineage: each data stage records its parameters and packages.
 
 The records are data/splits/summary.json, data/extract.json and data/pack.json. `consolidate` copies what is here into
-lineage.json, so it needs neither these stages nor their parameters, which may have been edited since.
+lineage.json, so it needs neither these stages nor their parameters, which may have been edited since. Each record names
+what its stage read, so those of other data, which a stage has written since, are left out.
 """
 
 import dataclasses
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from stages.artifacts import code
+from stages.artifacts import code, publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.record import Record
 
@@ -50,14 +50,30 @@ class DataRecord(Record):
     STAGE: ClassVar[str] = "organize"
 
     origin: Origin
+    source: str = ""
+    """Of what the stage read. In data/extract.json: SHA-256 of summary.json; in data/pack.json: that of the corpus."""
     fingerprint: str = ""
-    """Of the corpus, in data/extract.json."""
+    """Of what it wrote: the corpus, the tokens. summary.json has none: its own SHA-256 covers the manifests."""
 
 
-def find_records() -> dict[str, DataRecord]:
-    """The records of this project by stage; without those that are missing or of an older version."""
-    found = {}
-    for stage, path in RECORDS.items():
-        with suppress(StageError):
-            found[stage] = DataRecord.read(path)
+def find_records(tokens: str) -> dict[str, DataRecord]:
+    """The records of how some tokens were made, by stage.
+
+    Args:
+        tokens: Their fingerprint, as in data/pack.json.
+
+    Returns:
+        Back to the first stage whose record is missing, of an older version, or of other data.
+    """
+    found: dict[str, DataRecord] = {}
+    written = tokens
+    for stage, path in reversed(RECORDS.items()):
+        try:
+            record = DataRecord.read(path)
+        except StageError:
+            break
+        if written != (record.fingerprint or publish.sha256_file(path)):
+            break
+        found = {stage: record, **found}
+        written = record.source
     return found

@@ -52,7 +52,7 @@ class Lineage(Record):
     weights: dict[str, str]
     """SHA-256 of each weight file."""
     encoder: str | None = None
-    """The tokenizer library that encoded the data, as in data/pack.json; null: the project has no such file."""
+    """The tokenizer library that encoded the data, as in data/pack.json; null: no such file of these tokens."""
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the other files: config, tokenizer."""
     splits: str | None = None
@@ -60,4 +60,4 @@ class Lineage(Record):
     corpus: str | None = None
     """Fingerprint of data/corpus."""
     origins: dict[str, Origin] = field(default_factory=dict)
-    """Parameters and packages of `organize`, `extract` and `pack`, as far as the project has their records."""
+    """Parameters and packages of `organize`, `extract` and `pack`, as far as the project has records of these data."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 from stages.artifacts.dataset import STATE, Dataset
 from stages.artifacts.errors import StageError
 from stages.artifacts.origin import Origin
-from stages.artifacts.publish import sha256_file
+from stages.artifacts.publish import sha256_file, sha256_json
 from stages.artifacts.record import Record
 
 TOKENS = Path("data/tokens")
@@ -97,7 +97,16 @@ class PackMetrics(Record):
     train: PartMetrics
     validation: PartMetrics
     encoder: EncoderMetrics
+    source: str
+    """Fingerprint of the corpus."""
+    fingerprint: str
+    """Of the tokens, as `fingerprint` gives it."""
     origin: Origin
+
+
+def fingerprint(train: str, validation: str) -> str:
+    """Digest of the fingerprints of both datasets."""
+    return sha256_json([train, validation])
 
 
 def find_encoder() -> str | None:
