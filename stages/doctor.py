@@ -18,6 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# Before what an older Python cannot import: without .venv, `make doctor` runs that of the system. Python 3.6 must be
+# able to parse this file.
+if not (3, 10) <= sys.version_info[:2] <= (3, 14):
+    print(
+        f"error    Python {sys.version_info[0]}.{sys.version_info[1]} in {sys.prefix} is not supported: "
+        "`rm -rf .venv`, and `PYTHON=python3.12 make setup` (3.10 to 3.14)"
+    )
+    sys.exit(1)
+
 from stages.artifacts import command
 from stages.checks.findings import Finding, collect, ok, warning
 
@@ -25,6 +34,7 @@ if TYPE_CHECKING:
     from stages.checks.inputs import Settings
     from stages.checks.nodes import Node
     from stages.plan import Plan
+    from stages.training.params import TrainRuntime
 
 # A package that is missing must be a line, not a traceback: so each group of checks imports what it needs by itself.
 _OUTPUTS = Path("outputs")  # of stages/artifacts/outputs.py, which imports pydantic
@@ -73,11 +83,11 @@ def find(node: "Node", full: bool, seconds: float, environment: Mapping[str, str
     settings: list[Settings] = []
     yield from collect(partial(_read_params, settings))
     plans: list[Plan] = []
-    yield from collect(partial(_read_plan, plans))
+    of_params = next(iter(settings), None)
+    yield from collect(partial(_read_plan, of_params, plans))
     configs: list[Mapping[str, Any]] = []
     yield from collect(partial(_read_dvc, configs))
-    of_params, plan = next(iter(settings), None), next(iter(plans), None)
-    config = next(iter(configs), None)
+    plan, config = next(iter(plans), None), next(iter(configs), None)
     for group in (
         partial(_dvc, config, environment),
         partial(_inputs, of_params, full, environment),
@@ -102,14 +112,16 @@ def _read_params(found: "list[Settings]") -> Iterator[Finding]:
     yield ok("params.yaml is valid")
 
 
-def _read_plan(found: "list[Plan]") -> Iterator[Finding]:
+def _read_plan(settings: "Settings | None", found: "list[Plan]") -> Iterator[Finding]:
     from stages.artifacts import outputs
-    from stages.plan import Plan
+    from stages.plan import Plan, inputs_digest
 
-    if not outputs.PLAN.exists():
-        yield warning(f"{outputs.PLAN} is missing: disk and memory are not compared with it", "`dvc repro plan`")
+    plan = Plan.read(outputs.PLAN) if outputs.PLAN.exists() else None
+    if plan is None or (settings and plan.inputs != inputs_digest(settings.params)):
+        state = "is missing" if plan is None else "is of other parameters, tokens or another model"
+        yield warning(f"{outputs.PLAN} {state}: disk and memory are not compared with it", "`dvc repro plan`")
         return
-    found.append(Plan.read(outputs.PLAN))
+    found.append(plan)
 
 
 def _read_dvc(found: list[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -145,7 +157,7 @@ def _inputs(settings: "Settings | None", full: bool, environment: Mapping[str, s
     yield from collect(partial(inputs.check_tokens, full))
     if settings:
         yield from collect(partial(inputs.check_extras, settings))
-        yield from collect(partial(inputs.check_model, settings.inputs, full))
+        yield from collect(partial(inputs.check_model, settings.inputs, full, environment))
         yield from collect(partial(offline.check_hub, settings.inputs, environment))
         yield from collect(partial(offline.check_services, settings.executor, settings.runtime.tracker))
 
@@ -172,14 +184,16 @@ def _disks(
             yield from collect(partial(_space_of_checkpoints, settings, plan))
     for names, path in disks.by_file_system(directories).items():
         yield from collect(partial(disks.check_space, names, path))
-        if names != "HF_HOME":  # nobody writes into a complete one
-            yield from collect(partial(disks.check_file_system, names, path, node.num_nodes))
+    directories.pop("HF_HOME", None)  # nobody writes into a complete one
+    for names, path in disks.by_directory(directories).items():
+        yield from collect(partial(disks.check_file_system, names, path, node.num_nodes))
 
 
 def _space_of_checkpoints(settings: "Settings", plan: "Plan") -> Iterator[Finding]:
     from stages.plan import check_disk
 
-    if message := check_disk(settings.params, settings.runtime, plan):
+    message = check_disk(settings.params, settings.runtime, plan)
+    if message:
         yield Finding("warning", message.removeprefix("warning: "))
     else:
         yield ok("checkpoints and model of the plan fit on their disk")
@@ -197,30 +211,46 @@ def _accelerators(
 ) -> Iterator[Finding]:
     from stages.artifacts import outputs
     from stages.checks import accelerators, operating_system
+    from stages.training import devices
 
-    num_ranks = settings.runtime.nproc_per_node if settings else None
+    nproc_per_node = settings.runtime.nproc_per_node if settings else None
+    trains_here = settings is None or _trains_here(settings.runtime, environment)
     yield from collect(accelerators.check_driver)
-    yield from collect(partial(accelerators.check_gpus, num_ranks))
+    yield from collect(partial(accelerators.check_gpus, nproc_per_node if trains_here else None))
     memory = accelerators.usable_memory()
-    has_gpus = accelerators.num_devices() > 0
+    has_gpus = devices.num_devices() > 0
     yield from collect(partial(accelerators.check_backends, has_gpus))
     yield from collect(partial(accelerators.check_interface, node.num_nodes, has_gpus, environment))
-    if not (settings and plan and plan.peak):
+    if not (settings and plan and plan.peak and (trains_here or nproc_per_node)):
         return
-    num_local = num_ranks or len(memory) or 2
-    if num_local * node.num_nodes != plan.num_ranks:
+    from stages.plan import launched_ranks
+    from stages.training import slurm
+
+    allocated = slurm.num_nodes(settings.runtime) if "SLURM_JOB_ID" in environment else None
+    num_nodes = allocated or settings.runtime.num_nodes or 1
+    num_ranks = launched_ranks(settings.runtime, len(memory), num_nodes)
+    if num_ranks != plan.num_ranks:
         yield warning(
-            f"{outputs.PLAN} is for {plan.num_ranks} ranks, and a launch here starts {num_local * node.num_nodes}, of "
-            "which the memory is not known", f"set plan.num_ranks to {num_local * node.num_nodes}",
+            f"{outputs.PLAN} is for {plan.num_ranks} ranks, and a launch here starts {num_ranks}, of which the memory "
+            "is not known", f"set plan.num_ranks to {num_ranks}",
         )  # fmt: skip
+        return
+    if not trains_here:
+        yield ok(f"{outputs.PLAN} is for {num_ranks} ranks, as many as a launch here starts on other nodes")
         return
     if memory:
         yield from collect(partial(accelerators.check_memory, plan.peak, min(memory)))
     on_cpu = plan.peak.staging * settings.runtime.async_checkpoint + plan.peak.total * (not memory)
     if memory and settings.params.fsdp.resolved().cpu_offload:
         on_cpu += plan.peak.weights + plan.peak.gradients + plan.peak.optimizer
-    available = operating_system.available_memory()
-    yield from collect(partial(operating_system.check_memory, num_local * on_cpu, available))
+    needed = num_ranks // num_nodes * on_cpu
+    yield from collect(partial(operating_system.check_memory, needed, operating_system.memory_limit()))
+
+
+def _trains_here(runtime: "TrainRuntime", environment: Mapping[str, str]) -> bool:
+    """Whether a launch on this machine trains on it. On a login node it would only submit a job, or fail."""
+    is_alone = runtime.launcher in ("auto", "torchrun") and (runtime.num_nodes or 1) == 1
+    return is_alone or "SLURM_JOB_ID" in environment
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from stages.tokens.order import step_rows
 from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
 from stages.tokens.rows import TokenRows
 from stages.training import memory_plan
+from stages.training.devices import num_devices
 from stages.training.memory_plan import PeakMemory, Table
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import check_extend_from, describe
@@ -106,6 +107,8 @@ class Plan(Record):
 
     STAGE: ClassVar[str] = "plan"
 
+    inputs: str
+    """Digest of the parameters, tokens and model that it is for."""
     parameters: int
     training_rows: int
     validation_rows: int
@@ -144,8 +147,7 @@ def main() -> None:
     if args.model is not None:
         plan_model(args, params, extra, gpus)
         return
-    num_nodes = runtime.num_nodes or 1  # null: those of an allocation that is not known here
-    check_num_ranks(params, runtime.nproc_per_node and runtime.nproc_per_node * num_nodes)
+    check_num_ranks(params, runtime.nproc_per_node and launched_ranks(runtime, gpus.num))
     if gpus.problem:
         print(f"warning: on this machine the training would not start: {gpus.problem}")
     with publish.lock(outputs.PLAN):
@@ -156,7 +158,7 @@ def main() -> None:
             print(message)
         check_extend_from(describe(params), runtime)
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
-        here = (runtime.nproc_per_node or gpus.num or 2) * num_nodes  # ranks, as the launcher counts them
+        here = launched_ranks(runtime, gpus.num)
         if here != num_ranks:
             print(f"plan: a launch here starts {here} ranks: for their memory, set plan.num_ranks to {here}")
         # Another number of ranks will have other GPUs, on other machines.
@@ -166,7 +168,8 @@ def main() -> None:
         if peak is not None and limit is not None:
             memory_plan.check_fits(peak, table, limit, source)
         rows = preview(params, model)
-        plan = dataclasses.replace(plan, num_ranks=num_ranks, peak=peak, peaks=table if gpu_gib and table else None)
+        peaks = table if gpu_gib and table else None
+        plan = dataclasses.replace(plan, inputs=inputs_digest(params), num_ranks=num_ranks, peak=peak, peaks=peaks)
         plan.write(outputs.PLAN)
         publish.write_text(outputs.ROWS, rows)
     encoding = sys.stdout.encoding or "utf-8"  # of a terminal that may lack a character
@@ -274,7 +277,7 @@ def measure_memory(
 
 def find_gpus(num_ranks: int | None) -> Gpus:
     """The GPUs that a training with `num_ranks` ranks here would use; None: with one for each GPU."""
-    if not list(Path("/dev").glob("nvidia[0-9]*")):
+    if not num_devices():
         return Gpus(0, None, None)
     # In a process of its own: this one must not see them.
     output = subprocess.run(
@@ -360,6 +363,23 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
         print(ROUTER_LOSS_OFF)
 
 
+def launched_ranks(runtime: TrainRuntime, num_gpus: int, num_nodes: int = 1) -> int:
+    """The ranks that a launch starts, as the launcher counts them.
+
+    Args:
+        runtime: Which may set the nodes, and the ranks on each.
+        num_gpus: Of this machine.
+        num_nodes: Of the allocation; 1 where it is not known.
+    """
+    return (runtime.nproc_per_node or num_gpus or 2) * (runtime.num_nodes or num_nodes)
+
+
+def inputs_digest(params: TrainParams) -> str:
+    """Digest of all that DVC watches for this stage, except its code: a plan of another digest is out of date."""
+    identity = describe(params).identity
+    return publish.sha256_json([identity.params, dataclasses.asdict(identity.data), identity.model])
+
+
 def check_num_ranks(params: TrainParams, num_ranks: int | None) -> None:
     """Check that this number of ranks can train; None: it is not known before the training.
 
@@ -401,6 +421,7 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
     validated, trained = validations * rows_per_validation, steps * params.total_batch_size  # rows
     tokens_per_step = params.total_batch_size * train.seq_length
     return Plan(
+        inputs="",
         parameters=num_parameters,
         training_rows=train.num_rows,
         validation_rows=validation.num_rows,

@@ -1,12 +1,16 @@
 """Each error that the doctor knows is planted, and seen."""
 
+import ast
+import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -14,11 +18,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from stages import doctor, plan
 from stages.artifacts.errors import StageError
 from stages.artifacts.file_lock import flock, open_lock
+from stages.artifacts.record import FileEntry
 from stages.checks import (
     accelerators,
     disks,
@@ -32,10 +39,15 @@ from stages.checks import (
 )
 from stages.checks.findings import Finding
 from stages.checks.nodes import Node
+from stages.model import hub
+from stages.model.manifest import ModelManifest
+from stages.plan import Plan
 from stages.training.memory_plan import PeakMemory
 from tests.project import REPO, Project, flip_bit
 
 ALONE = Node("n1", 0, 1, "")
+OFFLINE = {"HF_HUB_OFFLINE": "1"}
+PEAK = PeakMemory(2**20, False, 0, 0, 0, 0, 0, 0, 2**20)
 
 
 def of(level: str, found: Iterable[Finding]) -> str:
@@ -81,7 +93,7 @@ def test_two_nodes_of_a_broken_project_report_everything_without_a_traceback(tmp
             "error    dvc.yaml is not valid YAML",
             "error    .dvc is missing",
             "error    pyproject.toml is missing",
-            "error    GLOO_SOCKET_IFNAME is 'none0', which does not exist",
+            "error    GLOO_SOCKET_IFNAME names 'none0', which does not exist",
             "warning  outputs/plan.json is missing",
         ):
             assert expected in output, output
@@ -113,9 +125,8 @@ def test_a_project_that_can_train_has_no_errors(training: Project, monkeypatch: 
     (training / ".git").mkdir()
     params = plan.load_params(plan.TrainParams)
     model, tokens = plan.ModelManifest.read(), plan.PackedTokens.read(plan.TRAIN)
-    peak = PeakMemory(2**20, False, 0, 0, 0, 0, 0, 0, 2**20)
     estimated = plan.estimate(params, model, tokens, tokens)
-    estimated = plan.dataclasses.replace(estimated, num_ranks=2, peak=peak)
+    estimated = plan.dataclasses.replace(estimated, inputs=plan.inputs_digest(params), num_ranks=2, peak=PEAK)
     estimated.write(plan.outputs.PLAN)
     monkeypatch.setattr(installation, "check_packages", list)  # of the environment of the tests, which may differ
     found = list(doctor.find(ALONE, True, 0, {}))
@@ -159,15 +170,26 @@ def test_what_no_check_expects_is_a_line_too() -> None:
 # Installation.
 
 
-@pytest.mark.parametrize(("python", "level"), [((3, 9), "error"), ((3, 15), "error"), ((3, 10), "ok"), ((3, 14), "ok")])
-def test_the_version_of_python(tmp_path: Path, python: tuple[int, int], level: str) -> None:
-    assert [finding.level for finding in installation.check_python(tmp_path, python)] == [level]
+@pytest.mark.parametrize("version", [(3, 6), (3, 9), (3, 15)])
+def test_a_python_that_is_not_supported_is_a_line(version: tuple[int, int]) -> None:
+    """The doctor starts as in an older Python: without the packages, and without what other modules need of it."""
+    code = f"""
+import runpy, sys
+sys.version_info = {version}
+sys.modules["stages.artifacts"] = sys.modules["stages.checks"] = None
+runpy.run_module("stages.doctor", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, text=True, stdout=-1, stderr=-2)
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"error    Python {version[0]}.{version[1]} in {sys.prefix} is not supported: ")
+    ast.parse((REPO / "stages/doctor.py").read_text(), feature_version=(3, 7))  # the oldest that it knows
 
 
 def test_another_python_than_that_of_the_environment(tmp_path: Path) -> None:
+    assert not warnings(lambda: installation.check_python(tmp_path))
     (tmp_path / ".venv").mkdir()
-    assert "is not that of .venv" in warnings(lambda: installation.check_python(tmp_path, (3, 12)))
-    assert not warnings(lambda: installation.check_python(tmp_path, (3, 12), tmp_path / ".venv"))
+    assert "is not that of .venv" in warnings(lambda: installation.check_python(tmp_path))
+    assert not warnings(lambda: installation.check_python(tmp_path, tmp_path / ".venv"))
 
 
 @pytest.fixture
@@ -265,18 +287,25 @@ def test_a_torch_without_backends() -> None:
     [
         (1, {"GLOO_SOCKET_IFNAME": "none0"}, ""),  # the training replaces it
         (2, {"GLOO_SOCKET_IFNAME": "none0"}, "'none0', which does not exist: the interfaces here are "),
-        (2, {"GLOO_SOCKET_IFNAME": "lo"}, "GLOO_SOCKET_IFNAME is lo, which other nodes do not reach"),
+        (2, {"GLOO_SOCKET_IFNAME": "lo"}, "GLOO_SOCKET_IFNAME names lo, which other nodes do not reach"),
         (2, {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}, "towards the launcher is lo, which other nodes"),
         (2, {}, "no interface towards the node of the launcher was found"),
         (2, {"NCCL_SOCKET_IFNAME": "=lo1"}, "NCCL_SOCKET_IFNAME is '=lo1', which matches no interface"),
         (2, {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "^lo"}, "the interface eth0 is down"),
+        (2, {"GLOO_SOCKET_IFNAME": "eth1,eth2", "NCCL_SOCKET_IFNAME": "^=lo"}, ""),
+        (2, {"GLOO_SOCKET_IFNAME": "eth1,none0"}, "names 'none0', which does not exist"),
+        (2, {"GLOO_SOCKET_IFNAME": "eth1,eth0"}, "the interface eth0 is down"),
+        (2, {"GLOO_SOCKET_IFNAME": "eth1,lo"}, "lo, which other nodes do not reach"),
+        (2, {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "^=l,e"}, ""),
+        (2, {"NCCL_SOCKET_IFNAME": "^l,e"}, "which matches no interface"),
     ],
 )
 def test_the_interface(
     monkeypatch: pytest.MonkeyPatch, num_nodes: int, environment: dict[str, str], message: str
 ) -> None:
     up, down = SimpleNamespace(isup=True), SimpleNamespace(isup=False)
-    monkeypatch.setattr(accelerators.psutil, "net_if_stats", lambda: {"lo": up, "eth0": down})
+    monkeypatch.setattr(accelerators.psutil, "net_if_stats", lambda: {"lo": up, "eth0": down, "eth1": up, "eth2": up})
+    monkeypatch.setattr(accelerators, "_open_gloo", lambda name: None)
     found = errors(lambda: accelerators.check_interface(num_nodes, True, environment))
     assert message in found if message else not found
 
@@ -329,12 +358,10 @@ def test_memory(needed: int, level: str) -> None:
 ])  # fmt: skip
 def test_the_memory_of_a_job_is_its_limit(tmp_path: Path, own: str, file: str) -> None:
     (tmp_path / "own").write_text(own)
-    assert (
-        operating_system.available_memory(tmp_path / "own", tmp_path) == operating_system.psutil.virtual_memory().total
-    )
+    assert operating_system.memory_limit(tmp_path / "own", tmp_path) == operating_system.psutil.virtual_memory().total
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text("12345\n")
-    assert operating_system.available_memory(tmp_path / "own", tmp_path) == 12345
+    assert operating_system.memory_limit(tmp_path / "own", tmp_path) == 12345
 
 
 # Disks.
@@ -343,6 +370,27 @@ def test_the_memory_of_a_job_is_its_limit(tmp_path: Path, own: str, file: str) -
 def test_directories_of_one_disk_are_one_line(tmp_path: Path) -> None:
     directories = {"data": tmp_path / "data/of/it", "outputs": tmp_path, "shm": Path("/dev/shm")}
     assert disks.by_file_system(directories) == {"data, outputs": tmp_path, "shm": Path("/dev/shm")}
+
+
+def test_each_directory_of_a_disk_is_written_into(empty_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As root no mode forbids writing, so `mkdir` is replaced."""
+    for name in ("data", "outputs"):
+        (empty_project / name).mkdir()
+    mkdir = Path.mkdir
+
+    def refuse(path: Path, *args: Any, **options: Any) -> None:
+        if path.parent == empty_project / "outputs":
+            raise PermissionError(13, "Permission denied", str(path))
+        mkdir(path, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    found = list(doctor._disks(ALONE, None, None, None))
+    assert of("error", found).startswith(f"error    outputs: cannot write into {empty_project}/outputs (Permission")
+    assert "data: rename and fsync work" in of("ok", found)
+    monkeypatch.setattr(tempfile, "tempdir", str(empty_project / "tmp"))
+    shutil.rmtree(empty_project / "data")
+    (empty_project / "outputs").rmdir()
+    assert "data, outputs, TMPDIR: rename and fsync work" in of("ok", doctor._disks(ALONE, None, None, None))
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,22 +452,81 @@ def test_a_model_that_was_changed(training: Project, monkeypatch: pytest.MonkeyP
     params = inputs.load().inputs
     config = training / "models/nano/config.json"
     flip_bit(config, 30)
-    assert not errors(lambda: inputs.check_model(params, False))
-    assert "config.json was changed since the download" in errors(lambda: inputs.check_model(params, True))
+    assert not errors(lambda: inputs.check_model(params, False, OFFLINE))
+    assert "config.json was changed since the download" in errors(lambda: inputs.check_model(params, True, OFFLINE))
     config.write_text("{}")
-    assert "config.json was changed since the download" in errors(lambda: inputs.check_model(params, False))
+    assert "config.json was changed since the download" in errors(lambda: inputs.check_model(params, False, OFFLINE))
     config.unlink()
-    assert "config.json is missing" in errors(lambda: inputs.check_model(params, False))
+    assert "has no config.json" in errors(lambda: inputs.check_model(params, False, OFFLINE))
     (training / "data/model.json").unlink()
-    assert "has no config.json" in errors(lambda: inputs.check_model(params, False))
+    assert "has no config.json" in errors(lambda: inputs.check_model(params, False, OFFLINE))
 
 
 def test_another_model_than_the_one_of_the_manifest(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(training.path)
+    shutil.copytree(training / "models/nano", training / "models/other")
+    (training / "models/other/model.safetensors").write_bytes(b"not whole")
+    check = lambda: inputs.check_model(inputs.load().inputs, False, OFFLINE)  # noqa: E731
+    training.set(model_name="models/other")
+    assert "model.safetensors is incomplete or damaged" in errors(check)
+    (training / "models/other/model.safetensors").unlink()
+    assert "data/model.json is of other parameters; models/other is in models/other" in warnings(check)
     training.set(model_name="models/missing")
-    check = lambda: inputs.check_model(inputs.load().inputs, False)  # noqa: E731
-    assert "describes models/nano, not models/missing" in warnings(check)
     assert "there is no such directory" in errors(check)
+
+
+HUB_ID, COMMIT = "someone/nano", "fedcba9876543210fedcba9876543210fedcba98"
+
+
+@pytest.fixture
+def cached(training: Project, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with a model of the Hub in its HF_HOME, but no manifest; returns the directory of its files."""
+    monkeypatch.chdir(training.path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(training / "hub"))
+    monkeypatch.setenv("HF_HOME", str(training.path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    training.set(model_name=HUB_ID)
+    (training / "data/model.json").rename(training / "nano.json")
+    repository = training / f"hub/models--{HUB_ID.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT
+    for directory in (repository / "blobs", repository / "refs", snapshot):
+        directory.mkdir(parents=True)
+    (repository / "refs/main").write_text(COMMIT)
+    files = {path.name: path.read_bytes() for path in (training / "models/nano").iterdir()}
+    files["model.safetensors"] = safetensors.numpy.save({"weight": np.zeros(1000, np.float32)})
+    for name, content in files.items():
+        digest = hashlib.sha256(content).hexdigest()
+        (repository / "blobs" / digest).write_bytes(content)
+        (snapshot / name).symlink_to(f"../../blobs/{digest}")
+    return snapshot
+
+
+def test_a_cached_model_that_no_manifest_describes(cached: Path) -> None:
+    params = inputs.load().inputs
+    weights = cached / "model.safetensors"
+    assert "data/model.json is missing; someone/nano is in" in warnings(
+        lambda: inputs.check_model(params, True, OFFLINE)
+    )
+    assert not errors(lambda: inputs.check_model(params, True, OFFLINE))
+    flip_bit(weights, -1)
+    assert not errors(lambda: inputs.check_model(params, False, OFFLINE))
+    assert "is damaged: it is model.safetensors" in errors(lambda: inputs.check_model(params, True, OFFLINE))
+    weights.write_bytes(weights.read_bytes()[:100])
+    assert "is incomplete or damaged" in errors(lambda: inputs.check_model(params, False, OFFLINE))
+
+
+def test_a_manifest_of_other_initial_weights(cached: Path, training: Project) -> None:
+    """It was written for random weights, which need none, and the parameters have changed since."""
+    check = lambda: inputs.check_model(inputs.load().inputs, False, OFFLINE)  # noqa: E731
+    training.set(initial_weights="random")
+    names = hub.model_files(hub.resolve(HUB_ID, "main", want_weights=False))
+    described = {"model_name": HUB_ID, "commit": COMMIT, "files": {name: FileEntry.of(cached / name) for name in names}}
+    dataclasses.replace(ModelManifest.read(training / "nano.json"), **described).write()
+    assert "have the size of data/model.json" in of("ok", check())
+    training.set(initial_weights="pretrained")
+    assert "is of other parameters" in warnings(check)
+    (cached / "model.safetensors").unlink()
+    assert "lacks model.safetensors" in errors(check)
 
 
 def test_tokens_that_are_damaged(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,7 +562,61 @@ def test_parameters_and_packages_that_they_need(training: Project, monkeypatch: 
 def test_a_plan_that_cannot_be_read(empty_project: Path) -> None:
     (empty_project / "outputs").mkdir()
     (empty_project / "outputs/plan.json").write_text("{}")
-    assert "plan.json is not valid" in errors(lambda: doctor._read_plan([]))
+    assert "plan.json is not valid" in errors(lambda: doctor._read_plan(None, []))
+
+
+@pytest.fixture
+def planned(training: Project, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """The plan of 32 ranks, in a project of which it is."""
+    monkeypatch.chdir(training.path)
+    params = inputs.load().params
+    model, tokens = ModelManifest.read(), plan.PackedTokens.read(plan.TRAIN)
+    estimated = plan.estimate(params, model, tokens, tokens)
+    estimated = dataclasses.replace(estimated, inputs=plan.inputs_digest(params), num_ranks=32, peak=PEAK)
+    estimated.write(plan.outputs.PLAN)
+    return estimated
+
+
+@pytest.mark.parametrize("changed", ["params", "tokens", "model"])
+def test_a_plan_of_something_else(training: Project, planned: Plan, changed: str) -> None:
+    plans: list[Plan] = []
+    check = lambda: doctor._read_plan(inputs.load(), plans)  # noqa: E731
+    assert not warnings(check) and plans == [planned]
+    plans.clear()
+    if changed == "params":
+        training.set(batch_size=3)
+    elif changed == "tokens":
+        shutil.rmtree(training / "data/tokens/train")
+        shutil.copytree(training / "data/tokens/validation", training / "data/tokens/train")
+    else:
+        (training / "data/model.json").write_text((training / "data/model.json").read_text() + " ")
+    assert "plan.json is of other parameters, tokens or another model: disk and memory are not" in warnings(check)
+    assert plans == []
+
+
+def test_a_login_node_is_not_where_the_ranks_are(training: Project, planned: Plan) -> None:
+    training.set(runtime={"launcher": "sbatch", "num_nodes": 4, "nproc_per_node": 8})
+    find = lambda: doctor._accelerators(ALONE, inputs.load(), planned, {})  # noqa: E731
+    found = of("ok", find())
+    assert "plan.json is for 32 ranks, as many as a launch here starts on other nodes" in found
+    assert "of memory" not in found
+    assert not of("error", find())
+    training.set(runtime={"num_nodes": 2})
+    assert "a launch here starts 16, of which the memory is not known: set plan.num_ranks to 16" in warnings(find)
+    training.set(runtime={"nproc_per_node": None})  # one for each GPU, of nodes that are not known here
+    assert "plan.num_ranks" not in warnings(find)
+
+
+def test_ranks_of_an_allocation(training: Project, planned: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocation = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "4"}
+    for name, value in allocation.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{REPO}/tests/fake_slurm:{os.environ['PATH']}")
+    training.set(runtime={"nproc_per_node": 8})
+    find = lambda: doctor._accelerators(ALONE, inputs.load(), planned, allocation)  # noqa: E731
+    assert "the ranks of this machine need 0.016 GiB of its" in of("ok", find())  # of 8 ranks
+    training.set(runtime={"num_nodes": 5})
+    assert "but this is in an allocation of 4" in errors(find)
 
 
 # DVC.
@@ -560,7 +721,7 @@ def test_locks_that_dvc_has_left(tmp_path: Path, dvc: Callable[..., Mapping[str,
     [
         ("models/tiny-llama", {}, "ok", "is a directory"),
         ("a/b", {"HF_HUB_OFFLINE": "1"}, "ok", "HF_HUB_OFFLINE is set"),
-        ("a/b", {"HF_HUB_OFFLINE": "0"}, "error", "HF_HOME lacks a/b, HF_HUB_OFFLINE is not set"),
+        ("a/b", {"HF_HUB_OFFLINE": "0"}, "error", "lacks files of a/b, and HF_HUB_OFFLINE is not set"),
     ],
 )
 def test_the_hub(
@@ -572,13 +733,24 @@ def test_the_hub(
     params = inputs.InputParams(model, "main", "auto", False)
     assert message in of(level, offline.check_hub(params, environment))
     monkeypatch.setattr(inputs, "MANIFEST", tmp_path / "missing")
-    missing = "lacks config.json, tokenizer.json of the Hub's model"
-    assert (missing in errors(lambda: inputs.check_model(params, False))) == (model == "a/b")
+    # Of what is missing one line is enough, and that the user forbids fetching it must be true.
+    found = errors(lambda: inputs.check_model(params, False, environment))
+    assert ("HF_HUB_OFFLINE forbids fetching it" in found) == (environment.get("HF_HUB_OFFLINE") == "1"), found
+    assert bool(found) == (environment.get("HF_HUB_OFFLINE") == "1"), found
+
+
+def test_a_cached_model_that_is_refused_would_not_be_fetched(cached: Path) -> None:
+    config = json.loads((cached / "config.json").read_text())
+    (cached / "config.json").unlink()
+    (cached / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "m.M"}}))
+    found = errors(lambda: offline.check_hub(inputs.load().inputs, {}))
+    assert "asks for code of its own (auto_map)" in found
+    assert "would connect" not in found
 
 
 def test_proxies_are_named_without_their_passwords() -> None:
     found = warnings(lambda: offline.check_proxies({"HTTPS_PROXY": "http://me:secret@proxy", "no_proxy": "*"}))
-    assert "HTTPS_PROXY is set" in found
+    assert "HTTPS_PROXY is set: unset it where no model is downloaded" in found
     assert "secret" not in found
     assert not warnings(lambda: offline.check_proxies({"http_proxy": ""}))
 
@@ -631,6 +803,24 @@ def test_nodes_without_a_shared_disk(tmp_path: Path) -> None:
     answers, asked = two_nodes(tmp_path / "a", tmp_path / "b", seconds=0.4)
     assert "1 of 2 nodes (SLURM_NODEID 1) were not seen in" in of("error", answers)
     assert "this node does not see what the node of SLURM_NODEID 0 writes into" in of("error", asked)
+
+
+def test_a_node_that_is_late_leaves_nothing(tmp_path: Path) -> None:
+    """It has seen the first node, which then waits no longer and removes the directory."""
+    directory = tmp_path / ".doctor-7.0.0"
+
+    def gone() -> float:  # the clock is asked just before the question is written
+        shutil.rmtree(directory)
+        return 0
+
+    directory.mkdir()
+    (directory / "facts.json").write_text(json.dumps({"node": "n1", "facts": FACTS}))
+    (directory / "lock").touch()
+    late = Node("n2", 1, 2, "7.0.0")
+    assert "this node is late: the check of the node of SLURM_NODEID 0 has ended: raise --wait" in errors(
+        lambda: nodes.check_nodes(late, FACTS, tmp_path, 0.1, gone)
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nodes_with_different_files_or_packages(tmp_path: Path) -> None:

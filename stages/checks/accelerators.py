@@ -12,15 +12,9 @@ import torch.distributed as dist
 from stages.artifacts.command import format_gib
 from stages.artifacts.errors import StageError
 from stages.checks.findings import Finding, error, ok, warning
+from stages.training.devices import DEVICES, num_devices
 from stages.training.distributed import check_devices, interface_towards, loopback_interface, use_gpu
 from stages.training.memory_plan import USABLE, PeakMemory
-
-DEVICES = Path("/dev")
-
-
-def num_devices(devices: Path = DEVICES) -> int:
-    """The NVIDIA GPUs of this machine, whether torch can use them or not."""
-    return len(list(devices.glob("nvidia[0-9]*")))
 
 
 def check_gpus(nproc_per_node: int | None, devices: Path = DEVICES) -> Iterator[Finding]:
@@ -123,41 +117,45 @@ def check_interface(num_nodes: int, needs_nccl: bool, environment: Mapping[str, 
     interfaces = psutil.net_if_stats()
     listed = f"the interfaces here are {', '.join(sorted(interfaces))}"
     if num_nodes == 1:
-        chosen = loopback
+        chosen = [loopback]
     else:
         nccl, gloo = environment.get("NCCL_SOCKET_IFNAME"), environment.get("GLOO_SOCKET_IFNAME")
         if needs_nccl and nccl and not _matches_nccl(nccl, list(interfaces)):
             yield error(
                 f"NCCL_SOCKET_IFNAME is {nccl!r}, which matches no interface", f"{listed}; unset it or name one"
             )
-        chosen = gloo or interface_towards(environment.get("SLURM_LAUNCH_NODE_IPADDR", "")) or ""
-        if not chosen:
+        found = gloo or interface_towards(environment.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+        if not found:
             yield error(
                 "no interface towards the node of the launcher was found",
                 f"set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to one that all nodes share; {listed}",
             )
             return
-        if chosen == loopback:
-            name = "GLOO_SOCKET_IFNAME is" if gloo else "the interface towards the launcher is"
+        chosen = found.split(",")  # gloo uses all of them
+        if loopback in chosen:
+            name = "GLOO_SOCKET_IFNAME names" if gloo else "the interface towards the launcher is"
             yield error(f"{name} {loopback}, which other nodes do not reach", f"set it to another one; {listed}")
             return
-    if chosen not in interfaces:
-        yield error(
-            f"GLOO_SOCKET_IFNAME is {chosen!r}, which does not exist", f"{listed}; unset it or name one of them"
-        )
-    elif not interfaces[chosen].isup:
-        yield error(f"the interface {chosen} is down", f"`ip link set {chosen} up`")
-    else:
-        _open_gloo(chosen)
-        yield ok(f"ranks reach each other through {chosen}")
+    for name in chosen:
+        if name not in interfaces:
+            yield error(
+                f"GLOO_SOCKET_IFNAME names {name!r}, which does not exist", f"{listed}; unset it or name one of them"
+            )
+        elif not interfaces[name].isup:
+            yield error(f"the interface {name} is down", f"`ip link set {name} up`")
+        else:
+            _open_gloo(name)
+            yield ok(f"ranks reach each other through {name}")
 
 
 def _matches_nccl(pattern: str, names: list[str]) -> bool:
-    """Whether one of the interfaces is among those that NCCL_SOCKET_IFNAME selects: by prefix, `=` exactly, `^` not."""
-    parts = tuple(pattern.lstrip("^=").split(","))
-    if pattern.startswith("^"):
-        return any(not name.startswith(parts) for name in names)
-    return any(name in parts if pattern.startswith("=") else name.startswith(parts) for name in names)
+    """Whether one of the interfaces is among those that NCCL_SOCKET_IFNAME selects.
+
+    That is a list of prefixes, after `=` of whole names, after `^` or `^=` of those that are not to be used.
+    """
+    is_negated, pattern = pattern.startswith("^"), pattern.removeprefix("^")
+    is_exact, parts = pattern.startswith("="), tuple(pattern.removeprefix("=").split(","))
+    return any((name in parts if is_exact else name.startswith(parts)) != is_negated for name in names)
 
 
 def _open_gloo(interface: str) -> None:

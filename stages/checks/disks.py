@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 
 from stages.artifacts import publish
@@ -33,14 +33,21 @@ def existing(path: Path) -> Path:
 
 def by_file_system(directories: Mapping[str, Path]) -> dict[str, Path]:
     """One directory of each file system, by the names of all that are on it."""
-    names: dict[int, list[str]] = {}
-    paths: dict[int, Path] = {}
+    return _group(directories, lambda path: path.stat().st_dev)
+
+
+def by_directory(directories: Mapping[str, Path]) -> dict[str, Path]:
+    """Each directory once, by its names: several that are missing would be made in the same one."""
+    return _group(directories, lambda path: path)
+
+
+def _group(directories: Mapping[str, Path], key: Callable[[Path], Hashable]) -> dict[str, Path]:
+    """The first existing directory of each group with the same key, by the names of all that are in it."""
+    groups: dict[Hashable, dict[str, Path]] = {}
     for name, path in directories.items():
         path = existing(path)
-        device = path.stat().st_dev
-        names.setdefault(device, []).append(name)
-        paths.setdefault(device, path)
-    return {", ".join(names[device]): paths[device] for device in paths}
+        groups.setdefault(key(path), {})[name] = path
+    return {", ".join(group): next(iter(group.values())) for group in groups.values()}
 
 
 def check_space(names: str, path: Path, wanted: int = 2**30) -> Iterator[Finding]:
@@ -63,8 +70,8 @@ def check_file_system(names: str, path: Path, num_nodes: int = 1, slow_seconds: 
     """Locks between processes, a rename that replaces a file, and fsync, in a temporary directory below `path`.
 
     Args:
-        names: Of the directories that are on this file system.
-        path: One of them.
+        names: Of what is, or will be, in this directory.
+        path: The directory: of two on one file system one may be mounted read-only, or belong to somebody else.
         num_nodes: On several, locks of one node only are an error.
         slow_seconds: For an fsync of a small file.
     """

@@ -1,16 +1,17 @@
 """What a training reads: parameters, the model, tokens, the encoder of `pack`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
+from stages.artifacts import publish
 from stages.artifacts.params_file import load_params
 from stages.checks.findings import Finding, ok, warning
 from stages.corpus import fast_tokenizer
-from stages.model import hub
+from stages.model import headers, hub, hub_cache
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
 from stages.tokens.rows import TokenRows
@@ -66,24 +67,34 @@ def check_extras(settings: Settings) -> Iterator[Finding]:
         yield ok(f"fast_encoder: {fast_tokenizer.NAME} is installed")
 
 
-def check_model(params: InputParams, full: bool) -> Iterator[Finding]:
-    """The files of the model, compared with the manifest, or with what the Hub's listing in the cache names.
+def check_model(params: InputParams, full: bool, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """The files of the model: compared with the manifest, or where that is not of it, with what is known without one.
 
     Args:
         params: Which model.
         full: Compare the SHA-256 of each file, too, not only its size.
+        environment: That of the stages.
     """
-    if not MANIFEST.exists():
+    # First, whatever the manifest says: the parameters may have changed since it was written.
+    try:
         source = hub.resolve(params.model_name, params.model_revision, params.initial_weights != "random")
-        yield warning(f"{params.model_name} is in {source.directory}, but not described yet", "`dvc repro download`")
+    except hub.Lacking:
+        if hub_cache.offline_variable(environment):
+            raise
+        return  # only the doctor itself may not fetch it: `offline.check_hub` reports that a stage would
+    wanted = (params.model_name, params.model_revision, source.weights)
+    manifest = ModelManifest.read() if MANIFEST.exists() else None
+    if manifest and (manifest.model_name, manifest.model_revision, manifest.weights) == wanted:
+        manifest.verify(contents=full)
+        compared = "size and SHA-256" if full else "size"
+        yield ok(f"{manifest.model_name}: {len(manifest.files)} files have the {compared} of {MANIFEST}")
         return
-    manifest = ModelManifest.read()
-    manifest.verify(contents=full)
-    compared = "size and SHA-256" if full else "size"
-    yield ok(f"{manifest.model_name}: {len(manifest.files)} files have the {compared} of {MANIFEST}")
-    if (manifest.model_name, manifest.model_revision) != (params.model_name, params.model_revision):
-        yield warning(f"{MANIFEST} describes {manifest.model_name}, not {params.model_name}", "`dvc repro download`")
-        hub.resolve(params.model_name, params.model_revision, params.initial_weights != "random")
+    headers.read(source.directory, source.weights)  # for its errors: a file that was cut off
+    if full and source.commit is not None:  # `resolve` has compared the small files
+        for name in source.weights:
+            hub_cache.check(params.model_name, source.commit, name, publish.sha256_file(source.directory / name))
+    state = "is of other parameters" if manifest else "is missing"
+    yield warning(f"{MANIFEST} {state}; {params.model_name} is in {source.directory}", "`dvc repro download`")
 
 
 def check_tokens(full: bool, directories: tuple[Path, ...] = (TRAIN, VALIDATION)) -> Iterator[Finding]:

@@ -12,20 +12,15 @@ from stages.checks.findings import Finding, error, ok, warning
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-_OLDEST, _NEWEST = (3, 10), (3, 14)
 _SETUP = "install the lock with `make setup`"
 _PIN = re.compile(r"^([\w.-]+==[^\s;]+(?: ; [^\\\n]+)?)", re.MULTILINE)
 
 
-def check_python(
-    project: Path = Path(), python: tuple[int, int] = sys.version_info[:2], prefix: Path = Path(sys.prefix)
-) -> Iterator[Finding]:
-    """The version of Python, and whether it is that of .venv."""
-    name = f"Python {python[0]}.{python[1]} in {prefix}"
+def check_python(project: Path = Path(), prefix: Path = Path(sys.prefix)) -> Iterator[Finding]:
+    """Whether Python is that of .venv; of which version it must be, the doctor has checked."""
+    name = f"Python {sys.version_info[0]}.{sys.version_info[1]} in {prefix}"
     environment = project / ".venv"
-    if not _OLDEST <= python <= _NEWEST:
-        yield error(f"{name} is not supported", "`rm -r .venv`, and `PYTHON=python3.12 make setup` (3.10 to 3.14)")
-    elif environment.exists() and environment.resolve() != prefix.resolve():
+    if environment.exists() and environment.resolve() != prefix.resolve():
         yield warning(f"{name} is not that of .venv", "`source .venv/bin/activate`, or run `make doctor`")
     else:
         yield ok(name)

@@ -4,7 +4,7 @@ All is exchanged through files in a directory that the nodes must share anyway; 
 index 0 makes the directory, holds a lock in it, and answers the others:
 
     node 0    facts.json, lock       what it has, written while it holds the lock
-    node 1    1.asks                 its time
+    node 1    1.asks                 that it has looked at its clock
     node 0    1.answer               its own time, as soon as it has seen the question
     node 1    1.done                 node 0 removes the directory when all nodes have written that
 """
@@ -127,33 +127,47 @@ def _ask(
             "put the project, or CHECKPOINT_ROOT, on a disk that all nodes share",
         )
         return
+    try:
+        yield from _compare(node, own, directory, end, clock)
+    except FileNotFoundError:  # what is written here makes no directory, so none stays
+        yield error("this node is late: the check of the node of SLURM_NODEID 0 has ended", "raise --wait")
+    finally:
+        with suppress(FileNotFoundError):
+            (directory / f"{node.index}.done").touch()
+
+
+def _compare(
+    node: Node, own: Mapping[str, str], directory: Path, end: float, clock: Callable[[], float]
+) -> Iterator[Finding]:
+    """Compare this node with the first one.
+
+    Raises:
+        FileNotFoundError: that has waited long enough, and removed the directory.
+    """
     first = publish.read_json(directory / _FACTS)
     name, theirs = first["node"], first["facts"]
-    try:
-        with open_lock(directory / "lock") as lock:
-            if flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
-                yield error(
-                    f"this node does not see a lock that {name} holds in {directory.parent}",
-                    "mount its file system with locks that all nodes see (docs/shared-disks.md)",
-                )
-            else:
-                yield ok(f"this node sees files and locks of {name} in {directory.parent}")
-        different = sorted(fact for fact in {*own, *theirs} if own.get(fact) != theirs.get(fact))
-        if different:
+    with (directory / "lock").open("r+") as lock:
+        if flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
             yield error(
-                f"not the same as on {name}: {', '.join(different)}",
-                "use one directory on a shared disk for the project and .venv, or copy them again",
+                f"this node does not see a lock that {name} holds in {directory.parent}",
+                "mount its file system with locks that all nodes see (docs/shared-disks.md)",
             )
         else:
-            yield ok(f"the same packages, code and manifests as on {name}")
-        yield from _check_clock(node, name, directory, end, clock)
-    finally:
-        publish.write_text(directory / f"{node.index}.done", "")
+            yield ok(f"this node sees files and locks of {name} in {directory.parent}")
+    different = sorted(fact for fact in {*own, *theirs} if own.get(fact) != theirs.get(fact))
+    if different:
+        yield error(
+            f"not the same as on {name}: {', '.join(different)}",
+            "use one directory on a shared disk for the project and .venv, or copy them again",
+        )
+    else:
+        yield ok(f"the same packages, code and manifests as on {name}")
+    yield from _check_clock(node, name, directory, end, clock)
 
 
 def _check_clock(node: Node, name: str, directory: Path, end: float, clock: Callable[[], float]) -> Iterator[Finding]:
     asked = clock()
-    publish.write_json(directory / f"{node.index}.asks", asked)
+    (directory / f"{node.index}.asks").touch()
     if not _wait(directory / f"{node.index}.answer", end):
         yield warning(f"{name} has not answered, so the clocks are not compared", "raise --wait")
         return

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts.errors import StageError
 from stages.checks.findings import Finding, error, ok, warning
 from stages.checks.inputs import ExecutorRuntime, InputParams
 from stages.model import hub, hub_cache
@@ -26,19 +25,24 @@ def check_hub(params: InputParams, environment: Mapping[str, str]) -> Iterator[F
     else:
         try:
             hub.resolve(params.model_name, params.model_revision, params.initial_weights != "random")
-        except StageError:  # `check_model` reports it
+        except hub.Lacking:
             yield error(
-                f"`download` would connect to the Hub: HF_HOME lacks {params.model_name}, HF_HUB_OFFLINE is not set",
-                f"`hf download {params.model_name}` where there is a network, and `export HF_HUB_OFFLINE=1` here",
+                f"`download` would connect to the Hub: {hub_cache.directory()} lacks files of {params.model_name}, and "
+                "HF_HUB_OFFLINE is not set",
+                f"`hf download {params.model_name} --revision {params.model_revision}` where there is a network, bring "
+                "its HF_HOME here, and `export HF_HUB_OFFLINE=1`",
             )
         else:
-            yield ok(f"HF_HOME has all of {params.model_name}: no stage asks the Hub")
+            yield ok(f"HF_HOME has the files of {params.model_name}: no stage asks the Hub")
 
 
 def check_proxies(environment: Mapping[str, str]) -> Iterator[Finding]:
     """Proxies: only their names, because the addresses may have a password."""
     if found := [name for name in environment if name.lower() in _PROXIES and environment[name]]:
-        yield warning(f"{', '.join(sorted(found))} is set", "unset it: no stage needs a proxy, and one may be far away")
+        yield warning(
+            f"{', '.join(sorted(found))} is set",
+            "unset it where no model is downloaded: other stages need no proxy, and one may be far away",
+        )
     else:
         yield ok("no proxy is set")
 

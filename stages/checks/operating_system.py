@@ -80,7 +80,7 @@ def check_memory(needed: int, total: int) -> Iterator[Finding]:
         yield ok(what)
 
 
-def available_memory(own: Path = Path("/proc/self/cgroup"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+def memory_limit(own: Path = Path("/proc/self/cgroup"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes of memory of this machine, or of the control group in which a job or a container runs."""
     total = psutil.virtual_memory().total
     try:

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from stages.artifacts.errors import StageError, Unavailable, describe
 from stages.artifacts.shared_disk import MAY_PASS
+from stages.training.devices import DEVICES, num_devices
 from stages.training.handoff import DIRECTORY
 
 T = TypeVar("T")
@@ -95,7 +96,7 @@ def device_mesh(shape: tuple[int, int], timeout_minutes: float) -> DeviceMesh:
     return mesh
 
 
-def check_devices(num_ranks: int | None, devices: Path = Path("/dev")) -> int:
+def check_devices(num_ranks: int | None, devices: Path = DEVICES) -> int:
     """The GPUs of this machine that `num_ranks` ranks (None: any number) can use; 0: they train on the CPU.
 
     Raises:
@@ -105,7 +106,7 @@ def check_devices(num_ranks: int | None, devices: Path = Path("/dev")) -> int:
         # Whoever hides the GPUs wants to train on the CPU. Otherwise a broken driver would only be noticed by the time.
         # NoDevFiles is what Slurm sets for a job without GPUs.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        has_gpus = bool(list(devices.glob("nvidia[0-9]*")))
+        has_gpus = num_devices(devices) > 0
         if visible not in ("", "-1", "NoDevFiles") and (visible or has_gpus):
             found = "this machine has GPUs" if has_gpus else f"CUDA_VISIBLE_DEVICES is {visible}"
             has_cuda = torch.version.cuda is not None
