@@ -210,7 +210,7 @@ def change_corpus(project: Project) -> None:
     [
         (None, set()),
         (change_raw, {"organize", "extract"}),  # extract refuses files that were changed after organize
-        (change_parameter, {"train"}),
+        (change_parameter, {"plan", "train"}),
         (change_weight, {"consolidate", "evaluate"}),
         (change_corpus, {"extract", "pack"}),
     ],
