@@ -11,10 +11,14 @@ appears only when all files are written. Weights are stored in the dtype of the 
 weights are stored once.
 """
 
+import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import ByteSize, Field, PositiveInt
 
 from stages.artifacts import command, history, outputs, publish
 from stages.artifacts.dtypes import PRECISIONS
@@ -24,7 +28,7 @@ from stages.artifacts.origin import RECORDS, find_records
 from stages.artifacts.outputs import ExperimentName
 from stages.artifacts.params_file import load_params
 from stages.checkpointing import layout
-from stages.checkpointing.layout import TensorEntry
+from stages.checkpointing.layout import METADATA, SCHEDULER, TensorEntry
 from stages.checkpointing.pointer import RunPointer, resolve
 from stages.export import card
 from stages.export.provenance import Lineage, SourceModel
@@ -35,10 +39,7 @@ from stages.tokens.packed import find_encoder, fingerprint
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from stages.export.stream import TensorSpec
-
-MAX_FILE_BYTES = 1 << 30
-"""Tensors share a file up to this size; a larger tensor has a file of its own."""
+    from stages.export.stream import Digests, TensorSpec
 
 _CARD = "README.md"
 
@@ -54,47 +55,74 @@ class ConsolidateParams:
     """Name of the directory under outputs/."""
     export_dtype: Literal["bf16", "fp16", "fp32"] | None
     """Dtype of the stored weights; null: that of the source model."""
+    max_shard_size: Annotated[ByteSize, Field(gt=0)]
+    """Tensors share a file up to this size, such as 5GB; a larger tensor has a file of its own."""
+
+
+@dataclass(frozen=True)
+class ConsolidateRuntime:
+    """What changes no result."""
+
+    num_workers: PositiveInt | None
+    """Threads that read, cast and hash; null: one per core."""
 
 
 def main() -> None:
     """Run the stage."""
-    command.parser(__doc__).parse_args()
-    params = load_params(ConsolidateParams)
-    target = outputs.directory(params.experiment_name) / "model"
+    parser = command.parser(__doc__)
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="another checkpoint than the one in run.json")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where its model is written; replaced if it exists")
+    parser.add_argument("--optimizer", action="store_true", help="write the state of optimizer and scheduler, too")
+    args = parser.parse_args()
+    if (args.checkpoint is None) != (args.output is None):
+        parser.error("--checkpoint and --output belong together: the model of the pipeline is that of run.json")
+    if args.optimizer and not args.checkpoint:
+        parser.error("--optimizer needs --checkpoint and --output: the model of the pipeline has no optimizer")
+    params, runtime = load_params(ConsolidateParams), load_params(ConsolidateRuntime, "runtime")
+    target = args.output or outputs.directory(params.experiment_name) / "model"
     with publish.lock(target):
         model = ModelManifest.read()
-        pointer, checkpoint = resolve(params.experiment_name)
+        if args.checkpoint:
+            checkpoint, pointer = args.checkpoint, RunPointer.to(args.checkpoint)
+        else:
+            pointer, checkpoint = resolve(params.experiment_name)
         # Config and tokenizer come from the model that data/model.json describes now, the weights from the run.
         if pointer.identity.model != publish.sha256_file(MANIFEST):
             raise StageError(f"{MANIFEST} is not the one that the run was trained with: run `dvc repro train`")
-        dtype = PRECISIONS[params.export_dtype] if params.export_dtype else model.dtype
-        weights = export(params.experiment_name, model, dtype, pointer, checkpoint, target)
+        weights = export(params, runtime, model, pointer, checkpoint, target, args.optimizer)
     size = sum((target / name).stat().st_size for name in weights)
+    dtype = export_dtype(params, model)
     print(
         f"consolidate: {target}: step {pointer.step} of run {pointer.run_id}, {dtype}, "
         f"{size:,} bytes in {len(weights)} files"
     )
 
 
+def export_dtype(params: ConsolidateParams, model: ModelManifest) -> str:
+    """PyTorch's name of the dtype in which floating-point weights are stored."""
+    return PRECISIONS[params.export_dtype] if params.export_dtype else model.dtype
+
+
 def export(
-    experiment_name: str,
+    params: ConsolidateParams,
+    runtime: ConsolidateRuntime,
     model: ModelManifest,
-    dtype: str,
     pointer: RunPointer,
     checkpoint: Path,
     target: Path,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    with_optimizer: bool = False,
 ) -> list[str]:
     """Write a model directory from a checkpoint.
 
     Args:
-        experiment_name: The title of the model card.
+        params: What decides the bytes.
+        runtime: How they are written.
         model: The model that the run started from.
-        dtype: PyTorch's name of the dtype in which floating-point weights are stored.
-        pointer: The result of the run.
-        checkpoint: The directory that `pointer` points to.
+        pointer: To the checkpoint.
+        checkpoint: Its directory.
         target: The model directory, replaced if it exists.
-        max_file_bytes: Limit for a weight file of several tensors.
+        with_optimizer: Whether to write `optimizer.safetensors` as well: the optimizer's state, and the scheduler's in
+            its metadata.
 
     Returns:
         The names of the weight files.
@@ -108,8 +136,10 @@ def export(
     from stages.export import stream
     from stages.model import meta
 
-    # All inputs are verified before the first byte is written: an error costs no time, and names its cause.
-    manifest = layout.verify(checkpoint)
+    dtype = export_dtype(params, model)
+    # All inputs are verified before the first byte is written: an error costs no time, and names its cause. The shards
+    # are hashed while they are read; those of the optimizer are not.
+    manifest = layout.verify(checkpoint, names=[METADATA, history.HISTORY, SCHEDULER])
     # Not the old index: it would name the files of the source model's weights.
     copied = [file for file in model.files if file not in model.weights and file != WEIGHTS_INDEX]
     source = model.verify(copied)
@@ -122,28 +152,46 @@ def export(
     }
     # Twice, because the manifest lists what the training meant to save, and the shards contain what it did save.
     _check_listed(checkpoint / layout.MANIFEST, manifest.tensors, expected)
-    weights = stream.ShardedWeights(checkpoint)
+    weights = stream.ShardedTensors(checkpoint)
     weights.check(expected)
+    states = stream.ShardedTensors(checkpoint, "optimizer") if with_optimizer else None
+    layout.verify(checkpoint, contents=False, names=[*weights.files, *(states.files if states else ())])
+    num_workers = runtime.num_workers or len(os.sched_getaffinity(0))
+
+    def check_digest(path: Path, sha256: str) -> None:
+        if sha256 != manifest.files[path.name].sha256:
+            raise layout.wrong_digest(path)
 
     # The directory gets its final name after its last file, so a killed run leaves no model that looks finished.
     with publish.directory(target) as temporary:
-        digests = stream.write_safetensors(weights, expected, getattr(torch, dtype), temporary, max_file_bytes)
+        digests = stream.write_safetensors(
+            weights, expected, temporary, num_workers, check_digest, getattr(torch, dtype), params.max_shard_size
+        )
+        others: dict[str, str] = {}
+        if states:
+            scheduler = torch.load(checkpoint / SCHEDULER, weights_only=True)
+            metadata = {**stream.FORMAT, "lr_scheduler": json.dumps(scheduler)}
+            others = stream.write_safetensors(
+                states, states.specs(), temporary, num_workers, check_digest, stem="optimizer", metadata=metadata
+            ).files
         # Read the files back as the download stage would: the model can be the start of another training.
-        meta.check_headers(reference, headers.read(temporary, list(digests)))
+        meta.check_headers(reference, headers.read(temporary, list(digests.files)))
         for file in copied:
             shutil.copyfile(source / file, temporary / file)  # the content: files in HF_HOME are links into its blobs
         _write_config(temporary / CONFIG, model.architecture, dtype)
         if GENERATION_CONFIG not in copied and reference.generation_config is not None:
             reference.generation_config.save_pretrained(temporary)
-        others = sorted(path.name for path in temporary.iterdir() if path.name not in {*digests, LINEAGE, _CARD})
-        files = {name: publish.sha256_file(temporary / name) for name in others}
-        lineage = _lineage(pointer, model, source, digests, files)
+        described = {*digests.files, *others, LINEAGE, _CARD}
+        small = [path for path in temporary.iterdir() if path.name not in described]
+        others |= {path.name: publish.sha256_file(path) for path in small}
+        lineage = _lineage(pointer, model, source, digests, dict(sorted(others.items())))
         lineage.write(temporary / LINEAGE)  # over the copied file of that name, if the source model has one
         loss = _last_validation_loss(checkpoint)
-        # Training updates weights in fp32.
-        text = card.readme(experiment_name, lineage, model.architecture, not model.weights, loss, dtype != "float32")
+        is_rounded = dtype != "float32"  # training updates weights in fp32
+        name, is_random = params.experiment_name, not model.weights
+        text = card.readme(name, lineage, model.architecture, is_random, loss, is_rounded)
         publish.write_text(temporary / _CARD, text)
-    return list(digests)
+    return list(digests.files)
 
 
 def _check_listed(path: Path, listed: dict[str, TensorEntry], expected: "Mapping[str, TensorSpec]") -> None:
@@ -160,7 +208,7 @@ def _text(entry: TensorEntry | None) -> str:
 
 
 def _lineage(
-    pointer: RunPointer, model: ModelManifest, source: Path, weights: dict[str, str], files: dict[str, str]
+    pointer: RunPointer, model: ModelManifest, source: Path, digests: "Digests", files: dict[str, str]
 ) -> Lineage:
     records = find_records(fingerprint(pointer.identity.data.train, pointer.identity.data.validation))
     return Lineage(
@@ -179,7 +227,8 @@ def _lineage(
         code=pointer.identity.code,
         packages=pointer.packages,
         checkpoint=pointer.result_sha256,
-        weights=weights,
+        weights=digests.files,
+        tensors=digests.tensors,
         encoder=find_encoder() if "pack" in records else None,
         files=files,
         splits=publish.sha256_file(RECORDS["organize"]) if "organize" in records else None,

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 NUM_SAMPLES = 3
 PROMPT_TOKENS = 32
 NEW_TOKENS = 96
+TEMPERATURE = 0.8
 EVAL_LOSSES = "eval_losses.json"
 MAX_ROUNDED_AWAY = 0.05
 """Part of the gain that the rounding of the export may undo without a warning."""
@@ -115,7 +116,7 @@ def evaluate(params: EvaluateParams) -> None:
     """
     import numpy as np
 
-    from stages.export import report
+    from stages.export import generation, report
     from stages.tokens.rows import TokenRows
 
     directory = outputs.directory(params.experiment_name) / "model"
@@ -126,7 +127,7 @@ def evaluate(params: EvaluateParams) -> None:
         raise StageError(f"{MANIFEST}: the tokenizer has no EOS token, which must end the documents")
     PackedTokens.read(VALIDATION).verify()
     rows = TokenRows(VALIDATION)
-    model, tokenizer = load_model(directory)
+    model, tokenizer = generation.load(directory)
     prepare_loss(model, directory, params)
 
     # All rows in two parts: those that the training measured, and the others.
@@ -168,20 +169,6 @@ def read_verified_lineage(directory: Path) -> Lineage:
         if not (directory / name).is_file() or publish.sha256_file(directory / name) != digest:
             raise StageError(f"{directory / name} is missing or was changed: run `dvc repro -f -s consolidate`")
     return lineage
-
-
-def load_model(directory: Path) -> tuple["PreTrainedModel", Any]:
-    """The model in evaluation mode, on a GPU if there is one, and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # it would be printed without a terminal too
-    device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=dtype)
-    # eval: no dropout, as in the validation of the training.
-    model.to(device).eval()
-    return model, AutoTokenizer.from_pretrained(directory, local_files_only=True)
 
 
 @contextmanager
@@ -285,6 +272,7 @@ def generate_samples(model: "PreTrainedModel", tokenizer: Any, rows: "TokenRows"
     import numpy as np
     import torch
 
+    from stages.export import generation
     from stages.export.report import Sample
 
     torch.manual_seed(0)  # DVC watches the report: the same model must write the same samples
@@ -294,29 +282,9 @@ def generate_samples(model: "PreTrainedModel", tokenizer: Any, rows: "TokenRows"
         documents = np.split(row, np.flatnonzero(row == eos_token_id) + 1)  # each with its EOS, (n,)
         longest = max(documents, key=len)[:PROMPT_TOKENS]
         prompt = torch.from_numpy(longest).long().to(model.device)
-        continuation = _generate(model, prompt[None])
+        continuation = generation.generate(model, prompt[None], NEW_TOKENS, TEMPERATURE)
         samples.append(Sample(tokenizer.decode(prompt), tokenizer.decode(continuation, skip_special_tokens=True)))
     return samples
-
-
-def _generate(model: "PreTrainedModel", prompt: "Tensor") -> "Tensor":
-    """The tokens that follow a prompt: (1, T) int64 -> (at most NEW_TOKENS,) int64."""
-    import torch
-
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or PROMPT_TOKENS + NEW_TOKENS
-    output: Tensor = model.generate(  # type: ignore[operator]  # transformers types it as not callable
-        prompt,
-        attention_mask=torch.ones_like(prompt),  # (1, T)
-        # Given here, because those in the model's own generation_config differ from model to model.
-        do_sample=True,
-        temperature=0.8,
-        top_k=50,
-        top_p=1.0,
-        # Beyond its limit a model with learned positions has no embedding for a token.
-        max_new_tokens=max(1, min(NEW_TOKENS, limit - prompt.shape[1])),
-        pad_token_id=0,  # a batch of one is never padded, but generate warns without it
-    )
-    return output[0, prompt.shape[1] :]
 
 
 def make_facts(

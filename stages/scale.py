@@ -66,7 +66,7 @@ def _rows(costs: "Costs") -> dict[str, str]:
         "         collectives meanwhile": f"{costs.hash_rounds:,}",
         "         reading .metadata, each rank": f"{costs.read_metadata_seconds:,.1f} s",
         "         plan, each rank": f"{costs.load_plan_seconds:,.1f} s",
-        "export:  files opened": f"{costs.files_of_ranks:,}",
+        "export:  files opened": f"{costs.model_files:,}",
         "         parts of tensors read": f"{costs.export_reads:,}",
     }
 

@@ -111,7 +111,7 @@ def test_all_files_are_synced_before_the_rename_and_the_manifest_is_last(
     published = events.index(("rename", "step-00000001"))
     written = events.index(("rename", "step-00000001.tmp/manifest.json"))
     files = {path.name for path in (tmp_path / "step-00000001").iterdir()}
-    assert len(files) == 6
+    assert len(files) == 7
     synced = {path for kind, path in events[written:published] if kind == "sync"}
     assert synced >= {"step-00000001.tmp", *(f"step-00000001.tmp/{name}" for name in files)}
     assert events[published + 1] == ("sync", ".")
@@ -177,7 +177,7 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(mesh: Device
         save_thrice(tmp_path / str(is_asynchronous), 2, is_asynchronous) for is_asynchronous in (False, True)
     )
     # Read as torch does: the bytes of a tensor that is not contiguous may be in another order.
-    assert asynchronous.keys() == synchronous.keys() == {"__0_0.distcp"}
+    assert asynchronous.keys() == synchronous.keys() == {save_plan.file_name(0, part) for part in save_plan.PARTS}
     states = []
     for name in ("False", "True"):
         model = Odd(2)
@@ -359,13 +359,13 @@ def test_checkpoints_travel_to_another_clone(
     with pytest.raises(StageError, match=r"does not exist: run `python -m stages\.checkpoints pull`"):
         resolve("test")
     stored = remote / "checkpoints/test" / last.parent.name / last.name
-    flip_bit(stored / "__1_0.distcp", 100)
+    flip_bit(stored / "__1_model_0.distcp", 100)
     with pytest.raises(StageError, match="is damaged, or was not transferred completely"):
         command(clone, "pull")
-    unchanged = (stored / "__0_0.distcp").stat().st_mtime_ns
+    unchanged = (stored / "__0_model_0.distcp").stat().st_mtime_ns
     command(project, "push")  # only what is missing or damaged
-    assert (stored / "__0_0.distcp").stat().st_mtime_ns == unchanged
-    flip_bit(clone.path / "outputs/test/checkpoints" / last.parent.name / "step-00000012.tmp/__1_0.distcp", 5)
+    assert (stored / "__0_model_0.distcp").stat().st_mtime_ns == unchanged
+    flip_bit(clone.path / "outputs/test/checkpoints" / last.parent.name / "step-00000012.tmp/__1_model_0.distcp", 5)
     assert "step-00000012 is valid" in command(clone, "pull")
     assert result(clone) == reference
     assert resolve("test")[1].resolve() == clone.checkpoints() / last.name

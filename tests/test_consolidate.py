@@ -1,6 +1,7 @@
 """From a sharded checkpoint to a directory that transformers loads: the same values or an error, never zeros."""
 
 import dataclasses
+import hashlib
 import io
 import json
 import math
@@ -21,10 +22,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
@@ -37,7 +44,7 @@ from stages.artifacts.origin import RECORDS, Origin
 from stages.artifacts.record import FileEntry
 from stages.checkpointing import layout
 from stages.checkpointing.layout import CheckpointManifest, TensorEntry
-from stages.checkpointing.pointer import RunPointer, pointer_path, resolve
+from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.export import card, stream
 from stages.export.provenance import Lineage, SourceModel
 from stages.model.manifest import MANIFEST, ModelManifest
@@ -46,6 +53,7 @@ from stages.training import save_plan
 from tests.models import LAYERS, SIZES, write_tokenizer
 from tests.project import REPO, flip_bit, start_stage, wait_for
 
+PARAMS = "experiment_name: exp\nexport_dtype: null\nmax_shard_size: 1GB\nruntime: {num_workers: 2}\n"
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama-tied": LlamaConfig(**SIZES, **LAYERS, tie_word_embeddings=True),
     "llama-untied": LlamaConfig(**SIZES, **LAYERS, tie_word_embeddings=False),
@@ -59,7 +67,7 @@ def project(empty_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is the same in all projects."""
     monkeypatch.setattr(sys, "argv", ["consolidate"])
     monkeypatch.delenv("CHECKPOINT_ROOT", raising=False)
-    Path("params.yaml").write_text("experiment_name: exp\nexport_dtype: null\n")
+    Path("params.yaml").write_text(PARAMS)
 
 
 def make_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, pretrained: bool = True) -> ModelManifest:
@@ -91,16 +99,18 @@ def trained_tensors(config: PretrainedConfig) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def save(tensors: dict[str, Any], directory: Path) -> None:
+def save(tensors: dict[str, Any], directory: Path, optimizer: dict[str, Any] | None = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         writer = dcp.FileSystemWriter(directory, thread_count=1)
-        dcp.save({"model": tensors, "optimizer": {"step": torch.tensor(3.0)}}, storage_writer=writer)
+        state = optimizer or {"a": {"step": torch.tensor(3.0)}}
+        dcp.save({"model": tensors, "optimizer": state}, storage_writer=writer)
 
 
 def finish(tensors: dict[str, Tensor]) -> Path:
     """Add to the shards what training writes after them; returns the directory of the checkpoint."""
     checkpoint = layout.checkpoint_root("exp") / "run" / layout.step_name(3)
+    torch.save({"last_epoch": 3}, checkpoint / "lr_scheduler.pt")
     (checkpoint / "history.tsv").write_text("step\tvalidation_loss\n0\t4.5\n3\t2.25\n")
     write_manifest(checkpoint, tensors)
     return checkpoint
@@ -216,16 +226,8 @@ def sharded(shards: Path) -> tuple[Path, dict[str, Tensor]]:
 
 def test_shards_of_two_ranks_become_several_files_with_an_index(sharded: tuple[Path, dict[str, Tensor]]) -> None:
     _, tensors = sharded
-    pointer, checkpoint = resolve("exp")
-    consolidate.export(
-        experiment_name="exp",
-        model=ModelManifest.read(),
-        dtype="float32",
-        pointer=pointer,
-        checkpoint=checkpoint,
-        target=Path("outputs/exp/model"),
-        max_file_bytes=6000,
-    )
+    Path("params.yaml").write_text(PARAMS.replace("1GB", "6kB"))
+    consolidate.main()
     found = exported_tensors()
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
@@ -342,7 +344,7 @@ def test_values_beyond_the_range_of_the_source_dtype_are_refused(beside: float) 
     tensors = trained_tensors(config)
     tensors["transformer.ln_f.weight"][3:5] = torch.tensor([7e4, beside])
     make_checkpoint(tensors)
-    assert_refused(r"transformer\.ln_f\.weight has values up to 70000, beyond the 65504 of torch\.float16")
+    assert_refused(r"transformer\.ln_f\.weight has the value 70000, beyond the 65504 of torch\.float16")
 
 
 def test_scalars_integers_and_mixed_dtypes_are_kept(tmp_path: Path) -> None:
@@ -357,13 +359,14 @@ def test_scalars_integers_and_mixed_dtypes_are_kept(tmp_path: Path) -> None:
     }
     save(tensors, tmp_path / "checkpoint")
     specs = {name: stream.TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    weights = stream.ShardedWeights(tmp_path / "checkpoint")
+    weights = stream.ShardedTensors(tmp_path / "checkpoint")
     weights.check(specs)
-    digests = stream.write_safetensors(
-        weights, specs, dtype=torch.bfloat16, directory=tmp_path, max_file_bytes=consolidate.MAX_FILE_BYTES
-    )
-    assert digests == {"model.safetensors": publish.sha256_file(tmp_path / "model.safetensors")}
+    digests = stream.write_safetensors(weights, specs, tmp_path, num_workers=2, dtype=torch.bfloat16)
+    assert digests.files == {"model.safetensors": publish.sha256_file(tmp_path / "model.safetensors")}
     found = load_file(tmp_path / "model.safetensors")
+    assert digests.tensors == {
+        name: hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest() for name, tensor in found.items()
+    }
     assert found.keys() == tensors.keys()
     content = (tmp_path / "model.safetensors").read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
@@ -378,41 +381,93 @@ def test_scalars_integers_and_mixed_dtypes_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("allowed", [resource.RLIM_INFINITY, stream._OTHER_FILES + 5, 10])
-def test_the_file_of_each_rank_is_opened_once_as_far_as_the_system_allows(
+def test_each_file_is_read_once_and_as_many_are_open_as_the_system_allows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
 ) -> None:
     num_ranks, names = 8, ["a", "b", "c"]
-    items = [write_item(name, (num_ranks, 2)) for name in names]
     tensors = {name: torch.randn(num_ranks, 2) for name in names}
-    reports = []
-    for rank in range(num_ranks):
-        content, rows = io.BytesIO(), []
-        for number, name in enumerate(names):
-            start = content.tell()
-            torch.save(tensors[name][rank : rank + 1].clone(), content)
-            rows.append((number, rank, 1, start, content.tell() - start))
-        (tmp_path / save_plan.file_name(rank)).write_bytes(content.getvalue())
-        reports.append(np.array(rows))
-    metadata = save_plan.make_metadata(items, reports)
-    metadata.planner_data = {f"model.{name}": ("model", name) for name in names}
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-
+    save_rows(tmp_path, tensors)
     opened: list[str] = []
+    num_open: list[int] = []
+
+    class Counted(io.FileIO):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            opened.append(path.name)
+            num_open.append(num_open[-1] + 1 if num_open else 1)
+
+        def close(self) -> None:
+            if not self.closed:
+                num_open.append(num_open[-1] - 1)
+            super().close()
+
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10, allowed))
-    audited = Path.open
-    monkeypatch.setattr(Path, "open", lambda path, *args: opened.append(path.name) or audited(path, *args))
-    weights = stream.ShardedWeights(tmp_path)
-    specs = {name: stream.TensorSpec((num_ranks, 2), torch.float32) for name in names}
-    weights.check(specs)
-    (tmp_path / "model").mkdir()
-    stream.write_safetensors(weights, specs, torch.float32, tmp_path / "model", 1 << 30)
-    found = load_file(tmp_path / "model/model.safetensors")
+    monkeypatch.setattr(io, "FileIO", Counted)
+    digests: dict[str, str] = {}
+
+    def check(path: Path, sha256: str) -> None:
+        digests[path.name] = sha256
+
+    found = exported_rows(tmp_path, tensors, num_workers=1, check_digest=check)
     assert all(torch.equal(found[name], tensors[name]) for name in names)
-    # Those beyond the limit, for each tensor again.
-    kept = {resource.RLIM_INFINITY: num_ranks, stream._OTHER_FILES + 5: 5, 10: 0}[allowed]
-    shards = [name for name in opened if name.endswith(".distcp")]
-    assert len(shards) == kept + (num_ranks - kept) * len(names)
+    assert sorted(opened) == sorted(digests) == [save_plan.file_name(rank, "model") for rank in range(num_ranks)]
+    # At the end of what may be open at once, three blocks of the files before are not read yet.
+    assert max(num_open) <= {resource.RLIM_INFINITY: num_ranks, stream._OTHER_FILES + 5: 5, 10: 4}[allowed]
+    assert digests == {name: publish.sha256_file(tmp_path / name) for name in digests}
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 5])
+@pytest.mark.parametrize("block", [64, 1000, 1 << 20])
+def test_blocks_may_begin_and_end_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, num_workers: int
+) -> None:
+    monkeypatch.setattr(stream, "BLOCK", block)
+    tensors = {f"{number}": torch.randn(8, number + 1) for number in range(20)}
+    save_rows(tmp_path, tensors)
+    found = exported_rows(tmp_path, tensors, dtype=torch.bfloat16, num_workers=num_workers)
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors.items())
+
+
+def test_a_part_without_a_place_is_refused(tmp_path: Path) -> None:
+    """The table of chunks has it, so only the number of elements that were written shows it."""
+    tensors = {"a": torch.randn(3, 2), "b": torch.randn(3, 2)}
+    save_rows(tmp_path, tensors)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    del metadata.storage_data[MetadataIndex("model.b", [1, 0])]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(StageError, match=r"b is incomplete: \.metadata does not say where all of it is"):
+        exported_rows(tmp_path, tensors)
+
+
+def save_rows(directory: Path, tensors: dict[str, Tensor]) -> None:
+    """A checkpoint of as many ranks as the tensors have rows, each with a row of each."""
+    items = [write_item(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    reports = []
+    for rank in range(next(iter(tensors.values())).shape[0]):
+        content, rows = io.BytesIO(), []
+        for number, tensor in enumerate(tensors.values()):
+            content.write(b"?" * number)  # at any place
+            start = content.tell()
+            torch.save(tensor[rank : rank + 1].clone(), content)
+            rows.append((number, rank, 1, start, content.tell() - start))
+        (directory / save_plan.file_name(rank, "model")).write_bytes(content.getvalue())
+        reports.append(np.array(rows))
+    metadata = save_plan.make_metadata(items, reports)
+    metadata.planner_data = {f"model.{name}": ("model", name) for name in tensors}
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def exported_rows(
+    directory: Path, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32, num_workers: int = 2,
+    **options: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    weights = stream.ShardedTensors(directory)
+    specs = {name: stream.TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    weights.check(specs)
+    (directory / "model").mkdir()
+    stream.write_safetensors(weights, specs, directory / "model", num_workers, dtype=dtype, **options)
+    return load_file(directory / "model/model.safetensors")
 
 
 def write_item(name: str, size: tuple[int, ...]) -> WriteItem:
@@ -421,25 +476,27 @@ def write_item(name: str, size: tuple[int, ...]) -> WriteItem:
     return WriteItem(MetadataIndex(f"model.{name}"), WriteItemType.SHARD, tensor_data=data)
 
 
-def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_workers", [1, 2, 16])
+def test_the_memory_is_limited_for_any_size_and_number_of_workers(tmp_path: Path, num_workers: int) -> None:
     """The limit is less than the size of the model."""
     tensors = {f"matrix.{number}": torch.full((8, 1 << 20), float(number)) for number in range(12)}  # 12 x 32 MiB
     save(tensors, tmp_path / "checkpoint")
     script = """
+import sys
 import torch
 from pathlib import Path
 from stages.export import stream
 specs = {f"matrix.{number}": stream.TensorSpec((8, 1 << 20), torch.float32) for number in range(12)}
-weights = stream.ShardedWeights(Path("checkpoint"))
+weights = stream.ShardedTensors(Path("checkpoint"))
 weights.check(specs)
 def peak():  # in KiB; ru_maxrss would count the parent, too
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
-stream.write_safetensors(weights, specs, dtype=torch.bfloat16, directory=Path(), max_file_bytes=1 << 30)
+stream.write_safetensors(weights, specs, Path(), int(sys.argv[1]), dtype=torch.bfloat16)
 print(peak() - before >> 10)
 """
     process = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPO)},
+        [sys.executable, "-c", script, str(num_workers)], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPO)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert int(process.stdout) < 200  # MiB, of 384
@@ -450,7 +507,7 @@ def test_weights_are_stored_in_export_dtype() -> None:
     make_model(config, torch.bfloat16)
     weights = trained_tensors(config)
     make_checkpoint(weights)
-    Path("params.yaml").write_text("experiment_name: exp\nexport_dtype: fp32\n")
+    Path("params.yaml").write_text(PARAMS.replace("null", "fp32"))
     consolidate.main()
     model = AutoModelForCausalLM.from_pretrained("outputs/exp/model")
     assert model.dtype == torch.float32
@@ -487,7 +544,8 @@ def test_the_same_checkpoint_gives_the_same_bytes() -> None:
     assert "trained for 3 steps from random weights" in readme.text
 
     # Rounded weights have another loss, which is measured later.
-    consolidate.export("exp", ModelManifest.read(), "bfloat16", *resolve("exp"), target=target)
+    Path("params.yaml").write_text(PARAMS.replace("null", "bf16"))
+    consolidate.main()
     text = (target / "README.md").read_text()
     assert "measured by `evaluate`" in text
     assert "2.25" not in text
@@ -589,7 +647,7 @@ def test_a_killed_export_publishes_nothing_and_the_next_run_does() -> None:
 import time
 from stages import consolidate
 from stages.export import stream
-stream.ShardedWeights.read = lambda *args: time.sleep(60)
+stream._Input.read = lambda *args: time.sleep(60)
 consolidate.main()
 """
     process = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(REPO)})
@@ -600,6 +658,52 @@ consolidate.main()
     consolidate.main()
     assert not list(Path("outputs/exp").glob("model.*"))
     assert exported_tensors().keys() == tensors.keys()
+
+
+def test_any_checkpoint_gives_a_model_and_on_request_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIGS["llama-tied"]
+    make_model(config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    state = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+    checkpoint = layout.checkpoint_root("exp") / "run" / layout.step_name(3)
+    checkpoint.mkdir(parents=True)
+    save(tensors, checkpoint, state)
+    finish(tensors)
+    pointer_path("exp").unlink()
+    command = ["consolidate", "--checkpoint", str(checkpoint), "--output", "elsewhere/model"]
+    file = Path("elsewhere/model/optimizer.safetensors")
+    for options in ([], ["--optimizer"]):
+        monkeypatch.setattr(sys, "argv", [*command, *options])
+        consolidate.main()
+        loaded = AutoModelForCausalLM.from_pretrained("elsewhere/model")
+        assert all(torch.equal(parameter, tensors[name]) for name, parameter in loaded.named_parameters())
+        assert file.exists() == bool(options)
+    assert Lineage.read(Path("elsewhere/model/lineage.json")).files[file.name] == publish.sha256_file(file)
+
+    # As in docs/training.md.
+    other = torch.optim.AdamW(loaded.parameters(), lr=1e-3)
+    full = get_optimizer_state_dict(loaded, other)
+    full["state"] = {}
+    with safe_open(file, "pt") as opened:
+        assert json.loads(opened.metadata()["lr_scheduler"]) == {"last_epoch": 3}
+        for name in opened.keys():  # noqa: SIM118  # it cannot be iterated over
+            parameter, _, key = name.rpartition(".")
+            full["state"].setdefault(parameter, {})[key] = opened.get_tensor(name)
+    set_optimizer_state_dict(loaded, other, full, options=StateDictOptions(full_state_dict=True))
+    for name, parameter in loaded.named_parameters():
+        assert other.state[parameter].keys() == state[name].keys()
+        assert all(torch.equal(value, state[name][key]) for key, value in other.state[parameter].items())
+
+
+@pytest.mark.parametrize("options", [["--checkpoint", "a"], ["--output", "a"], ["--optimizer"]])
+def test_options_that_belong_together(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["consolidate", *options])
+    with pytest.raises(SystemExit, match="2"):
+        consolidate.main()
 
 
 def test_a_mistake_of_the_user_is_one_message() -> None:

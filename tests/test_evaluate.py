@@ -25,7 +25,7 @@ from stages.artifacts.dataset import Dataset, Shard
 from stages.artifacts.errors import StageError
 from stages.artifacts.identity import TokenFingerprints
 from stages.artifacts.params_file import load_params
-from stages.export import report
+from stages.export import generation, report
 from stages.export.provenance import Lineage, SourceModel
 from stages.tokens.loss import LossHead
 from stages.tokens.packed import VALIDATION
@@ -166,7 +166,7 @@ def test_a_cpu_computes_in_fp32() -> None:
     """Where it has no instructions for bf16, that is several times as fast."""
     directory = Path("outputs/exp/model")
     AutoModelForCausalLM.from_pretrained(directory).bfloat16().save_pretrained(directory)
-    model, _ = evaluate.load_model(directory)
+    model, _ = generation.load(directory)
     assert (evaluate.stored_dtype(directory), model.dtype) == ("bfloat16", torch.float32)
 
 
@@ -176,7 +176,7 @@ def test_the_two_kinds_of_mask_give_different_losses() -> None:
 
 
 def test_the_model_computes_the_loss_itself_where_that_gives_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    model, _ = evaluate.load_model(Path("outputs/exp/model"))
+    model, _ = generation.load(Path("outputs/exp/model"))
     scaled: Any = AutoModelForCausalLM.from_config(
         GraniteConfig(**{**model.config.to_dict(), "model_type": "granite"}, logits_scaling=4.0)
     ).eval()

@@ -108,8 +108,8 @@ def test_11_a_kill_at_any_point_of_a_save_leaves_valid_checkpoints(
 @pytest.mark.parametrize(
     ("name", "rank"),
     [
-        ("__1_0.distcp", 1),
-        pytest.param("__0_0.distcp", 0, marks=pytest.mark.slow),
+        ("__1_model_0.distcp", 1),
+        pytest.param("__0_model_0.distcp", 0, marks=pytest.mark.slow),
         pytest.param(".metadata", 0, marks=pytest.mark.slow),
         pytest.param("lr_scheduler.pt", 0, marks=pytest.mark.slow),
         pytest.param("state.json", 0, marks=pytest.mark.slow),
@@ -157,14 +157,14 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "flip": lambda path: flip_bit(path, path.stat().st_size // 2),
     "truncate": lambda path: os.truncate(path, path.stat().st_size - 2),
 }
-QUICK = [("manifest.json", "truncate"), ("__1_0.distcp", "flip")]
+QUICK = [("manifest.json", "truncate"), ("__1_model_0.distcp", "flip")]
 
 
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
         pytest.param(name, damage, marks=() if (name, damage) in QUICK else pytest.mark.slow)
-        for name in ("manifest.json", ".metadata", "__1_0.distcp", "lr_scheduler.pt", "state.json", "history.tsv")
+        for name in ("manifest.json", ".metadata", "__1_model_0.distcp", "lr_scheduler.pt", "state.json", "history.tsv")
         for damage in DAMAGES
     ],
 )

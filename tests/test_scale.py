@@ -50,7 +50,7 @@ def test_predictions_are_what_real_ranks_do(
 
     [checkpoint] = training.checkpoints().glob("step-*")
     assert len(list(checkpoint.iterdir())) == costs.files
-    assert len(list(checkpoint.glob("*.distcp"))) == costs.files_of_ranks
+    assert len([path for path in checkpoint.glob("*_model_0.distcp") if path.stat().st_size]) == costs.model_files
     real, predicted = pickle.loads((checkpoint / ".metadata").read_bytes()), predict(config, params, num_ranks)
     assert real.state_dict_metadata == predicted.state_dict_metadata
     assert {index: place.relative_path for index, place in real.storage_data.items()} == {
@@ -116,7 +116,7 @@ def test_rows_that_no_rank_or_two_have_written_are_an_error(params: TrainParams)
     items = plan_of(config, params, 2)[0].items
     first, second = reports_of(items, 2)
     metadata, name = make_metadata(items, [first, second]), items[0].index.fqn
-    assert metadata.storage_data[MetadataIndex(name, [5, 0])].relative_path == "__1_0.distcp"
+    assert metadata.storage_data[MetadataIndex(name, [5, 0])].relative_path == "__1_model_0.distcp"
     for wrong in ([first, second[1:]], [first, np.concatenate([second, second[:1]])], [first, first]):
         with pytest.raises(ValueError, match=f"have not written each row of {re.escape(name)} exactly once"):
             make_metadata(items, wrong)
@@ -131,7 +131,7 @@ def test_the_table_has_a_column_for_each_number_of_ranks(
     printed = capsys.readouterr().out
     assert "parameters, with optimizer" in printed and "ranks" in printed
     [files] = [line.split() for line in printed.splitlines() if line.strip().startswith("files ")]
-    assert files == ["files", "9", "1,029"]
+    assert files == ["files", "13", "2,053"]
     for option, value in (("--ranks", "1"), ("--ranks", "99999"), ("--params", "7")):
         monkeypatch.setattr(sys, "argv", ["scale", option, value])
         with pytest.raises(StageError, match=option):

@@ -1,7 +1,8 @@
 """Where checkpoints are on the disk, what a checkpoint consists of, and when it is valid.
 
     outputs/<experiment_name>/checkpoints/<run_id>/step-00000150/
-        __0_0.distcp ...    tensors, as torch.distributed.checkpoint writes them, one file per rank
+        __0_model_0.distcp, __0_optimizer_0.distcp ...
+                            tensors, as torch.distributed.checkpoint writes them, two files per rank
         .metadata           which tensor is in which file
         lr_scheduler.pt  state.json  history.tsv
         manifest.json       size and SHA-256 of every file above, and of itself; written last: a checkpoint exists
@@ -14,7 +15,7 @@ import dataclasses
 import errno
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from stages.artifacts.record import FileEntry, first_problem
 from stages.artifacts.shared_disk import MAY_PASS, refresh
 
 MANIFEST = "manifest.json"
+METADATA = ".metadata"
+SCHEDULER = "lr_scheduler.pt"
 FORMAT = 1
 """Of the manifest and of the files that it lists. Another one is refused."""
 
@@ -155,12 +158,13 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return sorted((p for p in entries if _STEP_NAME.fullmatch(p.name) and (p / MANIFEST).is_file()), reverse=True)
 
 
-def verify(checkpoint: Path, contents: bool = True) -> CheckpointManifest:
-    """Compare every file of a checkpoint with its manifest, and return the manifest.
+def verify(checkpoint: Path, contents: bool = True, names: Collection[str] | None = None) -> CheckpointManifest:
+    """Compare the files of a checkpoint with its manifest, and return the manifest.
 
     Args:
         checkpoint: Its directory.
         contents: Whether to hash the files too, or only to compare their sizes.
+        names: Of the files to compare; None: all.
 
     Raises:
         DamagedCheckpoint: naming the file that is missing, has another size, or another SHA-256.
@@ -168,7 +172,8 @@ def verify(checkpoint: Path, contents: bool = True) -> CheckpointManifest:
     """
     refresh([checkpoint])  # another node may have published it a moment ago
     manifest = CheckpointManifest.read(checkpoint)
-    for name, entry in manifest.files.items():
+    files = manifest.files if names is None else {name: manifest.files[name] for name in names}
+    for name, entry in files.items():
         path = checkpoint / name
         # Sizes first: a truncated file is found without reading gigabytes.
         try:
@@ -180,7 +185,7 @@ def verify(checkpoint: Path, contents: bool = True) -> CheckpointManifest:
             raise DamagedCheckpoint(f"{path} is missing") from None
         if size != entry.size:
             raise DamagedCheckpoint(f"{path} has {size} bytes instead of {entry.size}: it was truncated or changed")
-    paths = [checkpoint / name for name in manifest.files] if contents else []
+    paths = [checkpoint / name for name in files] if contents else []
     threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))  # hashing leaves the interpreter to other threads
     try:
         for path, digest in zip(paths, threads.map(sha256_file, paths), strict=True):

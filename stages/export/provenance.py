@@ -51,6 +51,8 @@ class Lineage(Record):
     """Digest of the checkpoint that the weights are from: `result_sha256` in run.json."""
     weights: dict[str, str]
     """SHA-256 of each weight file."""
+    tensors: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of the bytes of each tensor in these files."""
     encoder: str | None = None
     """The tokenizer library that encoded the data, as in data/pack.json; null: no such file of these tokens."""
     files: dict[str, str] = field(default_factory=dict)

@@ -61,7 +61,7 @@ class Costs:
     metadata_bytes: int
     rng_bytes: int
     """That rank 0 receives at each save: random number generators."""
-    files_of_ranks: int
+    model_files: int
     """Of a checkpoint; `consolidate` opens each once."""
     files: int
     """With those of rank 0."""
@@ -182,8 +182,8 @@ def measure(config: LlamaConfig, params: TrainParams, rates: Rates, num_ranks: i
         metadata_seconds=make_seconds + pickle_seconds,
         metadata_bytes=len(content),
         rng_bytes=num_ranks * len(pickle.dumps(rng_state())),
-        files_of_ranks=sum(len(report) > 0 for report in reports),
-        files=num_ranks + 5,  # .metadata, lr_scheduler.pt, state.json, history.tsv, manifest.json
+        model_files=sum(bool((report[:, 0] < len(weights)).any()) for report in reports),
+        files=2 * num_ranks + 5,  # .metadata, lr_scheduler.pt, state.json, history.tsv, manifest.json
         read_metadata_seconds=read_seconds,
         load_plan_seconds=load_plan_seconds,
         export_reads=reads,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -27,16 +27,23 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from stages.artifacts.garbage import paused_collector
-
-METADATA = ".metadata"
+from stages.checkpointing.layout import METADATA
 
 Report = NDArray[np.int64]
 """(tensors that a rank wrote, 5): the tensor's number in the plan, its first row, rows, place in the file, bytes."""
 
 
-def file_name(rank: int) -> str:
-    """The file of a rank."""
-    return f"__{rank}_0.distcp"
+PARTS = ("model", "optimizer")
+"""What a rank writes into files of their own: an export needs to read and verify only those of the model."""
+
+
+def file_name(rank: int, part: str) -> str:
+    """The file of a rank that has a part of the state."""
+    return f"__{rank}_{part}_0.distcp"
+
+
+def _part(name: str) -> str:
+    return name.partition(".")[0]
 
 
 class Planner(dcp.DefaultSavePlanner):
@@ -108,10 +115,14 @@ class Writer(dcp.FileSystemWriter):
         super().__init__(path, single_file_per_rank=True, thread_count=1, **options)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the file of this rank, and report to rank 0 what is where in it."""
+        """Write the files of this rank, and report to rank 0 what is where in them."""
         assert isinstance(planner, Planner)
-        self._planner = planner
-        self.results = super().write_data(plan, planner).wait()
+        self._planner, self.results = planner, []
+        for part in PARTS:
+            items = [item for item in plan.items if _part(item.index.fqn) == part]
+            prefix = _StoragePrefix(f"{plan.storage_data.prefix}{part}_")
+            part_plan = dataclasses.replace(plan, items=items, storage_data=prefix)
+            self.results += super().write_data(part_plan, planner).wait()
         report: Future[Any] = Future()
         report.set_result(make_report(planner.items, self.results))
         return report
@@ -158,7 +169,7 @@ def make_metadata(items: list[WriteItem], reports: list[Report]) -> Metadata:
     order = np.lexsort((table[:, 1], table[:, 0]))
     table, ranks = table[order], ranks[order]
     bounds = np.searchsorted(table[:, 0], np.arange(len(items) + 1))
-    names = [file_name(rank) for rank in range(len(reports))]
+    names = {part: [file_name(rank, part) for rank in range(len(reports))] for part in PARTS}
     known: dict[Any, list[ChunkStorageMetadata]] = {}
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -179,7 +190,7 @@ def make_metadata(items: list[WriteItem], reports: list[Report]) -> Metadata:
         for chunk, rank, offset, length in found:
             index = MetadataIndex(name)
             object.__setattr__(index, "offset", chunk.offsets)  # frozen, and its __init__ would make a copy
-            places[index] = _StorageInfo(names[rank], offset, length)
+            places[index] = _StorageInfo(names[_part(name)][rank], offset, length)
     return Metadata(tensors, storage_data=places, version=CURRENT_DCP_VERSION)
 
 

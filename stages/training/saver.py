@@ -35,17 +35,15 @@ from stages.artifacts.history import HISTORY
 from stages.artifacts.record import FileEntry
 from stages.artifacts.shared_disk import MAY_PASS, refresh, wait_for_file
 from stages.checkpointing import retention
-from stages.checkpointing.layout import CheckpointManifest, TensorEntry
+from stages.checkpointing.layout import SCHEDULER, CheckpointManifest, TensorEntry
 from stages.training.console import print_line
 from stages.training.distributed import gather_on_rank0, run_on_all_ranks, run_on_rank0
 from stages.training.optimizer import set_lr
 from stages.training.params import TrainRuntime
 from stages.training.rng import rng_state, set_rng_state
-from stages.training.save_plan import Planner, Writer, file_name
+from stages.training.save_plan import PARTS, Planner, Writer, file_name
 from stages.training.shard_file import ShardFile
 from stages.training.state import STATE, TrainState
-
-_SCHEDULER = "lr_scheduler.pt"
 
 _SWITCH_INTERVAL = 0.0005
 """Seconds after which the interpreter passes from the thread that saves to the one that trains; by default 5 ms, which
@@ -204,8 +202,8 @@ class Saver:
         def write() -> tuple[dict[str, FileEntry], dict[str, Any]]:
             if isinstance(tensors, ShardFile):
                 return tensors.write(temporary), small.rng
-            # Each rank hashes what it wrote: its file is still in its page cache, and all of them do it at once.
-            return _entries([temporary / file_name(dist.get_rank())]), small.rng
+            # Each rank hashes what it wrote: its files are still in its page cache, and all of them do it at once.
+            return _entries([temporary / file_name(dist.get_rank(), part) for part in PARTS]), small.rng
 
         # A barrier as well: rank 0 lists the directory only when all ranks have written their files.
         written = gather_on_rank0(write, self._group)
@@ -258,7 +256,7 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRS
     tensors = {"model": _model_state(model), "optimizer": optimizer_state["state"]}
     run_on_all_ranks(lambda: _read_tensors(directory, tensors))
     set_optimizer_state_dict(model, optimizer, optimizer_state)
-    scheduler.load_state_dict(torch.load(directory / _SCHEDULER, weights_only=True))
+    scheduler.load_state_dict(torch.load(directory / SCHEDULER, weights_only=True))
     # The optimizer's groups are not in the checkpoint, and a scheduler sets its rate only when it steps.
     for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         set_lr(group, lr)
@@ -285,8 +283,8 @@ def _read_tensors(directory: Path, tensors: dict[str, Any]) -> None:
 def _write_small(temporary: Path, small: _Small, rng: list[dict[str, Any]]) -> None:
     buffer = io.BytesIO()  # torch.save to a path would raise RuntimeError, not OSError, on a full disk
     torch.save(small.lr_scheduler, buffer)
-    with naming(temporary / _SCHEDULER):
-        (temporary / _SCHEDULER).write_bytes(buffer.getvalue())
+    with naming(temporary / SCHEDULER):
+        (temporary / SCHEDULER).write_bytes(buffer.getvalue())
     dataclasses.replace(small.state, rng=rng).write(temporary / STATE)
     publish.write_text(temporary / HISTORY, small.history)
 

@@ -1,8 +1,8 @@
-"""The file of a checkpoint that a rank writes, kept in memory: later saves only copy the tensors into it.
+"""The files of a checkpoint that a rank writes, kept in memory: later saves only copy the tensors into it.
 
 torch.distributed.checkpoint handles each tensor in Python: a thread that saves with it holds the interpreter, and the
 training waits for it, a tenth of a second for a model of 12 layers. But from one save of a run to the next, only the
-values of the tensors change. So torch writes the file once, into memory, and the thread writes all of it to the disk
+values of the tensors change. So torch writes the files once, into memory, and the thread writes each to the disk
 and hashes it in two calls, during which the interpreter is free. The plan of the ranks and `.metadata` are made once
 as well. With a process of its own nothing more would be gained than the 20 ms of Python that are left on rank 0, for
 200 MB of memory with torch, a copy in shared memory, and care that it never outlives its rank.
@@ -31,11 +31,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stages.artifacts.errors import naming
 from stages.artifacts.record import FileEntry
-from stages.training.save_plan import Planner, Writer, file_name
+from stages.training.save_plan import PARTS, Planner, Writer, file_name
 
 
 class ShardFile:
-    """The tensors that this rank saves, as the bytes of their file in memory, which is pinned where there is a GPU."""
+    """The tensors that this rank saves, as the bytes of their files in memory, which is pinned where there is a GPU."""
 
     def __init__(self, run_directory: Path, tensors: dict[str, Any], group: dist.ProcessGroup) -> None:
         """Divide the tensors among the ranks, and copy those of this rank; a collective.
@@ -55,10 +55,12 @@ class ShardFile:
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group)
         self._contents = {name: file.getbuffer() for name, file in memory.files.items()}
         self._copied: torch.cuda.Event | None = None
-        name = file_name(dist.get_rank())
-        empty = torch.empty(0, dtype=torch.uint8)  # where other ranks save all tensors
-        content = torch.frombuffer(self._contents[name], dtype=torch.uint8) if self._contents[name] else empty
-        if torch.cuda.is_available() and content.numel():
+        contents = {
+            name: torch.frombuffer(self._contents[name], dtype=torch.uint8)
+            for name in (file_name(dist.get_rank(), part) for part in PARTS)
+            if self._contents[name]  # else other ranks save all of these tensors
+        }
+        for content in contents.values() if torch.cuda.is_available() else ():
             with suppress(RuntimeError):  # a limit of locked memory: the copies are then slower
                 pin_memory(content.data_ptr(), content.nbytes)
                 # Not at exit, when CUDA may have ended before.
@@ -66,8 +68,9 @@ class ShardFile:
         self._places = []
         for result in writer.results:
             place = result.storage_data
+            content = contents[place.relative_path]
             # Each tensor is an archive by itself, as torch.save writes it; its values are not compressed.
-            archive = _create_file_view(memory.files[name], place.offset, place.length)
+            archive = _create_file_view(memory.files[place.relative_path], place.offset, place.length)
             reader: Any = torch._C.PyTorchFileReader(cast(IO[bytes], archive))
             path = planner.mappings[result.index.fqn]
             places = []

@@ -1,0 +1,52 @@
+"""A model directory as its users load it, and the text that it writes."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load(directory: Path) -> tuple["PreTrainedModel", Any]:
+    """The model in evaluation mode, on a GPU if there is one, and its tokenizer.
+
+    On CPUs it computes in fp32: bf16 weights take seven times as long on a CPU without bf16 instructions.
+    """
+    logging.disable_progress_bar()  # it would be printed without a terminal too
+    device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=dtype)
+    # eval: no dropout, as in the validation of the training.
+    model.to(device).eval()
+    return model, AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+def generate(
+    model: "PreTrainedModel", prompt: Tensor, max_new_tokens: int, temperature: float, streamer: Any = None
+) -> Tensor:
+    """The tokens that follow a prompt: (1, T) int64 -> (at most max_new_tokens,) int64.
+
+    Args:
+        model: As `load` returns it.
+        prompt: With at least one token.
+        max_new_tokens: It ends before at an EOS token, or at the length that the model allows.
+        temperature: 0 for the most probable token each time; otherwise one of the 50 most probable is drawn.
+        streamer: As transformers describes it: called with each token as it is there.
+    """
+    # Beyond its limit a model with learned positions has no embedding for a token.
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or prompt.shape[1] + max_new_tokens
+    # Given here, because those in the model's own generation_config differ from model to model.
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 50, "top_p": 1.0}
+    output: Tensor = model.generate(  # type: ignore[operator]  # transformers types it as not callable
+        prompt,
+        attention_mask=torch.ones_like(prompt),  # (1, T)
+        **(sampling if temperature else {"do_sample": False}),
+        max_new_tokens=max(1, min(max_new_tokens, limit - prompt.shape[1])),
+        pad_token_id=0,  # a batch of one is never padded, but generate warns without it
+        streamer=streamer,
+    )
+    return output[0, prompt.shape[1] :]
