@@ -40,10 +40,10 @@ def test_10_11_12_a_training_killed_many_times_ends_with_the_same_result(fresh: 
     project.set(runtime={"async_checkpoint": False})
     ranks.run(project, "kill rank 1 at step 3", KILLED)
     assert "resuming from step 2 of 12" in ranks.run(project, "kill rank 0 in update 5", KILLED)
-    ranks.run(project, "kill rank 1 in write of step-00000006.tmp/__1_0", -signal.SIGXFSZ)
+    ranks.run(project, "kill rank 1 in write of step-00000006.tmp/__1_optimizer_0", -signal.SIGXFSZ)
     assert published(project) == names(2, 4)
     project.set(runtime={"async_checkpoint": True})
-    ranks.run(project, "kill rank 0 in write of step-00000006.tmp/__0_0", -signal.SIGXFSZ)
+    ranks.run(project, "kill rank 0 in write of step-00000006.tmp/__0_model_0", -signal.SIGXFSZ)
     ranks.run(project, "kill rank 0 at open:.*step-00000006.tmp/manifest.json.tmp", KILLED)
     ranks.run(project, "kill rank 0 at os.rename:.*step-00000006.tmp$", KILLED)
     assert published(project) == names(2, 4)
@@ -164,7 +164,15 @@ QUICK = [("manifest.json", "truncate"), ("__1_model_0.distcp", "flip")]
     ("name", "damage"),
     [
         pytest.param(name, damage, marks=() if (name, damage) in QUICK else pytest.mark.slow)
-        for name in ("manifest.json", ".metadata", "__1_model_0.distcp", "lr_scheduler.pt", "state.json", "history.tsv")
+        for name in (
+            "manifest.json",
+            ".metadata",
+            "__1_model_0.distcp",
+            "__0_optimizer_0.distcp",
+            "lr_scheduler.pt",
+            "state.json",
+            "history.tsv",
+        )
         for damage in DAMAGES
     ],
 )
