@@ -33,7 +33,7 @@ bundle: setup ## Write all that a machine without internet access needs into bun
 BUNDLE ?= bundle
 TARGET ?= .
 unbundle: ## Verify the bundle in BUNDLE, then install it in TARGET (by default, here)
-	@python3 $(BUNDLE)/unbundle.py $(TARGET) $(ARGS)
+	@python3 "$(BUNDLE)/unbundle.py" "$(TARGET)" $(ARGS)
 
 test: setup ## Run all tests that are not slow
 	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile

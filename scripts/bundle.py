@@ -135,7 +135,7 @@ def main() -> None:
     notes: list[str] = []
     earlier = earlier_digests(since)
     earlier_raw: dict[str, str] = since["raw"] if since else {}
-    following = "make repro" if args.raw or earlier_raw or not stages else "make repro ARGS=--allow-missing"
+    following = next_command(stages, bool(args.raw or earlier_raw))
 
     args.to.mkdir(parents=True, exist_ok=True)
     (args.to / unbundle.SUMS).unlink(missing_ok=True)  # until it is written again, the bundle is not complete
@@ -378,13 +378,30 @@ def verify_model(sources: dict[str, Path], entries: dict[str, FileEntry]) -> Non
                 raise changed_file(source)
 
 
-def chosen_stages(names: list[str] | None) -> list[str]:
-    """The stages whose results are carried: those that are named, or the data stages that have run."""
-    if names == [] or (names is None and not Path("dvc.lock").is_file()):
-        return []
+def next_command(carried: list[str], has_raw: bool) -> str:
+    """What trains on the other side."""
     import yaml
 
-    locked = yaml.safe_load(Path("dvc.lock").read_text())["stages"] if Path("dvc.lock").is_file() else {}
+    if has_raw or not carried:
+        return "make repro"
+    # Of stages that dvc.lock has, --allow-missing takes results that are missing for up to date. So these are forced,
+    # one by one: --force alone would run the data stages too.
+    others = [name for name in yaml.safe_load(Path("dvc.yaml").read_text())["stages"] if name not in carried]
+    if locked_stages().keys().isdisjoint(others):
+        return "make repro ARGS=--allow-missing"
+    return f"make repro ARGS='--allow-missing --force --single-item {' '.join(others)}'"
+
+
+def locked_stages() -> dict[str, Any]:
+    """The stages that have run, as dvc.lock has them."""
+    import yaml
+
+    return yaml.safe_load(Path("dvc.lock").read_text())["stages"] if Path("dvc.lock").is_file() else {}
+
+
+def chosen_stages(names: list[str] | None) -> list[str]:
+    """The stages whose results are carried: those that are named, or the data stages that have run."""
+    locked = locked_stages()
     if names is None:
         return [name for name in DATA_STAGES if name in locked]
     for name in names:
@@ -412,7 +429,22 @@ def dvc_cache(stages: Sequence[str]) -> dict[str, Path]:
             f"DVC's cache lacks {len(lost)} files of the results of {', '.join(stages)}, such as {lost[0]}: run "
             "`dvc repro` or `dvc pull` for these stages, or choose others with --stages"
         )
+    for digest, path in paths.items():
+        if md5_file(path) != digest.partition(".")[0]:  # the listing of a directory is `<MD5>.dir`
+            raise StageError(
+                f"{path}, of DVC's cache, is damaged: delete it, and run `dvc repro` or `dvc pull` for the stages "
+                f"{', '.join(stages)}"
+            )
     return {f".dvc/cache/files/md5/{digest[:2]}/{digest[2:]}": path for digest, path in paths.items()}
+
+
+def md5_file(path: Path) -> str:
+    """The MD5 of a file's bytes, in hexadecimal: its name in DVC's cache."""
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        for chunk in unbundle.chunks(file):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def raw_files(notes: list[str]) -> tuple[str, dict[str, Path]]:

@@ -311,10 +311,11 @@ def update_repository(bundle: Path, index: "dict[str, Any]", target: Path) -> No
     if has_commit(target, "HEAD"):
         ahead = git(target, "rev-list", "--count", index["commit"] + "..HEAD", check=True).stdout.strip()
         if ahead != "0":
-            raise Refused(
-                f"{target} has {ahead} commits that the bundle lacks: `git merge {index['commit'][:12]}` there, or "
-                "name a new directory"
-            )
+            if git(target, "merge-base", "--is-ancestor", index["commit"], "HEAD").returncode == 0:
+                git(target, "update-ref", "-d", _UPDATING, check=True)
+                return  # commits of its own, on top of the bundle's
+            merge = "git merge " + index["commit"][:12]
+            raise Refused(f"{target} has {ahead} commits that the bundle lacks: run `{merge}` there, then this again")
     if has_commit(target, _UPDATING):
         git(target, "reset", "--quiet", "--hard", index["commit"], check=True)
     git(target, "update-ref", _UPDATING, index["commit"], check=True)

@@ -352,8 +352,32 @@ def test_own_files_and_commits_of_the_target_stay(make: Make, project: Path, tmp
         assert (target / "README.md").read_text() == "mine"
     (target / "README.md").unlink()
     git("commit", "--quiet", "--allow-empty", "--message", "Mine", cwd=target)
-    with pytest.raises(unbundle.Refused, match="1 commits that the bundle lacks: `git merge"):
+    with pytest.raises(unbundle.Refused, match="1 commits that the bundle lacks: run `git merge"):
         unbundle.unbundle(made, target)
+    head = listed_commit(project)
+    git("merge", "--quiet", "--no-edit", head, cwd=target)  # as the message says
+    unbundle.unbundle(made, target)
+    unbundle.unbundle(made, target)
+    assert listed_commit(target) != head
+
+
+def listed_commit(directory: Path) -> str:
+    return subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=directory, text=True).strip()
+
+
+def test_stages_whose_results_are_not_carried_are_run_on_the_other_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stages = ["organize", "extract", "train"]
+    Path("dvc.yaml").write_text(yaml.safe_dump({"stages": {name: {} for name in stages}}, sort_keys=False))
+    for locked, command in (
+        (["organize", "extract"], "make repro ARGS=--allow-missing"),
+        (stages, "make repro ARGS='--allow-missing --force --single-item train'"),
+    ):
+        Path("dvc.lock").write_text(yaml.safe_dump({"stages": {name: {} for name in locked}}))
+        assert bundle.next_command(["organize", "extract"], has_raw=False) == command
+        assert bundle.next_command([], has_raw=False) == bundle.next_command(["extract"], has_raw=True) == "make repro"
 
 
 def test_a_bundle_that_was_interrupted_continues(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -568,6 +592,9 @@ def test_results_that_dvc_has_are_carried_and_checked_out(
     assert (target / "data/extracted").is_file()
     for name in ("Dockerfile", "apptainer.def"):
         assert "exec make repro ARGS=--allow-missing" in (made / name).read_text()
+    (cache / digest[:2] / digest[2:]).write_bytes(b"?" * len(content))
+    with pytest.raises(StageError, match="of DVC's cache, is damaged: delete it"):
+        make()
     (cache / digest[:2] / digest[2:]).unlink()
     with pytest.raises(StageError, match=f"cache lacks 1 files of the results of organize, such as {digest}"):
         make()
