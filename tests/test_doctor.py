@@ -529,6 +529,19 @@ def test_a_manifest_of_other_initial_weights(cached: Path, training: Project) ->
     assert "lacks model.safetensors" in errors(check)
 
 
+def test_data_of_other_parameters(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(training.path)
+    check = lambda: inputs.check_data(inputs.load().inputs)  # noqa: E731
+    Path("data/pack.json").write_text('{"origin": {"params": {"seq_length": 32}, "packages": {}}}')
+    assert not errors(check)
+    assert "other parameters" not in warnings(check)
+    training.set(seq_length=64, raw_dir="nowhere")
+    found = warnings(check)
+    assert "raw_dir nowhere is not a directory" in found
+    assert "data/pack.json is of other parameters: seq_length was 32 and is 64" in found
+    assert "`dvc repro pack`" in found
+
+
 def test_tokens_that_are_damaged(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(training.path)
     [shard] = (training / "data/tokens/train").glob("*.arrow")
@@ -730,7 +743,7 @@ def test_the_hub(
     monkeypatch.chdir(REPO)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    params = inputs.InputParams(model, "main", "auto", False)
+    params = inputs.InputParams("data/raw", model, "main", "auto", False)
     assert message in of(level, offline.check_hub(params, environment))
     monkeypatch.setattr(inputs, "MANIFEST", tmp_path / "missing")
     # Of what is missing one line is enough, and that the user forbids fetching it must be true.

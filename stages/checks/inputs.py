@@ -5,10 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+import yaml
 from pydantic import Field
 
 from stages.artifacts import publish
-from stages.artifacts.params_file import load_params
+from stages.artifacts.origin import RECORDS, DataRecord
+from stages.artifacts.params_file import PARAMS_FILE, load_params
 from stages.checks.findings import Finding, ok, warning
 from stages.corpus import fast_tokenizer
 from stages.model import headers, hub, hub_cache
@@ -23,6 +25,7 @@ from stages.training.params import TrainParams, TrainRuntime
 class InputParams:
     """The leaves of `params.yaml` that name what is read."""
 
+    raw_dir: Annotated[str, Field(min_length=1)]
     model_name: Annotated[str, Field(min_length=1)]
     model_revision: Annotated[str, Field(min_length=1)]
     initial_weights: Literal["auto", "pretrained", "random"]
@@ -95,6 +98,24 @@ def check_model(params: InputParams, full: bool, environment: Mapping[str, str])
             hub_cache.check(params.model_name, source.commit, name, publish.sha256_file(source.directory / name))
     state = "is of other parameters" if manifest else "is missing"
     yield warning(f"{MANIFEST} {state}; {params.model_name} is in {source.directory}", "`dvc repro download`")
+
+
+def check_data(params: InputParams) -> Iterator[Finding]:
+    """The raw files are there, and the data stages have run with the parameters of params.yaml."""
+    if not Path(params.raw_dir).is_dir():
+        yield warning(f"raw_dir {params.raw_dir} is not a directory", "put the raw files there, or set raw_dir")
+    values = yaml.safe_load(PARAMS_FILE.read_text(encoding="utf-8"))
+    for stage, path in RECORDS.items():
+        if not path.exists():
+            continue
+        recorded = DataRecord.read(path).origin.params
+        others = [
+            f"{name} was {value!r} and is {values.get(name)!r}"
+            for name, value in recorded.items()
+            if values.get(name) != value
+        ]
+        if others:
+            yield warning(f"{path} is of other parameters: {', '.join(others)}", f"`dvc repro {stage}`")
 
 
 def check_tokens(full: bool, directories: tuple[Path, ...] = (TRAIN, VALIDATION)) -> Iterator[Finding]:
