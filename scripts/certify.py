@@ -46,7 +46,7 @@ CERTIFICATE = Path("airgap.json")
 FORMAT = 1
 
 _SYSCALLS = (
-    "connect,sendto,sendmsg,sendmmsg,bind,openat,?open,?openat2,?rename,?renameat,renameat2,?link,linkat,"
+    "connect,sendto,sendmsg,sendmmsg,bind,openat,?open,?openat2,?rename,?renameat,renameat2,?link,linkat,?mkdir,mkdirat,"
     "execve,clone,?clone3,?fork,?vfork"
 )
 """What is traced; `?`: not every architecture has it. With --seccomp-bpf all other calls run at full speed."""
@@ -89,12 +89,18 @@ for path in filter(os.path.exists, hidden):
     subprocess.run(["mount", "--bind", "/dev/null", os.path.realpath(path)], check=True)
 os.execvp(command[0], command)
 """
+# The pipe to this process, which no command inherits, is for what happens before there is one.
 _RESTORE = """
 import os, sys
 own, command = int(sys.argv[1]), sys.argv[2:]
+pipe = os.dup(2)
 os.dup2(own, 2)
 os.close(own)
-os.execvp(command[0], command)
+try:
+    os.execvp(command[0], command)
+except OSError as error:
+    os.write(pipe, f"it could not be started ({error.strerror})\\n".encode())
+    sys.exit(1)
 """
 
 
@@ -126,7 +132,7 @@ class Trace:
     files: set[str] = field(default_factory=set)
     """Real paths of the files that were opened for reading, without those that the command itself had created."""
     created: set[str] = field(default_factory=set)
-    """Real paths of what it had created, or renamed to, so far."""
+    """Real paths of what it had created, or renamed to, so far; with a directory, all that is below."""
     bound: set[str] = field(default_factory=set)
     """The UNIX sockets of its own, as the text of their addresses."""
     commands: dict[int, list[tuple[int, list[str]]]] = field(default_factory=dict)
@@ -226,7 +232,7 @@ def _note(trace: Trace, number: int, process: int, text: str) -> None:
                 map(str, (path, *Path(path).parents))
             ):
                 trace.files.add(path)
-    elif name in ("rename", "renameat", "renameat2", "link", "linkat"):
+    elif name in ("rename", "renameat", "renameat2", "link", "linkat", "mkdir", "mkdirat"):
         if " = -1 " not in rest:
             directory, target = re.findall(r'(?:<([^>]*)>, )?"((?:[^"\\]|\\.)*)"', rest)[-1]
             trace.created.add(os.path.realpath(os.path.join(_unquote(directory), _unquote(target))))
@@ -384,7 +390,7 @@ def certify(
         hidden: UNIX sockets that it cannot reach.
 
     Raises:
-        StageError: it could not be traced to its end.
+        StageError: it could not be started, or not traced to its end.
     """
     # As on a cluster: huggingface_hub and datasets do not even try, so that an attempt is somebody else's.
     environment = {"HF_HUB_OFFLINE": "1", **os.environ}

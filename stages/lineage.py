@@ -21,7 +21,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -38,7 +38,8 @@ from stages.artifacts.model_files import LINEAGE
 from stages.artifacts.origin import RECORDS
 from stages.artifacts.params_file import PARAMS_FILE, PIPELINE_FILE, load_params
 from stages.checkpointing import layout
-from stages.corpus import splits
+from stages.corpus import splits, tree
+from stages.corpus.formats import suffixes
 from stages.export.provenance import Lineage
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
@@ -272,11 +273,13 @@ def _corpus(fingerprint: str) -> Finding:
 
 
 def _raw_files() -> Iterator[Finding]:
-    """Compare manifests and raw files with the summary; what is new among the files is found by `--rerun organize`."""
+    """Compare manifests and raw files with the summary, and look for raw files that it does not know."""
     name = f"manifests in {splits.SPLITS}"
     try:
-        parts = splits.read_summary(splits.SPLITS).splits
-        files = [file for part in parts for file in splits.read_manifest(splits.SPLITS / part.manifest, part.digest)]
+        summary = splits.read_summary(splits.SPLITS)
+        files = [
+            file for part in summary.splits for file in splits.read_manifest(splits.SPLITS / part.manifest, part.digest)
+        ]
     except StageError as error:
         yield Finding("different", name, str(error))
         return
@@ -290,9 +293,19 @@ def _raw_files() -> Iterator[Finding]:
         yield _missing(name, root)
         return
     changed = {splits.printable(file.path) for file in files if _raw_digest(root / file.path, file.part) != file.digest}
-    more = f" and {len(changed) - _LISTED} more" if len(changed) > _LISTED else ""
-    listed = f"{', '.join(sorted(changed)[:_LISTED])}{more} missing or changed"
-    yield Finding("different", name, listed) if changed else Finding("equal", name)
+    known = {splits.printable(file.path) for file in files} | {file.path for file in summary.duplicates}
+    # Not those that were passed over for another reason, as a broken link: `organize` would read them now.
+    known |= {item.path for item in summary.passed_over if item.reason.startswith("unreadable")}
+    here, _ = tree.walk(root, lambda path: suffixes.find(path) is not None)
+    new = {splits.printable(path) for path in here} - known
+    different = [f"{_some(changed)} missing or changed"] * bool(changed)
+    different += [f"not in the lineage: {_some(new)}"] * bool(new)
+    yield Finding("different", name, "; ".join(different)) if different else Finding("equal", name)
+
+
+def _some(names: Set[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{', '.join(sorted(names)[:_LISTED])}{more}"
 
 
 def _raw_digest(path: Path, part: splits.Part | None) -> str | None:

@@ -147,13 +147,21 @@ CREATING = r"""
 7 linkat(AT_FDCWD</work>, "/dev/shm/sem.1", AT_FDCWD</work>, "/dev/shm/sem.2", 0) = 0
 8 openat(AT_FDCWD</work>, "/dev/shm/sem.2", O_RDWR|O_NOFOLLOW) = 3</dev/shm/sem.2>
 8 openat(AT_FDCWD</work>, "/dev/shm/weights", O_RDWR|O_NOFOLLOW) = 3</dev/shm/weights>
+7 mkdir("/srv/training-1", 0700) = 0
+7 openat(AT_FDCWD</work>, "/srv/training-1", O_RDONLY|O_CLOEXEC) = 3</srv/training-1>
+7 mkdirat(3</srv/training-1>, "in\303\251", 0777) = 0
+7 mkdirat(AT_FDCWD</srv>, "made", 0777) = 0
+8 openat(AT_FDCWD</work>, "/srv/training-1/in\303\251/x", O_RDONLY) = 3</srv/training-1/in\303\251/x>
+8 openat(AT_FDCWD</work>, "/srv/made", O_RDONLY) = 3</srv/made>(deleted)
+7 mkdir("/srv/old", 0777) = -1 EEXIST (File exists)
+8 openat(AT_FDCWD</work>, "/srv/old/x", O_RDONLY) = 3</srv/old/x>
 """.strip()
 
 
 def test_what_the_command_itself_has_created_is_not_from_outside() -> None:
     """What it reads before it is replaced, and what was in the same directory before, is."""
     trace = certify.parse(CREATING.splitlines())
-    assert trace.files == {"/tmp/before.json", "/srv/b", "/dev/shm/weights"}
+    assert trace.files == {"/tmp/before.json", "/srv/b", "/dev/shm/weights", "/srv/old/x"}
     assert [access.address for access in trace.accesses()] == [("unix", True)]
 
 
@@ -197,6 +205,23 @@ def test_a_planted_call_is_an_error_with_its_stage_and_process(tmp_path: Path, m
     monkeypatch.setattr(sys, "argv", ["certify", sys.executable, "-c", "raise SystemExit(3)"])
     with pytest.raises(StageError, match="failed with exit status 3"):
         certify.main()
+
+
+@needs_strace
+@pytest.mark.parametrize(
+    ("name", "reason"), [("nosuchcmd", "No such file or directory"), ("./empty", "Exec format error")]
+)
+def test_a_command_that_cannot_be_started_is_an_error_and_no_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, reason: str
+) -> None:
+    (tmp_path / "empty").touch(0o755)
+    (tmp_path / "airgap.json").write_text("the last one")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["certify", name])
+    with pytest.raises(StageError, match=rf"`{name}` did: it could not be started \({reason}\)$"):
+        certify.main()
+    assert (tmp_path / "airgap.json").read_text() == "the last one"
+    assert capfd.readouterr() == ("", "")
 
 
 @needs_strace

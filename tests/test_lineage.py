@@ -1,14 +1,17 @@
 """`python -m stages.lineage`: what differs from the lineage of a model is named, and stages that run again agree."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from stages import lineage
+from stages import lineage, organize
 from stages.artifacts.errors import StageError
+from stages.corpus import tree
 from stages.corpus.splits import Part
 from tests.pipeline import STAGES
 from tests.project import Project, flip_bit
@@ -29,6 +32,10 @@ def differing(*rerun: str) -> list[str]:
     return [finding.name for finding in lineage.verify(MODEL, rerun) if finding.state == "different"]
 
 
+def raw_files() -> lineage.Finding:
+    return list(lineage._raw_files())[-1]
+
+
 def test_everything_is_equal_after_a_run_and_organize_gives_the_same_bytes_again(project: Project) -> None:
     findings = list(lineage.verify(MODEL, ["organize"]))
     assert {finding.state for finding in findings} == {"equal"}, findings
@@ -47,7 +54,41 @@ def test_a_changed_raw_file_is_found_and_so_is_a_new_one(project: Project) -> No
     assert differing() == ["raw files in data/raw"]
     raw.write_text(text)
     (raw.parent / "new.txt").write_text("a new one")
-    assert differing("organize") == ["rerun of organize: data/splits"]
+    (raw.parent / "new.doc").write_text("which organize does not read")
+    assert differing("organize") == ["raw files in data/raw", "rerun of organize: data/splits"]
+    assert raw_files() == ("different", "raw files in data/raw", "not in the lineage: folder0/new.txt")
+    raw.unlink()
+    assert raw_files().detail == "folder0/0.txt missing or changed; not in the lineage: folder0/new.txt"
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_raw_files_that_organize_left_out_or_cannot_name_are_not_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    raw = Path("data/raw")
+    raw.mkdir(parents=True)
+    for name in ("a.txt", "again.txt", os.fsdecode(b"caf\xe9.txt"), "closed.txt", "other.doc", ".hidden.txt"):
+        (raw / name).write_bytes(os.fsencode("a.txt" if name == "again.txt" else name))
+    (raw / "lines.jsonl").write_text('{"text": "x"}\n' * 9)
+    (raw / "broken.txt").symlink_to("missing.txt")
+    Path("params.yaml").write_text("raw_dir: data/raw\n")
+    measure = tree.measure
+
+    def refuse(path: str) -> tuple[int, str]:
+        if path.endswith("closed.txt"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return measure(path)
+
+    monkeypatch.setattr(tree, "measure", refuse)  # root may read each file
+    smallest = 1 << 20 if is_whole else 20
+    organize.organize(
+        organize.OrganizeParams(2, "data/raw", True), organize.OrganizeRuntime(num_workers=1), smallest_part=smallest
+    )
+    assert raw_files().state == "equal"
+    (raw / "broken.txt").unlink()
+    (raw / "broken.txt").write_text("a link no more")
+    assert raw_files().detail == "not in the lineage: broken.txt"
 
 
 @pytest.mark.parametrize(
