@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, cast
 
+import yaml
 from packaging.markers import Marker, default_environment
 from tqdm import tqdm
 
@@ -139,7 +140,7 @@ def main() -> None:
 
     args.to.mkdir(parents=True, exist_ok=True)
     (args.to / unbundle.SUMS).unlink(missing_ok=True)  # until it is written again, the bundle is not complete
-    copy_clear_files(args.to, target, following)
+    write_script_and_recipes(args.to, target, following)
     with tempfile.TemporaryDirectory() as scratch:
         raw_dir, raw = raw_files(notes) if args.raw else (None, {})
         build = args.build or installed_build()
@@ -380,8 +381,6 @@ def verify_model(sources: dict[str, Path], entries: dict[str, FileEntry]) -> Non
 
 def next_command(carried: list[str], has_raw: bool) -> str:
     """What trains on the other side."""
-    import yaml
-
     if has_raw or not carried:
         return "make repro"
     # Of stages that dvc.lock has, --allow-missing takes results that are missing for up to date. So these are forced,
@@ -394,8 +393,6 @@ def next_command(carried: list[str], has_raw: bool) -> str:
 
 def locked_stages() -> dict[str, Any]:
     """The stages that have run, as dvc.lock has them."""
-    import yaml
-
     return yaml.safe_load(Path("dvc.lock").read_text())["stages"] if Path("dvc.lock").is_file() else {}
 
 
@@ -647,7 +644,7 @@ def write_repository(directory: Path, since: str | None, commit: str) -> None:
         output("git", "bundle", "create", "--quiet", str(file), "HEAD", *([f"^{since}"] if since else []))
 
 
-def copy_clear_files(directory: Path, target: Platform, following: str) -> None:
+def write_script_and_recipes(directory: Path, target: Platform, following: str) -> None:
     """What is read before anything is unpacked: the script, and the recipes of images."""
     shutil.copyfile(unbundle.__file__, directory / "unbundle.py")
     for name in _IMAGE:

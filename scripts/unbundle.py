@@ -13,6 +13,7 @@ Python 3.6, which many clusters have as python3, does not know.
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -85,7 +86,7 @@ def verify(bundle: Path, allowed_signers: "Path | None") -> "dict[str, Any]":
     """Check everything about the bundle and this machine that does not concern the target; returns the index."""
     sums = read_sums(bundle)
     verify_digests(bundle, {INDEX: sums[INDEX]})
-    index = json.loads((bundle / INDEX).read_text(encoding="utf-8"))
+    index: dict[str, Any] = json.loads((bundle / INDEX).read_text(encoding="utf-8"))
     if index["format"] != FORMAT:
         raise Refused(f"{bundle / INDEX} has format {index['format']}: use the unbundle.py of that bundle")
     check_machine(index)  # before hours are spent on digests
@@ -99,7 +100,7 @@ def verify(bundle: Path, allowed_signers: "Path | None") -> "dict[str, Any]":
         check_path(path)
     for part, pieces in index["parts"].items():
         check_members(bundle / part, pieces)
-    return index  # type: ignore[no-any-return]
+    return index
 
 
 def read_sums(bundle: Path) -> "dict[str, str]":
@@ -177,11 +178,9 @@ def check_machine(index: "dict[str, Any]") -> None:
             f"the bundle is for glibc {lowest} or later; this machine has {library or 'another C library'} {version}: "
             "bundle with a lower --platform"
         )
-    try:
-        import ensurepip  # noqa: F401
-        import venv  # noqa: F401
-    except ImportError as error:
-        raise Refused(f"{sys.executable} cannot create environments ({error}): install python3-venv") from None
+    for module in ("ensurepip", "venv"):  # which some distributions leave out
+        if importlib.util.find_spec(module) is None:
+            raise Refused(f"{sys.executable} cannot create environments (no module {module}): install python3-venv")
     for command in ("git", "bash"):
         if shutil.which(command) is None:
             raise Refused(f"{command} is missing on this machine: install it first")

@@ -86,6 +86,8 @@ def main() -> None:
             checkpoint, pointer = args.checkpoint, RunPointer.to(args.checkpoint)
         else:
             pointer, checkpoint = resolve(params.experiment_name)
+        if args.optimizer and pointer.identity.params.get("optimizer") == "adamw_8bit":
+            raise StageError("--optimizer: the moments of adamw_8bit are no plain tensors: leave the option out")
         # Config and tokenizer come from the model that data/model.json describes now, the weights from the run.
         if pointer.identity.model != publish.sha256_file(MANIFEST):
             raise StageError(f"{MANIFEST} is not the one that the run was trained with: run `dvc repro train`")

@@ -31,13 +31,13 @@ def main() -> None:
     """Run the command."""
     parser = command.parser(__doc__)
     parser.add_argument("prompt", nargs="?", help="the beginning of the text; without it, what is on standard input")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="default: that of the experiment in params.yaml")
     parser.add_argument(
-        "--model", type=Path, metavar="DIR", help="default: the model of experiment_name in params.yaml"
+        "--max-new-tokens", type=positive_integer, default=128, metavar="N", help="default: %(default)s"
     )
-    parser.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--temperature",
-        type=_not_negative,
+        type=not_negative_number,
         default=0.8,
         help="0: the most probable token (default: %(default)s)",
     )
@@ -64,13 +64,13 @@ def main() -> None:
     generation.generate(model, tokens, args.max_new_tokens, args.temperature, TextStreamer(tokenizer))
 
 
-def _positive(text: str) -> int:
+def positive_integer(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number
 
 
-def _not_negative(text: str) -> float:
+def not_negative_number(text: str) -> float:
     if not (number := float(text)) >= 0:
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
     return number

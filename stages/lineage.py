@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,10 +115,9 @@ def verify(directory: Path, rerun: Iterable[str] = ()) -> Iterator[Finding]:
     yield from _params(lineage)
     yield from _packages(lineage)
     for tokens, digest in ((TRAIN, lineage.data.train), (VALIDATION, lineage.data.validation)):
-        yield _guarded(str(tokens), tokens, lambda tokens=tokens, digest=digest: _tokens(tokens, digest))  # type: ignore[misc]
+        yield _guarded(str(tokens), tokens, partial(_tokens, tokens, digest))
     if lineage.corpus is not None:
-        corpus = lineage.corpus
-        yield _guarded(str(CORPUS), CORPUS, lambda: _corpus(corpus))
+        yield _guarded(str(CORPUS), CORPUS, partial(_corpus, lineage.corpus))
     if lineage.splits is not None:
         yield _file(str(RECORDS["organize"]), RECORDS["organize"], lineage.splits)
         if RECORDS["organize"].is_file():
@@ -359,7 +359,7 @@ def _rerun(stage: str, lineage: Lineage) -> Iterator[Finding]:
             [sys.executable, "-m", module],
             cwd=directory,
             env=environment,
-            stdout=-1,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )

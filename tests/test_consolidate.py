@@ -684,6 +684,12 @@ def test_any_checkpoint_gives_a_model_and_on_request_its_optimizer(monkeypatch: 
         assert file.exists() == bool(options)
     assert Lineage.read(Path("elsewhere/model/lineage.json")).files[file.name] == publish.sha256_file(file)
 
+    manifest = CheckpointManifest.read(checkpoint)
+    identity = dataclasses.replace(manifest.identity, params={"optimizer": "adamw_8bit"})
+    dataclasses.replace(manifest, identity=identity).write(checkpoint)
+    with pytest.raises(StageError, match="moments of adamw_8bit are no plain tensors"):
+        consolidate.main()
+
     # As in docs/training.md.
     other = torch.optim.AdamW(loaded.parameters(), lr=1e-3)
     full = get_optimizer_state_dict(loaded, other)

@@ -27,8 +27,8 @@ def check_hub(params: InputParams, environment: Mapping[str, str]) -> Iterator[F
             hub.resolve(params.model_name, params.model_revision, params.initial_weights != "random")
         except hub.Lacking:
             yield error(
-                f"`download` would connect to the Hub: {hub_cache.directory()} lacks files of {params.model_name}, and "
-                "HF_HUB_OFFLINE is not set",
+                f"`download` would connect to the Hub: {hub_cache.repository(params.model_name).parent} lacks files of "
+                f"{params.model_name}, and HF_HUB_OFFLINE is not set",
                 f"`hf download {params.model_name} --revision {params.model_revision}` where there is a network, bring "
                 "its HF_HOME here, and `export HF_HUB_OFFLINE=1`",
             )

@@ -56,7 +56,7 @@ def check_limits(
         wanted = "unlimited" if needed is None or option == "-f" else str(needed)
         can_raise = hard == resource.RLIM_INFINITY or (wanted.isdecimal() and hard >= int(wanted))
         remedy = f"`ulimit {option} {wanted}`" + (
-            "" if can_raise else " by the administrator (limits.conf, LimitXXX of slurmd)"
+            "" if can_raise else " by the administrator (limits.conf, or LimitNOFILE and the like of slurmd)"
         )
         # A limit on addresses does not stop a training on CPUs, and few files are enough for a small one.
         is_error = option in ("-f", "-l") or soft < 1024

@@ -446,7 +446,9 @@ class _Export:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the default of 1 024 is for programs with select()
         # While a file's blocks are not read yet, those of the next may already be planned.
-        at_once = max(1, most - _OTHER_FILES - self._most) if most != resource.RLIM_INFINITY else len(self._inputs)
+        at_once = len(self._inputs)
+        if most != resource.RLIM_INFINITY:
+            at_once = max(1, most - _OTHER_FILES - len(self._outputs) - self._most)
         for first in range(0, len(self._inputs), at_once):
             files = [source.blocks() for source in self._inputs[first : first + at_once]]
             yield from heapq.merge(*files, key=lambda item: item[1].start / item[0].size)

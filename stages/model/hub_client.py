@@ -184,10 +184,10 @@ def fetch(repo: str, commit: str, names: Iterable[str], timeout: float, num_work
     missing = [name for name in names if not (snapshot / name).is_file()]
     blobs = {name: directory / "blobs" / (entries[name].lfs_sha256 or entries[name].blob_id) for name in missing}
     sizes = {blobs[name]: entries[name].lfs_size or entries[name].size for name in missing}
-    todo = {blobs[name]: name for name in missing if not blobs[name].is_file()}  # two files can have the same content
-    if todo:
-        left = {blob: partial.stat().st_size for blob in todo if (partial := _partial(blob)).is_file()}
-        total = sum(sizes[blob] for blob in todo)
+    wanted = {blobs[name]: name for name in missing if not blobs[name].is_file()}  # two files can have the same content
+    if wanted:
+        left = {blob: partial.stat().st_size for blob in wanted if (partial := _partial(blob)).is_file()}
+        total = sum(sizes[blob] for blob in wanted)
         initial = sum(size for blob, size in left.items() if size <= sizes[blob])  # larger ones are not continued
         free = shutil.disk_usage(directory).free
         if total - initial > free:
@@ -201,8 +201,8 @@ def fetch(repo: str, commit: str, names: Iterable[str], timeout: float, num_work
             tqdm(total=total, initial=initial, desc="fetch", unit="B", unit_scale=True, disable=None) as progress,
             ThreadPoolExecutor(num_workers) as pool,
         ):
-            jobs = [pool.submit(_fetch, repo, commit, todo[blob], blob, sizes[blob], timeout, progress, stop)
-                    for blob in todo]  # fmt: skip
+            jobs = [pool.submit(_fetch, repo, commit, wanted[blob], blob, sizes[blob], timeout, progress, stop)
+                    for blob in wanted]  # fmt: skip
             try:
                 for job in as_completed(jobs):
                     with _explained(repo):
