@@ -9,9 +9,9 @@ prune keeps the newest valid checkpoint of each run and its best; of an unfinish
 `runtime.keep_checkpoints`. With --other-runs, it deletes all checkpoints but those of the current run. It never touches
 a run that is being trained, nor the checkpoint that run.json points to.
 
-push copies the checkpoint that run.json points to, and the best one of its run, to the default remote of DVC or to a
-directory. In another clone, where git and `dvc pull` have brought run.json, pull brings these checkpoints, and
-`consolidate` runs there without a training.
+push copies the last checkpoint of a finished run and its best, one of which run.json points to, to the default remote
+of DVC or to a directory. In another clone, where git and `dvc pull` have brought run.json, pull brings these
+checkpoints, and `consolidate` runs there without a training.
 """
 
 import argparse
@@ -74,10 +74,10 @@ def main() -> None:
 
 
 def _push(experiment_name: str, directory: Path | None) -> None:
-    _, last = resolve(experiment_name)
+    _, pointed = resolve(experiment_name)
     store = Store.open(directory)
-    with read_lock([last.parent]):
-        for checkpoint in last_and_best(last):
+    with read_lock([pointed.parent]):
+        for checkpoint in last_and_best(pointed):
             store.push(checkpoint, experiment_name)
             print(f"{checkpoint} is in {store.root}")
 

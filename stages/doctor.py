@@ -157,6 +157,7 @@ def _inputs(settings: "Settings | None", full: bool, environment: Mapping[str, s
     yield from collect(partial(inputs.check_tokens, full))
     if settings:
         yield from collect(partial(inputs.check_data, settings.inputs))
+        yield from collect(partial(inputs.check_export_from, settings.params))
         yield from collect(partial(inputs.check_extras, settings))
         yield from collect(partial(inputs.check_model, settings.inputs, full, environment))
         yield from collect(partial(offline.check_hub, settings.inputs, environment))

@@ -3,8 +3,8 @@
 With `runtime.launcher: sbatch`, on a login node of Slurm, submit a job that does it, and follow the job to its end.
 
 Reads    what stages.train reads, and its checkpoints
-Writes   outputs/<experiment_name>/run.json (the pointer to the last checkpoint)
-         outputs/history.tsv, outputs/train_metrics.json, outputs/cost.json
+Writes   outputs/<experiment_name>/run.json (the pointer to the last checkpoint, or to the best)
+         outputs/history.tsv, outputs/speed.tsv, outputs/train_metrics.json, outputs/cost.json
 Command  python -m stages.launch
 
 A training that is stopped by a signal saves and exits with status 75; the next launch continues where it stopped. One
@@ -22,10 +22,10 @@ from pathlib import Path
 from stages.artifacts import command, outputs, publish
 from stages.artifacts.command import USER_ERROR
 from stages.artifacts.errors import StageError
-from stages.artifacts.history import HISTORY
+from stages.artifacts.history import HISTORY, SPEED, History
 from stages.artifacts.params_file import load_params
 from stages.artifacts.shared_disk import refresh
-from stages.checkpointing.layout import list_checkpoints, step_name, verify
+from stages.checkpointing.layout import CheckpointManifest, DamagedCheckpoint, list_checkpoints, step_name, verify
 from stages.checkpointing.lock import writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.training import sbatch, slurm, trackers
@@ -56,7 +56,8 @@ def main() -> None:
             sys.exit(status)
     # Also around the outs: another launcher, with resume=never, could delete the checkpoint that they are written from.
     with writer_lock(run.directory, print_line) as set_status:
-        if not is_submitted and runtime.resume != "never" and _is_finished(last):
+        was_finished = not is_submitted and runtime.resume != "never" and _is_finished(last)
+        if was_finished:
             print(f"run {run.run_id} has already finished, at step {run.total_steps}: nothing to train")
         elif not is_submitted:
             _check_packages(run, runtime)
@@ -69,10 +70,11 @@ def main() -> None:
                 sys.exit(status)
         refuse_changed_files(run, runtime)
         refresh([last])  # the ranks may have written it on another node
-        metrics = write_outs(run, last)
+        metrics, exported = write_outs(run, last, contents=was_finished)
     loss, validation_loss = (value or float("nan") for value in (metrics.loss, metrics.validation_loss))
     print(f"train: {metrics.steps:,} steps, {metrics.tokens:,} tokens: loss {loss:.4f}, "
-          f"validation loss {validation_loss:.4f}; run {run.run_id}")  # fmt: skip
+          f"validation loss {validation_loss:.4f}; run {run.run_id}"
+          f"{'' if exported == last else f', whose best checkpoint is {exported.name}'}")  # fmt: skip
 
 
 def refuse_changed_files(run: Run, runtime: TrainRuntime) -> None:
@@ -92,17 +94,46 @@ def refuse_changed_files(run: Run, runtime: TrainRuntime) -> None:
         )
 
 
-def write_outs(run: Run, last: Path) -> TrainMetrics:
+def write_outs(run: Run, last: Path, contents: bool) -> tuple[TrainMetrics, Path]:
     """Write the outs of the train stage from the last checkpoint of a run: the same bytes whenever it is called.
 
     So DVC finds nothing changed after a stage that only had to look.
+
+    Args:
+        run: The run.
+        last: Its last checkpoint, which is valid.
+        contents: Whether the bytes of the best checkpoint must be verified too, or only its sizes.
+
+    Returns:
+        The metrics, and the checkpoint that `export_from` chooses.
+
+    Raises:
+        StageError: that checkpoint is missing or damaged.
     """
+    exported = _best(last, contents) if run.params.export_from == "best" else last
     metrics = TrainState.read(last / STATE).metrics
-    publish.write_text(outputs.HISTORY, (last / HISTORY).read_text(encoding="utf-8"))
+    for out, name in ((outputs.HISTORY, HISTORY), (outputs.SPEED, SPEED)):
+        publish.write_text(out, (last / name).read_text(encoding="utf-8"))
     metrics.write(outputs.TRAIN_METRICS)
     publish.write_json(outputs.COST, CostColumns.of(metrics))
-    RunPointer.to(last).write(pointer_path(run.params.experiment_name))
-    return metrics
+    RunPointer.to(exported).write(pointer_path(run.params.experiment_name))
+    return metrics, exported
+
+
+def _best(last: Path, contents: bool) -> Path:
+    history = History((last / HISTORY).read_text(encoding="utf-8"))
+    step = history.best_step(CheckpointManifest.read(last).adopted)
+    if step is None:
+        raise StageError("no validation of the run has a finite loss: set export_from to last")
+    best = last.with_name(step_name(step))
+    try:
+        verify(best, contents)
+    except DamagedCheckpoint as error:
+        raise StageError(
+            f"export_from is best, and that is step {step}, but {error}: put this checkpoint back, or train the run "
+            "again from the start with runtime.resume=never"
+        ) from None
+    return best
 
 
 def _check_packages(run: Run, runtime: TrainRuntime) -> None:

@@ -52,7 +52,7 @@ CORPUS = Path("data/corpus")
 
 _MODULES = {"train": "stages.launch"}
 """What runs a stage, where it is not the module of its name."""
-_MEASURED = {str(outputs.TRAIN_METRICS), str(outputs.COST)}
+_MEASURED = {str(path) for path in (outputs.SPEED, outputs.TRAIN_METRICS, outputs.COST)}
 """Outs with durations, which differ between two runs of the same inputs, and which no digest covers."""
 _NOT_LISTED = {LINEAGE, "README.md"}
 """Files of a model directory without a digest: no program loads them."""

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from stages.artifacts import command, process
 from stages.artifacts.command import USER_ERROR
 from stages.artifacts.errors import StageError
-from stages.artifacts.history import HISTORY, History
+from stages.artifacts.history import HISTORY, SPEED, History, Table
 from stages.artifacts.identity import Adoption
 from stages.checkpointing import layout, retention
 from stages.checkpointing.layout import FORMAT, CheckpointManifest, latest_valid, list_checkpoints, step_name
@@ -52,7 +52,7 @@ from stages.training.distributed import (
 from stages.training.environment import set_environment
 from stages.training.loader import BatchLoader
 from stages.training.memory import explain_out_of_memory
-from stages.training.metrics import MetricsLogger
+from stages.training.metrics import SPEED_COLUMNS, MetricsLogger
 from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainRuntime
 from stages.training.precision import (
@@ -150,10 +150,10 @@ class Trainer:
             self.max_unread = 1 if device_type() == "cuda" else 0
             self.adopted: Adoption | None = None
             self.validation_loss: float | None = None
-            """Of this very step, if it was validated."""
+            """Of this very step, if this run has validated it."""
             self.saved_step: int | None = None
             self.saved_at = time.monotonic()
-            state, history = (None, History()) if start is None else self.resume(start)
+            state, history, speed = (None, History(), "") if start is None else self.resume(start)
         self.tracker = trackers.start_tracker(runtime.tracker if is_rank0() else "none", run, self.step)
         profile_steps = runtime.profile_steps if is_rank0() else None
         if profile_steps and profile_steps[0] > run.total_steps:
@@ -163,7 +163,8 @@ class Trainer:
         self.timers = Timers(lambda phase: heartbeat.note(f"step {self.step + 1}, {phase}"))
         self.metrics = MetricsLogger(
             run, runtime.log_freq, Console(dist.get_rank(), self.step, run.total_steps), self.tracker, self.timers,
-            flops.flops_per_token(self.model, train_rows.seq_length), history, state.metrics if state else None,
+            flops.flops_per_token(self.model, train_rows.seq_length), history, Table(SPEED_COLUMNS, speed),
+            state.metrics if state else None,
         )  # fmt: skip
         if is_rank0():
             print_line(start_line(chosen, mesh))
@@ -316,8 +317,12 @@ class Trainer:
         for path in find_damaged(files, lambda: self.heartbeat.note(f"verifying {checkpoint.name}")):
             raise layout.wrong_digest(path)
 
-    def resume(self, path: Path) -> tuple[TrainState, History]:
-        """Continue from a checkpoint of this run, or of one that it adopts or extends."""
+    def resume(self, path: Path) -> tuple[TrainState, History, str]:
+        """Continue from a checkpoint of this run, or of one that it adopts or extends.
+
+        Returns:
+            Its state, its history, and the content of its speed.tsv, "" if it is of another run.
+        """
         state = saver.load(path, self.model, self.optimizer, self.scheduler)
         history = History((path / HISTORY).read_text(encoding="utf-8"))
         manifest = CheckpointManifest.read(path)
@@ -325,11 +330,13 @@ class Trainer:
         self.step, self.adopted, self.validation_loss = state.step, manifest.adopted, manifest.validation_loss
         if path.parent == self.run.directory:
             self.saved_step = self.step  # nothing to publish before the next step
+            speed = (path / SPEED).read_text(encoding="utf-8")
         else:
-            self.adopted = adoption(self.run, manifest)
+            speed = ""
+            self.adopted, self.validation_loss = adoption(self.run, manifest), None
             metrics = dataclasses.replace(state.metrics, cost=Cost())  # time and memory of this run alone
             if not validates_same_rows(self.run, manifest):  # losses on other rows, which nobody may compare with ours
-                self.validation_loss, history = None, history.without("validation_loss")
+                history = history.without("validation_loss")
                 metrics = dataclasses.replace(metrics, validation_loss=None)
             state = dataclasses.replace(state, metrics=metrics)
             # From here on the learning rate is this run's, also where an extended run had another one until here. Its
@@ -339,15 +346,25 @@ class Trainer:
                 set_lr(group, self.params.lr * lr_ratio(self.params, self.run.total_steps, self.step))
         if is_rank0():
             print_line(f"resuming from step {self.step} of {self.run.total_steps}: {path}")
-        return state, history
+        return state, history, speed
 
     def is_time_to_save(self) -> bool:
         """Whether rank 0, whose clock counts, wants a checkpoint of this step; False on the other ranks."""
         if not is_rank0():
             return False
+        if self.is_best():
+            return True
         freq, minutes = self.runtime.ckpt_freq, self.runtime.ckpt_minutes
         by_step = freq is not None and self.step % freq == 0
         return by_step or (minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes)
+
+    def is_best(self) -> bool:
+        """Whether this step is the one to export, unless a later one is better.
+
+        Then it is saved, whatever `runtime` says of checkpoints, so that the result does not depend on that.
+        """
+        is_measured = self.params.export_from == "best" and self.validation_loss is not None
+        return is_measured and self.metrics.history.best_step(self.adopted) == self.step
 
     def save(self) -> None:
         """Publish a checkpoint of this step, unless there is one, or nothing was trained yet.
@@ -379,9 +396,9 @@ class Trainer:
             tensors={},
         )
         path = self.run.directory / step_name(self.step)
-        history = self.metrics.history.text()
+        tables = {HISTORY: self.metrics.history.text(), SPEED: self.metrics.speed.text()}
         with self.timers.phase("saving"):
-            self.saver.save(path, self.model, self.optimizer, self.scheduler, state, history, manifest)
+            self.saver.save(path, self.model, self.optimizer, self.scheduler, state, tables, manifest)
         self.saved_step, self.saved_at = self.step, time.monotonic()
 
 

@@ -35,7 +35,10 @@ STAGES = {
     "plan": Stage(["plan"], ["outputs/plan.json", "outputs/rows.txt"]),
     "train": Stage(
         ["launch"],
-        ["outputs/test/run.json", "outputs/history.tsv", "outputs/train_metrics.json", "outputs/cost.json"],
+        [
+            *("outputs/test/run.json", "outputs/history.tsv", "outputs/speed.tsv", "outputs/train_metrics.json"),
+            "outputs/cost.json",
+        ],
     ),
     "consolidate": Stage(["consolidate"], ["outputs/test/model"]),
     "evaluate": Stage(["evaluate"], ["outputs/metrics.json", "outputs/report"]),

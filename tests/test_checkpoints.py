@@ -20,6 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from stages import checkpoints
 from stages.artifacts.errors import StageError
+from stages.artifacts.history import HISTORY, SPEED
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import FileEntry
 from stages.checkpointing import retention
@@ -106,12 +107,14 @@ def test_all_files_are_synced_before_the_rename_and_the_manifest_is_last(
     runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
     with Saver(dataclasses.replace(runtime, async_checkpoint=False)) as saver:
         manifest = checkpoint_manifest()
-        saver.save(tmp_path / "step-00000001", model, optimizer, scheduler, train_state(), "", manifest)
+        saver.save(
+            tmp_path / "step-00000001", model, optimizer, scheduler, train_state(), {HISTORY: "", SPEED: ""}, manifest
+        )
 
     published = events.index(("rename", "step-00000001"))
     written = events.index(("rename", "step-00000001.tmp/manifest.json"))
     files = {path.name for path in (tmp_path / "step-00000001").iterdir()}
-    assert len(files) == 7
+    assert len(files) == 8
     synced = {path for kind, path in events[written:published] if kind == "sync"}
     assert synced >= {"step-00000001.tmp", *(f"step-00000001.tmp/{name}" for name in files)}
     assert events[published + 1] == ("sync", ".")
@@ -167,7 +170,7 @@ def save_thrice(directory: Path, num_layers: int, asynchronous: bool) -> tuple[d
         for step in (1, 2, 3):
             saver.num_calls = 0
             path = directory / step_name(step)
-            saver.save(path, model, optimizer, scheduler, train_state(), "", checkpoint_manifest(step=step))
+            saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest(step=step))
             model.step(optimizer)  # while it is saved
     return {file.name: file.read_bytes() for file in path.glob("*.distcp")}, saver.num_calls
 

@@ -21,7 +21,7 @@ def outputs_of(project: Project, stage: str) -> dict[str, bytes]:
     declared = [*PIPELINE[stage].get("outs", []), *PIPELINE[stage].get("metrics", [])]
     paths = [project / path.replace("${experiment_name}", "test") for path in declared]
     files = [path for root in paths for path in (root.rglob("*") if root.is_dir() else [root]) if path.is_file()]
-    files = [path for path in files if path.name not in ("train_metrics.json", "cost.json")]
+    files = [path for path in files if path.name not in ("speed.tsv", "train_metrics.json", "cost.json")]
     assert files
     return {str(path.relative_to(project.path)): path.read_bytes() for path in files}
 

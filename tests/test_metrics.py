@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from stages.artifacts.history import History
+from stages.artifacts.history import History, Table
 from stages.artifacts.identity import RunIdentity, TokenFingerprints
 from stages.model import meta
 from stages.training import flops
 from stages.training.console import Console
-from stages.training.metrics import MetricsLogger
+from stages.training.metrics import SPEED_COLUMNS, MetricsLogger
 from stages.training.params import TrainParams
 from stages.training.run import Run
 from stages.training.state import TrainMetrics
@@ -116,13 +116,19 @@ class Recorder:
 
 
 def launch(
-    params: TrainParams, step: int, metrics: TrainMetrics | None = None, save_at: int | None = None
-) -> tuple[TrainMetrics, Recorder]:
-    """Metrics of a launch that makes two steps after `step`, in 40 ms, half of them in no phase of a step."""
+    params: TrainParams, step: int, metrics: TrainMetrics | None = None, save_at: int | None = None,
+    speed: str = "",
+) -> tuple[TrainMetrics, Recorder, str]:  # fmt: skip
+    """Metrics of a launch that makes two steps after `step`, in 40 ms, half of them in no phase of a step.
+
+    Returns:
+        The metrics, what a tracker got, and the content of speed.tsv, which starts with `speed`.
+    """
     identity = RunIdentity(params={}, data=TokenFingerprints(train="", validation=""), model="", code="")
     run = Run(params=params, identity=identity, num_rows=1000, seq_length=8)
     recorder, timers = Recorder(), Timers(lambda phase: None)
-    logger = MetricsLogger(run, 2, Console(1, step, 9), recorder, timers, None, History(), metrics)
+    table = Table(SPEED_COLUMNS, speed)
+    logger = MetricsLogger(run, 2, Console(1, step, 9), recorder, timers, None, History(), table, metrics)
     for number in (step + 1, step + 2):
         with timers.phase("forward"):
             time.sleep(0.01)
@@ -131,11 +137,11 @@ def launch(
             with timers.phase("saving"):
                 time.sleep(0.02)
         logger.log(number, StepResult(loss=1.0, grad_norm=1.0), None, is_validated=False)
-    return logger.snapshot(), recorder
+    return logger.snapshot(), recorder, table.text()
 
 
 def test_the_phases_add_up_to_the_time_by_the_clock(params: TrainParams) -> None:
-    metrics, recorder = launch(params, step=0)
+    metrics, recorder, _ = launch(params, step=0)
     milliseconds = sum(value for name, value in recorder.values.items() if name.endswith("_ms"))
     assert milliseconds >= 20
     assert recorder.values["other_ms"] >= 10
@@ -145,15 +151,25 @@ def test_the_phases_add_up_to_the_time_by_the_clock(params: TrainParams) -> None
 
 
 def test_what_each_save_costs_is_shown(params: TrainParams) -> None:
-    _, recorder = launch(params, step=0, save_at=2)
+    _, recorder, _ = launch(params, step=0, save_at=2)
     assert recorder.values["milliseconds_per_save"] == pytest.approx(2 * recorder.values["saving_ms"])  # of two steps
     assert "milliseconds_per_save" not in launch(params, step=0)[1].values
 
 
 def test_the_cost_is_that_of_all_launches(params: TrainParams) -> None:
-    first, _ = launch(params, step=0)
-    both, _ = launch(params, step=2, metrics=first)
+    first, _, speed = launch(params, step=0)
+    both, recorder, text = launch(params, step=2, metrics=first, speed=speed)
     assert (first.cost.steps, both.cost.steps) == (2, 4)
+    assert (first.cost.launches, both.cost.launches) == (1, 2)
     assert both.cost.training_seconds >= first.cost.training_seconds + 0.04
     assert both.cost.milliseconds["forward"] >= 10
     assert both.cost.tokens_per_second == pytest.approx(both.tokens / both.cost.training_seconds, rel=0.01)
+
+    header, *rows = [line.split("\t") for line in text.splitlines()]
+    assert text.startswith(speed)
+    assert tuple(header) == SPEED_COLUMNS
+    before, after = (dict(zip(header, row, strict=True)) for row in rows)
+    assert (before["step"], after["step"], after["mfu"], after["milliseconds_per_save"]) == ("2", "4", "", "")
+    assert float(after["seconds"]) == pytest.approx(both.cost.training_seconds, abs=0.01)
+    for name, value in recorder.values.items():
+        assert float(after[name]) == pytest.approx(value, abs=1e-3)

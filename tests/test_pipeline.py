@@ -92,7 +92,7 @@ def test_an_experiment_cannot_have_the_name_of_an_output() -> None:
     assert adapter.validate_python("report2") == "report2"
     fixed = [out for name in STAGES for out in diagram.outs(PIPELINE["stages"][name])]
     names = [out.removeprefix("outputs/") for out in fixed if re.fullmatch(r"outputs/[\w.]+", out)]
-    assert len(names) == 7
+    assert len(names) == 8
     for name in names:
         with pytest.raises(ValidationError, match="choose another name"):
             adapter.validate_python(name)
@@ -252,10 +252,15 @@ def test_plots_open_without_a_network(reproduced: Project) -> None:
     reproduced.run("dvc", "plots", "show")
     page = (reproduced / "dvc_plots/index.html").read_text()
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
-    assert re.findall(r"vegaEmbed\('#(\w+)'", page) == ["Loss", "Learning_rate", "Gradient_norm"]
+    assert re.findall(r"vegaEmbed\('#(\w+)'", page) == [
+        *("Loss", "Learning_rate", "Gradient_norm", "Speed", "Memory", "Times_of_a_step")
+    ]
     assert "<img" not in page  # the pictures of the report show the same
     labels = set(re.findall(r'"title": "([^"]*)"', page))
-    assert labels == {"step", "loss (nats per token)", "learning rate", "gradient norm, before clipping"}
+    assert labels == {
+        *("step", "loss (nats per token)", "learning rate", "gradient norm, before clipping", "tokens per second"),
+        *("memory of rank 0 (GiB)", "milliseconds per step"),
+    }
     report = (reproduced / "outputs/report/index.html").read_text()
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", report)
 

@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
+from stages.artifacts import history
 from stages.artifacts.errors import StageError
 from stages.checkpointing.layout import list_checkpoints, step_name
+from stages.training.state import STATE, TrainState
 from stages.training.verification import find_damaged, shares
 from tests.project import flip_bit
 from tests.ranks import Ranks
@@ -54,6 +56,9 @@ def test_10_11_12_a_training_killed_many_times_ends_with_the_same_result(fresh: 
     assert "resuming from step 6 of 12" in ranks.run(project)
     assert result(project) == reference
     assert sorted(path.name for path in project.checkpoints().glob("step-*")) == names(10, 12)
+    last = project.checkpoints() / step_name(12)
+    assert history.series(history.read(last / history.SPEED), "seconds")[0] == [4, 8, 12]
+    assert TrainState.read(last / STATE).metrics.cost.launches == 4  # those that have published 2, 4, 6, and the last
 
 
 @pytest.mark.slow

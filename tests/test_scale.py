@@ -131,7 +131,7 @@ def test_the_table_has_a_column_for_each_number_of_ranks(
     printed = capsys.readouterr().out
     assert "parameters, with optimizer" in printed and "ranks" in printed
     [files] = [line.split() for line in printed.splitlines() if line.strip().startswith("files ")]
-    assert files == ["files", "13", "2,053"]
+    assert files == ["files", "14", "2,054"]
     for option, value in (("--ranks", "1"), ("--ranks", "99999"), ("--params", "7")):
         monkeypatch.setattr(sys, "argv", ["scale", option, value])
         with pytest.raises(StageError, match=option):

@@ -114,7 +114,7 @@ class Training:
     def save(self, directory: Path) -> int:
         """Save; returns how many bytes this rank copied to CPU memory for it."""
         state = train_state(self.step, scaler_state(self.scaler))
-        self.saver.save(directory, self.model, self.optimizer, self.scheduler, state, "", checkpoint_manifest())
+        self.saver.save(directory, self.model, self.optimizer, self.scheduler, state, {}, checkpoint_manifest())
         self.saver.wait()
         assert self.saver._shard_file
         return sum(place.nbytes for _, places in self.saver._shard_file._places for place in places)

@@ -14,6 +14,7 @@ OUTPUTS = Path("outputs")
 PLAN = OUTPUTS / "plan.json"
 ROWS = OUTPUTS / "rows.txt"
 HISTORY = OUTPUTS / "history.tsv"
+SPEED = OUTPUTS / "speed.tsv"
 TRAIN_METRICS = OUTPUTS / "train_metrics.json"
 COST = OUTPUTS / "cost.json"
 METRICS = OUTPUTS / "metrics.json"
@@ -22,7 +23,7 @@ REPORT = OUTPUTS / "report"
 
 def _is_free(experiment_name: str) -> str:
     # DVC deletes an out before it runs its stage: in outputs/report/ that would be the checkpoints too.
-    if directory(experiment_name) in (PLAN, ROWS, HISTORY, TRAIN_METRICS, COST, METRICS, REPORT):
+    if directory(experiment_name) in (PLAN, ROWS, HISTORY, SPEED, TRAIN_METRICS, COST, METRICS, REPORT):
         raise ValueError(f"{directory(experiment_name)} is an output of every experiment: choose another name")
     return experiment_name
 

@@ -4,7 +4,7 @@
         __0_model_0.distcp, __0_optimizer_0.distcp ...
                             tensors, as torch.distributed.checkpoint writes them, two files per rank
         .metadata           which tensor is in which file
-        lr_scheduler.pt  state.json  history.tsv
+        lr_scheduler.pt  state.json  history.tsv  speed.tsv
         manifest.json       size and SHA-256 of every file above, and of itself; written last: a checkpoint exists
                             when its manifest does
 
@@ -24,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from stages.artifacts import outputs
 from stages.artifacts.errors import StageError
+from stages.artifacts.history import HISTORY
 from stages.artifacts.identity import Adoption, RunIdentity
 from stages.artifacts.publish import read_json, sha256_file, sha256_json, write_json
 from stages.artifacts.record import FileEntry, first_problem
@@ -34,9 +35,6 @@ METADATA = ".metadata"
 SCHEDULER = "lr_scheduler.pt"
 FORMAT = 1
 """Of the manifest and of the files that it lists. Another one is refused."""
-
-_RESULT_SUFFIXES = (".distcp", ".tsv")
-"""Of the files whose bytes two runs of the same inputs share: tensors and history."""
 
 # Eight digits, so that names sort as their steps do: "newest" is decided by name.
 _STEP_NAME = re.compile(r"step-\d{8}")
@@ -71,7 +69,7 @@ class CheckpointManifest:
     """Of the whole run."""
     identity: RunIdentity
     validation_loss: float | None
-    """In nats per token, measured at this very step; None where it was not."""
+    """In nats per token, measured by this run at this very step; None where it was not."""
     adopted: Adoption | None
     packages: dict[str, str]
     """Versions of what computed the weights."""
@@ -84,9 +82,11 @@ class CheckpointManifest:
         """Digest of what the run computed: two runs of the same inputs that compute the same have the same.
 
         It covers identity, step, weights, optimizer state and history. The manifest's own digest also covers what
-        differs between such runs: the timings in state.json, and the random id that torch writes into .metadata.
+        differs between such runs: the timings in state.json and speed.tsv, and the random id that torch writes into
+        .metadata.
         """
-        content = {name: entry.sha256 for name, entry in self.files.items() if name.endswith(_RESULT_SUFFIXES)}
+        files = [name for name in self.files if name.endswith(".distcp") or name == HISTORY]
+        content = {name: self.files[name].sha256 for name in files}
         tensors = {name: dataclasses.astuple(entry) for name, entry in self.tensors.items()}
         return sha256_json([dataclasses.asdict(self.identity), self.step, tensors, content])
 

@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from stages.artifacts.errors import StageError, describe
+from stages.artifacts.history import lowest
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, verify
 from stages.checkpointing.lock import try_delete_lock
 
@@ -47,8 +48,9 @@ def prunable(run_directory: Path, keep: int) -> list[Path]:
 
 def best(checkpoints: Iterable[tuple[Path, CheckpointManifest]]) -> Path | None:
     """The one with the lowest validation loss, the newest of several; None where none was measured."""
-    losses = {path: manifest.validation_loss for path, manifest in checkpoints if manifest.validation_loss is not None}
-    return min(losses, key=losses.__getitem__, default=None)
+    found = {manifest.step: (path, manifest.validation_loss) for path, manifest in checkpoints}
+    step = lowest({step: loss for step, (_, loss) in found.items() if loss is not None})
+    return None if step is None else found[step][0]
 
 
 def list_complete(run_directory: Path) -> list[tuple[Path, CheckpointManifest]]:

@@ -118,7 +118,8 @@ class Store:
         return digest.hexdigest() == entry.sha256
 
 
-def last_and_best(last: Path) -> list[Path]:
-    """A checkpoint, and the one of its run with the lowest validation loss, which may be the same."""
-    best = retention.best(retention.list_complete(last.parent))
-    return [last] if best is None or best == last else [last, best]
+def last_and_best(pointed: Path) -> list[Path]:
+    """The checkpoint that run.json points to, and what else its run is kept for: its last one, and its best."""
+    complete = retention.list_complete(pointed.parent)
+    found = [pointed, *(path for path, _ in complete[:1]), retention.best(complete)]
+    return list(dict.fromkeys(path for path in found if path is not None))

@@ -118,6 +118,13 @@ def check_data(params: InputParams) -> Iterator[Finding]:
             yield warning(f"{path} is of other parameters: {', '.join(others)}", f"`dvc repro {stage}`")
 
 
+def check_export_from(params: TrainParams) -> Iterator[Finding]:
+    """There are rows by which `export_from` can choose; without tokens `check_tokens` reports that."""
+    if VALIDATION.exists():
+        params.check_export_from(PackedTokens.read(VALIDATION).num_rows)
+    yield from ()
+
+
 def check_tokens(full: bool, directories: tuple[Path, ...] = (TRAIN, VALIDATION)) -> Iterator[Finding]:
     """The packed tokens: every file is there with all its rows; with `full` each has its SHA-256."""
     for directory in directories:

@@ -183,7 +183,7 @@ def measure(config: LlamaConfig, params: TrainParams, rates: Rates, num_ranks: i
         metadata_bytes=len(content),
         rng_bytes=num_ranks * len(pickle.dumps(rng_state())),
         model_files=sum(bool((report[:, 0] < len(weights)).any()) for report in reports),
-        files=2 * num_ranks + 5,  # .metadata, lr_scheduler.pt, state.json, history.tsv, manifest.json
+        files=2 * num_ranks + 6,  # .metadata, lr_scheduler.pt, state.json, history.tsv, speed.tsv, manifest.json
         read_metadata_seconds=read_seconds,
         load_plan_seconds=load_plan_seconds,
         export_reads=reads,

@@ -1,14 +1,15 @@
-"""What a training reports: the console, history.tsv, train_metrics.json and the tracker.
+"""What a training reports: the console, history.tsv, speed.tsv, train_metrics.json and the tracker.
 
 history.tsv            every `history_freq` steps and at each validation: values that are reproducible, no times
-console, tracker       every `log_freq` steps: the same, and speed, memory and times since the line before
+speed.tsv              every `log_freq` steps: speed, memory and times since the row before
+console, tracker       every `log_freq` steps: both
 train_metrics.json     the newest values, and what the whole run has cost; it comes from the last checkpoint
 """
 
 import dataclasses
 import math
 
-from stages.artifacts.history import History
+from stages.artifacts.history import History, Table
 from stages.training import flops
 from stages.training.console import Console
 from stages.training.run import Run
@@ -18,16 +19,26 @@ from stages.training.step import StepResult
 from stages.training.timers import PHASES, Timers, memory_gib, reset_peak_memory
 from stages.training.trackers import Tracker, without_none
 
+_TIMED = (*PHASES, "other")
+
+SPEED_COLUMNS = (
+    *("step", "seconds", "tokens_per_second", "mfu", "memory_gib", "memory_peak_gib", "milliseconds_per_save"),
+    *(f"{name}_ms" for name in _TIMED),
+)
+"""Of speed.tsv. Each row is about the steps since the row before, or since the launch if that is later: tokens per
+second, MFU, memory of rank 0 in GiB at the end and at its peak, milliseconds that each save was waited for, and
+milliseconds per step of each phase. `seconds` is the training time of the whole run so far."""
+
 
 class MetricsLogger:
     """Takes what each step has measured and reports it."""
 
     def __init__(
         self, run: Run, log_freq: int, console: Console, tracker: Tracker, timers: Timers, flops_per_token: int | None,
-        history: History, metrics: TrainMetrics | None,
+        history: History, speed: Table, metrics: TrainMetrics | None,
     ) -> None:  # fmt: skip
-        """`history` and `metrics` are those of the checkpoint that a run resumes from."""
-        self.history = history
+        """`history`, `speed` and `metrics` are those of the checkpoint that a run resumes from."""
+        self.history, self.speed = history, speed
         self.console = console
         self._metrics = metrics or TrainMetrics()
         self._cost_before = self._metrics.cost  # of the earlier launches
@@ -36,7 +47,7 @@ class MetricsLogger:
         self._tokens_per_step = run.params.total_batch_size * run.seq_length
         self._num_steps = 0  # of this launch
         self._reported_steps, self._reported_saves = 0, 0
-        self._reported_seconds = dict.fromkeys((*PHASES, "other"), 0.0)
+        self._reported_seconds = dict.fromkeys(_TIMED, 0.0)
         self._memory_peak_gib = 0.0
 
     def log(self, step: int, result: StepResult, validation_loss: float | None, is_validated: bool) -> None:
@@ -87,9 +98,12 @@ class MetricsLogger:
         reset_peak_memory()  # each line shows its own peak: that of loading would hide all later ones
         self._memory_peak_gib = max(peak, self._memory_peak_gib)
         times = {name: 1000 * value / steps for name, value in seconds.items()}
+        phases = {f"{name}_ms": value for name, value in times.items()}
         speed = {"tokens_per_second": rate, "mfu": mfu, "memory_gib": now, "memory_peak_gib": peak,
-                 "milliseconds_per_save": per_save}  # fmt: skip
-        self._tracker.log(step, without_none(speed | {f"{name}_ms": value for name, value in times.items()}))
+                 "milliseconds_per_save": per_save, **phases}  # fmt: skip
+        self._tracker.log(step, without_none(speed))
+        speed["seconds"] = self._cost_before.training_seconds + sum(read.values())
+        self.speed.add(step=step, **{name: value and round(value, 4) for name, value in speed.items()})
         loss, grad_norm = (math.nan if value is None else value for value in result)
         skipped = self._metrics.skipped_steps
         self.console.line(
@@ -119,6 +133,7 @@ class MetricsLogger:
             mfu = (before.mfu * before.training_seconds + mfu * seconds_here) / seconds
         return Cost(
             steps=steps,
+            launches=before.launches + (self._num_steps > 0),
             training_seconds=round(seconds, 3),
             milliseconds={
                 name: round((before.milliseconds.get(name, 0.0) * before.steps + 1000 * value) / steps, 3)

@@ -61,6 +61,9 @@ class TrainParams(ScheduleParams):
     """A limit below `num_epochs`, in optimizer steps; null for none."""
     extend_from: RunId | None
     """A finished run of the experiment to continue from, with the learning rates of this one; null for none."""
+    export_from: Literal["last", "best"]
+    """Which checkpoint is the result: the last one | of those after a validation the one with the lowest loss. With
+    best, a checkpoint is saved at each validation that is the best so far, and none of another run is adopted."""
     optimizer: Literal["adamw", "adamw_8bit"]
     """adamw | adamw_8bit: its two moments use one byte each instead of four (from torchao, which must be installed)."""
     weight_decay: NonNegativeFloat
@@ -153,6 +156,18 @@ class TrainParams(ScheduleParams):
             raise StageError(
                 f"compile true is not possible with the router loss of {model.architecture}: use compile false, or set "
                 f"output_router_logits to false in a copy of the model's {CONFIG}"
+            )
+
+    def check_export_from(self, num_validation_rows: int) -> None:
+        """Check that there are rows by which `export_from` can choose.
+
+        Raises:
+            StageError: there are none.
+        """
+        if self.export_from == "best" and not num_validation_rows:
+            raise StageError(
+                "export_from is best, but no rows are held out to measure which checkpoint that is: set "
+                "validation_splits to 1 or more, or export_from to last"
             )
 
     def check_packages(self) -> None:

@@ -30,7 +30,7 @@ ENTRIES = ("stages.launch", "stages.train")
 
 _SCHEDULE = {field.name for field in dataclasses.fields(ScheduleParams)}
 _NEUTRAL = {
-    *("experiment_name", "batch_size", "num_epochs", "max_steps", "history_freq"),
+    *("experiment_name", "export_from", "batch_size", "num_epochs", "max_steps", "history_freq"),
     *("eval_batch_size", "eval_freq", "eval_rows"),
     *("activation_checkpointing", "attention", "compile", "deterministic", "fsdp", "loss"),
 }
@@ -75,8 +75,13 @@ class Run:
 
 
 def describe(params: TrainParams) -> Run:
-    """The run that `params` and the files of this directory make. Imports no torch, reads no tokens."""
+    """The run that `params` and the files of this directory make. Imports no torch, reads no tokens.
+
+    Raises:
+        StageError: a file is missing or damaged, or there are no rows for `export_from`.
+    """
     train, validation = PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION)
+    params.check_export_from(validation.num_rows)
     identity = RunIdentity(
         params=dataclasses.asdict(params),
         data=TokenFingerprints(train.fingerprint, validation.fingerprint),
@@ -137,7 +142,8 @@ def resume_candidates(run: Run, runtime: TrainRuntime, report: Callable[[str], N
     """The checkpoints from which `run` may continue, best first; none: it starts at step 0.
 
     Its own come first. Without any, those of another run of the experiment that `_may_adopt` accepts (not with
-    `resume: never`, nor in a copy of the project), and then the last one of the run that `extend_from` names.
+    `resume: never`, with `export_from: best`, nor in a copy of the project), and then the last one of the run that
+    `extend_from` names.
 
     Raises:
         StageError: a checkpoint in the run's own directory belongs to another run, or that run cannot be extended.
@@ -150,7 +156,8 @@ def resume_candidates(run: Run, runtime: TrainRuntime, report: Callable[[str], N
                 raise StageError(f"{path} belongs to another run; move it away. It differs in\n{lines}")
         return own
     others = []
-    may_adopt = runtime.resume == "auto" and not _is_copy()
+    # Which validations are its own, of which it exports the best, must not depend on how far another run was.
+    may_adopt = runtime.resume == "auto" and run.params.export_from == "last" and not _is_copy()
     for directory in checkpoint_root(run.params.experiment_name).glob("*/") if may_adopt else ():
         checkpoints = list(_readable(list_checkpoints(directory), report))
         # Of all its checkpoints: the last one but one of a finished run is not that of an unfinished one.

@@ -31,7 +31,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from stages.artifacts import publish
 from stages.artifacts.errors import StageError, Unavailable, naming
 from stages.artifacts.garbage import paused_collector
-from stages.artifacts.history import HISTORY
 from stages.artifacts.record import FileEntry
 from stages.artifacts.shared_disk import MAY_PASS, refresh, wait_for_file
 from stages.checkpointing import retention
@@ -61,7 +60,7 @@ class _Small(NamedTuple):
     state: TrainState
     rng: dict[str, Any]
     """Of this rank."""
-    history: str
+    tables: dict[str, str]
     manifest: CheckpointManifest
 
 
@@ -123,7 +122,7 @@ class Saver:
 
     def save(
         self, directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, state: TrainState,
-        history: str, manifest: CheckpointManifest,
+        tables: dict[str, str], manifest: CheckpointManifest,
     ) -> None:  # fmt: skip
         """Publish the state of all ranks as `directory`, now or in the background, after the save before it.
 
@@ -133,7 +132,7 @@ class Saver:
             optimizer: Its state is saved.
             scheduler: Its state is saved.
             state: Its `rng` is filled in here.
-            history: Content of `history.tsv`.
+            tables: Content of `history.tsv` and `speed.tsv`, by their names.
             manifest: Its `files` and `tensors` are filled in here.
 
         Raises:
@@ -148,7 +147,7 @@ class Saver:
         manifest = dataclasses.replace(manifest, tensors=shapes)
         tensors = {"model": model_state, "optimizer": _optimizer_state(model, optimizer)}
         # Now, not in the thread: by then the training has drawn more random numbers and changed the scheduler.
-        small = _Small(copy.deepcopy(scheduler.state_dict()), state, rng_state(), history, manifest)
+        small = _Small(copy.deepcopy(scheduler.state_dict()), state, rng_state(), tables, manifest)
         if self._thread is None:
             self._publish(directory, tensors, small)
         else:
@@ -286,7 +285,8 @@ def _write_small(temporary: Path, small: _Small, rng: list[dict[str, Any]]) -> N
     with naming(temporary / SCHEDULER):
         (temporary / SCHEDULER).write_bytes(buffer.getvalue())
     dataclasses.replace(small.state, rng=rng).write(temporary / STATE)
-    publish.write_text(temporary / HISTORY, small.history)
+    for name, text in small.tables.items():
+        publish.write_text(temporary / name, text)
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:

@@ -18,6 +18,8 @@ class Cost:
     """
 
     steps: int = 0
+    launches: int = 0
+    """That have made these steps; 1: the run was never interrupted."""
     training_seconds: float = 0.0
     """All time by the clock between the start of the loop and the save, validations and earlier saves included."""
     milliseconds: dict[str, float] = field(default_factory=dict)

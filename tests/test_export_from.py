@@ -1,0 +1,199 @@
+"""`export_from: best`: the result is the checkpoint with the lowest validation loss, whatever happens to a training."""
+
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stages import launch, plan
+from stages.artifacts import history
+from stages.artifacts.dataset import Dataset
+from stages.artifacts.errors import StageError
+from stages.artifacts.history import SPEED, History
+from stages.artifacts.identity import Adoption
+from stages.artifacts.params_file import load_params
+from stages.checkpointing import retention
+from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name
+from stages.checkpointing.pointer import RunPointer, resolve
+from stages.checkpointing.transfer import last_and_best
+from stages.checks import inputs
+from stages.corpus import arrow
+from stages.tokens.packed import VALIDATION
+from stages.training import run
+from stages.training.params import TrainParams, TrainRuntime
+from stages.training.state import STATE, TrainState
+from tests.project import LAUNCH, Project, flip_bit
+from tests.ranks import Ranks
+from tests.trainings import checkpoint_manifest, names, newest_checkpoint
+
+KILLED = -9
+BEST = 6
+"""The step of the lowest loss in `rising`; those of the steps 2 and 4 are the best until then."""
+
+
+@pytest.fixture
+def rising(training: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A training whose validation loss rises again, as its tokens are random; it saves nothing but best and last."""
+    monkeypatch.chdir(training.path)
+    training.set(export_from="best", lr=0.02, eval_freq=2)
+    training.set(runtime={"ckpt_freq": None, "ckpt_minutes": None, "async_checkpoint": False})
+    return training
+
+
+def write_outs(contents: bool = True) -> str:
+    """Write the outs of a finished training, as the launcher does; returns the content of run.json."""
+    described = run.describe(load_params(TrainParams))
+    launch.write_outs(described, described.directory / step_name(described.total_steps), contents)
+    return Path("outputs/test/run.json").read_text()
+
+
+def losses() -> dict[float, float]:
+    """The validation losses of history.tsv by step."""
+    return dict(zip(*history.series(history.read(Path("outputs/history.tsv")), "validation_loss"), strict=True))
+
+
+def test_the_best_step_is_the_newest_of_the_lowest_of_the_run_itself() -> None:
+    table = History()
+    for step, loss in enumerate([0.5, 0.9, 0.6, None, math.nan, 0.7, 0.6, 0.8]):
+        table.add(step=step, epoch=0.0, validation_loss=loss)
+    adopted = Adoption(run_id="", step=6, differences=[], adopted=None)
+    assert table.best_step(None) == 6
+    assert table.best_step(adopted) == 7
+    assert table.best_step(replace(adopted, step=7)) is None
+    assert history.lowest({2: math.nan, 1: math.inf}) is None
+
+
+def test_the_checkpoint_that_is_kept_as_the_best_is_chosen_by_the_same_rule() -> None:
+    losses = {9: math.nan, 8: None, 7: 0.7, 6: 0.6, 5: 0.6}
+    found = [(Path(str(step)), checkpoint_manifest(step=step, validation_loss=loss)) for step, loss in losses.items()]
+    assert retention.best(found) == retention.best(found[::-1]) == Path("6")
+    assert retention.best(found[:2]) is None
+
+
+def test_a_killed_training_exports_the_same_checkpoint(rising: Project, ranks: Ranks) -> None:
+    """Killed during and after the save of the best, with other checkpoints by `runtime`."""
+    ranks.run(rising)
+    reference, two = write_outs(), losses()
+    assert rising.json("outputs/test/run.json")["step"] == BEST == min(two, key=two.__getitem__)
+    assert rising.json("outputs/train_metrics.json")["steps"] == 12
+    assert [path.name for path in list_checkpoints(rising.checkpoints())] == names(12, BEST)
+    assert retention.best(retention.list_complete(rising.checkpoints())) == rising.checkpoints() / step_name(BEST)
+    pointed = resolve("test")[1]
+    assert [path.name for path in last_and_best(pointed)] == names(BEST, 12)
+
+    shutil.rmtree(rising / "outputs")
+    rising.set(runtime={"async_checkpoint": True, "ckpt_freq": 3})
+    ranks.run(rising, f"kill rank 0 at os.rename:.*{step_name(BEST)}.tmp$", KILLED)
+    assert [path.name for path in list_checkpoints(rising.checkpoints())] == names(4, 3)
+    ranks.run(rising, f"kill rank 1 at step {BEST + 2}", KILLED)
+    rising.set(runtime={"ckpt_freq": 5})
+    ranks.run(rising)
+    assert write_outs() == reference
+
+
+@pytest.mark.slow
+def test_another_number_of_ranks_exports_the_same_step(rising: Project, ranks: Ranks) -> None:
+    ranks.run(rising)
+    write_outs()
+    two = losses()
+    shutil.rmtree(rising / "outputs")
+    ranks.run(rising, "kill rank 0 at step 5", KILLED)
+    ranks.run(rising, world_size=1)
+    write_outs()
+    assert rising.json("outputs/test/run.json")["step"] == BEST
+    assert losses().keys() == two.keys()
+    np.testing.assert_allclose([*losses().values()], [*two.values()], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("asynchronous", "world_size", "freq"), [(False, 2, None), (True, 2, 1), (True, 1, 5)])
+def test_a_training_killed_at_any_save_exports_the_same_checkpoint(
+    rising: Project, ranks: Ranks, asynchronous: bool, world_size: int, freq: int | None
+) -> None:
+    ranks.run(rising, world_size=world_size)
+    reference = write_outs()
+    rising.set(runtime={"async_checkpoint": asynchronous, "ckpt_freq": freq})
+    for step in (2, 4, BEST, BEST + 2, 12):
+        for fault in (
+            f"at os.mkdir:.*{step_name(step)}.tmp$",
+            f"at open:.*{step_name(step)}.tmp/manifest.json.tmp",
+            f"at os.rename:.*{step_name(step)}.tmp$",
+            f"at step {step}",
+        ):
+            shutil.rmtree(rising / "outputs")
+            ranks.start(rising, f"kill rank 0 {fault}", world_size)
+            statuses, output = ranks.wait()
+            assert statuses[0] in (KILLED, 0), output  # 0: this step is not saved
+            ranks.run(rising, world_size=world_size)
+            assert write_outs() == reference, fault
+
+
+def test_a_run_that_extends_another_exports_the_best_of_its_own_steps(rising: Project, ranks: Ranks) -> None:
+    rising.set(export_from="last", lr=0.001)
+    ranks.run(rising)
+    extended = newest_checkpoint(rising, 12)
+    (extended / SPEED).unlink()  # as of an older version
+    manifest = CheckpointManifest.read(extended)
+    replace(manifest, files={name: entry for name, entry in manifest.files.items() if name != SPEED}).write(extended)
+
+    rising.set(export_from="best", extend_from=extended.parent.name, num_epochs=2, lr=0.1, lr_schedule="constant")
+    rising.set(runtime={"ckpt_freq": 4})  # so that step 12 is saved by this run too
+    ranks.run(rising, "kill rank 0 at step 15", KILLED)
+    assert [path.name for path in list_checkpoints(newest_checkpoint(rising, 14).parent)] == names(14, 12)
+    ranks.run(rising)
+    write_outs()
+    own = {step: loss for step, loss in losses().items() if step > 12}
+    assert losses()[12] < min(own.values()) == own[14]
+    pointer = RunPointer.read(Path("outputs/test/run.json"))
+    assert pointer.step == 14
+    assert pointer.adopted and pointer.adopted.step == 12
+    assert TrainState.read(newest_checkpoint(rising, 24) / STATE).metrics.cost.launches == 2
+    assert history.series(history.read(Path("outputs/speed.tsv")), "seconds")[0] == [16, 20, 24]
+
+
+def test_a_run_with_best_adopts_nothing_and_may_be_adopted(rising: Project) -> None:
+    params, runtime = load_params(TrainParams), load_params(TrainRuntime, "runtime")
+    unfinished = run.describe(params)
+    path = unfinished.directory / step_name(4)
+    path.mkdir(parents=True)
+    checkpoint_manifest(identity=unfinished.identity, step=4, total_steps=12).write(path)
+    for export_from, adopted in (("last", [path]), ("best", [])):
+        other = run.describe(replace(params, export_from=export_from, batch_size=4))
+        assert run.resume_candidates(other, runtime, print) == adopted
+
+
+def test_a_missing_or_damaged_best_checkpoint_is_named(rising: Project, ranks: Ranks) -> None:
+    ranks.run(rising)
+    write_outs()
+    best = rising.checkpoints() / step_name(BEST)
+    flip_bit(best / "__1_model_0.distcp", 100)
+    write_outs(contents=False)  # only sizes
+    Path("outputs/test/run.json").unlink()
+    output = rising.run(*LAUNCH, status=2)
+    assert f"error: export_from is best, and that is step {BEST}, but " in output
+    assert "__1_model_0.distcp is damaged" in output and "train the run again" in output
+    assert "Traceback" not in output
+    shutil.rmtree(best)
+    with pytest.raises(StageError, match=rf"that is step {BEST}, but .*{best.name} is not a valid checkpoint"):
+        write_outs(contents=False)
+    assert not Path("outputs/test/run.json").exists()
+
+
+def test_without_held_out_rows_best_is_refused_early(
+    rising: Project, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(VALIDATION)
+    VALIDATION.mkdir()
+    Dataset(arrow.token_features(32), []).write(VALIDATION)
+    message = "export_from is best, but no rows are held out .* set validation_splits to 1 or more, or export_from to"
+    monkeypatch.setattr("sys.argv", ["plan"])
+    with pytest.raises(StageError, match=message):
+        plan.main()
+    with pytest.raises(StageError, match=message):
+        list(inputs.check_export_from(load_params(TrainParams)))
+    assert ranks.run(rising, status=2).count("export_from is best, but no rows are held out") == 1
+    rising.set(export_from="last")
+    assert list(inputs.check_export_from(load_params(TrainParams))) == []
