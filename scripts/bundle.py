@@ -4,9 +4,10 @@ Command   make bundle ARGS="..."     or     python -m scripts.bundle ...
 There     python3 bundle/unbundle.py TARGET
 
 The bundle contains the repository (`git bundle`), the packages of the lock for one Python and platform, the model that
-data/model.json lists, what DVC's cache has of some stages, compiled code, and with --raw the raw files. Files are in
-tar archives of at most --part-size. SHA256SUMS lists everything, so `sha256sum -c SHA256SUMS` checks it without our
-code. A bundle that was interrupted continues with the first part that is missing. docs/air-gap.md is the guide.
+data/model.json lists and its license, what DVC's cache has of some stages, compiled code, and with --raw the raw files.
+Files are in tar archives of at most --part-size. SHA256SUMS lists everything, so `sha256sum -c SHA256SUMS` checks it
+without our code. A bundle that was interrupted continues with the first part that is missing. docs/air-gap.md is the
+guide.
 """
 
 import hashlib
@@ -38,7 +39,8 @@ from stages.artifacts.record import FileEntry
 from stages.corpus import splits, tree
 from stages.corpus.formats import suffixes
 from stages.download import DownloadParams
-from stages.model.manifest import MANIFEST, ModelManifest, changed_file
+from stages.model.license import LICENSE, ModelLicense
+from stages.model.manifest import MANIFEST, ModelManifest, changed_file, verify_file
 from stages.organize import OrganizeParams, find_root
 from stages.training.environment import COMPILE_CACHE
 
@@ -341,7 +343,9 @@ def model(scratch: Path, notes: list[str]) -> dict[str, Path]:
             f"{MANIFEST} describes {name!r} at {manifest.model_revision!r}, params.yaml names it at "
             f"{params.model_revision!r}: `dvc repro download` first"
         )
-    directory = manifest.verify(contents=False)
+    directory, files = manifest.directory(), model_files(manifest)
+    for file, entry in files.items():
+        verify_file(directory / file, entry, contents=False)
     if manifest.commit is None:
         base = in_project(directory)
         if base is None:
@@ -352,11 +356,11 @@ def model(scratch: Path, notes: list[str]) -> dict[str, Path]:
                     "directory"
                 )
             notes.append(f"the model {name} is in {base} there: set model_name: {base}")
-        return {f"{base}/{file}": directory / file for file in manifest.files}
+        return {f"{base}/{file}": directory / file for file in files}
     # As the Hub's own cache: where there are no links, it has files in their places.
     cache = directory.parent.parent
     base = str(HF_HOME / "hub" / cache.name)
-    found = {f"{base}/snapshots/{manifest.commit}/{file}": (directory / file).resolve() for file in manifest.files}
+    found = {f"{base}/snapshots/{manifest.commit}/{file}": (directory / file).resolve() for file in files}
     listing = cache / "trees" / f"{manifest.commit}.json"  # which files the model has on the Hub
     if listing.is_file():
         found[f"{base}/trees/{listing.name}"] = listing
@@ -368,12 +372,17 @@ def model(scratch: Path, notes: list[str]) -> dict[str, Path]:
     return found
 
 
+def model_files(manifest: ModelManifest) -> dict[str, FileEntry]:
+    """The files of the model, and those that say its license."""
+    return manifest.files | (ModelLicense.read().files if LICENSE.is_file() else {})
+
+
 def verify_model(sources: dict[str, Path], entries: dict[str, FileEntry]) -> None:
     """Compare the files of the model that are carried with data/model.json."""
     if MANIFEST.is_file():
         manifest = ModelManifest.read()
         directory = manifest.directory()
-        wanted = {(directory / file).resolve(): entry for file, entry in manifest.files.items()}
+        wanted = {(directory / file).resolve(): entry for file, entry in model_files(manifest).items()}
         for path, source in sources.items():
             if wanted.get(source.resolve(), entries[path]) != entries[path]:
                 raise changed_file(source)

@@ -1,17 +1,18 @@
 """Turn the sharded checkpoint of a training into a Hugging Face model directory.
 
-Reads     outputs/<experiment_name>/run.json, the checkpoint it points to, data/model.json and the files it lists; for
-          the lineage data/splits/summary.json, data/extract.json and data/pack.json
+Reads     outputs/<experiment_name>/run.json, the checkpoint it points to, data/model.json, data/license.json and the
+          files that they list; for the lineage data/splits/summary.json, data/extract.json and data/pack.json
 Writes    outputs/<experiment_name>/model/: config, tokenizer, generation config, safetensors (with an index if there
-          are several), README.md (the model card), lineage.json
+          are several), README.md (the model card), the license of the source model, lineage.json
 Command   python -m stages.consolidate
 
 Every tensor is compared with the checkpoint's manifest and with the model that config.json describes, and the directory
-appears only when all files are written. Weights are stored in the dtype of the source model, or in `export_dtype`; tied
-weights are stored once.
+appears only when all files are written. Weights are stored as `save_pretrained` stores them, tied ones once and experts
+one by one, in the dtype of the source model or in `export_dtype`.
 """
 
 import json
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from pydantic import ByteSize, Field, PositiveInt
 from stages.artifacts import command, history, outputs, publish
 from stages.artifacts.dtypes import PRECISIONS
 from stages.artifacts.errors import StageError
-from stages.artifacts.model_files import CONFIG, GENERATION_CONFIG, LINEAGE, WEIGHTS_INDEX
+from stages.artifacts.model_files import CARD, CONFIG, GENERATION_CONFIG, LINEAGE, WEIGHTS_INDEX
 from stages.artifacts.origin import RECORDS, find_records
 from stages.artifacts.outputs import ExperimentName
 from stages.artifacts.params_file import load_params
@@ -33,15 +34,14 @@ from stages.checkpointing.pointer import RunPointer, resolve
 from stages.export import card
 from stages.export.provenance import Lineage, SourceModel
 from stages.model import headers
-from stages.model.manifest import MANIFEST, ModelManifest
-from stages.tokens.packed import find_encoder, fingerprint
+from stages.model.license import ModelLicense
+from stages.model.manifest import MANIFEST, ModelManifest, verify_file
+from stages.tokens.packed import METRICS, find_encoder, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from stages.export.stream import Digests, TensorSpec
-
-_CARD = "README.md"
 
 _OUTDATED_CONFIG_KEYS = {"torch_dtype", "_name_or_path"}
 """An older name of `dtype`, and where somebody's copy of the source model was."""
@@ -144,7 +144,9 @@ def export(
     manifest = layout.verify(checkpoint, names=[METADATA, history.HISTORY, SCHEDULER])
     # Not the old index: it would name the files of the source model's weights.
     copied = [file for file in model.files if file not in model.weights and file != WEIGHTS_INDEX]
-    source = model.verify(copied)
+    source, terms = model.verify(copied), ModelLicense.read()
+    for name in terms.texts():
+        verify_file(source / name, terms.files[name])
     reference = meta.build(source)
     tied = meta.tied_weights(reference)
     expected = {
@@ -167,8 +169,9 @@ def export(
     # The directory gets its final name after its last file, so a killed run leaves no model that looks finished.
     with publish.directory(target) as temporary:
         digests = stream.write_safetensors(
-            weights, expected, temporary, num_workers, check_digest, getattr(torch, dtype), params.max_shard_size
-        )
+            weights, expected, temporary, num_workers, check_digest, getattr(torch, dtype), params.max_shard_size,
+            parts=meta.stored_as(reference),
+        )  # fmt: skip
         others: dict[str, str] = {}
         if states:
             scheduler = torch.load(checkpoint / SCHEDULER, weights_only=True)
@@ -178,21 +181,21 @@ def export(
             ).files
         # Read the files back as the download stage would: the model can be the start of another training.
         meta.check_headers(reference, headers.read(temporary, list(digests.files)))
-        for file in copied:
+        for file in [*copied, *terms.texts()]:
             shutil.copyfile(source / file, temporary / file)  # the content: files in HF_HOME are links into its blobs
         _write_config(temporary / CONFIG, model.architecture, dtype)
         if GENERATION_CONFIG not in copied and reference.generation_config is not None:
             reference.generation_config.save_pretrained(temporary)
-        described = {*digests.files, *others, LINEAGE, _CARD}
+        described = {*digests.files, *others, LINEAGE, CARD}
         small = [path for path in temporary.iterdir() if path.name not in described]
         others |= {path.name: publish.sha256_file(path) for path in small}
-        lineage = _lineage(pointer, model, source, digests, dict(sorted(others.items())))
+        lineage = _lineage(pointer, checkpoint, model, source, digests, dict(sorted(others.items())))
         lineage.write(temporary / LINEAGE)  # over the copied file of that name, if the source model has one
-        loss = _last_validation_loss(checkpoint)
-        is_rounded = dtype != "float32"  # training updates weights in fp32
-        name, is_random = params.experiment_name, not model.weights
-        text = card.readme(name, lineage, model.architecture, is_random, loss, is_rounded)
-        publish.write_text(temporary / _CARD, text)
+        text = card.readme(
+            params.experiment_name, lineage, model.architecture, dtype, not model.weights,
+            card.Terms(terms.metadata, terms.problem, terms.texts()), _losses(checkpoint, lineage),
+        )  # fmt: skip
+        publish.write_text(temporary / CARD, text)
     return list(digests.files)
 
 
@@ -210,8 +213,9 @@ def _text(entry: TensorEntry | None) -> str:
 
 
 def _lineage(
-    pointer: RunPointer, model: ModelManifest, source: Path, digests: "Digests", files: dict[str, str]
-) -> Lineage:
+    pointer: RunPointer, checkpoint: Path, model: ModelManifest, source: Path, digests: "Digests",
+    files: dict[str, str],
+) -> Lineage:  # fmt: skip
     records = find_records(fingerprint(pointer.identity.data.train, pointer.identity.data.validation))
     return Lineage(
         run_id=pointer.run_id,
@@ -230,6 +234,7 @@ def _lineage(
         packages=pointer.packages,
         checkpoint=pointer.result_sha256,
         weights=digests.files,
+        history=history.digest(checkpoint / history.HISTORY, pointer.step),
         tensors=digests.tensors,
         encoder=find_encoder() if "pack" in records else None,
         files=files,
@@ -257,10 +262,16 @@ def _write_config(path: Path, architecture: str, dtype: str) -> None:
     publish.write_json(path, {**config, "architectures": [architecture], "dtype": dtype})
 
 
-def _last_validation_loss(checkpoint: Path) -> float | None:
-    # The checkpoint's own copy, which `layout.verify` has compared with the manifest.
-    _, losses = history.series(history.read(checkpoint / history.HISTORY), "validation_loss")
-    return losses[-1] if losses else None
+def _losses(checkpoint: Path, lineage: Lineage) -> card.Losses | None:
+    # The checkpoint's own copy of the history, which `layout.verify` has compared with the manifest.
+    losses = dict(zip(*history.series(history.read(checkpoint / history.HISTORY), "validation_loss"), strict=True))
+    loss = losses.get(lineage.step)  # of these weights, not of those of an earlier validation
+    if loss is None:
+        return None
+    # Only if data/pack.json is of these tokens.
+    part = publish.read_json(METRICS).get("validation", {}) if "pack" in lineage.origins else {}
+    bits = loss / math.log(2) * part["tokens"] / part["bytes"] if part.get("bytes") else None
+    return card.Losses(loss, bits)
 
 
 if __name__ == "__main__":

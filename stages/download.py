@@ -2,6 +2,7 @@
 
 Reads     a local directory, or a model of the Hugging Face Hub in HF_HOME (fetched where that lacks it)
 Writes    data/model.json: commit, size and SHA-256 of each file, what later stages need to know about the model
+          data/license.json: what its model card says of its license, and the files with the text of that
 Command   python -m stages.download
 
 The weights stay where they are. The headers of their files suffice to compare names, shapes and dtypes with the model
@@ -22,6 +23,7 @@ from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import FileEntry
 from stages.model import headers, hub, hub_cache
+from stages.model.license import ModelLicense
 from stages.model.manifest import MANIFEST, ModelManifest
 
 _OTHER_TOKENIZERS = ("*.model", "*.tiktoken", "vocab*", "merges.txt")
@@ -45,6 +47,8 @@ def main() -> None:
     command.parser(__doc__).parse_args()
     with publish.lock(MANIFEST):
         model = describe(load_params(DownloadParams))
+        terms = describe_license(model)
+        terms.write()
         model.write()
     origin = "a local directory" if model.commit is None else f"commit {model.commit}"
     weights = f"{model.dtype} weights in {len(model.weights)} files" if model.weights else "random weights"
@@ -52,6 +56,8 @@ def main() -> None:
         f"download: {model.model_name} ({origin}): {model.architecture}, {model.num_parameters:,} parameters, "
         f"{weights}, {sum(entry.size for entry in model.files.values()):,} bytes"
     )
+    if terms.problem:
+        print(f"download: the license of {model.model_name} is unknown: {terms.problem}")
     if model.commit is not None and hub_cache.listing(model.model_name, model.commit) is None:
         # Filled by an older tool, or copied without it. The Hub is not asked: the cache has all that must be there.
         print(
@@ -90,12 +96,22 @@ def describe(params: DownloadParams) -> ModelManifest:
         model_revision=params.model_revision,
         commit=source.commit,
         dtype=meta.dtype_name(model, stored),
-        files=_hash(params.model_name, source),
+        files=_hash(params.model_name, source, hub.model_files(source)),
         weights=source.weights,
         eos_token_id=_first(eos, getattr(config, "eos_token_id", None)),
         bos_token_id=_first(bos, getattr(config, "bos_token_id", None)),
         pad_token_id=_first(pad, getattr(config, "pad_token_id", None)),
     )
+
+
+def describe_license(model: ModelManifest) -> ModelLicense:
+    """Find what a model says about its license.
+
+    Raises:
+        StageError: a file is not what the Hub lists.
+    """
+    source = hub.ModelSource(model.directory(), model.commit, model.weights)
+    return ModelLicense.of(source.directory, _hash(model.model_name, source, hub.license_files(source)))
 
 
 def _special_tokens(model_name: str, directory: Path) -> tuple[int | None, int | None, int | None]:
@@ -129,9 +145,9 @@ def _first(token_id: int | None, configured: int | list[int] | None) -> int | No
     return configured[0] if isinstance(configured, list) else configured
 
 
-def _hash(model_name: str, source: hub.ModelSource) -> dict[str, FileEntry]:
-    """Hash all files that the model needs; those of the Hub must be what it lists."""
-    sizes = {name: (source.directory / name).stat().st_size for name in hub.model_files(source)}
+def _hash(model_name: str, source: hub.ModelSource, names: list[str]) -> dict[str, FileEntry]:
+    """Hash files of the model; those of the Hub must be what it lists."""
+    sizes = {name: (source.directory / name).stat().st_size for name in names}
     entries = {}
     with tqdm(total=sum(sizes.values()), desc="sha256", unit="B", unit_scale=True, disable=None) as progress:
         for name, size in sizes.items():

@@ -159,15 +159,19 @@ def evaluate(params: EvaluateParams) -> None:
 
 
 def read_verified_lineage(directory: Path) -> Lineage:
-    """The lineage of a model, after its weights have been compared with it.
+    """The lineage of a model, after the files of the model, the history and data/model.json were compared with it.
 
     Raises:
-        StageError: lineage.json or a weight file is missing or was changed.
+        StageError: one of these is missing or was changed.
     """
     lineage = Lineage.read(directory / LINEAGE)
-    for name, digest in lineage.weights.items():
+    for name, digest in {**lineage.weights, **lineage.files}.items():
         if not (directory / name).is_file() or publish.sha256_file(directory / name) != digest:
             raise StageError(f"{directory / name} is missing or was changed: run `dvc repro -f -s consolidate`")
+    if publish.sha256_file(MANIFEST) != lineage.model.manifest:
+        raise StageError(f"{MANIFEST} is not the one that {directory} was made with: run `dvc repro -f -s download`")
+    if lineage.history not in (None, history.digest(outputs.HISTORY, lineage.step)):
+        raise StageError(f"{outputs.HISTORY} is not that of {directory}: run `dvc repro -f -s train`")
     return lineage
 
 

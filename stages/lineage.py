@@ -35,7 +35,7 @@ from stages.artifacts import code, command, outputs, publish
 from stages.artifacts.dataset import Dataset
 from stages.artifacts.errors import StageError
 from stages.artifacts.identity import RunIdentity
-from stages.artifacts.model_files import LINEAGE
+from stages.artifacts.model_files import CARD, LINEAGE
 from stages.artifacts.origin import RECORDS
 from stages.artifacts.params_file import PARAMS_FILE, PIPELINE_FILE, load_params
 from stages.checkpointing import layout
@@ -54,7 +54,7 @@ _MODULES = {"train": "stages.launch"}
 """What runs a stage, where it is not the module of its name."""
 _MEASURED = {str(path) for path in (outputs.SPEED, outputs.TRAIN_METRICS, outputs.COST)}
 """Outs with durations, which differ between two runs of the same inputs, and which no digest covers."""
-_NOT_LISTED = {LINEAGE, "README.md"}
+_NOT_LISTED = {LINEAGE, CARD}
 """Files of a model directory without a digest: no program loads them."""
 _CHUNK_BYTES = 1 << 20
 _LISTED = 5

@@ -30,7 +30,7 @@ STAGES = {
     "organize": Stage(["organize"], ["data/splits"]),
     "materialize": Stage(["organize", "--materialize", "copy"], ["data/materialized"]),
     "extract": Stage(["extract"], ["data/corpus", "data/extract.json"]),
-    "download": Stage(["download"], ["data/model.json"]),
+    "download": Stage(["download"], ["data/license.json", "data/model.json"]),
     "pack": Stage(["pack"], ["data/tokens", "data/pack.json"]),
     "plan": Stage(["plan"], ["outputs/plan.json", "outputs/rows.txt"]),
     "train": Stage(

@@ -64,7 +64,7 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
 MIXTRAL = transformers.MixtralConfig(
     **_SMALL, num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.5, output_router_logits=True
 )
-"""A mixture of experts, which starts from random weights: its files have the experts one by one."""
+"""A mixture of experts: its files have the experts one by one."""
 
 
 def manifest_of(directory: Path, with_weights: bool) -> ModelManifest:

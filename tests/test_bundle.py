@@ -22,6 +22,7 @@ from scripts import bundle, unbundle
 from stages.artifacts import publish
 from stages.artifacts.errors import StageError
 from stages.corpus import tree
+from stages.model.license import ModelLicense
 from stages.model.manifest import ModelManifest
 from tests.project import REPO, flip_bit
 
@@ -609,7 +610,8 @@ MANIFEST = ModelManifest(
 
 def use_model(project: Path, directory: Path, **fields: str | None) -> None:
     """Let params.yaml and data/model.json name a model in a directory."""
-    write({"config.json": "{}", "model.safetensors": "weights"}, directory)
+    write({"config.json": "{}", "model.safetensors": "weights", "LICENSE": "text"}, directory)
+    ModelLicense({}, None, {"LICENSE": bundle.FileEntry.of(directory / "LICENSE")}).write()
     files = {name: bundle.FileEntry.of(directory / name) for name in ("config.json", "model.safetensors")}
     manifest = bundle.ModelManifest(**{**vars(MANIFEST), "files": files, **fields})
     manifest.write()
@@ -632,6 +634,7 @@ def test_a_model_of_the_hub_is_found_there_as_in_its_cache(
 
     found = snapshot_download("acme/model", cache_dir=target / bundle.HF_HOME / "hub", local_files_only=True)
     assert (Path(found) / "model.safetensors").read_text() == "weights"
+    assert (Path(found) / "LICENSE").read_text() == "text"
     (snapshot / "model.safetensors").write_text("changed")
     with pytest.raises(StageError, match=r"model\.safetensors was changed since the download"):
         make()
@@ -643,6 +646,7 @@ def test_a_model_elsewhere_on_this_machine_is_below_models_there(
     use_model(project, tmp_path / "mine", model_name=str(tmp_path / "mine"), commit=None)
     unbundle.unbundle(make(), tmp_path / "target")
     assert (tmp_path / "target/models/mine/model.safetensors").read_text() == "weights"
+    assert (tmp_path / "target/models/mine/LICENSE").read_text() == "text"
     assert "is in models/mine there: set model_name: models/mine" in capsys.readouterr().out
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -34,7 +35,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from stages import consolidate, download
 from stages.artifacts import publish
@@ -59,6 +70,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama-untied": LlamaConfig(**SIZES, **LAYERS, tie_word_embeddings=False),
     "gpt2": GPT2Config(**SIZES, n_embd=16, n_layer=2, n_head=2, n_positions=32),
     "qwen3": Qwen3Config(**SIZES, **LAYERS, num_key_value_heads=1, head_dim=8),
+    "gemma": GemmaConfig(**SIZES, **LAYERS, num_key_value_heads=1, head_dim=8),
+    "gemma3": Gemma3TextConfig(**SIZES, **LAYERS, num_key_value_heads=1, head_dim=8, sliding_window=4),
+    "mixtral": MixtralConfig(**SIZES, **LAYERS, num_key_value_heads=1, num_local_experts=3),
 }
 
 
@@ -86,6 +100,7 @@ def make_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, pre
 def write_model_manifest() -> ModelManifest:
     params = download.DownloadParams(model_name="models/tiny", model_revision="main", initial_weights="auto")
     manifest = download.describe(params)
+    download.describe_license(manifest).write()
     manifest.write()
     return manifest
 
@@ -173,9 +188,9 @@ def test_values_dtypes_and_size_are_those_of_save_pretrained(name: str, dtype: t
     make_checkpoint(tensors)
     consolidate.main()
 
-    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    reference.load_state_dict(tensors, strict=False)
-    reference.to(dtype).save_pretrained("reference")
+    live = AutoModelForCausalLM.from_config(config, dtype=dtype)  # not `.to(dtype)`, which would round buffers, too
+    live.load_state_dict({key: tensor.to(dtype) for key, tensor in tensors.items()}, strict=False)
+    live.save_pretrained("reference")
     expected = load_file("reference/model.safetensors")
     found = exported_tensors()
     assert found.keys() == expected.keys()
@@ -191,8 +206,8 @@ def test_values_dtypes_and_size_are_those_of_save_pretrained(name: str, dtype: t
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert loaded.dtype == dtype
     input_ids = torch.arange(8)[None]
-    same = AutoModelForCausalLM.from_pretrained("reference", local_files_only=True)
-    assert torch.equal(loaded(input_ids).logits, same(input_ids).logits)
+    with torch.inference_mode():
+        assert torch.equal(loaded(input_ids).logits, live.eval()(input_ids).logits)
     assert AutoTokenizer.from_pretrained("outputs/exp/model", local_files_only=True)("a b")["input_ids"] == [1, 2]
 
 
@@ -536,22 +551,121 @@ def test_the_same_checkpoint_gives_the_same_bytes() -> None:
     assert lineage["weights"] == {"model.safetensors": publish.sha256_file(target / "model.safetensors")}
     assert (lineage["run_id"], lineage["step"], lineage["model"]["name"]) == ("run", 3, "models/tiny")
 
-    from huggingface_hub import ModelCard
 
-    readme = ModelCard(first["README.md"].decode())
-    assert readme.data.eval_results is not None
-    assert readme.data.eval_results[0].metric_value == 2.25
-    assert "trained for 3 steps from random weights" in readme.text
+def card_of(text: str) -> ModelCard:
+    """The card as the library of the Hub reads it; what it writes is the same."""
+    found = ModelCard(text)
+    again = ModelCard(str(found))
+    assert found.data.to_dict() == again.data.to_dict()
+    return found
 
-    # Rounded weights have another loss, which is measured later.
+
+def test_the_card_has_the_evaluation_of_this_very_step() -> None:
+    config = CONFIGS["llama-tied"]
+    make_model(config, pretrained=False)
+    checkpoint = make_checkpoint(trained_tensors(config))
+    target = Path("outputs/exp/model")
+    consolidate.main()
+    found = card_of((target / "README.md").read_text())
+    metrics = {result.metric_type: result.metric_value for result in found.data.eval_results or []}
+    assert metrics == {"loss": 2.25, "perplexity": pytest.approx(math.exp(2.25))}
+    assert "trained for 3 steps from random weights" in found.text
+    assert "rounded" not in str(found)
+
+    # With the bytes of the text there are bits per byte; of other tokens they are unknown.
+    part = {"tokens": 12, "bytes": 48}
+    for tokens, expected in ((fingerprint("t", "v"), 2.25 / math.log(2) / 4), ("other", None)):
+        record = {"fingerprint": tokens, "validation": part, "origin": {"params": {}, "packages": {}}}
+        publish.write_json(RECORDS["pack"], record)
+        consolidate.main()
+        found = card_of((target / "README.md").read_text())
+        metrics = {result.metric_type: result.metric_value for result in found.data.eval_results or []}
+        assert metrics.get("bits_per_byte") == (expected and pytest.approx(expected))
+
     Path("params.yaml").write_text(PARAMS.replace("null", "bf16"))
     consolidate.main()
-    text = (target / "README.md").read_text()
-    assert "measured by `evaluate`" in text
-    assert "2.25" not in text
-    for is_rounded in (False, True):  # without held-out rows
-        text = card.readme("exp", Lineage.read(target / "lineage.json"), "LlamaForCausalLM", True, None, is_rounded)
-        assert "Loss on the held-out splits: not measured." in text
+    found = card_of((target / "README.md").read_text())
+    assert found.data.eval_results is not None
+    assert found.data.eval_results[0].metric_value == 2.25
+    assert "before the weights were rounded to bfloat16" in (found.data.eval_results[0].metric_name or "")
+    assert "On held-out text, before the weights were rounded to bfloat16:" in found.text
+
+    # The last validation was before this step: its loss is that of other weights.
+    (checkpoint / "history.tsv").write_text("step\tvalidation_loss\n0\t4.5\n2\t2.25\n")
+    write_manifest(checkpoint, trained_tensors(config))
+    consolidate.main()
+    found = card_of((target / "README.md").read_text())
+    assert found.data.eval_results is None
+    assert "was not measured at step 3" in found.text
+
+
+@pytest.mark.parametrize("loss", [800.0, math.inf, math.nan])
+def test_only_finite_numbers_are_metrics(loss: float) -> None:
+    assert card.Losses(loss, loss).metrics().keys() == ({"loss", "bits_per_byte"} if loss == 800 else set())
+
+
+def test_the_license_of_the_source_model_is_carried_on() -> None:
+    config = CONFIGS["llama-tied"]
+    front = "license: other\nlicense_name: tiny\nlicense_link: LICENSE.md\nlanguage: [en]\nbase_model: a/b\n"
+    make_model(config)
+    Path("models/tiny/README.md").write_text(f"---\n{front}---\n# Tiny\n")
+    Path("models/tiny/LICENSE.md").write_text("All of it.")
+    tensors = trained_tensors(config)
+    make_checkpoint(tensors)
+    target = Path("outputs/exp/model")
+    for generation in range(2):
+        write_model_manifest()
+        finish(tensors)
+        consolidate.main()
+        found = card_of((target / "README.md").read_text())
+        license_of = (found.data.license, found.data.license_name, found.data.license_link)
+        assert license_of == ("other", "tiny", "LICENSE.md")
+        assert found.data.language == ["en"]
+        # Of a directory, the Hub has no page; what that was made from here, it has.
+        assert found.data.base_model == (None if generation == 0 else "a/b")
+        assert "is `tiny` (LICENSE.md). Its text is in `LICENSE.md`." in found.text
+        assert (target / "LICENSE.md").read_text() == "All of it."
+        assert Lineage.read(target / "lineage.json").files["LICENSE.md"] == publish.sha256_file(target / "LICENSE.md")
+        if generation == 0:  # its weights are the start of another training
+            text = (target / "README.md").read_text().replace("language:", "base_model: a/b\nlanguage:")
+            shutil.rmtree("models/tiny")
+            shutil.copytree(target, "models/tiny")
+            Path("models/tiny/README.md").write_text(text)
+
+    path = Path("models/tiny/LICENSE.md")
+    path.write_text("None of it")
+    shutil.rmtree(target)
+    assert_refused("LICENSE.md was changed since the download")
+    path.unlink()
+    assert_refused("LICENSE.md is missing")
+
+
+def test_the_license_of_a_config_is_not_that_of_random_weights() -> None:
+    config = CONFIGS["llama-tied"]
+    make_model(config, pretrained=False)
+    Path("models/tiny/README.md").write_text("---\nlicense: apache-2.0\nlanguage: en\n---\n")
+    write_model_manifest()
+    make_checkpoint(trained_tensors(config))
+    consolidate.main()
+    found = card_of(Path("outputs/exp/model/README.md").read_text())
+    assert (found.data.license, found.data.language, found.data.base_model) == ("unknown", None, None)
+    assert "Config and tokenizer have a license of their own. That of `models/tiny` is `apache-2.0`." in found.text
+
+
+def test_the_card_names_the_base_model_on_the_hub() -> None:
+    config = CONFIGS["llama-tied"]
+    make_model(config)
+    make_checkpoint(trained_tensors(config))
+    consolidate.main()
+    lineage = Lineage.read(Path("outputs/exp/model/lineage.json"))
+    source = dataclasses.replace(lineage.model, name="owner/base", commit="c" * 40)
+    lineage = dataclasses.replace(lineage, model=source)
+    terms = card.Terms({"license": "mit", "language": "en"}, None, [])
+    for is_random, expected in ((False, ("owner/base", "finetune")), (True, (None, None))):
+        text = card.readme("exp", lineage, "LlamaForCausalLM", "float32", is_random, terms, None)
+        data = card_of(text).data
+        assert (data.base_model, data.get("base_model_relation")) == expected
+        assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
 
 
 def test_the_lineage_contains_the_lineage_of_the_initial_model() -> None:
@@ -657,6 +771,36 @@ consolidate.main()
     assert not Path("outputs/exp/model").exists()
     consolidate.main()
     assert not list(Path("outputs/exp").glob("model.*"))
+    assert exported_tensors().keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("kind", ["limit", "torch"])
+def test_too_little_memory_is_one_message_and_publishes_nothing(kind: str) -> None:
+    config = CONFIGS["llama-tied"]
+    make_model(config)
+    tensors = trained_tensors(config)
+    make_checkpoint(tensors)
+    refused = {"limit": "limit()", "torch": "torch.empty(1 << 50)"}[kind]
+    script = f"""
+import resource
+import torch
+from stages import consolidate
+from stages.artifacts import command
+from stages.export import stream
+def limit():  # as `ulimit -v`, but of what the interpreter and the libraries leave
+    size = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))
+    resource.setrlimit(resource.RLIMIT_AS, (size + 1000 << 10,) * 2)
+write = stream.write_safetensors
+stream.write_safetensors = lambda *args, **options: ({refused}, write(*args, **options))[1]
+command.run(consolidate.main)
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(REPO)}, capture_output=True, text=True
+    )
+    assert process.returncode == 2
+    assert process.stderr == "error: memory ran out: lower runtime.num_workers or raise its limit, and run again\n"
+    assert sorted(path.name for path in Path("outputs/exp").iterdir()) == [".model.lock", "checkpoints", "run.json"]
+    consolidate.main()
     assert exported_tensors().keys() == tensors.keys()
 
 

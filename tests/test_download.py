@@ -1,5 +1,6 @@
 """Finding and checking a model: from a directory or the cache, without a socket, or with a clear error."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -23,8 +24,10 @@ from stages import download
 from stages.artifacts import publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import WEIGHTS, WEIGHTS_INDEX
+from stages.artifacts.record import FileEntry
 from stages.download import DownloadParams
 from stages.model import headers, hub, hub_cache, meta
+from stages.model.license import ModelLicense
 from stages.model.manifest import MANIFEST, ModelManifest
 from tests import hub_server
 from tests.hub_server import TOKEN, Hub
@@ -433,7 +436,7 @@ def test_tensors_are_found_under_the_names_of_older_checkpoints() -> None:
     save_file({**old, "h.0.attn.bias": torch.ones(1, 1, 32, 32)}, path, {"format": "pt"})
     describe()
     found = meta.check_headers(meta.build(Path("model")), headers.read(Path("model"), files=[WEIGHTS]))
-    assert found["transformer.wte.weight"].key == "wte.weight"
+    assert [part.key for part in found["transformer.wte.weight"]] == ["wte.weight"]
     assert "lm_head.weight" not in found
 
 
@@ -453,11 +456,24 @@ def test_a_tied_parameter_stored_twice_must_be_the_same() -> None:
     describe()
 
 
-def test_experts_stored_one_by_one_are_refused_with_the_reason() -> None:
-    write_model(Path("model"), MixtralConfig(**SIZES, **LAYERS, num_key_value_heads=1, num_local_experts=2))
-    with pytest.raises(StageError, match="experts one by one"):
-        describe()
-    assert describe(initial_weights="random").layer_classes == ["MixtralDecoderLayer"]
+def test_experts_that_are_stored_one_by_one_are_the_parts_of_a_parameter() -> None:
+    config = MixtralConfig(**SIZES, **LAYERS, num_key_value_heads=1, num_local_experts=2)
+    write_model(Path("model"), config, max_shard_size="1GB")
+    assert describe().layer_classes == ["MixtralDecoderLayer"]
+    model, stored = meta.build(Path("model")), headers.read(Path("model"), files=[WEIGHTS])
+    found = meta.check_headers(model, stored)
+    expert = "model.layers.1.block_sparse_moe.experts.{}.weight"
+    keys = [part.key for part in found["model.layers.1.mlp.experts.gate_up_proj"]]
+    assert keys == [expert.format(part) for part in ("0.w1", "0.w3", "1.w1", "1.w3")]
+    lacking = {key: tensor for key, tensor in stored.items() if key != keys[2]}
+    with pytest.raises(StageError, match=f"1 missing in the safetensors files:\n  {keys[2]}$"):
+        meta.check_headers(model, lacking)
+    other = dataclasses.replace(stored[keys[0]], key=expert.format("2.w1"))
+    with pytest.raises(StageError, match=f"1 not expected by the model:\n  {other.key}$"):
+        meta.check_headers(model, {**stored, other.key: other})
+    narrow = dataclasses.replace(stored[keys[0]], shape=(24, 15))
+    with pytest.raises(StageError, match=rf"1 of another shape:\n  {keys[0]} is \[24, 15\] in .* for \[24, 16\]$"):
+        meta.check_headers(model, {**stored, narrow.key: narrow})
 
 
 @pytest.mark.parametrize("where", ["directory", "cache"])
@@ -628,7 +644,8 @@ def test_an_empty_cache_is_filled_with_what_is_needed(served: Hub, monkeypatch: 
     found = describe(HUB_ID)
     assert found.commit == hub_server.COMMIT
     needed = {path.name for path in Path("source").iterdir()}
-    assert served.fetched() == set(found.files) == needed
+    assert set(found.files) == needed
+    assert served.fetched() == {*needed, "README.md"}
     for name in needed:
         assert (found.directory() / name).read_bytes() == Path("source", name).read_bytes()
     assert not any("xet" in request.path for request in served.requests)
@@ -870,7 +887,7 @@ def test_an_interrupted_copy_is_no_file_of_the_model(served: Hub, monkeypatch: p
         assert list(hub_cache.snapshot(HUB_ID, hub_server.COMMIT).iterdir()) == []
     for path in resolve().iterdir():
         assert not path.is_symlink()
-        assert path.read_bytes() == Path("source", path.name).read_bytes()
+        assert path.read_bytes() == served.models[HUB_ID][path.name]
 
 
 def test_a_gated_model_is_fetched_with_the_token(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1067,3 +1084,87 @@ def test_the_stage_fills_an_empty_cache_and_then_needs_no_network(served: Hub, t
         env["HF_HUB_OFFLINE"] = "1"
         subprocess.run(["unshare", "-rn", *stage], env=env, check=True)
         assert MANIFEST.read_bytes() == manifest
+
+
+def license_of(card: bytes) -> ModelLicense:
+    Path("model").mkdir()
+    Path("model/README.md").write_bytes(card)
+    return ModelLicense.of(Path("model"), {"README.md": FileEntry.of(Path("model/README.md"))})
+
+
+def test_the_license_is_in_the_metadata_of_the_model_card() -> None:
+    write_model(Path("model"), max_shard_size="1GB")
+    texts = {"LICENSE.md": "all", "Notice": "of", "USE_POLICY.txt": "it", "licenses.py": "", "README.md": "---\n"}
+    texts["README.md"] += (
+        "license: other\nlicense_name: tiny\nlicense_link: LICENSE.md\nlanguage: [en, de]\n---\n# Tiny"
+    )
+    for name, text in texts.items():
+        Path("model", name).write_text(text)
+    model = describe()
+    found = download.describe_license(model)
+    assert found.problem is None
+    assert found.metadata == {
+        "license": "other", "license_name": "tiny", "license_link": "LICENSE.md", "language": ["en", "de"]
+    }  # fmt: skip
+    assert list(found.files) == ["LICENSE.md", "Notice", "README.md", "USE_POLICY.txt"]
+    assert not {*found.files} & {*model.files}  # another license is no other model: nothing is trained again
+    assert ModelLicense.of(Path("model"), {}).problem == "there is no README.md beside its config"
+
+
+@pytest.mark.parametrize(
+    ("card", "problem"),
+    [
+        (b"", "no metadata in the first 64 KiB"),
+        (b"# Title\n---\nlicense: mit\n---\n", "no metadata"),
+        (b"---\nlicense: mit\n" + b"#" * (1 << 16) + b"\n---\n", "no metadata"),
+        (b"---\n\xff\n---\n", "not valid YAML"),
+        (b"---\n[\n---\n", "not valid YAML"),
+        (b"---\n" + b"[" * 60_000 + b"\n---\n", "not valid YAML"),
+        (b'---\nlicense: "\\UFFFFFFFF"\n---\n', "not valid YAML"),
+        (b"---\nlicense: &a [*a, *a]\n---\n", "does not name it"),
+        (b"---\na: &a [x, x]\nb: &b [*a, *a]\nlicense: {? *b : *b}\n---\n", "does not name it"),
+        (b"---\n- license\n---\n", "does not name it"),
+        (b"---\nlicense: no\n---\n", "does not name it"),
+        (b"---\nlicense: unknown\n---\n", "does not name it"),
+        (b'---\nlicense: "mit`\\n# x"\n---\n', "does not name it"),
+        (b"---\n!!python/object/apply:os.abort : 1\nlicense: !!python/object/apply:os.abort []\n---\n", "not name it"),
+    ],
+)
+def test_a_card_that_is_damaged_is_an_unknown_license(card: bytes, problem: str) -> None:
+    found = license_of(card)
+    assert problem in (found.problem or "")
+    assert found.metadata.get("license", "unknown") == "unknown"
+
+
+def test_metadata_that_grows_when_it_is_read_is_not_expanded() -> None:
+    lists = "\n".join(f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(20))
+    start = time.monotonic()
+    found = license_of(f"---\na: &a [x]\n{lists}\nlicense: *u\nlanguage: *t\n---\n".encode())
+    assert time.monotonic() - start < 5
+    assert found.metadata == {}
+
+
+def test_the_license_of_a_model_of_the_hub_comes_with_the_model(
+    served: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.models[HUB_ID] |= {"README.md": b"---\nlicense: mit\n---\n", "LICENSE": b"all of it"}
+    Path("params.yaml").write_text(f"model_name: {HUB_ID}\nmodel_revision: main\ninitial_weights: auto\n")
+    monkeypatch.setattr(sys, "argv", ["download"])
+    download.main()
+    found = ModelLicense.read()
+    assert (found.metadata, found.problem) == ({"license": "mit"}, None)
+    assert found.texts() == ["LICENSE"]
+    snapshot = hub_cache.snapshot(HUB_ID, hub_server.COMMIT)
+    (snapshot / "README.md").resolve().write_text("---\nlicense: cc0-1.0\n---\n")
+    with pytest.raises(StageError, match=r"README\.md .*is damaged|is damaged: it is README\.md"):
+        download.main()
+
+    # A cache that has all but these is complete: nothing is asked for.
+    for name in ("README.md", "LICENSE"):
+        (snapshot / name).unlink()
+    served.requests.clear()
+    capsys.readouterr()
+    download.main()
+    assert served.requests == []
+    assert f"the license of {HUB_ID} is unknown: there is no README.md" in capsys.readouterr().out
+    assert ModelLicense.read().files == {}

@@ -27,6 +27,7 @@ from stages.artifacts.identity import TokenFingerprints
 from stages.artifacts.params_file import load_params
 from stages.export import generation, report
 from stages.export.provenance import Lineage, SourceModel
+from stages.model.manifest import MANIFEST
 from stages.tokens.loss import LossHead
 from stages.tokens.packed import VALIDATION
 from tests.models import write_tokenizer
@@ -59,7 +60,9 @@ def project(empty_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run_id="0123",
         step=3,
         adopted=None,
-        model=SourceModel(name="<tiny & small>", revision="main", commit=None, manifest="m", lineage=None),
+        model=SourceModel(
+            name="<tiny & small>", revision="main", commit=None, manifest=publish.sha256_file(MANIFEST), lineage=None
+        ),
         data=TokenFingerprints(train="t", validation="v"),
         params={},
         code="c",

@@ -169,6 +169,10 @@ def test_an_edited_lineage_does_not_fit_itself(project: Project) -> None:
     content = json.loads((MODEL / "lineage.json").read_text())
     content["params"]["lr"] = 1.0
     (MODEL / "lineage.json").write_text(json.dumps(content))
+    with pytest.raises(StageError, match=r"lineage\.json was changed since it was written"):
+        differing()
+    del content["sealed"]
+    (MODEL / "lineage.json").write_text(json.dumps(content))
     assert differing() == ["run_id of parameters, data, model and code", "parameters of train in params.yaml"]
     content["params"] = {}
     (MODEL / "lineage.json").write_text(json.dumps(content))

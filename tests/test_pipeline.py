@@ -2,14 +2,16 @@
 
 import ast
 import contextlib
+import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,12 @@ from dvc.utils.hydra import apply_overrides
 from pydantic import TypeAdapter, ValidationError
 
 from scripts import deps, diagram
+from stages import consolidate, evaluate, pack
 from stages.artifacts import code, outputs, publish
+from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import leaves
 from tests.pipeline import DATA_STAGES, STAGES, ran
-from tests.project import REPO, Project, ranks_of, wait_for
+from tests.project import REPO, Project, flip_bit, ranks_of, wait_for
 from tests.trainings import steps, weights
 
 PIPELINE = yaml.safe_load((REPO / "dvc.yaml").read_text())
@@ -468,3 +472,50 @@ def test_a_model_that_is_not_cached_is_a_clear_error_without_a_network(reproduce
     assert "someone/nano" in output
     assert "HF_HOME" in output
     assert "Traceback" not in output
+
+
+def test_39_what_dvc_restores_from_a_damaged_cache_is_refused(
+    reproduced: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DVC does not read again what has the size and the time that it knows."""
+    model = "outputs/test/model"
+    read_by: dict[str, list[Callable[[], object]]] = {
+        "data/model.json": [consolidate.main, evaluate.main],
+        "data/license.json": [consolidate.main],
+        "outputs/test/run.json": [consolidate.main],
+        **{f"{model}/{path.name}": [evaluate.main] for path in (reproduced / model).iterdir()},
+        "outputs/history.tsv": [evaluate.main],
+        "data/tokens/validation/data-00000-of-00001.arrow": [evaluate.main],
+        "data/corpus/data-00000-of-00004.arrow": [pack.main],
+    }
+    del read_by[f"{model}/README.md"]  # for people
+    good: dict[str, bytes] = {}
+    for name in read_by:
+        good[name] = (reproduced / name).read_bytes()
+        digest = hashlib.md5(good[name], usedforsecurity=False).hexdigest()
+        damaged = reproduced / f".dvc/cache/files/md5/{digest[:2]}/{digest[2:]}"
+        before = damaged.stat()
+        damaged.chmod(0o644)
+        middle = len(good[name]) // 2
+        digits = (found.start() for found in re.finditer(rb"[0-9]", good[name]))
+        flip_bit(damaged, min(digits, key=lambda place: abs(place - middle)))  # 4 becomes 5: it can still be read
+        os.utime(damaged, ns=(before.st_atime_ns, before.st_mtime_ns))
+        (reproduced / name).unlink()
+    reproduced.run("dvc", "checkout")
+    output = reproduced.run("dvc", "repro", "-f", "-s", "evaluate", status=255)
+    assert f"error: {model}/" in output
+    assert "was changed" in output
+
+    monkeypatch.chdir(reproduced.path)
+    monkeypatch.setattr(sys, "argv", ["stage"])
+    bad = {name: Path(name).read_bytes() for name in good}
+    assert not [name for name in good if good[name] == bad[name]]
+    for name, content in good.items():
+        Path(name).write_bytes(content)
+    for name, stages in read_by.items():
+        Path(name).write_bytes(bad[name])
+        for stage in stages:
+            with pytest.raises(StageError, match=f"{name}|manifest.json is not the one that {name}"):
+                stage()
+        Path(name).write_bytes(good[name])
+    assert not Path("outputs/metrics.json").exists()  # DVC deletes what a stage is to write

@@ -45,7 +45,7 @@ from stages.training.schedule import lr_ratio
 from stages.training.state import ScalerState
 from stages.training.step import StepResult, UnreadStep, train_step
 from stages.training.timers import Timers
-from tests.models import CONFIGS, CountedGraphs, full_value, manifest_of
+from tests.models import CONFIGS, MIXTRAL, CountedGraphs, full_value, manifest_of
 from tests.project import REPO
 from tests.trainings import checkpoint_manifest, train_state
 
@@ -223,7 +223,7 @@ def every_model(directory: Path, params: TrainParams) -> dict[str, Any]:
     """What differs from `from_pretrained`, and how many bytes of the weights this rank read."""
     results = {}
     opened = sharded_model.safe_open
-    for name in CONFIGS:
+    for name in (*CONFIGS, "mixtral"):
         read = 0
 
         class Reader:
@@ -319,7 +319,7 @@ def results(params: TrainParams, tmp_path_factory: pytest.TempPathFactory) -> li
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None,
     )  # fmt: skip
-    for name, config in {**CONFIGS, "wide": wide}.items():
+    for name, config in {**CONFIGS, "mixtral": MIXTRAL, "wide": wide}.items():
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory / name)
     with socket.socket() as probe:
@@ -397,7 +397,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(results: list[dict[str, 
             assert {value.item() for key, value in tensors.items() if key.endswith(" step")} == {1.0}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "mixtral"])
 def test_each_rank_reads_only_its_own_rows_of_any_model(results: list[dict[str, Any]], name: str) -> None:
     for rank in results:
         found = rank["every_model"][name]

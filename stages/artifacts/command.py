@@ -12,6 +12,8 @@ from stages.artifacts.errors import StageError, describe
 USER_ERROR = 2
 """Exit status after a `StageError`."""
 
+_REFUSED = ("can't start new thread", "can't allocate memory")
+
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """An argument parser whose help is the docstring `doc` of the stage's module."""
@@ -52,7 +54,9 @@ def run(main: Callable[[], None], after_interrupt: str = "run it again") -> None
                 sys.exit(_fail(str(error)))
             if isinstance(error, OSError):  # a full disk, a missing permission: the user's to fix, like a StageError
                 sys.exit(_fail(describe(error)))
-            if isinstance(error, MemoryError):
+            # Of Python and of torch, which have no class of their own for it.
+            is_refused = isinstance(error, RuntimeError) and any(text in str(error) for text in _REFUSED)
+            if isinstance(error, MemoryError) or is_refused:
                 sys.exit(_fail("memory ran out: lower runtime.num_workers or raise its limit, and run again"))
             raise
 

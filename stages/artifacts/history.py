@@ -6,6 +6,7 @@ speed.tsv      a row every `log_freq` steps: time and memory
 """
 
 import csv
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,3 +93,14 @@ def series(rows: list[Row], name: str) -> tuple[list[float], list[float]]:
     """The steps at which a column has a value, and the values."""
     points = [(row["step"] or 0.0, value) for row in rows if (value := row.get(name)) is not None]
     return [step for step, _ in points], [value for _, value in points]
+
+
+def digest(path: Path, last_step: int) -> str:
+    """The SHA-256 of a file that `read` reads, up to a step: that of the checkpoint of the step.
+
+    Raises:
+        StageError: the file is missing or damaged.
+    """
+    num_rows = sum((row["step"] or 0) <= last_step for row in read(path))
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return hashlib.sha256("\n".join(lines[: num_rows + 1]).encode()).hexdigest()

@@ -76,6 +76,6 @@ def resolve(experiment_name: str) -> tuple[RunPointer, Path]:
         )
     # A run that was started over (resume=never) has other checkpoints under the same names; on a GPU not even the
     # weights need to be the same to the bit.
-    if CheckpointManifest.read(checkpoint).result_sha256 != pointer.result_sha256:
+    if RunPointer.to(checkpoint) != pointer:
         raise StageError(f"{checkpoint / MANIFEST} is not the one that {path} names: run `{_TRAIN_AGAIN}`")
     return pointer, checkpoint

@@ -1,5 +1,11 @@
-"""The model card: README.md of a consolidated model, for the Hub and for people."""
+"""The model card: README.md of a consolidated model, for the Hub and for people.
 
+https://huggingface.co/docs/hub/model-cards describes the metadata at its beginning.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -8,8 +14,39 @@ if TYPE_CHECKING:
     from stages.export.provenance import Lineage
 
 
+@dataclass(frozen=True)
+class Terms:
+    """What the model that the run started from says of its license."""
+
+    metadata: Mapping[str, str | list[str]]
+    """Of its card: license, license_name, license_link, language, base_model."""
+    problem: str | None
+    """Why its license is unknown."""
+    files: Sequence[str]
+    """Its license's texts, which are beside this card."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What the training measured at the exported step, on held-out rows."""
+
+    loss: float
+    """Nats per token."""
+    bits_per_byte: float | None
+    """None: it is not known how many bytes the text has."""
+
+    def metrics(self) -> dict[str, tuple[str, float]]:
+        """For each type of metric on the Hub a name for people and the value."""
+        found = {"loss": ("validation loss in nats per token", self.loss)}
+        if self.loss < math.log(1e6):  # beyond, it is only a large number
+            found["perplexity"] = ("perplexity per token", math.exp(self.loss))
+        if self.bits_per_byte is not None:
+            found["bits_per_byte"] = ("bits per byte", self.bits_per_byte)
+        return {kind: metric for kind, metric in found.items() if math.isfinite(metric[1])}
+
+
 def readme(
-    name: str, lineage: "Lineage", architecture: str, is_random: bool, validation_loss: float | None, is_rounded: bool
+    name: str, lineage: "Lineage", architecture: str, dtype: str, is_random: bool, terms: Terms, losses: Losses | None
 ) -> str:
     """The model card: metadata that the Hub reads, then text for people.
 
@@ -17,41 +54,23 @@ def readme(
         name: Of the experiment.
         lineage: Of the model.
         architecture: Class in transformers.
+        dtype: PyTorch's name of the dtype of the weights.
         is_random: Whether the run started from random weights.
-        validation_loss: Of these very weights, in nats per token; None where it is not known yet.
+        terms: Of the model that the run started from: the license of the weights, or, if they began as random ones, of
+            config and tokenizer.
+        losses: Of the weights before they were rounded to `dtype`; None: there are none of this step.
     """
-    model, data = lineage.model, lineage.data
-    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": "unknown"}
-    if model.commit:  # the Hub links to `base_model`, which a local directory is not
-        metadata["base_model"] = model.name
-    is_known = validation_loss is not None and not is_rounded
-    if is_known:  # the Hub shows this entry as the model's evaluation
-        result = {
-            "task": {"type": "text-generation"},
-            "dataset": {"name": "held-out splits of the corpus", "type": "text", "revision": data.validation},
-            "metrics": [{"type": "loss", "name": "validation loss", "value": validation_loss}],
-        }
-        metadata["model-index"] = [{"name": name, "results": [result]}]
-    origin = f"`{model.name}`" + (f" at commit `{model.commit}`" if model.commit else "")
-    if model.lineage:
-        origin += f", the result of run `{model.lineage.run_id}`"
+    # sort_keys=False keeps the order. No date: the same training gives the same bytes.
+    metadata = yaml.safe_dump(_metadata(name, lineage, dtype, is_random, terms, losses), sort_keys=False)
+    source, data = _source(lineage), lineage.data
     start = "random weights, with the config and tokenizer of" if is_random else "the weights of"
-    eval_rows = lineage.params.get("eval_rows")
-    if validation_loss is None:
-        loss = "not measured"
-    elif is_rounded:
-        loss = "measured by `evaluate`, because the export rounds the weights"
-    else:
-        loss = f"{validation_loss:.4f} nats per token" + (f", on up to {eval_rows} rows" if eval_rows else "")
-    # sort_keys=False keeps the order above. No date: the same training gives the same bytes.
     return f"""---
-{yaml.safe_dump(metadata, sort_keys=False).rstrip()}
+{metadata.rstrip()}
 ---
 
 # {name}
 
-{architecture}, trained for {lineage.step} steps from {start} {origin}.
-Loss on the held-out splits: {loss}.
+{architecture}, trained for {lineage.step} steps from {start} {source}.
 
 ## Use
 
@@ -61,6 +80,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("outputs/{name}/model")
 tokenizer = AutoTokenizer.from_pretrained("outputs/{name}/model")
 ```
+
+## Evaluation
+
+{_evaluation(lineage, dtype, losses)}
 
 ## Training
 
@@ -77,5 +100,66 @@ Fingerprints of the packed tokens:
 
 ## License
 
-Unknown. The licenses of the training data and of the source model apply.
+{_license(source, is_random, terms)}
 """
+
+
+def _metadata(
+    name: str, lineage: "Lineage", dtype: str, is_random: bool, terms: Terms, losses: Losses | None
+) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    given, model = ({} if is_random else terms.metadata), lineage.model
+    metadata["license"] = given.get("license", "unknown")
+    metadata |= {key: given[key] for key in ("license_name", "license_link", "language") if key in given}
+    if not is_random:
+        # The Hub links to it, so a local directory cannot be it; but what that was trained from, here, can.
+        base = model.name if model.commit else given.get("base_model") if model.lineage else None
+        if base:
+            metadata |= {"base_model": base, "base_model_relation": "finetune"}
+    metadata["tags"] = ["corpus-to-checkpoint"]
+    if losses and (metrics := losses.metrics()):
+        result = {
+            "task": {"type": "text-generation", "name": "Text Generation"},
+            "dataset": {"type": "text", "name": "held-out text of the corpus", "revision": lineage.data.validation},
+            "metrics": [
+                {"type": kind, "name": text + _rounded(dtype), "value": value}
+                for kind, (text, value) in metrics.items()
+            ],
+        }
+        metadata["model-index"] = [{"name": name, "results": [result]}]
+    return metadata
+
+
+def _source(lineage: "Lineage") -> str:
+    model = lineage.model
+    text = f"`{model.name}`" + (f" at commit `{model.commit}`" if model.commit else "")
+    return text + (f", the result of run `{model.lineage.run_id}`" if model.lineage else "")
+
+
+def _rounded(dtype: str) -> str:
+    # The training updates weights in fp32.
+    return "" if dtype == "float32" else f", before the weights were rounded to {dtype}"
+
+
+def _evaluation(lineage: "Lineage", dtype: str, losses: Losses | None) -> str:
+    if losses is None:
+        return f"The loss on held-out text was not measured at step {lineage.step}."
+    eval_rows = lineage.params.get("eval_rows")
+    rows = f", up to {eval_rows} rows of it" if eval_rows else ""
+    lines = [f"On held-out text{rows}{_rounded(dtype)}:", "", "| metric | value |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {text} | {value:.4f} |" for text, value in losses.metrics().values())])
+
+
+def _license(source: str, is_random: bool, terms: Terms) -> str:
+    given = terms.metadata.get("license_name") or terms.metadata.get("license")
+    link = terms.metadata.get("license_link")
+    if terms.problem:
+        whose = f"That of {source} is unknown: {terms.problem}."
+    else:
+        text = ", ".join(given) if isinstance(given, list) else given
+        whose = f"That of {source} is `{text}`" + (f" ({link})." if link else ".")
+    if is_random:
+        whose = f"None is chosen yet for the weights. Config and tokenizer have a license of their own. {whose}"
+    if terms.files:
+        whose += f" Its text is in {', '.join(f'`{file}`' for file in terms.files)}."
+    return f"{whose}\nThe licenses of the training data apply, too."

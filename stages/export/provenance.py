@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from stages.artifacts.identity import Adoption, TokenFingerprints
 from stages.artifacts.origin import Origin
-from stages.artifacts.record import Record
+from stages.artifacts.record import SealedRecord
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SourceModel:
 
 
 @dataclass(frozen=True)
-class Lineage(Record):
+class Lineage(SealedRecord):
     """Content of lineage.json."""
 
     STAGE: ClassVar[str] = "consolidate"
@@ -51,6 +51,8 @@ class Lineage(Record):
     """Digest of the checkpoint that the weights are from: `result_sha256` in run.json."""
     weights: dict[str, str]
     """SHA-256 of each weight file."""
+    history: str | None = None
+    """SHA-256 of history.tsv up to this step."""
     tensors: dict[str, str] = field(default_factory=dict)
     """SHA-256 of the bytes of each tensor in these files."""
     encoder: str | None = None

@@ -63,6 +63,16 @@ class TensorSpec:
         return str(self.dtype).removeprefix("torch.")
 
 
+class _Piece(NamedTuple):
+    """Consecutive elements of a tensor of the checkpoint, which are written as a tensor."""
+
+    name: str
+    """Of the tensor that is written."""
+    first: int
+    """The first element's place in the tensor of the checkpoint."""
+    num_elements: int
+
+
 class _Stored(NamedTuple):
     """Consecutive elements of a tensor, in a file of a checkpoint."""
 
@@ -175,6 +185,7 @@ def write_safetensors(
     max_shard_bytes: float = math.inf,
     stem: str = "model",
     metadata: Mapping[str, str] = FORMAT,
+    parts: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None,
 ) -> Digests:
     """Write the tensors in `specs` as `<stem>.safetensors`, or as several files with an index.
 
@@ -190,13 +201,23 @@ def write_safetensors(
         max_shard_bytes: Tensors share a file up to this size; a larger tensor has a file of its own.
         stem: Of the names of the files.
         metadata: Strings in the header of each file.
+        parts: For each tensor the names and shapes of those that are written in its place, in the order of its
+            elements; None: it alone.
 
     Raises:
         StageError: a value is beyond the range of `dtype`, or a file is not what `.metadata` says.
     """
+    pieces: dict[str, list[_Piece]] = {}
+    written: dict[str, TensorSpec] = {}
+    for name, spec in specs.items():
+        pieces[name], first = [], 0
+        for key, shape in (parts[name] if parts else {name: spec.shape}).items():
+            pieces[name].append(_Piece(key, first, math.prod(shape)))
+            written[key] = TensorSpec(shape, spec.dtype)
+            first += math.prod(shape)
     stored = {
         name: TensorSpec(spec.shape, dtype if dtype and spec.dtype.is_floating_point else spec.dtype)
-        for name, spec in specs.items()
+        for name, spec in written.items()
     }
     groups = _split(stored, max_shard_bytes)
     numbers = [f"-{number:05d}-of-{len(groups):05d}" for number in range(1, len(groups) + 1)]
@@ -205,7 +226,7 @@ def write_safetensors(
         outputs = [_Output(directory / name, group, metadata) for name, group in zip(names, groups, strict=True)]
         for output in outputs:
             stack.enter_context(output)
-        _Export(tensors, specs, outputs, num_workers, check_digest).run()
+        _Export(tensors, written, pieces, outputs, num_workers, check_digest).run()
         digests = Digests(
             {output.path.name: output.digest.hexdigest() for output in outputs},
             {name: digest for output in outputs for name, digest in output.digests.items()},
@@ -308,40 +329,50 @@ class _Input:
     """A file of a checkpoint, which is read from its beginning to its end, in blocks."""
 
     def __init__(
-        self, path: Path, parts: list[_Stored], specs: Mapping[str, TensorSpec], block: int, number: int
-    ) -> None:
+        self, path: Path, parts: list[_Stored], specs: Mapping[str, TensorSpec],
+        pieces: Mapping[str, list[_Piece]], block: int, number: int,
+    ) -> None:  # fmt: skip
         self.path, self.number = path, number
         self.digest = hashlib.sha256()
         self.size = path.stat().st_size
-        self._parts, self._specs, self._block = parts, specs, block
+        self._parts, self._specs, self._pieces, self._block = parts, specs, pieces, block
         self._file: io.FileIO | None = None
 
     def blocks(self) -> Iterator[tuple["_Input", _Block]]:
         """All of the file; no element is in two blocks."""
-        data = [(self._data_offset(part), part) for part in self._parts]
+        data = [place for part in self._parts for place in self._places(part)]
         start = index = 0
         while start < self.size:
             stop = min(start + self._block, self.size)
             inside = []
-            for offset, part in data[index:]:
+            for offset, name, place, count in data[index:]:
                 if offset >= stop:
                     break
-                itemsize = self._specs[part.name].dtype.itemsize
-                end = offset + part.num_elements * itemsize
+                itemsize = self._specs[name].dtype.itemsize
+                end = offset + count * itemsize
                 begin = max(offset, start)
                 if end <= stop:
                     index += 1
                 else:
                     stop -= (stop - offset) % itemsize
                 if begin < min(end, stop):
-                    first = part.first + (begin - offset) // itemsize
-                    inside.append(_Part(part.name, first, begin - start, min(end, stop) - start))
+                    first = place + (begin - offset) // itemsize
+                    inside.append(_Part(name, first, begin - start, min(end, stop) - start))
             yield self, _Block(start, stop, inside)
             start = stop
 
-    def _data_offset(self, part: _Stored) -> int:
+    def _places(self, part: _Stored) -> Iterator[tuple[int, str, int, int]]:
+        """What is in `part` of the tensors to write: the offset in the file, the name, the first element, how many."""
+        pieces = self._pieces[part.name]
+        itemsize = self._specs[pieces[0].name].dtype.itemsize
+        offset = self._data_offset(part, part.num_elements * itemsize)
+        for name, first, count in pieces:
+            begin, end = max(part.first, first), min(part.first + part.num_elements, first + count)
+            if begin < end:
+                yield offset + (begin - part.first) * itemsize, name, begin - first, end - begin
+
+    def _data_offset(self, part: _Stored, num_bytes: int) -> int:
         """Where the elements are: each tensor is an archive by itself, as torch.save writes it, not compressed."""
-        num_bytes = part.num_elements * self._specs[part.name].dtype.itemsize
         problem = StageError(f"{self.path} is damaged: {part.name} is not where .metadata says")
         try:
             archive = _create_file_view(self.open(), part.offset, part.length)
@@ -381,15 +412,15 @@ class _Export:
     """Threads that read, cast, write and hash; all else is decided by the one that starts them."""
 
     def __init__(
-        self, tensors: ShardedTensors, specs: Mapping[str, TensorSpec], outputs: list[_Output], num_workers: int,
-        check_digest: Callable[[Path, str], None],
+        self, tensors: ShardedTensors, specs: Mapping[str, TensorSpec], pieces: Mapping[str, list[_Piece]],
+        outputs: list[_Output], num_workers: int, check_digest: Callable[[Path, str], None],
     ) -> None:  # fmt: skip
         self._specs, self._outputs, self._num_workers = specs, outputs, num_workers
         self._check_digest = check_digest
         self._most = 3 * num_workers  # blocks at once
         block = min(BLOCK, MEMORY // self._most)
         self._inputs = [
-            _Input(tensors.directory / name, parts, specs, block, number)
+            _Input(tensors.directory / name, parts, specs, pieces, block, number)
             for number, (name, parts) in enumerate(tensors.files.items())
         ]
         self._output_of = {name: output for output in outputs for name in output.specs}

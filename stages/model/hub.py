@@ -22,6 +22,7 @@ from stages.artifacts.model_files import (
     WEIGHTS_INDEX,
 )
 from stages.model import hub_cache, hub_client
+from stages.model.license import is_license_file
 
 _PATTERNS = (
     CONFIG, GENERATION_CONFIG, "chat_template*", LINEAGE, WEIGHTS_INDEX,
@@ -90,6 +91,11 @@ def model_files(source: ModelSource) -> list[str]:
     if not source.weights:
         found.discard(WEIGHTS_INDEX)  # it names files that the manifest does not list
     return sorted(found | set(source.weights))
+
+
+def license_files(source: ModelSource) -> list[str]:
+    """The names of the files that have its license or name it, in order."""
+    return sorted(name for name in _names(source.directory) if is_license_file(name))
 
 
 def weight_files(directory: Path) -> list[str]:
@@ -164,7 +170,9 @@ def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tup
     try:
         if commit is None or commit != revision or hub_cache.listing(repo, commit) is None:  # of a commit it is final
             commit = hub_client.fetch_listing(repo, revision, timeout)
-        hub_client.fetch(repo, commit, _missing(repo, commit, patterns, required), timeout)
+        # Nothing is fetched for the sake of the license alone, so a cache without it is complete.
+        texts = [name for name in hub_cache.listing(repo, commit) or () if is_license_file(name)]
+        hub_client.fetch(repo, commit, [*_missing(repo, commit, patterns, required), *texts], timeout)
     except hub_client.NotFetched as error:
         raise Lacking(f"{problem}; {error}" + (f": {remedy}" if error.needs_remedy else "")) from None
     return hub_cache.snapshot(repo, commit)
@@ -211,7 +219,7 @@ def _small_files(directory: Path) -> set[str]:
 
 
 def _names(directory: Path) -> list[str]:
-    return [path.name for path in directory.iterdir()]
+    return [path.name for path in directory.iterdir() if path.is_file()]
 
 
 def _known(repo: str, source: Path) -> list[str]:

@@ -11,7 +11,7 @@ from typing import ClassVar
 from stages.artifacts import publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import CONFIG
-from stages.artifacts.record import FileEntry, Record
+from stages.artifacts.record import FileEntry, SealedRecord
 from stages.model import hub_cache
 
 MANIFEST = Path("data/model.json")
@@ -22,7 +22,7 @@ ROUTER_LOSS_OFF = (
 
 
 @dataclass(frozen=True)
-class ModelManifest(Record):
+class ModelManifest(SealedRecord):
     """What the stages after `download` need to know about the model."""
 
     STAGE: ClassVar[str] = "download"
@@ -110,15 +110,23 @@ class ModelManifest(Record):
         """
         source = self.directory()
         for name in self.files if names is None else names:  # callers that need one file do not wait for the weights
-            entry, path = self.files.get(name), source / name
-            if entry is None:  # of a manifest that was edited
+            if name not in self.files:  # of a manifest that was edited
                 raise StageError(f"{MANIFEST} does not list {name}: run `dvc repro -f -s download`")
-            if not path.is_file():
-                raise StageError(f"{path} is missing: put it back, or run `dvc repro -f -s download`")
-            # The size first: a truncated file of many gigabytes is found without reading it.
-            if path.stat().st_size != entry.size or (contents and publish.sha256_file(path) != entry.sha256):
-                raise changed_file(path)
+            verify_file(source / name, self.files[name], contents)
         return source
+
+
+def verify_file(path: Path, entry: FileEntry, contents: bool = True) -> None:
+    """Compare a file of the model with what it was at the download.
+
+    Raises:
+        StageError: it is missing or was changed.
+    """
+    if not path.is_file():
+        raise StageError(f"{path} is missing: put it back, or run `dvc repro -f -s download`")
+    # The size first: a truncated file of many gigabytes is found without reading it.
+    if path.stat().st_size != entry.size or (contents and publish.sha256_file(path) != entry.sha256):
+        raise changed_file(path)
 
 
 def changed_file(path: Path) -> StageError:

@@ -5,8 +5,8 @@ This finds in seconds what loading would find only after it has read all weights
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,15 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
 
 from stages.artifacts.dtypes import DTYPES
 from stages.artifacts.errors import StageError
@@ -136,12 +142,51 @@ def router_loss_coef(model: nn.Module) -> float | None:
     return coef if coef is None or config.get_text_config().output_router_logits else 0.0
 
 
-def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+class _KeepViews(TorchFunctionMode):
+    """Within it `contiguous` copies nothing, so that a result still shows which elements it is made of."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def stored_as(model: PreTrainedModel) -> dict[str, dict[str, tuple[int, ...]]]:
+    """How `save_pretrained` stores a meta model, which is what other programs read.
+
+    Returns:
+        For each name in `model.state_dict()`, tied names left out, the tensors in the files: their names and shapes, in
+        the order of its elements. It is mostly one, of the same name. A mixture of experts has the weights of all its
+        experts in one parameter, and those of each expert in tensors of their own on disk.
+    """
+    tied = tied_weights(model)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    with _KeepViews():
+        stored = revert_weight_conversion(model, tensors)
+    parts = defaultdict(list)
+    for key, tensor in stored.items():
+        parts[tensor.untyped_storage()._cdata].append((tensor.storage_offset(), key, tensor))
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, tensor in tensors.items():
+        found[name], end = {}, 0
+        for offset, key, part in sorted(parts[tensor.untyped_storage()._cdata], key=lambda part: part[0]):
+            if offset == end and part.is_contiguous():
+                found[name][key] = tuple(part.shape)
+                end += part.numel()
+        if end != tensor.numel():
+            # Transposed, or put together of several: then all keep the names of the class, as save_pretrained stores
+            # them with save_original_format=False.
+            return {name: {name: tuple(tensor.shape)} for name, tensor in tensors.items()}
+    return found
+
+
+def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> dict[str, list[StoredTensor]]:
     """Find each parameter and persistent buffer of a meta model among the stored tensors, without reading a weight.
 
     Returns:
-        The tensor for each name in `model.state_dict()`, tied names left out. A tensor's name in the file (its `key`)
-        may differ from the model's: transformers renames old names and adds or drops the prefix of the base model.
+        The tensors for each name in `model.state_dict()`, tied names left out, in the order of its elements: mostly
+        one. A tensor's name in the file (its `key`) may differ from the model's: transformers renames old names, adds
+        or drops the prefix of the base model, and joins experts that are stored one by one.
 
     Raises:
         StageError: a tensor is missing, not expected, or has another shape or a dtype that cannot be trained.
@@ -150,28 +195,33 @@ def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> di
         raise StageError(f"{CONFIG}: the weights are quantized (quantization_config), which cannot be trained")
     tensors = model.state_dict()  # with tied names, but without buffers that are not persistent
     tied = tied_weights(model)
+    aliases = defaultdict(list)
+    for name, canonical in tied.items():
+        aliases[canonical].append(name)
+    renamed = _renamed(model, stored)
+    found: dict[str, list[StoredTensor]] = {}
+    missing, misshapen, mistyped = [], [], []
+    for name, parts in stored_as(model).items():
+        # Stored under any of its names, or under several (`check_tied`); else in parts.
+        whole = next((key for key in (name, *aliases[name]) if key in renamed), None)
+        wanted = {whole: tuple(tensors[name].shape)} if whole else parts
+        missing += [key for key in wanted if key not in renamed]
+        found[name] = [renamed[key] for key in wanted if key in renamed]
+        for key, shape in wanted.items():
+            tensor = renamed.get(key)
+            if tensor and tensor.shape != shape:
+                misshapen.append(f"{key} is {list(tensor.shape)} in {tensor.file}, the config asks for {list(shape)}")
+            elif tensor and tensors[name].is_floating_point() and tensor.dtype not in _TRAINABLE:  # not all buffers are
+                mistyped.append(
+                    f"{key} is {tensor.dtype} in {tensor.file}, which cannot be trained: use {' or '.join(_TRAINABLE)}"
+                )
     # Older versions of transformers stored buffers that the model computes today.
     ignored = {*(model._keys_to_ignore_on_load_unexpected or []), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
-    found: dict[str, StoredTensor] = {}
-    unexpected = []
-    for name, tensor in _renamed(model, stored).items():
-        canonical = tied.get(name, name)
-        if name not in tensors:
-            if not any(re.search(pattern, name) for pattern in ignored):
-                unexpected.append(name)
-        elif canonical == name or canonical not in found:  # stored under either name, or under both (`check_tied`)
-            found[canonical] = tensor
-
-    missing = [name for name in tensors if name not in tied and name not in found]
-    misshapen = [
-        f"{name} is {list(tensor.shape)} in {tensor.file}, the config asks for {list(tensors[name].shape)}"
-        for name, tensor in found.items()
-        if tensor.shape != tuple(tensors[name].shape)
-    ]
-    mistyped = [
-        f"{name} is {tensor.dtype} in {tensor.file}, which cannot be trained: use {' or '.join(_TRAINABLE)}"
-        for name, tensor in found.items()
-        if tensors[name].is_floating_point() and tensor.dtype not in _TRAINABLE  # buffers may be integers
+    used = {tensor.key for parts in found.values() for tensor in parts}
+    unexpected = [
+        name
+        for name, tensor in renamed.items()
+        if name not in tensors and tensor.key not in used and not any(re.search(pattern, name) for pattern in ignored)
     ]
     problems = [
         *_some("missing in the safetensors files", missing),
@@ -214,7 +264,7 @@ def _is_equal(directory: Path, first: StoredTensor, second: StoredTensor) -> boo
 
 
 def _renamed(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The stored tensors under the names that transformers gives them on loading."""
+    """The stored tensors under the names that transformers gives them on loading; those that it joins keep theirs."""
     transforms: list[Any] = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
@@ -222,13 +272,8 @@ def _renamed(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> dict[st
     renamed = {}
     for key, tensor in stored.items():
         name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, tensors)
-        # Converters join tensors, as of single experts into one: a header cannot be compared with the result.
-        if converter is not None and key not in tensors:
-            raise StageError(
-                f"{tensor.file}: {type(model).__name__} joins {key!r} with others as {name!r}; weights stored "
-                "separately (experts one by one) cannot be loaded here: use a dense model, or random initial_weights"
-            )
-        renamed[key if key in tensors else name] = tensor  # a name that the model has needs no renaming
+        # A name that the model has needs no renaming.
+        renamed[key if key in tensors or converter is not None else name] = tensor
     return renamed
 
 

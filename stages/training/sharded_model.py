@@ -8,6 +8,7 @@ transformers needs, which reads all of them on each rank (docs/benchmarks.md).
 """
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -108,20 +109,29 @@ def _fill(param: Tensor, whole: Tensor) -> None:
 
 
 @torch.no_grad()
-def _read_weights(model: nn.Module, directory: Path, stored: dict[str, StoredTensor]) -> None:
+def _read_weights(model: nn.Module, directory: Path, stored: dict[str, list[StoredTensor]]) -> None:
     """Fill parameters and stored buffers from safetensors, without reading the rows of other ranks."""
     targets = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     by_file = defaultdict(list)
-    for name, tensor in stored.items():
-        by_file[tensor.file].append((targets[name], tensor.key))
+    for name, parts in stored.items():
+        first = 0  # element of the parameter
+        for part in parts:
+            by_file[part.file].append((targets[name], first, part))
+            first += math.prod(part.shape)
     for file, tensors in by_file.items():
         with safe_open(directory / file, framework="pt") as reader:
             # `copy_` converts, from bf16 to the fp32 that the optimizer updates. `get_slice` reads these rows only.
-            for target, key in tensors:
-                if isinstance(target, DTensor):
-                    target.to_local().copy_(reader.get_slice(key)[sharding.local_rows(target)])
-                else:
-                    target.copy_(reader.get_tensor(key))
+            for target, first, part in tensors:
+                if not isinstance(target, DTensor):
+                    target.copy_(reader.get_tensor(part.key))
+                    continue
+                local = target.to_local().view(-1)
+                start = sharding.local_rows(target).start * math.prod(target.shape[1:])
+                row = math.prod(part.shape[1:])
+                begin, end = max(start, first), min(start + len(local), first + part.shape[0] * row)
+                if begin < end:
+                    rows = reader.get_slice(part.key)[(begin - first) // row : (end - first) // row]
+                    local[begin - start : end - start].copy_(rows.reshape(-1))
 
 
 def _fill_by_layers(
