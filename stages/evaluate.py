@@ -2,7 +2,7 @@
 
 Reads     outputs/<experiment_name>/model/, outputs/history.tsv, data/tokens/validation, data/model.json
 Writes    outputs/metrics.json: the loss on all held-out rows
-          outputs/report/: index.html (opens without a network), pictures, sample.md, and eval_losses.json: the losses
+          outputs/report/: report.html (opens without a network), pictures, samples.md, eval_losses.json: the losses
           before training, after it, and of the exported weights, on the rows that the training measured too
 Command   python -m stages.evaluate
 
@@ -11,6 +11,7 @@ computes in fp32: bf16 weights take seven times as long on a CPU without bf16 in
 2.6 s a row of 256 tokens instead of 0.37 s). The same weights have the same loss on every CPU, up to rounding.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from stages.export.report import Sample
+    from stages.export.evaluation import Sample
     from stages.tokens.rows import TokenRows
 
 NUM_SAMPLES = 3
@@ -47,12 +48,6 @@ TEMPERATURE = 0.8
 EVAL_LOSSES = "eval_losses.json"
 MAX_ROUNDED_AWAY = 0.05
 """Part of the gain that the rounding of the export may undo without a warning."""
-
-_HOW_SAMPLED = (
-    "Each prompt is the beginning of a held-out document, as far as it is in one row. The continuation is sampled from "
-    "the model with seed 0, temperature 0.8 and top-k 50."
-)
-_NO_ROWS = "There are no held-out rows: set validation_splits to 1 or more to measure a loss and to see samples."
 
 
 @dataclass(frozen=True)
@@ -117,6 +112,7 @@ def evaluate(params: EvaluateParams) -> None:
     import numpy as np
 
     from stages.export import generation, report
+    from stages.export.evaluation import Evaluation, Loss
     from stages.tokens.rows import TokenRows
 
     directory = outputs.directory(params.experiment_name) / "model"
@@ -141,18 +137,29 @@ def evaluate(params: EvaluateParams) -> None:
     losses = EvalLosses(len(eval_rows), *training_losses(course, lineage.step), mean(eval_total, eval_tokens))
     samples = generate_samples(model, tokenizer, rows, eos_token_id)
 
-    num_tokens = eval_tokens + other_tokens
-    facts = make_facts(metrics, losses, lineage, model.num_parameters(), len(rows), num_tokens)
+    def measured(value: float | None, num_rows: int, num_tokens: int) -> Loss | None:
+        return None if value is None else Loss(num_rows, num_tokens, value, perplexity(value), None)
+
+    Evaluation(
+        run_id=lineage.run_id,
+        step=lineage.step,
+        dtype=stored_dtype(directory),
+        num_parameters=model.num_parameters(),
+        validation=measured(loss, len(rows), eval_tokens + other_tokens),
+        by_split={},
+        untrained=measured(losses.untrained, len(eval_rows), eval_tokens),
+        trained=measured(losses.trained, len(eval_rows), eval_tokens),
+        exported=measured(losses.exported, len(eval_rows), eval_tokens),
+        samples=samples,
+    ).write(outputs.EVALUATION)
     with publish.directory(outputs.REPORT) as report_directory:
-        note = _HOW_SAMPLED if len(rows) else _NO_ROWS
-        report.write(report_directory, params.experiment_name, course, facts, samples, note)
+        report.write(report_directory, params.experiment_name)
         publish.write_json(report_directory / EVAL_LOSSES, losses)
-    # Last: where there are metrics, there is a report.
-    publish.write_json(outputs.METRICS, metrics)
+        publish.write_json(outputs.METRICS, metrics)  # in the block: if the disk is full, there is no report either
     print(
-        f"evaluate: validation loss {report.loss_text(loss)} on {len(rows):,} rows; on the {losses.rows:,} that the "
-        f"training measured {report.loss_text(losses.exported)}, before training "
-        f"{report.loss_text(losses.untrained)}; see {outputs.REPORT / 'index.html'}"
+        f"evaluate: validation loss {loss_text(loss)} on {len(rows):,} rows; on the {losses.rows:,} that the "
+        f"training measured {loss_text(losses.exported)}, before training "
+        f"{loss_text(losses.untrained)}; see {outputs.REPORT / report.PAGE}"
     )
     if warning := rounding_warning(losses, stored_dtype(directory)):
         print(f"warning: {warning}")
@@ -277,7 +284,7 @@ def generate_samples(model: "PreTrainedModel", tokenizer: Any, rows: "TokenRows"
     import torch
 
     from stages.export import generation
-    from stages.export.report import Sample
+    from stages.export.evaluation import Sample
 
     torch.manual_seed(0)  # DVC watches the report: the same model must write the same samples
     samples = []
@@ -291,23 +298,14 @@ def generate_samples(model: "PreTrainedModel", tokenizer: Any, rows: "TokenRows"
     return samples
 
 
-def make_facts(
-    metrics: Metrics, losses: EvalLosses, lineage: Lineage, num_parameters: int, num_rows: int, num_tokens: int
-) -> list[tuple[str, str]]:
-    """Names and values for the table at the top of the report."""
-    from stages.export.report import loss_text
+def loss_text(loss: float | None) -> str:
+    """A loss and its perplexity, for people to read."""
+    return "not measured" if loss is None else f"{loss:.4f} nats per token (perplexity {perplexity(loss):,.1f})"
 
-    return [
-        ("validation loss", loss_text(metrics.validation_loss)),
-        ("held-out tokens", f"{num_tokens:,} in {num_rows:,} rows"),
-        (f"loss on {losses.rows:,} of these rows", loss_text(losses.exported)),
-        ("before training", loss_text(losses.untrained)),
-        ("after training, before the export", loss_text(losses.trained)),
-        ("steps", f"{lineage.step:,}"),
-        ("started from", lineage.model.name),
-        ("parameters", f"{num_parameters:,}"),
-        ("run", lineage.run_id),
-    ]
+
+def perplexity(loss: float) -> float:
+    """exp(loss): a model with this loss is as uncertain as a uniform choice among that many tokens."""
+    return math.exp(min(loss, 700.0))  # above 709, exp overflows a float
 
 
 if __name__ == "__main__":

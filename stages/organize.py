@@ -108,6 +108,7 @@ def organize(
         splits.Summary(
             files=len(files),
             bytes=num_bytes,
+            formats=count_formats(files),
             splits=[write_split(directory, index, member) for index, member in enumerate(members)],
             names_not_utf8=[name for name, file in zip(names, files, strict=True) if name != path_of(file)],
             duplicate_files=len(duplicates),
@@ -244,6 +245,15 @@ def write_split(directory: Path, index: int, files: Sequence[splits.RawFile]) ->
     digest = splits.write_manifest(directory / name, files)
     num_files = len({file.path for file in files})
     return splits.Split(manifest=name, files=num_files, bytes=sum(file.size for file in files), digest=digest)
+
+
+def count_formats(files: Sequence[File]) -> dict[str, splits.Format]:
+    """How many files there are of each format, and how large they are."""
+    sizes: dict[str, list[int]] = {}
+    for file in files:
+        name = "".join(suffixes.find(path_of(file)) or ())
+        sizes.setdefault(name, []).append(sum(part.size for part in file))
+    return {name: splits.Format(len(found), sum(found)) for name, found in sorted(sizes.items())}
 
 
 def measure(task: tuple[str, Sequence[str]]) -> list[tuple[int, str] | str]:

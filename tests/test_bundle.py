@@ -828,7 +828,7 @@ def test_make_repro_passes_on_the_other_side(open_directory: Path) -> None:
     target = home / "elsewhere"
     subprocess.run([*there, python, made / "unbundle.py", target], cwd=open_directory, check=True)
     subprocess.run([*there, "make", "-C", target, "repro"], check=True)
-    assert (target / "outputs/report/index.html").is_file()
+    assert (target / "outputs/report/report.html").is_file()
 
     write({"README.md": "changed"}, near)
     git("commit", "--quiet", "--all", "--message", "Second", cwd=near)

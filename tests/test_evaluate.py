@@ -1,7 +1,6 @@
 """The loss is that of the model; the report needs no network and has the same bytes each time."""
 
 import dataclasses
-import html.parser
 import json
 import math
 import os
@@ -20,12 +19,12 @@ import transformers
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from stages import download, evaluate
-from stages.artifacts import history, outputs, publish
+from stages.artifacts import outputs, publish
 from stages.artifacts.dataset import Dataset, Shard
 from stages.artifacts.errors import StageError
 from stages.artifacts.identity import TokenFingerprints
 from stages.artifacts.params_file import load_params
-from stages.export import generation, report
+from stages.export import generation
 from stages.export.provenance import Lineage, SourceModel
 from stages.model.manifest import MANIFEST
 from stages.tokens.loss import LossHead
@@ -129,9 +128,9 @@ def test_loss_and_perplexity_are_those_of_each_document_alone(
     metrics = run_stage()
     loss, tokens = reference_loss(document_mask)
     assert metrics["validation_loss"] == pytest.approx(loss, abs=1e-5)
-    assert f"(perplexity {math.exp(metrics['validation_loss']):,.1f})" in (outputs.REPORT / "index.html").read_text()
+    assert f"{math.exp(metrics['validation_loss']):,.2f}</td>" in (outputs.REPORT / "report.html").read_text()
     assert metrics["eval"]["untrained"] == 4.5
-    assert f"<td>{tokens:,} in 7 rows</td>" in (outputs.REPORT / "index.html").read_text()
+    assert publish.read_json(outputs.EVALUATION)["validation"]["tokens"] == tokens
 
 
 @pytest.mark.parametrize(("eval_rows", "indices"), [(3, [0, 2, 4]), (7, slice(None)), (None, slice(None))])
@@ -141,8 +140,7 @@ def test_losses_before_and_after_training_are_on_the_same_rows(
     write_params(eval_rows=eval_rows)
     Path("outputs/history.tsv").write_text(HISTORY.replace("1.0\t\n", "1.0\t3.25\n"))
     metrics = run_stage()
-    page = (outputs.REPORT / "index.html").read_text()
-    assert f"loss on {len(np.arange(7)[indices])} of these rows" in page
+    assert publish.read_json(outputs.EVALUATION)["exported"]["rows"] == len(np.arange(7)[indices])
     assert (metrics["eval"]["untrained"], metrics["eval"]["trained"]) == (4.5, 3.25)
     assert metrics["eval"]["exported"] == pytest.approx(reference_loss(True, indices)[0], abs=1e-5)
     assert metrics["validation_loss"] == pytest.approx(reference_loss(True)[0], abs=1e-5)
@@ -197,7 +195,7 @@ def test_the_model_computes_the_loss_itself_where_that_gives_the_same(capsys: py
 def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     evaluate.main()
     paths = [outputs.METRICS, *sorted(outputs.REPORT.iterdir())]
-    assert {path.name for path in paths} >= {"index.html", "loss.svg", "schedule.svg", "sample.md"}
+    assert {path.name for path in paths} >= {"report.html", "loss.svg", "learning_rate.svg", "samples.md"}
     first = [path.read_bytes() for path in paths]
     env = {**os.environ, "PYTHONPATH": str(REPO), "SOURCE_DATE_EPOCH": "1", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
     command = [sys.executable, "-m", "stages.evaluate"]
@@ -207,43 +205,12 @@ def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     assert not any(str(tmp_path).encode() in content for content in first)
 
 
-class PageReader(html.parser.HTMLParser):
-    """Collects all links of a page, its tags, and the text that it shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.tags: set[str] = set()
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data")]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_the_page_needs_no_other_file() -> None:
-    evaluate.main()
-    content = Path("outputs/report/index.html").read_text()
-    page = PageReader()
-    page.feed(content)
-    assert page.links, "the pictures refer to their own parts"
-    assert all(link.startswith("#") for link in page.links)
-    assert not page.tags & {"script", "link", "iframe", "img"}
-    assert "svg" in page.tags
-    assert not re.search(r"url\((?!#)|@import", content)
-    assert "<tiny & small>" in page.text
-    assert "4.5000 nats per token (perplexity 90.0)" in page.text
-
-
 def test_a_sample_continues_the_beginning_of_a_held_out_document() -> None:
     write_rows(7, length=44)
     evaluate.main()
     rows = np.asarray(datasets.load_from_disk(str(VALIDATION))["input_ids"])
     tokenizer = transformers.AutoTokenizer.from_pretrained("outputs/exp/model")
-    text = Path("outputs/report/sample.md").read_text()
+    text = Path("outputs/report/samples.md").read_text()
     longest = [max(np.split(row, np.flatnonzero(row == EOS) + 1), key=len) for row in rows[[0, 3, 6]]]
     assert max(map(len, longest)) > evaluate.PROMPT_TOKENS > min(map(len, longest))
     for document in longest:
@@ -259,9 +226,7 @@ def test_without_held_out_rows_there_is_a_note_and_no_loss() -> None:
     Path("outputs/history.tsv").write_text(HISTORY.replace("4.5", "").replace("3.75", ""))
     metrics = run_stage()
     assert metrics["validation_loss"] is metrics["eval"]["exported"] is None
-    page = Path("outputs/report/index.html").read_text()
-    assert "not measured" in page
-    assert "validation_splits" in page
+    assert "validation_splits" in Path("outputs/report/report.html").read_text()
 
 
 def test_weights_that_are_not_those_of_the_lineage_are_refused() -> None:
@@ -282,20 +247,9 @@ def test_tokens_that_are_not_those_of_their_metadata_are_refused() -> None:
         evaluate.main()
 
 
-def test_the_pictures_show_the_history() -> None:
-    rows = history.read(Path("outputs/history.tsv"))
-    assert history.series(rows, "loss") == ([1, 2, 3], [4.25, 4.0, 3.5])
-    assert history.series(rows, "validation_loss") == ([0, 2], [4.5, 3.75])
-    changed = [*rows, {**rows[-1], "step": 4.0, "loss": 3.0, "lr": 0.0005}]
-    assert report.loss_picture(rows) != report.loss_picture(changed)
-    assert report.schedule_picture(rows) != report.schedule_picture(changed)
-    for label in ("step", "learning rate", "gradient norm"):
-        assert f"<!-- {label} -->" in report.schedule_picture(rows)  # matplotlib draws a text as paths after a comment
-    assert report.loss_picture([]).startswith("<?xml")
-    assert report.schedule_picture([]).startswith("<?xml")
-
-
 def test_help_does_not_import_torch_or_matplotlib() -> None:
-    script = "import sys; import stages.evaluate, stages.consolidate; print({'torch', 'matplotlib'} & set(sys.modules))"
+    script = (
+        "import sys; import stages.evaluate, stages.compare; print({'torch', 'matplotlib', 'dvc'} & set(sys.modules))"
+    )
     process = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, check=True)
     assert process.stdout == "set()\n"

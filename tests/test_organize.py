@@ -332,6 +332,7 @@ def test_trap_27_one_large_file_fills_all_splits_equally(root: Path) -> None:
     content = json.loads(results[0][splits.SUMMARY])
     assert content["files"] == 3
     assert content["bytes"] == sum(path.stat().st_size for path in root.iterdir())
+    assert content["formats"]["jsonl"] == {"files": 1, "bytes": (root / "large.jsonl").stat().st_size}
     sizes = [part["bytes"] for part in content["splits"]]
     assert max(sizes) < 1.4 * min(sizes)
     counts = [result.count(b"\n") for name, result in results[0].items() if name != splits.SUMMARY]
@@ -421,6 +422,7 @@ def test_the_summary_has_the_numbers_of_files_and_bytes(root: Path) -> None:
     (root / "b.md").write_text("bcd")
     content = json.loads(run(root, num_splits=2)[splits.SUMMARY])
     assert (content["files"], content["bytes"]) == (2, 4)
+    assert content["formats"] == {"text": {"files": 2, "bytes": 4}}
     assert sorted(part["bytes"] for part in content["splits"]) == [1, 3]
 
 

@@ -60,7 +60,7 @@ def test_the_picture_is_drawn_from_dvc_yaml() -> None:
     stages = PIPELINE["stages"]
     assert diagram.PICTURE.read_text() == diagram.draw(stages), "run `make deps`"
     arrows = diagram.arrows(stages)
-    assert len(arrows) == 16
+    assert len(arrows) == 19
     assert {("pack", "evaluate"), ("train", "evaluate"), ("download", "evaluate")} <= set(arrows)
     assert diagram.inputs(stages) == [("${raw_dir}", "organize"), ("models", "download")]
     # A line runs down from a box and then right, so it meets no box only if each stage is below those that it reads.
@@ -265,7 +265,7 @@ def test_plots_open_without_a_network(reproduced: Project) -> None:
         *("step", "loss (nats per token)", "learning rate", "gradient norm, before clipping", "tokens per second"),
         *("memory of rank 0 (GiB)", "milliseconds per step"),
     }
-    report = (reproduced / "outputs/report/index.html").read_text()
+    report = (reproduced / "outputs/report/report.html").read_text()
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", report)
 
 

@@ -40,7 +40,7 @@ def test_a_colleague_gets_the_results_and_has_nothing_to_run(reproduced: Project
     assert lines[place + 1 :] == ["dvc pull", "dvc repro"]
     clone.run("dvc", "pull")
     assert "Data and pipelines are up to date." in clone.run("dvc", "repro")
-    for path in ("data/raw/folder0/0.txt", "outputs/test/model/model.safetensors", "outputs/report/index.html"):
+    for path in ("data/raw/folder0/0.txt", "outputs/test/model/model.safetensors", "outputs/report/report.html"):
         assert (clone / path).read_bytes() == (reproduced / path).read_bytes()
 
     shutil.rmtree(clone / "data/raw")

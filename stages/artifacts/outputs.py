@@ -17,13 +17,17 @@ HISTORY = OUTPUTS / "history.tsv"
 SPEED = OUTPUTS / "speed.tsv"
 TRAIN_METRICS = OUTPUTS / "train_metrics.json"
 COST = OUTPUTS / "cost.json"
+EVALUATION = OUTPUTS / "evaluation.json"
 METRICS = OUTPUTS / "metrics.json"
 REPORT = OUTPUTS / "report"
+EXPERIMENTS = OUTPUTS / "experiments.html"
+
+_OF_ALL = (PLAN, ROWS, HISTORY, SPEED, TRAIN_METRICS, COST, EVALUATION, METRICS, REPORT, EXPERIMENTS)
 
 
 def _is_free(experiment_name: str) -> str:
     # DVC deletes an out before it runs its stage: in outputs/report/ that would be the checkpoints too.
-    if directory(experiment_name) in (PLAN, ROWS, HISTORY, SPEED, TRAIN_METRICS, COST, METRICS, REPORT):
+    if directory(experiment_name) in _OF_ALL:
         raise ValueError(f"{directory(experiment_name)} is an output of every experiment: choose another name")
     return experiment_name
 

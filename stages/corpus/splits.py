@@ -59,6 +59,15 @@ class Split:
 
 
 @dataclass(frozen=True)
+class Format:
+    """The raw files of a format, as `jsonl` or, compressed, `jsonl.gz`."""
+
+    files: int
+    bytes: int
+    """As they are stored."""
+
+
+@dataclass(frozen=True)
 class Duplicate:
     """A file that was dropped because an earlier one has the same bytes."""
 
@@ -83,6 +92,7 @@ class Summary(Record):
 
     files: int
     bytes: int
+    formats: dict[str, Format]
     splits: list[Split]
     names_not_utf8: list[str]
     duplicate_files: int

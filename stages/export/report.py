@@ -1,137 +1,377 @@
-"""The report on a training: pictures of its course, samples of text, and a page that contains both.
+"""The report on a training: what data, what model, what it cost, what it learned, and the run before beside it.
 
-The page needs no network and no other file. The same numbers give the same bytes, without dates or random ids, so DVC
-sees a change only where there is one.
+    report.html                        opens without a network; light or dark, wide or narrow, on paper
+    loss.svg, learning_rate.svg, ...   its pictures, in light colors
+    samples.md                         what the model writes
+
+The same files give the same bytes, without dates or random ids, so DVC sees a change only where there is one. What is
+missing is a sentence in the report that says how to get it.
 """
 
-import io
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from html import escape
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
-
-from stages.artifacts import history
-from stages.artifacts.history import Row
+from stages.artifacts import origin, outputs, publish
+from stages.artifacts.errors import StageError
+from stages.artifacts.model_files import CONFIG, LINEAGE
 from stages.artifacts.publish import write_text
+from stages.export import page, pictures, previous
+from stages.export.evaluation import Evaluation, Loss, Sample
+from stages.export.facts import FILES, Extracted, InitialModel, Organized, Packed, Result
+from stages.export.previous import Previous
 
-_BLUE, _LIGHT_BLUE, _ORANGE, _GREY = "#1f5fa8", "#a9c8e8", "#d1570b", "#6b7280"
+PAGE = "report.html"
+SAMPLES = "samples.md"
 
-_STYLE: Any = {
-    "svg.hashsalt": "report",  # ids in the picture are random without it
-    "svg.fonttype": "path",  # looks the same where the font is missing
-    "font.family": "DejaVu Sans",  # comes with matplotlib
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": _GREY,
-    "axes.labelcolor": "#111827",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.grid": True,
-    "grid.color": "#e5e7eb",
-    "grid.linewidth": 0.8,
-    "xtick.color": _GREY,
-    "ytick.color": _GREY,
-    "legend.frameon": False,
+_MODEL_MANIFEST = Path("data/model.json")
+_DIMENSIONS = {
+    "layers": ("num_hidden_layers", "n_layer"),
+    "hidden size": ("hidden_size", "n_embd"),
+    "size of the MLP": ("intermediate_size", "n_inner"),
+    "attention heads": ("num_attention_heads", "n_head"),
+    "key and value heads": ("num_key_value_heads",),
+    "experts": ("num_local_experts", "num_experts"),
+    "vocabulary": ("vocab_size",),
+    "longest sequence": ("max_position_embeddings", "n_positions"),
+    "tied embeddings": ("tie_word_embeddings",),
 }
+"""What a config calls them, in most models and in GPT-2."""
+_NO_ROWS = "There are no held-out rows: set validation_splits to 1 or more to measure a loss and to see samples."
+_NO_EVALUATION = f"{outputs.EVALUATION} is missing: run `dvc repro evaluate`."
+
+Comparison = tuple[str, str, str, str]
+"""A line of the comparison with the run before: name, here, there, difference."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A prompt, and what the model wrote after it."""
-
-    prompt: str
-    continuation: str
-
-
-def write(
-    directory: Path, name: str, rows: list[Row], facts: Sequence[tuple[str, str]], samples: Sequence[Sample], note: str
-) -> None:
-    """Write `loss.svg`, `schedule.svg`, `sample.md` and `index.html` into a directory.
+def write(directory: Path, experiment_name: str) -> None:
+    """Write the report, its pictures and the samples into a directory, from the files of the project.
 
     Args:
         directory: An empty directory.
-        name: Of the experiment.
-        rows: The history of the training.
-        facts: Names and values for the table at the top.
-        samples: What the model wrote.
-        note: A sentence above the samples: how they were made, or why there are none.
+        experiment_name: As in params.yaml.
+
+    Raises:
+        StageError: the lineage or the history is missing, or a file of the run is damaged.
     """
-    pictures = {"loss.svg": loss_picture(rows), "schedule.svg": schedule_picture(rows)}
-    for file, picture in pictures.items():
-        write_text(directory / file, picture)
-    write_text(directory / "sample.md", _markdown(name, samples, note))
-    write_text(directory / "index.html", _page(name, list(pictures.values()), facts, samples, note))
+    model = outputs.directory(experiment_name) / "model"
+    files = {path: path for path in FILES if path == outputs.HISTORY or path.exists()}
+    run = Result.read(model / LINEAGE, files)
+    before: Previous | None = None
+    reason = ""
+    try:
+        before = previous.find(outputs.directory(experiment_name) / "run.json")
+    except StageError as error:
+        reason = f"{error}."
+    drawn = {
+        name: (draw(rows, older), caption)
+        for kind, rows, older in (
+            (pictures.COURSE, run.history, before.result.history if before else []),
+            (pictures.SPEED, run.speed, before.result.speed if before else []),
+        )
+        for name, (draw, caption) in kind.items()
+    }
+    svgs = {name: (svg, caption) for name, (svg, caption) in drawn.items() if svg is not None}
+    for name, (svg, _) in svgs.items():
+        write_text(directory / f"{name}.svg", svg)
+    figures = {name: page.figure(svg, name, caption) for name, (svg, caption) in svgs.items()}
+    samples = run.evaluation.samples if run.evaluation else []
+    write_text(directory / SAMPLES, _markdown(experiment_name, samples))
+    content = page.document(
+        experiment_name,
+        f"Run {run.lineage.run_id}, {run.lineage.step:,} steps, from {_start(run)}",
+        page.tiles(_headline(run)),
+        _section("Loss", lambda: _losses(run.evaluation)),
+        _section("Course of the training", lambda: _course(figures)),
+        _section("The run before", lambda: _compared(run, before) if before else page.paragraph(reason)),
+        _section("Cost", lambda: _cost(run)),
+        _section("Data", lambda: _data(run)),
+        _section("Rows as the model saw them", _rows),
+        _section("Model", lambda: _model(run, model)),
+        _section("Samples", lambda: _sample_texts(samples)),
+        _section("Parameters", lambda: _params(run, before)),
+    )
+    write_text(directory / PAGE, content)
 
 
-def loss_picture(rows: list[Row]) -> str:
-    """SVG of the training loss and the validation loss over the steps."""
-    with mpl.rc_context(_STYLE):
-        # Figure, not pyplot: no backend is chosen, no display needed, and nothing is kept in global state.
-        figure = Figure(figsize=(8, 4.2), layout="constrained")
-        axes = figure.add_subplot()
-        steps, losses = history.series(rows, "loss")
-        axes.plot(steps, losses, color=_LIGHT_BLUE, linewidth=0.9, label="training, each step")
-        axes.plot(steps, _smooth(losses), color=_BLUE, linewidth=1.8, label="training, running mean")
-        steps, losses = history.series(rows, "validation_loss")  # fewer points, and none without held-out rows
-        if steps:
-            axes.plot(steps, losses, color=_ORANGE, linewidth=1.6, marker="o", markersize=4, label="validation")
-            name = "before training " if steps[0] == 0 else ""
-            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-            style: dict[str, Any] = {"textcoords": "offset points", "color": _ORANGE, "bbox": box}
-            axes.annotate(f"{name}{losses[0]:.2f}", (steps[0], losses[0]), xytext=(8, 0), va="center", **style)
-            axes.annotate(f"{losses[-1]:.2f}", (steps[-1], losses[-1]), xytext=(4, 7), ha="right", **style)
-        axes.set(xlabel="step", ylabel="loss (nats per token)", title="Loss")
-        axes.legend()
-        return _svg(figure)
+def _section(heading: str, *parts: Callable[[], str]) -> str:
+    """A section of parts; in place of one that lacks a file there is a sentence."""
+    return page.section(heading, *(_or_sentence(part) for part in parts))
 
 
-def schedule_picture(rows: list[Row]) -> str:
-    """SVG of the learning rate and the gradient norm over the steps."""
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(8, 4.6), layout="constrained")
-        top, bottom = figure.subplots(2, 1, sharex=True)
-        top.plot(*history.series(rows, "lr"), color=_BLUE, linewidth=1.8)
-        top.set(title="Learning rate", ylabel="learning rate", ylim=(0, None))
-        top.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-        steps, norms = history.series(rows, "grad_norm")
-        bottom.plot(steps, norms, color=_LIGHT_BLUE, linewidth=0.9)
-        bottom.plot(steps, _smooth(norms), color=_BLUE, linewidth=1.8)
-        bottom.set(title="Gradient norm, before clipping", xlabel="step", ylabel="gradient norm")
-        if norms and min(norms) > 0:  # a logarithmic axis has no place for 0
-            bottom.set_yscale("log")
-            bottom.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            bottom.yaxis.set_major_formatter("{x:g}")
-            bottom.yaxis.set_minor_locator(NullLocator())
-        return _svg(figure)
+def _or_sentence(part: Callable[[], str]) -> str:
+    try:
+        return part()
+    except StageError as error:
+        return page.paragraph(f"{error}.")
 
 
-def _smooth(values: list[float]) -> list[float]:
-    """An exponential moving average over about a fiftieth of the values, corrected for its start as in Adam."""
-    decay = 1 - 1 / max(1.0, len(values) / 50)
-    mean, weight, result = 0.0, 0.0, []
-    for value in values:
-        mean = decay * mean + (1 - decay) * value
-        weight = decay * weight + (1 - decay)
-        result.append(mean / weight)
-    return result
+def _start(run: Result) -> str:
+    """What the run started from."""
+    source = run.lineage.model
+    is_random = run.lineage.params.get("initial_weights") == "random"
+    with suppress(StageError):  # no record
+        is_random = is_random or not InitialModel.read(_MODEL_MANIFEST).weights
+    return f"random weights with the config of {source.name}" if is_random else source.name
 
 
-def _svg(figure: Figure) -> str:
-    file = io.StringIO()
-    figure.savefig(file, format="svg", metadata={"Date": None})  # matplotlib would write the time of day
-    return file.getvalue()
+def _headline(run: Result) -> list[tuple[str, str]]:
+    values = []
+    if run.evaluation and (loss := run.evaluation.validation):
+        values += [("validation loss", f"{loss.loss:.4f}"), ("perplexity", f"{loss.perplexity:,.2f}")]
+        values += [("bits per byte", f"{loss.bits_per_byte:.4f}")] if loss.bits_per_byte is not None else []
+    if run.evaluation:
+        values += [("parameters", f"{run.evaluation.num_parameters:,}")]
+    if run.trained:
+        values += [
+            ("tokens trained on", f"{run.trained.tokens:,}"),
+            ("time", _duration(run.trained.cost.training_seconds)),
+        ]
+    return values
 
 
-def _markdown(name: str, samples: Sequence[Sample], note: str) -> str:
-    blocks = [f"# Samples from {name}\n\n{note}\n"]
+def _losses(evaluation: Evaluation | None) -> str:
+    if evaluation is None:
+        raise StageError(_NO_EVALUATION.removesuffix("."))
+    if evaluation.validation is None:
+        return page.paragraph(_NO_ROWS)
+    named: dict[str, Loss | None] = {"all held-out rows": evaluation.validation}
+    # Of a single split it would be the same line again.
+    named |= evaluation.by_split if len(evaluation.by_split) > 1 else {}
+    named |= {
+        "before training": evaluation.untrained,
+        "after training": evaluation.trained,
+        f"exported as {evaluation.dtype}": evaluation.exported,
+    }
+    header = ["", "nats per token", "perplexity", "bits per byte", "rows", "tokens"]
+    rows = [[name, *_cells(loss)] for name, loss in named.items() if loss is not None]
+    caption = "All held-out rows, exported weights; then the rows that the training measured, too"
+    return page.table(caption, header, rows, numbers=True)
+
+
+def _cells(loss: Loss) -> list[str]:
+    bits = "not known" if loss.bits_per_byte is None else f"{loss.bits_per_byte:.4f}"
+    return [f"{loss.loss:.4f}", f"{loss.perplexity:,.2f}", bits, f"{loss.rows:,}", f"{loss.tokens:,}"]
+
+
+def _course(figures: dict[str, str]) -> str:
+    notes = [
+        page.paragraph(f"{source} is missing or has no values: run `dvc repro train`.")
+        for kind, source in ((pictures.COURSE, outputs.HISTORY), (pictures.SPEED, outputs.SPEED))
+        if not figures.keys() & kind.keys()
+    ]
+    return "\n".join([page.columns(*figures.values()), *notes])
+
+
+def _cost(run: Result) -> str:
+    if run.trained is None:
+        raise StageError(f"{outputs.TRAIN_METRICS} is missing: run `dvc repro train`")
+    cost, adopted = run.trained.cost, run.lineage.adopted
+    facts = [
+        ("time", _duration(cost.training_seconds)),
+        ("steps", f"{run.trained.steps:,}"),
+        ("tokens", f"{run.trained.tokens:,}"),
+        ("tokens per second", _number(cost.tokens_per_second, ",.0f")),
+        ("MFU", _number(cost.mfu, ".1%")),
+        ("peak memory of rank 0", _number(cost.memory_peak_gib, ",.2f", " GiB")),
+        ("launches", _launches(cost.launches)),
+    ]
+    if run.trained.skipped_steps:
+        facts += [("skipped steps", f"{run.trained.skipped_steps:,} whose gradient was not finite")]
+    while adopted:
+        facts += [
+            ("continued from", f"step {adopted.step:,} of run {adopted.run_id}; {'; '.join(adopted.differences)}")
+        ]
+        adopted = adopted.adopted
+    total = sum(cost.milliseconds.values())
+    phases = [[name, f"{value:,.1f}", f"{value / total:.1%}"] for name, value in cost.milliseconds.items() if value]
+    return page.columns(
+        page.table("The training", (), facts),
+        page.table("A step, on average", ["", "ms", "share"], phases, numbers=True) if phases else "",
+    )
+
+
+def _launches(number: int | None) -> str:
+    if number is None:
+        return "not known"
+    return "1, without an interruption" if number == 1 else f"{number:,}: interrupted and resumed {number - 1:,} times"
+
+
+def _data(run: Result) -> str:
+    tokens = publish.sha256_json([run.lineage.data.train, run.lineage.data.validation])
+    if not (records := origin.find_records(tokens)):
+        raise StageError("There are no records of how these tokens were made: they were made elsewhere")
+    parts = []
+    if "organize" in records:
+        organized = Organized.read(origin.RECORDS["organize"])
+        formats = [[name, f"{found.files:,}", f"{found.bytes / 1e6:,.2f}"] for name, found in organized.formats.items()]
+        formats += [["all", f"{organized.files:,}", f"{organized.bytes / 1e6:,.2f}"]]
+        parts += [page.table("Raw files", ["", "files", "MB"], formats, numbers=True)]
+        left_out = [*_counts(organized.passed_over_counts)]
+        left_out += [("duplicate files", f"{organized.duplicate_files:,}")] if organized.duplicate_files else []
+        parts += [page.table("Files that were passed over", (), left_out)] if left_out else []
+    if "extract" in records:
+        extracted = Extracted.read(origin.RECORDS["extract"])
+        text = [("strings", f"{extracted.strings:,}"), ("characters", f"{extracted.characters:,}")]
+        if extracted.duplicate_strings:
+            text += [("duplicate strings, dropped", f"{extracted.duplicate_strings:,}")]
+        if extracted.fallback_encoded_files:
+            text += [("files in another encoding than UTF-8", f"{extracted.fallback_encoded_files:,}")]
+        text += [("files rejected, entirely or in part", f"{extracted.rejected_files:,}")]
+        text += [(f"rejected: {reason}", count) for reason, count in _counts(extracted.rejected)]
+        parts += [page.table("Text", (), text)]
+    packed = Packed.read(origin.RECORDS["pack"])
+    sets = {"training": packed.train, "held out": packed.validation}
+    total = sum(part.tokens for part in sets.values())
+    rows = {
+        "documents": [f"{part.documents:,}" for part in sets.values()],
+        "characters": [f"{part.characters:,}" for part in sets.values()],
+        "tokens": [f"{part.tokens:,}" for part in sets.values()],
+        "share of the tokens": [f"{part.tokens / max(1, total):.1%}" for part in sets.values()],
+        "rows": [f"{part.rows:,}" for part in sets.values()],
+        "characters per token": [_number(part.characters_per_token, ".2f") for part in sets.values()],
+        "unknown tokens": [_number(part.unknown_share, ".2%") for part in sets.values()],
+    }
+    caption = f"Tokens, encoded by {packed.encoder.name}"
+    parts += [page.table(caption, ["", *sets], [[name, *cells] for name, cells in rows.items()], numbers=True)]
+    return page.columns(*parts)
+
+
+def _counts(found: dict[str, int]) -> Iterator[tuple[str, str]]:
+    for reason, number in sorted(found.items(), key=lambda item: (-item[1], item[0])):
+        yield reason, f"{number:,}"
+
+
+def _rows() -> str:
+    if not outputs.ROWS.is_file():
+        raise StageError(f"{outputs.ROWS} is missing: run `dvc repro plan`")
+    legend, _, shown = outputs.ROWS.read_text(encoding="utf-8").partition("\n\n")
+    rows = re.split(r"\n\n(?=row \d+\n)", shown.rstrip("\n"))
+    # What is read but not predicted is between brackets.
+    texts = [
+        page.text((part, bool(index % 2)) for index, part in enumerate(re.split("(⟦.*?⟧)", row, flags=re.DOTALL)))
+        for row in rows
+    ]
+    return "\n".join([page.paragraph(f"The first rows of the first step. {legend}."), *texts])
+
+
+def _model(run: Result, directory: Path) -> str:
+    source, packages = run.lineage.model, run.lineage.packages
+    facts = [("started from", _start(run)), ("revision", source.revision)]
+    facts += [("commit", source.commit)] if source.commit else []
+    facts += [("made by run", source.lineage.run_id)] if source.lineage else []
+    if run.evaluation:
+        facts += [("parameters", f"{run.evaluation.num_parameters:,}"), ("dtype", run.evaluation.dtype)]
+    facts += [("computed by", ", ".join(f"{name} {version}" for name, version in packages.items()))]
+    try:
+        config = publish.read_json(directory / CONFIG)
+    except (FileNotFoundError, ValueError):
+        raise StageError(f"{directory / CONFIG} is missing or damaged: run `dvc repro -f -s consolidate`") from None
+    dimensions = [("architecture", ", ".join(config.get("architectures") or ["not known"]))]
+    for name, keys in _DIMENSIONS.items():
+        dimensions += [(name, page.value(config[key])) for key in keys if config.get(key) is not None]
+    return page.columns(page.table("This model", (), facts), page.table("Its config", (), dimensions))
+
+
+def _sample_texts(samples: Sequence[Sample]) -> str:
+    if not samples:
+        raise StageError("There are no samples: eval_samples is 0, or there are no held-out rows")
+    texts = [page.text([(sample.prompt, True), (sample.continuation, False)]) for sample in samples]
+    return "\n".join(
+        [page.paragraph("Pale: the beginning of a held-out document. After it, what the model writes."), *texts]
+    )
+
+
+def _params(run: Result, before: Previous | None) -> str:
+    theirs = before.result.params() if before else {}
+    parts = []
+    for stage, values in run.params().items():
+        older = theirs.get(stage, values)
+        rows = [[name, page.value(value)] for name, value in values.items()]
+        changed = {index for index, (name, value) in enumerate(values.items()) if older.get(name) != value}
+        parts += [page.table(stage, (), rows, marked=changed)]
+    note = "Marked: not as in the run before." if before else "Those of the stages that made data and model."
+    return "\n".join([page.paragraph(note), page.columns(*parts)])
+
+
+def _compared(run: Result, before: Previous) -> str:
+    other = before.result
+    parts = [page.paragraph(f"Run {other.lineage.run_id}, of commit {before.commit}: {before.subject}")]
+    results = [*_results(run, other)]
+    parts += (
+        [page.table("Results", ["", "this run", "run before", "difference"], results, numbers=True)] if results else []
+    )
+    differences = [*_differences(run, other)]
+    if differences:
+        table = page.table("Differences", ["", "this run", "run before"], differences)
+    else:
+        table = page.paragraph("Both have the same parameters, data, initial model, code and packages.")
+    if run.lineage.data.validation != other.lineage.data.validation:
+        parts += [page.paragraph("The held-out rows are not the same, so the losses are not those of the same text.")]
+    return "\n".join([*parts[:1], page.columns(*parts[1:], table)])
+
+
+def _results(run: Result, other: Result) -> Iterator[Comparison]:
+    ours, theirs = run.evaluation, other.evaluation
+    if ours and theirs and ours.validation and theirs.validation:
+        here, there = ours.validation, theirs.validation
+        yield _line("validation loss", here.loss, there.loss, ".4f")
+        yield _line("perplexity", here.perplexity, there.perplexity, ",.2f")
+        if here.bits_per_byte is not None and there.bits_per_byte is not None:
+            yield _line("bits per byte", here.bits_per_byte, there.bits_per_byte, ".4f")
+    if run.trained and other.trained:
+        yield _line("steps", run.trained.steps, other.trained.steps, ",d")
+        yield _line("tokens", run.trained.tokens, other.trained.tokens, ",d")
+        here_cost, there_cost = run.trained.cost, other.trained.cost
+        yield _line("seconds", here_cost.training_seconds, there_cost.training_seconds, ",.1f")
+        for name, spec in (("tokens_per_second", ",.0f"), ("mfu", ".3f"), ("memory_peak_gib", ",.2f")):
+            a, b = getattr(here_cost, name), getattr(there_cost, name)
+            if a is not None and b is not None:
+                yield _line(name.replace("_", " ").replace("gib", "(GiB)"), a, b, spec)
+
+
+def _line(name: str, here: float, there: float, spec: str) -> Comparison:
+    difference = format(here - there, f"+{spec}")
+    # Not -0.00.
+    return name, format(here, spec), format(there, spec), difference if difference.strip("+-0.,") else "0"
+
+
+def _differences(run: Result, other: Result) -> Iterator[tuple[str, str, str]]:
+    ours, theirs = run.lineage, other.lineage
+    here, there = run.params(), other.params()
+    for stage, values in here.items():
+        older = there.get(stage, {})
+        for name in [*values, *(name for name in older if name not in values)]:
+            if older and values.get(name) != older.get(name):
+                yield name, page.value(values.get(name)), page.value(older.get(name))
+    things = {
+        "training rows": (ours.data.train, theirs.data.train),
+        "held-out rows": (ours.data.validation, theirs.data.validation),
+        "initial model": (ours.model.manifest, theirs.model.manifest),
+        "code of train": (ours.code, theirs.code),
+    }
+    for name, (a, b) in things.items():
+        if a != b:
+            yield name, a[:10], b[:10]
+    for name in sorted(ours.packages.keys() | theirs.packages.keys()):
+        if ours.packages.get(name) != theirs.packages.get(name):
+            yield name, ours.packages.get(name, "none"), theirs.packages.get(name, "none")
+
+
+def _number(value: float | None, spec: str, unit: str = "") -> str:
+    return "not known" if value is None else f"{value:{spec}}{unit}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"
+
+
+def _markdown(name: str, samples: Sequence[Sample]) -> str:
+    blocks = [f"# Samples from {name}\n\nEach prompt is the beginning of a held-out document.\n"]
     for number, sample in enumerate(samples, 1):
         blocks.append(
             f"## {number}\n\nPrompt:\n\n{_quote(sample.prompt)}\n\nContinuation:\n\n{_quote(sample.continuation)}\n"
@@ -142,57 +382,3 @@ def _markdown(name: str, samples: Sequence[Sample], note: str) -> str:
 def _quote(text: str) -> str:
     # Indented code, not a fence: a sample may contain any number of backticks.
     return "\n".join(f"    {line}" for line in text.splitlines()) or "    "
-
-
-def _page(
-    name: str, pictures: Sequence[str], facts: Sequence[tuple[str, str]], samples: Sequence[Sample], note: str
-) -> str:
-    table = "\n".join(f"<tr><th>{escape(label)}</th><td>{escape(value)}</td></tr>" for label, value in facts)
-    # From `<svg` on: the XML declaration and the doctype before it are not valid inside of HTML.
-    figures = "\n".join(f"<figure>{picture[picture.index('<svg') :]}</figure>" for picture in pictures)
-    texts = "\n".join(
-        f"<pre><span>{escape(sample.prompt)}</span>{escape(sample.continuation)}</pre>" for sample in samples
-    )
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(name)}</title>
-<style>
-  body {{ font: 16px/1.5 system-ui, sans-serif; color: #111827; max-width: 52rem; margin: 2rem auto; padding: 0 1rem; }}
-  h1 {{ margin-bottom: .25rem; }}
-  h2 {{ margin-top: 2.5rem; border-bottom: 1px solid #e5e7eb; }}
-  table {{ border-collapse: collapse; }}
-  th {{ text-align: left; font-weight: normal; color: {_GREY}; padding: .15rem 1.5rem .15rem 0; vertical-align: top; }}
-  td {{ font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }}
-  figure {{ margin: 1rem 0; }}
-  svg {{ max-width: 100%; height: auto; }}
-  pre {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
-  pre {{ background: #f6f8fa; padding: .75rem 1rem; border-radius: 6px; }}
-  pre span {{ color: {_GREY}; }}
-</style>
-</head>
-<body>
-<h1>{escape(name)}</h1>
-<table>
-{table}
-</table>
-<h2>Training</h2>
-{figures}
-<h2>Samples</h2>
-<p>{escape(note)}</p>
-{texts}
-</body>
-</html>
-"""
-
-
-def loss_text(loss: float | None) -> str:
-    """A loss and its perplexity, for people to read."""
-    return "not measured" if loss is None else f"{loss:.4f} nats per token (perplexity {perplexity(loss):,.1f})"
-
-
-def perplexity(loss: float | None) -> float | None:
-    """exp(loss): a model with this loss is as uncertain as a uniform choice among that many tokens."""
-    return None if loss is None else math.exp(min(loss, 700.0))  # above 709, exp overflows a float

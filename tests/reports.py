@@ -1,0 +1,141 @@
+"""A project whose stages have left their records, without running them: for the tests of the report."""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from stages.artifacts import outputs, publish
+from stages.artifacts.origin import RECORDS
+
+PHASES = ("data", "forward", "backward", "update", "validation", "saving", "other")
+MODEL = Path("outputs/exp/model")
+POINTER = Path("outputs/exp/run.json")
+OUTS = (POINTER, MODEL, outputs.HISTORY, outputs.SPEED, outputs.TRAIN_METRICS, outputs.EVALUATION, outputs.METRICS)
+
+
+def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None:
+    """Write, into the current directory, all that the report reads."""
+    params = {"experiment_name": "exp", "lr": lr, "fsdp": {"preset": "single_node_fsdp", "size": None}}
+    origin = {"params": {"num_splits": 4, "fallback_encoding": "cp1252"}, "packages": {"pyarrow": "21"}}
+    tokens = {"train": "t" * 64, "validation": "v" * 64}
+    organized = {
+        "files": 3, "bytes": 3_000_000, "formats": {"json": {"files": 2, "bytes": 2_000_000},
+        "text.gz": {"files": 1, "bytes": 1_000_000}}, "duplicate_files": 1, "passed_over_counts": {"hidden": 7},
+        "origin": origin,
+    }  # fmt: skip
+    write_json(RECORDS["organize"], organized)
+    extracted = {
+        "fallback_encoded_files": 0, "rejected_files": 2, "duplicate_strings": 5, "strings": 1234,
+        "characters": 567_890, "rejected": {"invalid YAML": 2}, "origin": origin, "fingerprint": "corpus",
+        "source": publish.sha256_file(RECORDS["organize"]),
+    }  # fmt: skip
+    write_json(RECORDS["extract"], extracted)
+    part = {"documents": 30, "characters": 900, "tokens": 300, "characters_per_token": 3.25, "unknown_share": 0.001,
+            "rows": 10}  # fmt: skip
+    packed = {
+        "train": part, "validation": part | {"tokens": 100}, "encoder": {"name": "tokenizers 1.0"}, "origin": origin,
+        "source": "corpus", "fingerprint": publish.sha256_json([*tokens.values()]),
+    }  # fmt: skip
+    write_json(RECORDS["pack"], packed)
+    write_json(Path("data/model.json"), {"weights": []})
+    outputs.OUTPUTS.mkdir(exist_ok=True)
+    outputs.ROWS.write_text("⟦...⟧ is read but not predicted\n\nrow 7\n  ⟦The⟧ <text>\n\nrow 8\n  ⟦An⟧other\n")
+    lineage = {
+        "run_id": f"run{lr}", "step": steps, "adopted": None, "params": params, "data": tokens, "code": "c" * 64,
+        "model": {"name": "<tiny & small>", "revision": "main", "commit": None, "manifest": "m", "lineage": None},
+        "packages": {"torch": "2.13.0"}, "checkpoint": "r", "weights": {},
+        "origins": {"organize": origin, "pack": {"params": {"seq_length": 32}, "packages": {}}},
+    }  # fmt: skip
+    write_json(MODEL / "lineage.json", lineage)
+    write_json(MODEL / "config.json", {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "n_head": 4})
+    write_json(POINTER, {"run_id": f"run{lr}"})
+    write_courses(loss, lr, steps)
+    cost = {"training_seconds": 4000.0, "milliseconds": dict.fromkeys(PHASES, 2.0), "tokens_per_second": 5120.0,
+            "mfu": 0.41, "memory_peak_gib": 1.5, "launches": 3}  # fmt: skip
+    write_json(outputs.TRAIN_METRICS, {"steps": steps, "tokens": 4096, "skipped_steps": 0, "cost": cost})
+    measured = {"rows": 10, "tokens": 310, "loss": loss, "perplexity": math.exp(loss), "bits_per_byte": 1.25}
+    evaluation = {
+        "run_id": f"run{lr}", "step": steps, "dtype": "bfloat16", "num_parameters": 2_345_678, "validation": measured,
+        "by_split": {"split_02": measured, "split_03": measured}, "untrained": measured | {"loss": 8.5},
+        "trained": measured, "exported": measured, "samples": [{"prompt": "Once <b>", "continuation": " upon\n a"}],
+    }  # fmt: skip
+    write_json(outputs.EVALUATION, evaluation)
+    write_json(outputs.METRICS, {"validation_loss": loss, "perplexity": math.exp(loss), "bits_per_byte": 1.25})
+
+
+def write_courses(loss: float, lr: float, steps: int) -> None:
+    """Write history.tsv and speed.tsv of a training that takes this many steps."""
+    history = ["step\tepoch\ttokens\tloss\tlr\tgrad_norm\tvalidation_loss", "0\t0.0\t0\t\t\t\t8.5"]
+    speed = ["step\tseconds\ttokens_per_second\tmfu\tmemory_gib\tmemory_peak_gib\tmilliseconds_per_save"]
+    speed[0] += "".join(f"\t{name}_ms" for name in PHASES)
+    for step in range(1, steps + 1):
+        now = loss + 6 * math.exp(-5 * step / steps) + 0.1 * math.sin(step)
+        validation = repr(now) if step % max(1, steps // 10) == 0 else ""
+        history.append(
+            f"{step}\t{step / steps}\t{step * 8}\t{now}\t{lr * (1 - step / steps)}\t{0.5 + now}\t{validation}"
+        )
+        times = "\t".join(str(10.0 + number + math.sin(step)) for number in range(len(PHASES)))
+        speed.append(f"{step}\t{step * 0.1}\t{5000 + 300 * math.sin(step)}\t\t1.2\t1.5\t\t{times}")
+    outputs.HISTORY.write_text("\n".join(history) + "\n")
+    outputs.SPEED.write_text("\n".join(speed) + "\n")
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def git(*arguments: str) -> None:
+    identity = ("-c", "user.name=test", "-c", "user.email=test@example.com")
+    subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
+
+
+def commit(subject: str) -> None:
+    """Do as `dvc repro` and `git commit` would: the outs go into DVC's cache, and their digests into dvc.lock."""
+    if not Path(".git").exists():
+        git("init", "-q", "-b", "main")
+        Path(".dvc").mkdir()
+        Path(".dvc/config").write_text("[core]\n    analytics = false\n")
+        Path(".gitignore").write_text("/outputs\n/data\n/.dvc/tmp\n/.dvc/cache\n")
+        stages = {"train": {"cmd": "true", "outs": [str(path) for path in OUTS if path != outputs.METRICS],
+                            "metrics": [str(outputs.METRICS)]}}  # fmt: skip
+        Path("dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
+    lineage = publish.read_json(MODEL / "lineage.json")
+    Path("params.yaml").write_text(yaml.safe_dump({**lineage["params"], "runtime": {"log_freq": 10}}))
+    outs = [{"path": str(path), "hash": "md5", "md5": add_to_cache(path)} for path in OUTS if path.exists()]
+    lock = {"schema": "2.0", "stages": {"train": {"cmd": "true", "outs": outs}}}
+    Path("dvc.lock").write_text(yaml.safe_dump(lock))
+    git("add", ".")
+    git("commit", "-qm", subject)
+
+
+def add_to_cache(path: Path) -> str:
+    """Copy an out into DVC's cache; returns its MD5 there."""
+    if path.is_dir():
+        entries = [{"md5": add_to_cache(file), "relpath": file.name} for file in sorted(path.iterdir())]
+        content, suffix = json.dumps(entries).encode(), ".dir"
+    else:
+        content, suffix = path.read_bytes(), ""
+    digest = hashlib.md5(content).hexdigest() + suffix
+    target = cached(digest)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content)
+    return digest
+
+
+def cached(digest: str) -> Path:
+    """The file of a digest in DVC's cache."""
+    return Path(".dvc/cache/files/md5", digest[:2], digest[2:])
+
+
+def chromium() -> str | None:
+    """A browser that can do without a window and a network, if there is one, and we may take its network away."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser")
+    return found if found and os.geteuid() == 0 and shutil.which("unshare") else None

@@ -1,0 +1,353 @@
+"""The report shows what the files of a project say, and the run before; what is missing is a sentence."""
+
+import html.parser
+import re
+import shutil
+import subprocess
+import typing
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages import extract
+from stages.artifacts import history, outputs, publish
+from stages.artifacts.errors import StageError
+from stages.artifacts.origin import RECORDS
+from stages.artifacts.record import Record
+from stages.corpus import splits
+from stages.export import facts, page, pictures, previous, report
+from stages.model.manifest import ModelManifest
+from stages.tokens import packed
+from tests import reports
+
+
+@pytest.fixture(autouse=True)
+def project(empty_project: Path) -> None:
+    reports.make_records()
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report without a run before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("complete"))
+        reports.make_records()
+        write()
+        return outputs.REPORT.absolute()
+
+
+def write() -> str:
+    """Write the report; returns its page."""
+    with publish.directory(outputs.REPORT) as directory:
+        report.write(directory, "exp")
+    return (outputs.REPORT / report.PAGE).read_text()
+
+
+class PageReader(html.parser.HTMLParser):
+    """Collects the links, ids and tags of a page, and the text that it shows, by section."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.ids: Counter[str] = Counter()
+        self.tags: Counter[str] = Counter()
+        self.sections: dict[str, str] = {"": ""}
+        self._is_heading = False
+        self.feed(content)
+        self.text = " ".join(self.sections.values())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data", "action")]
+        self.ids.update(value or "" for name, value in attrs if name == "id")
+        self._is_heading = tag == "h2"
+
+    def handle_data(self, data: str) -> None:
+        if self._is_heading:
+            self._current, self._is_heading = data, False
+            self.sections[data] = ""
+        else:
+            last = next(reversed(self.sections))
+            self.sections[last] += data
+
+
+def test_the_page_needs_no_other_file_no_network_and_no_script(complete: Path) -> None:
+    content = (complete / report.PAGE).read_text()
+    reader = PageReader(content)
+    assert reader.links, "the pictures refer to their own parts"
+    assert all(link.startswith("#") and link[1:] in reader.ids for link in reader.links)
+    assert not reader.tags.keys() & {"script", "link", "iframe", "img", "object", "embed", "form"}
+    assert not re.search(r"url\((?!#)|@import|@font-face| on\w+=", content)
+    assert {name: number for name, number in reader.ids.items() if number > 1} == {}
+    assert content.startswith('<!doctype html>\n<html lang="en">')
+
+
+def test_each_section_shows_what_the_files_say(complete: Path) -> None:
+    shown = PageReader((complete / report.PAGE).read_text()).sections
+    for section, texts in {
+        "": ["2.5000", "12.18", "1.2500", "2,345,678", "4,096", "1 h 07 min", "random weights", "<tiny & small>"],
+        "Loss": ["all held-out rows", "split_02", "before training", "8.5000", "as bfloat16", "310"],
+        "Cost": ["5,120", "41.0%", "1.50 GiB", "3: interrupted and resumed 2 times", "14.3%"],
+        "Data": ["text.gz", "3.00", "hidden", "1,234", "567,890", "invalid YAML", "3.25", "0.10%", "25.0%",
+                 "tokenizers 1.0", "duplicate files"],
+        "Rows as the model saw them": ["is read but not predicted", "row 7\n  ⟦The⟧ <text>", "row 8"],
+        "Model": ["LlamaForCausalLM", "attention heads", "bfloat16", "torch 2.13.0"],
+        "Samples": ["Once <b> upon\n a"],
+        "Parameters": ["num_splits", "fsdp.preset", "single_node_fsdp", "null", "seq_length"],
+    }.items():  # fmt: skip
+        for text in texts:
+            assert text in shown[section], (section, text)
+    assert "Once <b>\n\nContinuation:\n\n     upon\n     a\n" in (complete / report.SAMPLES).read_text()
+
+
+def test_each_picture_is_in_the_page_and_a_file_in_light_colors(complete: Path) -> None:
+    content = (complete / report.PAGE).read_text()
+    names = {*pictures.COURSE, *pictures.SPEED}
+    assert {path.name for path in complete.iterdir()} == {f"{name}.svg" for name in names} | {
+        "report.html", "samples.md"
+    }  # fmt: skip
+    assert content.count("<svg ") == content.count('<svg role="img" aria-label=') == len(names) == 6
+    body = content.split("</style>", 1)[1]
+    assert not re.findall(r"#[0-9a-f]{6}\b", body), "a color that would not change with the page"
+    assert "var(--blue)" in body
+    for name in names:
+        picture = (complete / f"{name}.svg").read_text()
+        assert page.COLORS["blue"][0] in picture
+        assert "var(" not in picture
+        assert "<metadata>" not in picture
+    # matplotlib draws a text as paths after a comment.
+    for text in ("loss (nats per token)", "validation", "tokens per second", "milliseconds per step", "forward"):
+        assert f"<!-- {text} -->" in content
+
+
+def test_what_is_missing_is_a_sentence(complete: Path) -> None:
+    missing = {
+        outputs.SPEED: ("Course of the training", "outputs/speed.tsv is missing"),
+        outputs.TRAIN_METRICS: ("Cost", "outputs/train_metrics.json is missing: run `dvc repro train`."),
+        outputs.EVALUATION: ("Loss", "outputs/evaluation.json is missing: run `dvc repro evaluate`."),
+        outputs.ROWS: ("Rows as the model saw them", "outputs/rows.txt is missing: run `dvc repro plan`."),
+        RECORDS["pack"]: ("Data", "There are no records of how these tokens were made"),
+        reports.MODEL / "config.json": ("Model", "config.json is missing or damaged"),
+        reports.POINTER: ("The run before", "outputs/exp/run.json is missing: run `dvc repro train`."),
+        Path("data/model.json"): ("Samples", "There are no samples"),
+    }
+    for path in missing:
+        path.unlink()
+    shown = PageReader(write()).sections
+    for section, sentence in missing.values():
+        assert sentence in shown[section]
+    assert shown.keys() == PageReader((complete / report.PAGE).read_text()).sections.keys()
+
+
+def test_a_file_that_is_damaged_is_named() -> None:
+    outputs.HISTORY.write_text("step\tloss\n1\tx\n")
+    with pytest.raises(StageError, match=r"history\.tsv is not valid: run `dvc repro -f -s train`"):
+        write()
+
+
+def test_records_of_other_data_are_not_shown() -> None:
+    record = publish.read_json(RECORDS["pack"])
+    reports.write_json(RECORDS["pack"], record | {"source": "another corpus"})
+    shown = PageReader(write()).sections["Data"]
+    assert "tokenizers 1.0" in shown
+    assert "567,890" not in shown
+
+
+def test_without_held_out_rows_the_report_says_so() -> None:
+    evaluation = publish.read_json(outputs.EVALUATION)
+    nothing = dict.fromkeys(("validation", "untrained", "trained", "exported"))
+    reports.write_json(outputs.EVALUATION, {**evaluation, **nothing, "by_split": {}, "samples": []})
+    text = outputs.HISTORY.read_text()
+    outputs.HISTORY.write_text(re.sub(r"\t[\d.]*$", "\t", text, flags=re.MULTILINE))
+    shown = PageReader(write()).sections
+    assert "set validation_splits to 1 or more" in shown["Loss"]
+    assert "There are no samples" in shown["Samples"]
+
+
+def test_values_that_are_not_finite_leave_a_picture_of_the_others() -> None:
+    lines = outputs.HISTORY.read_text().splitlines()
+    lines[50] = "49\t0.2\t400\tnan\t0.001\tinf\t"
+    outputs.HISTORY.write_text("\n".join(lines) + "\n")
+    write()
+    rows = history.read(outputs.HISTORY)
+    steps, losses = pictures.thin(*history.series(rows, "loss"))
+    assert (len(steps), 49 in steps, min(losses) > 0) == (199, False, True)
+    assert len(pictures.smooth([1.0, float("nan"), 3.0])) == 3
+    everything = [{**row, "loss": float("nan"), "validation_loss": None} for row in rows]
+    assert pictures.loss(everything, []) is None
+
+
+def test_however_long_the_training_was_the_page_is_small_and_has_each_peak() -> None:
+    values = [1.0] * 100_000
+    values[54_321], values[60_000] = 9.0, -9.0
+    steps, thinned = pictures.thin(range(100_000), values)
+    assert len(thinned) <= 800
+    assert {(54_321, 9.0), (60_000, -9.0)} <= {*zip(steps, thinned, strict=True)}
+    assert steps == sorted(steps)
+    reports.write_courses(loss=2.5, lr=0.003, steps=100_000)
+    assert len(write()) < 1_000_000
+
+
+def test_the_text_can_be_read_on_every_background() -> None:
+    """The contrast that WCAG 2 asks for: 4.5 for text, 3 for lines."""
+
+    def luminance(color: str) -> float:
+        channels = (int(color[index : index + 2], 16) / 255 for index in (1, 3, 5))
+        linear = (value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels)
+        return sum(weight * value for weight, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    def contrast(one: str, other: str, scheme: int) -> float:
+        dark, light = sorted(luminance(page.COLORS[name][scheme]) for name in (one, other))
+        return (light + 0.05) / (dark + 0.05)
+
+    for scheme in (0, 1):
+        for back in ("back", "panel", "mark"):
+            assert contrast("text", back, scheme) > 7
+            assert contrast("grey", back, scheme) > 4.5, (back, scheme)
+        for line in ("blue", "orange", "green", "purple", "red", "before"):
+            assert contrast(line, "back", scheme) > 3, (line, scheme)
+
+
+@pytest.mark.parametrize(
+    ("shown", "written"),
+    [
+        (facts.Organized, splits.Summary),
+        (facts.Extracted, extract.Metrics),
+        (facts.Packed, packed.PackMetrics),
+        (facts.InitialModel, ModelManifest),
+        (facts.Part, packed.PartMetrics),
+        (facts.Format, splits.Format),
+        (facts.Encoder, packed.EncoderMetrics),
+    ],
+)
+def test_what_is_read_is_what_the_stages_write(shown: type[Any], written: type[Any]) -> None:
+    theirs = typing.get_type_hints(written)
+    for name, kind in typing.get_type_hints(shown).items():
+        assert name in theirs
+        if kind in (int, str, bool, float | None):
+            assert kind == theirs[name], name
+    if issubclass(shown, Record):
+        assert shown.STAGE == written.STAGE
+
+
+def test_the_run_before_is_that_of_the_newest_commit_with_another_result() -> None:
+    for number, lr in enumerate((0.001, 0.002, 0.003), 1):
+        reports.make_records(lr=lr, loss=2 + lr)
+        reports.commit(f"run {number} <b>")
+    Path("notes.txt").write_text("a commit without a run")
+    reports.git("add", ".")
+    reports.git("commit", "-qm", "notes")
+    shown = PageReader(write()).sections
+    compared = shown["The run before"]
+    assert "Run run0.002, of commit" in compared
+    assert "run 2 <b>" in compared
+    assert re.search(r"validation loss2\.00302\.0020\+0\.0010", compared)
+    assert re.search(r"lr0\.0030\.002", compared)
+    assert re.search(r"memory peak \(GiB\)1\.501\.500\n", compared)
+    assert "fsdp.preset" not in compared
+    assert "Marked: not as in the run before" in shown["Parameters"]
+    content = (outputs.REPORT / report.PAGE).read_text()
+    assert content.count('<tr class="marked">') == 1
+    assert "<!-- run before: validation -->" in content
+    first = {path.name: path.read_bytes() for path in outputs.REPORT.iterdir()}
+    write()
+    assert first == {path.name: path.read_bytes() for path in outputs.REPORT.iterdir()}
+
+
+def test_a_run_that_is_not_in_the_cache_is_passed_over() -> None:
+    for lr in (0.001, 0.002, 0.003):
+        reports.make_records(lr=lr)
+        reports.commit(f"lr {lr}")
+        if lr == 0.002:  # of the middle one, a file is damaged
+            reports.cached(reports.add_to_cache(outputs.TRAIN_METRICS)).write_text("{")
+            reports.cached(reports.add_to_cache(reports.MODEL / "lineage.json")).unlink()
+    assert previous.find(reports.POINTER).subject == "lr 0.001"
+    shutil.rmtree(".dvc/cache")
+    with pytest.raises(StageError, match=r"DVC's cache has no complete one of them\. `dvc pull -A`"):
+        previous.find(reports.POINTER)
+
+
+def test_held_out_rows_that_differ_are_named() -> None:
+    reports.commit("first")
+    reports.make_records(lr=0.001)
+    lineage = publish.read_json(reports.MODEL / "lineage.json")
+    reports.write_json(reports.MODEL / "lineage.json", {**lineage, "data": {"train": "t", "validation": "other"}})
+    compared = PageReader(write()).sections["The run before"]
+    assert "The held-out rows are not the same" in compared
+    assert "held-out rowsothervvvvvvvvvv" in compared
+
+
+def test_a_damaged_lock_is_passed_over() -> None:
+    reports.commit("first")
+    for content in ("<<<<<<< ours\n", "[]\n", "stages: {train: {outs: [{path: outputs/exp/run.json}]}}\n"):
+        Path("dvc.lock").write_text(content)
+        reports.git("commit", "-qam", "damaged")
+    reports.make_records(lr=0.001)
+    assert previous.find(reports.POINTER).subject == "first"
+
+
+@pytest.mark.parametrize("missing", [".git", ".dvc", "git", "other runs"])
+def test_without_a_run_before_a_sentence_says_how_to_get_one(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing != ".dvc":
+        reports.commit("first")
+    if missing == ".git":
+        Path(".git").rename("elsewhere")
+    if missing == "git":
+        monkeypatch.setenv("PATH", "")
+    if missing != "other runs":
+        reports.make_records(lr=0.001)
+    expected = "no project of git and DVC" if missing in (".dvc", ".git") else "`git commit` after each `dvc repro`"
+    with pytest.raises(StageError, match=expected) as error:
+        previous.find(reports.POINTER)
+    assert str(Path.cwd()) not in str(error.value)
+
+
+def test_a_project_may_be_a_directory_of_a_repository() -> None:
+    reports.commit("first")
+    Path("project").mkdir()
+    for path in [path for path in Path().iterdir() if path.name not in (".git", "project")]:
+        path.rename("project" / path)
+    reports.git("add", ".")
+    reports.git("commit", "-qm", "moved")
+    Path("project/.dvc/config").write_text("[core]\n    analytics = false\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir("project")
+        reports.make_records(lr=0.001)
+        assert previous.find(reports.POINTER).subject == "moved"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(reports.chromium() is None, reason="needs chromium, and root to take its network away")
+@pytest.mark.parametrize("width", [400, 1400])
+def test_a_browser_shows_the_report_without_an_error(tmp_path: Path, width: int) -> None:
+    reports.commit("first")
+    reports.make_records(lr=0.001)
+    write()
+    shots = [tmp_path / f"{scheme}.png" for scheme in (0, 1)]
+    for scheme, shot in enumerate(shots):  # dark, light
+        command = [
+            *("unshare", "-rn", str(reports.chromium()), "--headless", "--no-sandbox", "--disable-gpu"),
+            *(f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={scheme}"),
+            *(f"--window-size={width},3000", f"--screenshot={shot}", "--enable-logging=stderr", "--v=0"),
+            f"file://{(outputs.REPORT / report.PAGE).resolve()}",
+        ]
+        process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
+        assert "CONSOLE" not in process.stderr
+    import matplotlib.image
+
+    dark, light = (matplotlib.image.imread(shot)[..., :3] for shot in shots)
+    assert dark.mean() < 0.3 < 0.8 < light.mean()
+
+
+def test_the_pictures_show_the_history() -> None:
+    rows = history.read(outputs.HISTORY)
+    changed: list[history.Row] = [*rows, {**rows[-1], "step": 201.0, "loss": 3.0, "lr": 0.0005, "grad_norm": 0.0}]
+    for draw, _ in pictures.COURSE.values():
+        assert draw(rows, []) != draw(changed, []) != draw(changed, rows)
+        assert draw([], []) is None
+    speed = history.read(outputs.SPEED)
+    for draw, _ in pictures.SPEED.values():
+        assert draw(speed, []) != draw(speed[:100], []) != draw(speed[:100], speed)
+        assert draw([], []) is None
