@@ -227,6 +227,7 @@ def _accelerators(
         return
     from stages.plan import launched_ranks
     from stages.training import slurm
+    from stages.training.memory import memory_limit
 
     allocated = slurm.num_nodes(settings.runtime) if "SLURM_JOB_ID" in environment else None
     num_nodes = allocated or settings.runtime.num_nodes or 1
@@ -246,7 +247,7 @@ def _accelerators(
     if memory and settings.params.fsdp.resolved().cpu_offload:
         on_cpu += plan.peak.weights + plan.peak.gradients + plan.peak.optimizer
     needed = num_ranks // num_nodes * on_cpu
-    yield from collect(partial(operating_system.check_memory, needed, operating_system.memory_limit()))
+    yield from collect(partial(operating_system.check_memory, needed, memory_limit()))
 
 
 def _trains_here(runtime: "TrainRuntime", environment: Mapping[str, str]) -> bool:

@@ -1,53 +1,45 @@
 """Measure the finished model, and report what it learned.
 
-Reads     outputs/<experiment_name>/model/, outputs/history.tsv, data/tokens/validation, data/model.json
-Writes    outputs/metrics.json: the loss on all held-out rows
-          outputs/report/: report.html (opens without a network), pictures, samples.md, eval_losses.json: the losses
-          before training, after it, and of the exported weights, on the rows that the training measured too
+Reads     outputs/<experiment_name>/model/, outputs/history.tsv, data/tokens/validation, data/model.json,
+          data/pack.json, and for the report the records of all stages, outputs/speed.tsv and outputs/rows.txt
+Writes    outputs/evaluation.json: the losses before training, after it, and of the exported weights; samples of text
+          outputs/metrics.json: those of the exported weights on all held-out rows
+          outputs/report/: the page that opens without a network, and its pictures
 Command   python -m stages.evaluate
 
-The model is loaded as any user would load it, from its directory alone, and on a GPU if there is one. On CPUs it
-computes in fp32: bf16 weights take seven times as long on a CPU without bf16 instructions (SmolLM2-135M on two cores:
-2.6 s a row of 256 tokens instead of 0.37 s). The same weights have the same loss on every CPU, up to rounding.
+One process per GPU of this machine measures the model, or as many as train on CPUs (stages/measure.py). Nothing is
+written where the exported weights have another loss than those that were trained, by more than rounding explains.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from stages.artifacts import command, history, outputs, publish
+from stages.artifacts.dtypes import PRECISIONS
 from stages.artifacts.errors import StageError
 from stages.artifacts.history import Row
-from stages.artifacts.model_files import CONFIG, LINEAGE
+from stages.artifacts.model_files import LINEAGE
 from stages.artifacts.outputs import ExperimentName
 from stages.artifacts.params_file import load_params
+from stages.export.evaluation import Evaluation, Loss
 from stages.export.provenance import Lineage
+from stages.measure import MEASUREMENTS, REQUEST, Measurements, Part, Request, remedies, stored_dtype
 from stages.model.manifest import MANIFEST, ModelManifest
-from stages.tokens.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
-from stages.tokens.packed import VALIDATION, PackedTokens
+from stages.tokens.attention_names import Attention
+from stages.tokens.packed import METRICS, VALIDATION, PackedTokens, PackMetrics, PartMetrics, SplitMetrics
 
-# torch, transformers and matplotlib take seconds to import, so functions import what needs them: not for --help.
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-    from torch import Tensor
-    from transformers import PreTrainedModel
-
-    from stages.export.evaluation import Sample
-    from stages.tokens.rows import TokenRows
-
-NUM_SAMPLES = 3
-PROMPT_TOKENS = 32
-NEW_TOKENS = 96
-TEMPERATURE = 0.8
-EVAL_LOSSES = "eval_losses.json"
+DIGITS = 6
+"""Significant digits of the losses. The last bits may depend on the number of threads, and so of ranks."""
 MAX_ROUNDED_AWAY = 0.05
 """Part of the gain that the rounding of the export may undo without a warning."""
+TOLERANCES = {"fp32": 1e-4, "fp16": 2**-10, "tf32": 2**-10, "bf16": 2**-7, "fp8": 2**-4}
+"""By how much of itself the loss may change with the rounding of weights, or of what is computed with them."""
 
 
 @dataclass(frozen=True)
@@ -66,102 +58,128 @@ class EvaluateParams:
     """The attention function of the training."""
     eval_rows: PositiveInt | None
     """Held-out rows that the training measured; null for all."""
+    eval_samples: NonNegativeInt
+    """How many texts the model continues; 0 for none."""
     loss: Literal["auto", "fused", "plain"]
     """How it is computed, as in training."""
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """Content of metrics.json: each name is a column of `dvc exp show`, so there are few."""
+class EvaluateRuntime:
+    """What changes no result."""
 
-    validation_loss: float | None
-    """Of the exported weights: mean over all tokens predicted in all held-out rows, in nats; null without such rows."""
+    nproc_per_node: PositiveInt | None
+    """Ranks; null: one per GPU, or 2 where there is none."""
+    timeout_minutes: PositiveFloat
+    """How long a rank may take for one thing, such as a batch."""
 
 
 @dataclass(frozen=True)
-class EvalLosses:
-    """Content of report/eval_losses.json: losses on the held-out rows that the training also measured, in nats.
+class Metrics:
+    """Content of metrics.json: each name is a column of `dvc exp show`, so there are few.
 
-    They can be compared with each other, but not with the loss on all rows.
+    They are of the exported weights on all held-out rows, and null without such rows.
     """
 
-    rows: int
-    """How many rows these are."""
-    untrained: float | None
-    """Before the first step; null where it was not measured."""
-    trained: float | None
-    """After the last step, of the weights that the optimizer updates."""
-    exported: float | None
-    """Of the exported weights."""
+    validation_loss: float | None
+    perplexity: float | None
+    bits_per_byte: float | None
 
 
 def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
-    params = load_params(EvaluateParams)
+    params, runtime = load_params(EvaluateParams), load_params(EvaluateRuntime, "runtime")
     with publish.lock(outputs.REPORT):
-        evaluate(params)
+        write(evaluate(params, runtime), params)
 
 
-def evaluate(params: EvaluateParams) -> None:
-    """Write the report and the metrics, and print the losses.
+def measure_on_ranks(request: Request, runtime: EvaluateRuntime) -> Measurements:
+    """Start the ranks, and return what they have found. Where they fail, this process ends as they did.
 
     Raises:
-        StageError: the model, the history or the held-out rows are missing or damaged.
+        StageError: this machine has no GPUs for so many ranks.
     """
-    import numpy as np
+    from stages.training.local_ranks import LocalRanks, count_local_ranks
+    from stages.training.supervision import run_ranks
 
-    from stages.export import generation, report
-    from stages.export.evaluation import Evaluation, Loss
-    from stages.tokens.rows import TokenRows
+    num_ranks = count_local_ranks(runtime.nproc_per_node)
+    with LocalRanks(num_ranks, module="stages.measure") as ranks:
+        request.write(ranks.directory / REQUEST)
+        # The ranks die with this process, also with one that is killed.
+        status, reason = run_ranks(ranks, runtime.timeout_minutes, False, remedies(request, num_ranks))
+        if not status:
+            return Measurements.read(ranks.directory / MEASUREMENTS)
+    if reason:  # else the ranks have printed it
+        print(f"error: {reason}", file=sys.stderr)
+    sys.exit(status)
 
+
+def evaluate(
+    params: EvaluateParams, runtime: EvaluateRuntime,
+    measure: Callable[[Request, EvaluateRuntime], Measurements] = measure_on_ranks,
+) -> Evaluation:  # fmt: skip
+    """Measure the model, and compare it with what was trained.
+
+    Args:
+        params: What is measured.
+        runtime: Where.
+        measure: Measures it.
+
+    Raises:
+        StageError: the model, the history or the held-out rows are missing or damaged, or the exported weights have
+            another loss than the trained ones.
+    """
     directory = outputs.directory(params.experiment_name) / "model"
     lineage = read_verified_lineage(directory)
     course = history.read(outputs.HISTORY)
-    eos_token_id = ModelManifest.read().eos_token_id  # the one that `pack` wrote; the exported config may have another
-    if eos_token_id is None:
+    model, data = ModelManifest.read(), PackMetrics.read(METRICS)
+    if model.eos_token_id is None:  # the one that `pack` wrote; the exported config may have another
         raise StageError(f"{MANIFEST}: the tokenizer has no EOS token, which must end the documents")
     PackedTokens.read(VALIDATION).verify()
-    rows = TokenRows(VALIDATION)
-    model, tokenizer = generation.load(directory)
-    prepare_loss(model, directory, params)
-
-    # All rows in two parts: those that the training measured, and the others.
-    eval_rows = rows.spread(params.eval_rows)
-    other_rows = np.setdiff1d(np.arange(len(rows)), eval_rows)
-    with training_attention(model, directory, rows.seq_length, params) as lengths:
-        eval_total, eval_tokens = total_validation_loss(model, rows, eval_rows, eos_token_id, params, lengths)
-        other_total, other_tokens = total_validation_loss(model, rows, other_rows, eos_token_id, params, lengths)
-    loss = mean(eval_total + other_total, eval_tokens + other_tokens)
-    metrics = Metrics(loss)
-    losses = EvalLosses(len(eval_rows), *training_losses(course, lineage.step), mean(eval_total, eval_tokens))
-    samples = generate_samples(model, tokenizer, rows, eos_token_id)
-
-    def measured(value: float | None, num_rows: int, num_tokens: int) -> Loss | None:
-        return None if value is None else Loss(num_rows, num_tokens, value, perplexity(value), None)
-
-    Evaluation(
-        run_id=lineage.run_id,
-        step=lineage.step,
-        dtype=stored_dtype(directory),
-        num_parameters=model.num_parameters(),
-        validation=measured(loss, len(rows), eval_tokens + other_tokens),
-        by_split={},
-        untrained=measured(losses.untrained, len(eval_rows), eval_tokens),
-        trained=measured(losses.trained, len(eval_rows), eval_tokens),
-        exported=measured(losses.exported, len(eval_rows), eval_tokens),
-        samples=samples,
-    ).write(outputs.EVALUATION)
-    with publish.directory(outputs.REPORT) as report_directory:
-        report.write(report_directory, params.experiment_name)
-        publish.write_json(report_directory / EVAL_LOSSES, losses)
-        publish.write_json(outputs.METRICS, metrics)  # in the block: if the disk is full, there is no report either
-    print(
-        f"evaluate: validation loss {loss_text(loss)} on {len(rows):,} rows; on the {losses.rows:,} that the "
-        f"training measured {loss_text(losses.exported)}, before training "
-        f"{loss_text(losses.untrained)}; see {outputs.REPORT / report.PAGE}"
+    measurements = measure(
+        Request(
+            model=str(directory),
+            weights=[*lineage.weights],
+            layer_classes=model.layer_classes,
+            eos_token_id=model.eos_token_id,
+            splits={name: split.tokens for name, split in data.held_out.items()},
+            eval_rows=params.eval_rows,
+            batch_size=params.eval_batch_size or params.batch_size,
+            document_mask=params.document_mask,
+            attention=params.attention,
+            loss=params.loss,
+            num_samples=params.eval_samples,
+            timeout_minutes=runtime.timeout_minutes,
+        ),
+        runtime,
     )
-    if warning := rounding_warning(losses, stored_dtype(directory)):
+    evaluation = describe(measurements, data, lineage, course, stored_dtype(directory))
+    check_export(evaluation, lineage.params)
+    return evaluation
+
+
+def write(evaluation: Evaluation, params: EvaluateParams) -> None:
+    """Write the evaluation, the report and the metrics, and print the losses."""
+    from stages.export import report  # matplotlib takes a second to import
+
+    validation = evaluation.validation
+    metrics = (validation.loss, validation.perplexity, validation.bits_per_byte) if validation else (None, None, None)
+    try:
+        with publish.directory(outputs.REPORT) as report_directory:
+            evaluation.write(outputs.EVALUATION)
+            report.write(report_directory, params.experiment_name)
+            publish.write_json(outputs.METRICS, Metrics(*metrics))
+    except BaseException:  # Ctrl-C, too: all of them, or none
+        outputs.EVALUATION.unlink(missing_ok=True)
+        outputs.METRICS.unlink(missing_ok=True)
+        raise
+    print(
+        f"evaluate: validation loss {loss_text(validation)}; on the rows that the training measured "
+        f"{loss_text(evaluation.exported)}, before training {loss_text(evaluation.untrained)}; see "
+        f"{outputs.REPORT / report.PAGE}"
+    )
+    if warning := rounding_warning(evaluation):
         print(f"warning: {warning}")
 
 
@@ -182,130 +200,118 @@ def read_verified_lineage(directory: Path) -> Lineage:
     return lineage
 
 
-@contextmanager
-def training_attention(
-    model: "PreTrainedModel", directory: Path, seq_length: int, params: EvaluateParams
-) -> Iterator[bool]:
-    """Have a model use the attention function of the training; yields whether it needs the lengths of documents.
+def describe(
+    measurements: Measurements, data: PackMetrics, lineage: Lineage, course: list[Row], dtype: str
+) -> Evaluation:
+    """The content of evaluation.json.
 
-    The exported weights may have another dtype than the training computed in, in which its function may not work: then
-    it is the one that `auto` stands for. All that are accepted give the same loss, up to rounding.
+    Args:
+        measurements: Of the exported weights.
+        data: What `pack` has counted.
+        lineage: Of the model.
+        course: Of the training.
+        dtype: Of the stored weights.
     """
-    from stages.tokens.document_mask import choose_attention
 
-    given = directory, params.document_mask, seq_length, model.dtype, model.device.type
-    try:
-        attention = choose_attention(params.attention, *given)
-    except StageError:
-        if params.attention == "auto":
-            raise
-        attention = choose_attention("auto", *given)
-        print(f"evaluate: attention {params.attention} does not work in {model.dtype} here, {attention} is used")
-    own = model.config._attn_implementation
-    model.set_attn_implementation(IMPLEMENTATIONS[attention])
-    yield attention in NEED_LENGTHS
-    model.set_attn_implementation(own)  # to generate text, one token after another
+    def measured(parts: list[Part], rows: int, tokens_per_byte: float | None) -> Loss | None:
+        # fsum: exact, whatever the order. A mean over tokens, not over batches, which have different numbers of them.
+        nats, tokens = math.fsum(part.nats for part in parts), sum(part.tokens for part in parts)
+        return make_loss(float(f"{nats / tokens:.{DIGITS}g}") if tokens else None, rows, tokens, tokens_per_byte)
+
+    ratio = tokens_per_byte(data.validation)
+    exported = measured([part for part in measurements.parts if part.in_eval_rows], measurements.num_eval_rows, ratio)
+    by_split = {}
+    for name, split in data.held_out.items():
+        own = [part for part in measurements.parts if part.split == name]
+        if loss := measured(own, sum(part.rows for part in own), tokens_per_byte(split)):
+            by_split[name] = loss
+    losses = dict(zip(*history.series(course, "validation_loss"), strict=True))
+    untrained, trained = (
+        make_loss(losses.get(step), exported.rows, exported.tokens, ratio) if exported else None
+        for step in (0, lineage.step)
+    )
+    return Evaluation(
+        run_id=lineage.run_id,
+        step=lineage.step,
+        dtype=dtype,
+        num_parameters=measurements.num_parameters,
+        validation=measured(measurements.parts, measurements.num_rows, ratio),
+        by_split=by_split,
+        untrained=untrained,
+        trained=trained,
+        exported=exported,
+        samples=measurements.samples,
+    )
 
 
-def prepare_loss(model: "PreTrainedModel", directory: Path, params: EvaluateParams) -> None:
-    """Let the model compute its loss without logits of all tokens, where that gives the same.
+def tokens_per_byte(text: PartMetrics | SplitMetrics) -> float | None:
+    """Tokens, EOS included, that encode a byte of a text; None where there is no text."""
+    return text.tokens / text.bytes if text.bytes else None
+
+
+def make_loss(loss: float | None, rows: int, tokens: int, tokens_per_byte: float | None) -> Loss | None:
+    """A loss in nats per token, and what follows from it; None where there is none."""
+    if loss is None:
+        return None
+    bits_per_byte = None if tokens_per_byte is None else loss / math.log(2) * tokens_per_byte
+    return Loss(rows, tokens, loss, math.exp(min(loss, 700.0)), bits_per_byte)  # above 709, exp overflows a float
+
+
+def check_export(evaluation: Evaluation, params: Mapping[str, Any]) -> None:
+    """Compare the loss of the exported weights with that of the trained ones, on the same rows.
+
+    Args:
+        evaluation: Both losses.
+        params: Those of the training.
 
     Raises:
-        StageError: `loss` is fused, which the model does not allow.
+        StageError: they differ by more than rounding explains.
     """
-    from stages.tokens.loss import fuse
-    from stages.tokens.loss_probe import choose_loss
-
-    loss = choose_loss(params.loss, directory, model.dtype, model.device.type)
-    if loss.reason:
-        print(f"evaluate: loss {loss.name}, because {loss.reason}")
-    if loss.name == "fused":
-        fuse(model)
-
-
-def total_validation_loss(
-    model: "PreTrainedModel", rows: "TokenRows", indices: "NDArray[np.int64]", eos_token_id: int,
-    params: EvaluateParams, lengths: bool,
-) -> tuple[float, int]:  # fmt: skip
-    """The loss of the rows at `indices` in nats, summed over the tokens predicted, and their number."""
-    import torch
-    from tqdm import tqdm
-
-    from stages.tokens.batch import make_batch
-    from stages.tokens.device import to_device
-    from stages.tokens.loss import total_loss
-
-    def batches() -> Iterator[dict[str, "Tensor"]]:
-        size = params.eval_batch_size or params.batch_size
-        starts = range(0, len(indices), size)
-        for start in tqdm(starts, desc="evaluate", unit="batch", disable=len(starts) == 0 or None):
-            some = torch.from_numpy(rows.rows(indices[start : start + size]))  # (B, T)
-            yield to_device(make_batch(some, eos_token_id, params.document_mask, lengths), model.device)
-
-    with torch.inference_mode():
-        return total_loss(model, batches())
+    trained, exported = evaluation.trained, evaluation.exported
+    if trained is None or exported is None:
+        return
+    precision = "tf32" if params["tf32"] and params["precision"] == "fp32" else params["precision"]
+    exported_as = {name: short for short, name in PRECISIONS.items()}.get(evaluation.dtype, "fp32")
+    allowed = max(TOLERANCES[precision], TOLERANCES[exported_as])
+    change = (exported.loss - trained.loss) / trained.loss
+    if abs(change) <= allowed:  # not true of NaN
+        return
+    losses = (
+        f"the loss on {exported.rows:,} held-out rows was {trained.loss:.6g} at step {evaluation.step} of the "
+        f"training, and is {exported.loss:.6g} with the exported weights: {change:+.2%}, where {allowed:.2%} is allowed"
+    )
+    if exported_as == "fp32":
+        raise StageError(
+            f"{losses}. They are not the weights of the checkpoint: run `dvc repro -f -s consolidate`, and then again"
+        )
+    raise StageError(f"{losses}. Rounding the weights to {evaluation.dtype} has changed it: set export_dtype: fp32")
 
 
-def mean(total: float, number: int) -> float | None:
-    """Over tokens, not the mean of batches: the last batch may have fewer rows. None where there are no tokens."""
-    return total / number if number else None
-
-
-def training_losses(course: list[Row], last_step: int) -> tuple[float | None, float | None]:
-    """The validation losses that the training measured before its first step and after its last one."""
-    losses = dict(zip(*history.series(course, "validation_loss"), strict=True))
-    return losses.get(0), losses.get(last_step)
-
-
-def stored_dtype(directory: Path) -> str:
-    """The dtype of a model's weights, as its config.json names it."""
-    dtype: str = publish.read_json(directory / CONFIG)["dtype"]
-    return dtype
-
-
-def rounding_warning(losses: EvalLosses, dtype: str) -> str | None:
+def rounding_warning(evaluation: Evaluation) -> str | None:
     """What to change where the export has undone more than `MAX_ROUNDED_AWAY` of the gain, else None."""
-    untrained, trained, exported = losses.untrained, losses.trained, losses.exported
-    if dtype == "float32" or untrained is None or trained is None or exported is None or trained >= untrained:
+    if evaluation.dtype == "float32" or not (evaluation.untrained and evaluation.trained and evaluation.exported):
+        return None
+    untrained, trained, exported = (
+        loss.loss for loss in (evaluation.untrained, evaluation.trained, evaluation.exported)
+    )
+    if trained >= untrained:
         return None
     undone = (exported - trained) / (untrained - trained)
     if undone <= MAX_ROUNDED_AWAY:
         return None
     return (
-        f"rounding the weights to {dtype} has undone {min(undone, 1):.0%} of the gain: the loss on held-out rows was "
-        f"{untrained:.4f} before training and {trained:.4f} after it, and is {exported:.4f} with the exported weights. "
-        "Set export_dtype: fp32"
+        f"rounding the weights to {evaluation.dtype} has undone {min(undone, 1):.0%} of the gain: the loss on held-out "
+        f"rows was {untrained:.4f} before training and {trained:.4f} after it, and is {exported:.4f} with the exported "
+        "weights. Set export_dtype: fp32"
     )
 
 
-def generate_samples(model: "PreTrainedModel", tokenizer: Any, rows: "TokenRows", eos_token_id: int) -> list["Sample"]:
-    """What the model writes after the beginning of the longest document in each of a few rows, spread over all rows."""
-    import numpy as np
-    import torch
-
-    from stages.export import generation
-    from stages.export.evaluation import Sample
-
-    torch.manual_seed(0)  # DVC watches the report: the same model must write the same samples
-    samples = []
-    for index in np.unique(np.linspace(0, len(rows) - 1, NUM_SAMPLES, dtype=np.int64)) if len(rows) else ():
-        (row,) = rows.rows(np.array([index]))  # (T,)
-        documents = np.split(row, np.flatnonzero(row == eos_token_id) + 1)  # each with its EOS, (n,)
-        longest = max(documents, key=len)[:PROMPT_TOKENS]
-        prompt = torch.from_numpy(longest).long().to(model.device)
-        continuation = generation.generate(model, prompt[None], NEW_TOKENS, TEMPERATURE)
-        samples.append(Sample(tokenizer.decode(prompt), tokenizer.decode(continuation, skip_special_tokens=True)))
-    return samples
-
-
-def loss_text(loss: float | None) -> str:
-    """A loss and its perplexity, for people to read."""
-    return "not measured" if loss is None else f"{loss:.4f} nats per token (perplexity {perplexity(loss):,.1f})"
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss): a model with this loss is as uncertain as a uniform choice among that many tokens."""
-    return math.exp(min(loss, 700.0))  # above 709, exp overflows a float
+def loss_text(loss: Loss | None) -> str:
+    """A loss for people to read."""
+    if loss is None:
+        return "not measured"
+    bits = "" if loss.bits_per_byte is None else f", {loss.bits_per_byte:.4f} bits per byte"
+    return f"{loss.loss:.4f} nats per token (perplexity {loss.perplexity:,.1f}{bits})"
 
 
 if __name__ == "__main__":

@@ -12,15 +12,13 @@ that crashes or hangs is restarted up to `runtime.max_restarts` times; one that 
 """
 
 import itertools
-import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from stages.artifacts import command, outputs, publish
-from stages.artifacts.command import USER_ERROR
 from stages.artifacts.errors import StageError
 from stages.artifacts.history import HISTORY, SPEED, History
 from stages.artifacts.params_file import load_params
@@ -32,17 +30,14 @@ from stages.training import sbatch, slurm, trackers
 from stages.training.console import print_line
 from stages.training.environment import set_environment
 from stages.training.handoff import Launch, is_first_start
-from stages.training.local_ranks import Failure, LocalRanks, count_local_ranks
+from stages.training.local_ranks import LocalRanks, count_local_ranks
 from stages.training.memory import remedies
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import Run, describe, differences, read_run, resume_candidates, start_over
 from stages.training.signals import INTERRUPTED, on_stop_signal, stop_ranks
 from stages.training.slurm import LostNode, SrunRanks
 from stages.training.state import STATE, CostColumns, TrainMetrics, TrainState
-from stages.training.watchdog import Watchdog, rank_name
-
-CRASHED = 1
-"""Exit status of a training of which a rank crashed or hung."""
+from stages.training.supervision import CRASHED, run_ranks
 
 
 def main() -> None:
@@ -178,7 +173,9 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
                     if runtime.resume == "never" and is_first_start():
                         start_over(run)  # under the lock; a restart resumes from what this launch has saved
                     resume_candidates(run, runtime, lambda message: None)  # for its errors; the ranks choose
-                status, reason = _run_ranks(ranks, run.params, runtime)
+                status, reason = run_ranks(
+                    ranks, runtime.timeout_minutes, runtime.debug, remedies(run.params, ranks.num_ranks)
+                )
         except LostNode as error:
             status, reason = CRASHED, str(error)
         if status != CRASHED:
@@ -197,7 +194,11 @@ def _ranks(
 ) -> AbstractContextManager[LocalRanks | SrunRanks]:
     """The ranks that the launch can start, on this machine or on `num_nodes` of Slurm."""
     if num_nodes is None:
-        return LocalRanks(count_local_ranks(run, runtime))
+        from stages.training.precision import check_precision
+
+        num_local = count_local_ranks(runtime.nproc_per_node)
+        check_precision(run.params, run.seq_length)  # an error that every rank would find is raised here once
+        return LocalRanks(num_local)
     return slurm.srun_ranks(runtime, num_nodes, stopping)
 
 
@@ -205,43 +206,6 @@ def _next_launch(runtime: TrainRuntime) -> str:
     if runtime.resume == "never":
         return "set runtime.resume to auto to continue from its newest checkpoint, because `never` deletes it"
     return "the next launch continues from its newest checkpoint"
-
-
-def _run_ranks(ranks: LocalRanks | SrunRanks, params: TrainParams, runtime: TrainRuntime) -> tuple[int, str]:
-    """Run the ranks until all have ended; returns an exit status and its reason."""
-    # A little earlier than the process group's own timeout, after which the other ranks would exit: they cannot name
-    # what the rank at fault was doing.
-    with Watchdog(ranks, 60 * runtime.timeout_minutes * 0.9, runtime.debug) as watchdog:
-        failures = ranks.run()
-    statuses = {failure.exitcode for failure in failures.values()}
-    if not failures:
-        return 0, ""
-    for status in (INTERRUPTED, USER_ERROR):  # the others lost the connection, or were ended
-        if status in statuses:
-            return status, ""
-    if watchdog.hang is not None:
-        return CRASHED, watchdog.hang
-    rank = _first_to_fail(failures)
-    code = failures[rank].exitcode
-    how = f"was killed by signal {-code}" if code < 0 else "failed as shown above"
-    activity = next((note.activity for note in ranks.notes() if note.rank == rank), "start")
-    reason = f"{rank_name(rank, ranks.node(rank))} {how}: {activity}"
-    if code == -signal.SIGBUS:
-        reason += " (a file in use, as of data/tokens, was truncated, or its disk did not answer)"
-    if code == -signal.SIGKILL:
-        reason += f" (if the machine ran out of memory, use {remedies(params, ranks.num_ranks)})"
-    return CRASHED, reason
-
-
-def _first_to_fail(failures: Mapping[int, Failure]) -> int:
-    """The rank that failed by itself, as far as exit statuses show it."""
-    first = min(failure.timestamp for failure in failures.values())
-    # Within a second those that it leaves behind lose the connection, or torch ends them with SIGTERM; those that do
-    # not react, as in a collective of NCCL, torch kills after 30 seconds. A rank that was killed at once comes first.
-    return min(
-        (failure.timestamp > first + 20, failure.exitcode == -signal.SIGTERM, failure.exitcode, rank)
-        for rank, failure in failures.items()
-    )[-1]
 
 
 if __name__ == "__main__":

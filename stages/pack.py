@@ -2,7 +2,7 @@
 
 Reads    data/corpus/, data/model.json, the model's tokenizer.json and tokenizer_config.json
 Writes   data/tokens/train, data/tokens/validation: Hugging Face datasets, `input_ids` of seq_length tokens a row
-         data/pack.json: documents, tokens, rows, characters per token, the share of unknown tokens, dropped characters
+         data/pack.json: documents, characters, bytes, tokens, rows, the share of unknown tokens, dropped characters
 Command  python -m stages.pack
 
 A split whose text, tokenizer and code are the same as in an earlier run is not encoded again (docs/data.md, "What is
@@ -26,6 +26,7 @@ from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
 from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
 from stages.corpus import arrow, comparison, costs, encoding, fast_tokenizer, packing, progress, vocabulary, workers
+from stages.corpus.splits import manifest_name
 from stages.model.manifest import ModelManifest
 from stages.tokens.packed import (
     METRICS,
@@ -35,6 +36,7 @@ from stages.tokens.packed import (
     EncoderMetrics,
     PackMetrics,
     PartMetrics,
+    SplitMetrics,
     fingerprint,
 )
 
@@ -96,12 +98,14 @@ class Part(NamedTuple):
     num_reused: int
     """Of the splits."""
     fingerprint: str
+    splits: list[SplitMetrics]
 
     def metrics(self) -> PartMetrics:
         num_text_tokens = self.num_tokens - self.counts.num_documents  # the others are EOS, one for each document
         return PartMetrics(
             documents=self.counts.num_documents,
             characters=self.counts.num_characters,
+            bytes=self.counts.num_bytes,
             tokens=self.num_tokens,
             characters_per_token=round(self.counts.num_characters / num_text_tokens, 4) if num_text_tokens else None,
             unknown_share=round(self.counts.num_unknown / num_text_tokens, 6) if num_text_tokens else None,
@@ -151,11 +155,13 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         if validation.num_rows == 0 and params.validation_splits:
             raise StageError(too_few("validation", validation, params))
         counts = train.counts + validation.counts
+        names = [Path(manifest_name(f"{index:02d}")).stem for index in range(len(shards))]
         name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
         encoder = EncoderMetrics(name, counts.num_compared, counts.num_slow, reason)
         metrics = PackMetrics(
             train.metrics(),
             validation.metrics(),
+            dict(zip(names[len(train.splits) :], validation.splits, strict=True)),
             encoder,
             Dataset.read(CORPUS, "extract").fingerprint,
             fingerprint(train.fingerprint, validation.fingerprint),
@@ -372,19 +378,22 @@ def write_rows(
     """Write the dataset of rows of some splits, and remove the files of their tokens."""
     directory.mkdir(exist_ok=True)
     counts, num_reused = packing.Counts(), 0
+    metrics: list[SplitMetrics] = []
     features = arrow.token_features(params.seq_length)
     # One shard: a row may begin in one split and end in the next.
     with arrow.StreamWriter(directory / arrow.shard_name(0, 1), features) as stream:
         writer = packing.RowWriter(stream, params.seq_length, max_batch_tokens)
         for split in splits:
+            num_before = writer.num_tokens
             writer.add_file(split.tokens, spec)
             split.tokens.unlink()  # the store keeps them
+            metrics.append(SplitMetrics(writer.num_tokens - num_before, split.counts.num_bytes))
             counts += split.counts
             num_reused += split.is_reused
         shard = writer.close()
     dataset = Dataset(features, [shard])
     dataset.write(directory)
-    return Part(shard.rows, writer.num_tokens, counts, num_reused, dataset.fingerprint)
+    return Part(shard.rows, writer.num_tokens, counts, num_reused, dataset.fingerprint, metrics)
 
 
 def too_few(name: str, part: Part, params: PackParams) -> str:

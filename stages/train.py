@@ -51,7 +51,7 @@ from stages.training.distributed import (
 )
 from stages.training.environment import set_environment
 from stages.training.loader import BatchLoader
-from stages.training.memory import explain_out_of_memory
+from stages.training.memory import explain_out_of_memory, remedies
 from stages.training.metrics import SPEED_COLUMNS, MetricsLogger
 from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainRuntime
@@ -447,11 +447,15 @@ def train(stop_signal: StopSignal) -> bool:
     if runtime.debug:
         log_to(run.log_directory / "logs" / run.run_id / f"rank-{rank}.log")
     heartbeat = Heartbeat(rank)
+    if_out_of_memory = (
+        f"use {remedies(run.params, world_size)}. The next launch resumes from the latest valid checkpoint, if there "
+        "is one; another seq_length is a new run"
+    )
     with (
         # Outermost: held until the process group has ended and the last checkpoint is published.
         ExitStack() as locks,
         process_group(runtime.timeout_minutes),
-        explain_out_of_memory(run.params, rank, world_size),
+        explain_out_of_memory(rank, if_out_of_memory),
         explain_torch_errors(),
     ):
         refuse_different_ranks(run, runtime)  # before the mesh, which each rank makes from its own parameters

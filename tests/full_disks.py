@@ -41,7 +41,7 @@ STAGES = {
         ],
     ),
     "consolidate": Stage(["consolidate"], ["outputs/test/model"]),
-    "evaluate": Stage(["evaluate"], ["outputs/metrics.json", "outputs/report"]),
+    "evaluate": Stage(["evaluate"], ["outputs/metrics.json", "outputs/evaluation.json", "outputs/report"]),
 }
 """In their order. Where a training has finished, launch only writes its outputs."""
 

@@ -704,12 +704,12 @@ def test_the_lineage_contains_the_lineage_of_the_initial_model() -> None:
 def test_the_lineage_names_what_encoded_the_data() -> None:
     make_model(CONFIGS["llama-tied"])
     make_checkpoint(trained_tensors(CONFIGS["llama-tied"]))
-    part = PartMetrics(1, 1, 1, None, None, 0, 0)
+    part = PartMetrics(1, 1, 1, 1, None, None, 0, 0)
     encoding = EncoderMetrics("tokenizers 1", 1, 0, None)
     for validation, encoder in ((None, None), ("v", "tokenizers 1"), ("of other data", None)):
         if validation:
             tokens = fingerprint("t", validation)
-            PackMetrics(part, part, encoding, "", tokens, Origin({}, {})).write(Path("data/pack.json"))
+            PackMetrics(part, part, {}, encoding, "", tokens, Origin({}, {})).write(Path("data/pack.json"))
         finish(trained_tensors(CONFIGS["llama-tied"]))
         consolidate.main()
         assert Lineage.read(Path("outputs/exp/model/lineage.json")).encoder == encoder

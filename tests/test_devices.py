@@ -220,7 +220,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
         found.append(dict(os.environ))
         return 0, ""
 
-    monkeypatch.setattr(launch, "_run_ranks", run_ranks)
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
     monkeypatch.setattr(launch, "on_stop_signal", lambda call: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     run, runtime = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")

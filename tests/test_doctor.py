@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import safetensors.numpy
 
@@ -42,6 +43,7 @@ from stages.checks.nodes import Node
 from stages.model import hub
 from stages.model.manifest import ModelManifest
 from stages.plan import Plan
+from stages.training.memory import memory_limit
 from stages.training.memory_plan import PeakMemory
 from tests.project import REPO, Project, flip_bit
 
@@ -358,10 +360,10 @@ def test_memory(needed: int, level: str) -> None:
 ])  # fmt: skip
 def test_the_memory_of_a_job_is_its_limit(tmp_path: Path, own: str, file: str) -> None:
     (tmp_path / "own").write_text(own)
-    assert operating_system.memory_limit(tmp_path / "own", tmp_path) == operating_system.psutil.virtual_memory().total
+    assert memory_limit(tmp_path / "own", tmp_path) == psutil.virtual_memory().total
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text("12345\n")
-    assert operating_system.memory_limit(tmp_path / "own", tmp_path) == 12345
+    assert memory_limit(tmp_path / "own", tmp_path) == 12345
 
 
 # Disks.

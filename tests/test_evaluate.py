@@ -1,11 +1,13 @@
-"""The loss is that of the model; the report needs no network and has the same bytes each time."""
+"""The losses are those of the model, on any number of ranks; and what is exported has the loss of what was trained."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,68 +17,87 @@ import datasets
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
-from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
+from torch import multiprocessing
+from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, LlamaConfig, PreTrainedConfig
 
-from stages import download, evaluate
+from stages import download, evaluate, measure
 from stages.artifacts import outputs, publish
 from stages.artifacts.dataset import Dataset, Shard
 from stages.artifacts.errors import StageError
 from stages.artifacts.identity import TokenFingerprints
+from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
+from stages.evaluate import EvaluateParams, EvaluateRuntime
 from stages.export import generation
+from stages.export.evaluation import Evaluation
 from stages.export.provenance import Lineage, SourceModel
-from stages.model.manifest import MANIFEST
+from stages.measure import Measurements, Request
 from stages.tokens.loss import LossHead
-from stages.tokens.packed import VALIDATION
+from stages.tokens.packed import METRICS, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics, SplitMetrics
+from stages.training import distributed
+from stages.training.watchdog import Heartbeat
 from tests.models import write_tokenizer
-from tests.project import REPO, flip_bit
+from tests.project import REPO, flip_bit, is_alive, start_stage, wait_for
 
 LENGTH, EOS = 24, 2
-HISTORY = """step\tepoch\ttokens\tloss\tlr\tgrad_norm\tvalidation_loss
-0\t0.0\t0\t\t\t\t4.5
-1\t0.25\t100\t4.25\t0.001\t2.0\t
-2\t0.5\t200\t4.0\t0.002\t1.5\t3.75
-3\t0.75\t300\t3.5\t0.001\t1.0\t
-"""
+MODEL = Path("outputs/exp/model")
+SIZES: dict[str, Any] = {"vocab_size": 64, "bos_token_id": None, "eos_token_id": EOS, "initializer_range": 0.5}
+LLAMA = LlamaConfig(
+    **SIZES, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+    max_position_embeddings=48,
+)  # fmt: skip
+RUNTIME = EvaluateRuntime(nproc_per_node=1, timeout_minutes=5)
+COLUMNS = "step\tepoch\ttokens\tloss\tlr\tgrad_norm\tvalidation_loss"
 
 
 @pytest.fixture(autouse=True)
-def project(empty_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that the stage reads, with rows of random words."""
-    monkeypatch.setattr(sys, "argv", ["evaluate"])
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        bos_token_id=None, eos_token_id=EOS, max_position_embeddings=48, initializer_range=0.5,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    directory = Path("outputs/exp/model")
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    write_tokenizer(directory, ["<unk>", "<b>", "<eos>", *(f"w{number}" for number in range(3, 64))])
-    params = download.DownloadParams(model_name=str(directory), model_revision="main", initial_weights="auto")
-    download.describe(params).write()
-    lineage = Lineage(
-        run_id="0123",
-        step=3,
-        adopted=None,
-        model=SourceModel(
-            name="<tiny & small>", revision="main", commit=None, manifest=publish.sha256_file(MANIFEST), lineage=None
-        ),
-        data=TokenFingerprints(train="t", validation="v"),
-        params={},
-        code="c",
-        packages={},
-        checkpoint="cs",
-        weights={"model.safetensors": publish.sha256_file(directory / "model.safetensors")},
-    )
-    lineage.write(directory / "lineage.json")
-    Path("outputs/history.tsv").write_text(HISTORY)
+def project(empty_project: Path, mesh: object) -> None:
+    """All that the stage reads, with rows of random words; this process is the only rank."""
+    write_model(LLAMA)
+    write_history(untrained=4.5)
     write_rows(7)
     write_params()
 
 
-def write_rows(num_rows: int, length: int = LENGTH) -> None:
-    """Write rows of random tokens as the pack stage does: with the digests of the shard in state.json."""
+def write_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, **lineage: Any) -> None:
+    """Write a model of random weights and its lineage, as `consolidate` does."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(MODEL)
+    write_tokenizer(MODEL, ["<unk>", "<b>", "<eos>", *(f"w{number}" for number in range(3, 64))])
+    params = download.DownloadParams(model_name=str(MODEL), model_revision="main", initial_weights="auto")
+    download.describe(params).write()
+    write_lineage(**lineage)
+
+
+def write_lineage(precision: str = "fp32", tf32: bool = False) -> None:
+    Lineage(
+        run_id="0123",
+        step=3,
+        adopted=None,
+        model=SourceModel(name="<tiny & small>", revision="main", commit=None, manifest="m", lineage=None),
+        data=TokenFingerprints(train="t", validation="v"),
+        params={"precision": precision, "tf32": tf32},
+        code="c",
+        packages={},
+        checkpoint="cs",
+        weights={"model.safetensors": publish.sha256_file(MODEL / "model.safetensors")},
+    ).write(MODEL / "lineage.json")
+
+
+def write_history(untrained: float | None = None, trained: float | None = None) -> None:
+    """The course of a training of three steps, with the validation losses before and after it."""
+    losses = {0: untrained, 2: 3.75, 3: trained}
+    rows = [f"{step}\t0.5\t100\t4.0\t0.001\t2.0\t{losses.get(step) or ''}" for step in range(4)]
+    Path("outputs/history.tsv").write_text("\n".join([COLUMNS, *rows, ""]))
+
+
+def write_rows(num_rows: int, length: int = LENGTH, splits: tuple[int, ...] = ()) -> None:
+    """Write rows of random tokens as the pack stage does: with the digests of the shard in state.json.
+
+    `splits` are the tokens of all but the last; a byte is a token in that one, and half a token in the others.
+    """
     shutil.rmtree(VALIDATION, ignore_errors=True)
     rows = np.random.default_rng(0).integers(1, 64, (num_rows, length), dtype=np.int32)
     rows[:1][rows[:1] == EOS] = 3  # the first row is a part of one document
@@ -86,25 +107,60 @@ def write_rows(num_rows: int, length: int = LENGTH) -> None:
     shards = [Shard(filename=file.name, rows=num_rows, sha256=publish.sha256_file(file)) for file in files]
     info = publish.read_json(VALIDATION / "dataset_info.json")
     Dataset(features=info["features"], shards=shards).write(VALIDATION)
+    # With the tokens of a partial row, which pack drops.
+    tokens = [*splits, num_rows * length + length // 2 - sum(splits)] if num_rows else []
+    held_out = {f"split_{number}": SplitMetrics(each, 2 * each) for number, each in enumerate(tokens)}
+    if tokens:
+        held_out[f"split_{len(tokens) - 1}"] = SplitMetrics(tokens[-1], tokens[-1])
+    num_bytes = sum(split.bytes for split in held_out.values())
+    part = PartMetrics(1, num_bytes, num_bytes, sum(tokens), 1.0, 0.0, 0, num_rows)
+    PackMetrics(part, part, held_out, EncoderMetrics("", 0, 0, None), "", "", Origin({}, {})).write(METRICS)
 
 
 def write_params(**changed: Any) -> None:
     values = {"experiment_name": "exp", "batch_size": 2, "eval_batch_size": None, "document_mask": True, "eval_rows": 3,
-              "attention": "auto", "loss": "auto", **changed}  # fmt: skip
+              "attention": "auto", "loss": "auto", "eval_samples": 3, **changed}  # fmt: skip
+    values["runtime"] = {"nproc_per_node": 2, "timeout_minutes": 5}
     Path("params.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()))
 
 
-def run_stage() -> dict[str, Any]:
-    """Run the stage; returns the content of metrics.json, and `eval`: that of eval_losses.json."""
-    evaluate.main()
-    return {**publish.read_json(outputs.METRICS), "eval": publish.read_json(outputs.REPORT / evaluate.EVAL_LOSSES)}
+def measure_here(request: Request, runtime: EvaluateRuntime) -> Measurements:
+    return measure.measure(request, Heartbeat(0))
 
 
-def reference_loss(document_mask: bool, indices: slice | list[int] = slice(None)) -> tuple[float, int]:
-    """The loss of one document, or one row, at a time, and the number of tokens."""
-    model = AutoModelForCausalLM.from_pretrained("outputs/exp/model")
-    rows = np.asarray(datasets.load_from_disk(str(VALIDATION))["input_ids"])[indices]
+def run_stage() -> Evaluation:
+    """What the stage finds, with this process as the only rank."""
+    return evaluate.evaluate(load_params(EvaluateParams), RUNTIME, measure_here)
+
+
+def read_outs() -> dict[Path, bytes]:
+    """The content of what the stage has written."""
+    paths = [outputs.EVALUATION, outputs.METRICS, *outputs.REPORT.glob("*")]
+    return {path: path.read_bytes() for path in paths if path.exists()}
+
+
+def request(**changed: Any) -> Request:
+    """What the stage would ask for."""
+    found: list[Request] = []
+
+    def record(request: Request, runtime: EvaluateRuntime) -> Measurements:
+        found.append(request)
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        evaluate.evaluate(load_params(EvaluateParams), RUNTIME, record)
+    return dataclasses.replace(found[0], **changed)
+
+
+def reference_loss(document_mask: bool, first: int = 0, last: int | None = None) -> tuple[float, int]:
+    """The loss of one document, or one row, at a time, and the number of tokens.
+
+    Of the tokens from `first` to `last` among those of all rows.
+    """
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    rows = np.asarray(datasets.load_from_disk(str(VALIDATION))["input_ids"])
     losses = []
+    position = 0
     for row in rows:
         ends = [index + 1 for index in np.flatnonzero(row == EOS)] if document_mask else []
         for document in np.split(row, ends):
@@ -112,7 +168,10 @@ def reference_loss(document_mask: bool, indices: slice | list[int] = slice(None)
                 tokens = torch.tensor(document)[None]
                 with torch.no_grad():
                     log_probs = model(tokens).logits[0, :-1].log_softmax(-1)
-                losses += [-log_probs[index, token].item() for index, token in enumerate(tokens[0, 1:])]
+                for index, token in enumerate(tokens[0, 1:]):
+                    if first <= position + index + 1 < (last or rows.size):
+                        losses.append(-log_probs[index, token].item())
+            position += len(document)
     return float(np.mean(losses)), len(losses)
 
 
@@ -125,39 +184,137 @@ def test_loss_and_perplexity_are_those_of_each_document_alone(
     document_mask: bool, eval_batch_size: int | None, attention: str
 ) -> None:
     write_params(document_mask=document_mask, eval_batch_size=eval_batch_size, attention=attention)
-    metrics = run_stage()
+    evaluation = run_stage()
+    found = evaluation.validation
     loss, tokens = reference_loss(document_mask)
-    assert metrics["validation_loss"] == pytest.approx(loss, abs=1e-5)
-    assert f"{math.exp(metrics['validation_loss']):,.2f}</td>" in (outputs.REPORT / "report.html").read_text()
-    assert metrics["eval"]["untrained"] == 4.5
-    assert publish.read_json(outputs.EVALUATION)["validation"]["tokens"] == tokens
+    assert found is not None
+    assert (found.rows, found.tokens, found.loss) == (7, tokens, pytest.approx(loss, abs=1e-5))
+    assert found.perplexity == math.exp(found.loss)
+    assert found.bits_per_byte == found.loss / math.log(2)
+    assert (evaluation.run_id, evaluation.step, evaluation.dtype) == ("0123", 3, "float32")
 
 
-@pytest.mark.parametrize(("eval_rows", "indices"), [(3, [0, 2, 4]), (7, slice(None)), (None, slice(None))])
-def test_losses_before_and_after_training_are_on_the_same_rows(
-    eval_rows: int | None, indices: list[int] | slice
-) -> None:
+def test_each_split_has_a_loss_of_its_own() -> None:
+    """Also one that ends within a row, and one within a single row."""
+    write_params(eval_rows=4)
+    write_rows(7, splits=(40, 5, 90))
+    found = run_stage().by_split
+    borders = [(0, 40), (40, 45), (45, 135), (135, None)]
+    assert list(found) == ["split_0", "split_1", "split_2", "split_3"]
+    for (first, last), loss in zip(borders, found.values(), strict=True):
+        expected, tokens = reference_loss(True, first, last)
+        assert (loss.tokens, loss.loss) == (tokens, pytest.approx(expected, abs=1e-5))
+    assert [loss.rows for loss in found.values()] == [2, 1, 5, 2]
+    per_byte = [loss.bits_per_byte / loss.loss * math.log(2) for loss in found.values() if loss.bits_per_byte]
+    assert per_byte == pytest.approx([0.5, 0.5, 0.5, 1])
+    validation = run_stage().validation
+    assert validation is not None
+    assert (validation.rows, validation.tokens) == (7, sum(loss.tokens for loss in found.values()))
+    assert validation.loss == pytest.approx(reference_loss(True)[0], abs=1e-5)
+    data = dataclasses.replace(PackMetrics.read(METRICS), held_out={"split_0": SplitMetrics(40, 1)})
+    data.write(METRICS)
+    with pytest.raises(StageError, match=r"data/pack\.json lists 40 tokens, but .* has 7 rows of 24: run `dvc repro"):
+        run_stage()
+
+
+@pytest.mark.parametrize(("eval_rows", "indices"), [(3, [0, 2, 4]), (None, [*range(7)])])
+def test_losses_before_and_after_training_are_on_the_same_rows(eval_rows: int | None, indices: list[int]) -> None:
     write_params(eval_rows=eval_rows)
-    Path("outputs/history.tsv").write_text(HISTORY.replace("1.0\t\n", "1.0\t3.25\n"))
-    metrics = run_stage()
-    assert publish.read_json(outputs.EVALUATION)["exported"]["rows"] == len(np.arange(7)[indices])
-    assert (metrics["eval"]["untrained"], metrics["eval"]["trained"]) == (4.5, 3.25)
-    assert metrics["eval"]["exported"] == pytest.approx(reference_loss(True, indices)[0], abs=1e-5)
-    assert metrics["validation_loss"] == pytest.approx(reference_loss(True)[0], abs=1e-5)
+    exported = run_stage().exported
+    losses = [reference_loss(True, LENGTH * index, LENGTH * (index + 1)) for index in indices]
+    tokens = sum(tokens for _, tokens in losses)
+    assert exported is not None
+    assert (exported.rows, exported.tokens) == (len(indices), tokens)
+    assert exported.loss == pytest.approx(sum(loss * each for loss, each in losses) / tokens, abs=1e-5)
+    trained = exported.loss * (1 - 9e-5)
+    write_history(untrained=4.5, trained=trained)
+    found = run_stage()
+    assert found.exported == exported
+    for before, loss in ((found.untrained, 4.5), (found.trained, trained)):
+        assert before == evaluate.make_loss(loss, len(indices), tokens, 1.0)
+
+
+def test_the_two_kinds_of_mask_give_different_losses() -> None:
+    """Otherwise the tests above would pass with either."""
+    assert abs(reference_loss(document_mask=True)[0] - reference_loss(document_mask=False)[0]) > 1e-3
+
+
+# The export.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_weights_changes_the_loss_by_less_than_is_allowed(dtype: torch.dtype) -> None:
+    exported = run_stage().exported
+    assert exported is not None
+    write_model(LLAMA, dtype)
+    write_history(untrained=4.5, trained=exported.loss)
+    evaluation = run_stage()
+    assert evaluation.exported is not None
+    assert (evaluation.exported.loss == exported.loss) == (dtype == torch.float32)
+    assert evaluation.dtype == str(dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remedy"),
+    [
+        (torch.float32, r"not the weights of the checkpoint: run `dvc repro -f -s consolidate`"),
+        (torch.bfloat16, r"Rounding the weights to bfloat16 has changed it: set export_dtype: fp32"),
+    ],
+)
+def test_weights_with_another_loss_than_the_trained_ones_are_refused(dtype: torch.dtype, remedy: str) -> None:
+    write_model(LLAMA, dtype)
+    trained = run_stage().exported
+    assert trained is not None
+    write_history(untrained=9.0, trained=trained.loss)
+    run_stage()
+    weights = transformers.AutoModelForCausalLM.from_pretrained(MODEL)
+    weights.lm_head.weight.data.zero_()
+    weights.save_pretrained(MODEL)
+    write_lineage()
+    with pytest.raises(StageError, match=rf"was {trained.loss:.6g} at step 3 .*is \S+ with .*%, where .*{remedy}"):
+        run_stage()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "tf32", "allowed"),
+    [
+        ("float32", "fp32", False, 1e-4),
+        ("float32", "fp32", True, 2**-10),
+        ("float32", "bf16", False, 2**-7),
+        ("float16", "fp32", False, 2**-10),
+        ("bfloat16", "fp16", False, 2**-7),
+        ("bfloat16", "fp8", False, 2**-4),
+    ],
+)
+def test_what_is_allowed_is_the_coarser_of_export_and_computation(
+    dtype: str, precision: str, tf32: bool, allowed: float
+) -> None:
+    evaluation = Evaluation("0123", 3, dtype, 1, None, {}, None, None, None, [])
+    for change, fails in ((0.99, False), (-0.99, False), (1.01, True), (-1.01, True), (math.nan, True)):
+        exported = evaluate.make_loss(2 * (1 + change * allowed), 1, 1, None)
+        found = dataclasses.replace(evaluation, trained=evaluate.make_loss(2.0, 1, 1, None), exported=exported)
+        params = {"precision": precision, "tf32": tf32}
+        if fails:
+            with pytest.raises(StageError, match=r"the loss on 1 held-out rows was 2 at step 3"):
+                evaluate.check_export(found, params)
+        else:
+            evaluate.check_export(found, params)
 
 
 @pytest.mark.parametrize("undone", [0.04, 0.06])
 def test_what_the_rounding_of_the_export_has_undone_is_a_warning(
     undone: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exported = run_stage()["eval"]["exported"]
-    rows = [f"0\t0.0\t0\t\t\t\t{exported + 1 - undone}", f"3\t0.75\t300\t3.5\t0.001\t1.0\t{exported - undone}"]
-    Path("outputs/history.tsv").write_text("\n".join([HISTORY.splitlines()[0], *rows, ""]))
-    config = publish.read_json(Path("outputs/exp/model/config.json"))
-    for dtype, warns in (("bfloat16", undone > 0.05), ("float32", False)):
-        publish.write_json(Path("outputs/exp/model/config.json"), {**config, "dtype": dtype})
+    exported = run_stage().exported
+    assert exported is not None
+    gain = exported.loss * 2**-7
+    write_history(untrained=exported.loss + gain * (1 - undone), trained=exported.loss - gain * undone)
+    config = publish.read_json(MODEL / "config.json")
+    for dtype, precision, warns in (("bfloat16", "fp32", undone > 0.05), ("float32", "bf16", False)):
+        publish.write_json(MODEL / "config.json", {**config, "dtype": dtype})
+        write_lineage(precision)
         capsys.readouterr()
-        run_stage()
+        evaluate.write(run_stage(), load_params(EvaluateParams))
         output = capsys.readouterr().out
         assert ("warning: rounding the weights to bfloat16 has undone 6% of the gain" in output) == warns
         assert ("export_dtype: fp32" in output) == warns
@@ -165,78 +322,63 @@ def test_what_the_rounding_of_the_export_has_undone_is_a_warning(
 
 def test_a_cpu_computes_in_fp32() -> None:
     """Where it has no instructions for bf16, that is several times as fast."""
-    directory = Path("outputs/exp/model")
-    AutoModelForCausalLM.from_pretrained(directory).bfloat16().save_pretrained(directory)
-    model, _ = generation.load(directory)
-    assert (evaluate.stored_dtype(directory), model.dtype) == ("bfloat16", torch.float32)
-
-
-def test_the_two_kinds_of_mask_give_different_losses() -> None:
-    """Otherwise the test above would pass with either."""
-    assert abs(reference_loss(document_mask=True)[0] - reference_loss(document_mask=False)[0]) > 1e-3
+    write_model(LLAMA, torch.bfloat16)
+    model, _ = generation.load(MODEL)
+    assert (measure.stored_dtype(MODEL), model.dtype) == ("bfloat16", torch.float32)
 
 
 def test_the_model_computes_the_loss_itself_where_that_gives_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    model, _ = generation.load(Path("outputs/exp/model"))
-    scaled: Any = AutoModelForCausalLM.from_config(
-        GraniteConfig(**{**model.config.to_dict(), "model_type": "granite"}, logits_scaling=4.0)
-    ).eval()
-    params = load_params(evaluate.EvaluateParams)
-    scaled.save_pretrained("scaled")
-    for given, directory in ((model, "outputs/exp/model"), (scaled, "scaled")):
-        evaluate.prepare_loss(given, Path(directory), params)
+    model, _ = measure.load(request(), is_sharded=False)
     assert isinstance(model.get_output_embeddings(), LossHead)
-    assert not isinstance(scaled.get_output_embeddings(), LossHead)
+    write_model(GraniteConfig(**{**LLAMA.to_dict(), "model_type": "granite"}, logits_scaling=4.0))
+    model, _ = measure.load(request(), is_sharded=False)
+    assert not isinstance(model.get_output_embeddings(), LossHead)
     assert "evaluate: loss plain, because it changes logits after its output embedding" in capsys.readouterr().out
     with pytest.raises(StageError, match="loss fused is not possible with GraniteForCausalLM"):
-        evaluate.prepare_loss(scaled, Path("scaled"), dataclasses.replace(params, loss="fused"))
+        measure.load(request(loss="fused"), is_sharded=False)
 
 
-def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
-    evaluate.main()
-    paths = [outputs.METRICS, *sorted(outputs.REPORT.iterdir())]
-    assert {path.name for path in paths} >= {"report.html", "loss.svg", "learning_rate.svg", "samples.md"}
-    first = [path.read_bytes() for path in paths]
-    env = {**os.environ, "PYTHONPATH": str(REPO), "SOURCE_DATE_EPOCH": "1", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
-    command = [sys.executable, "-m", "stages.evaluate"]
-    process = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert [path.read_bytes() for path in paths] == first
-    assert process.stdout.startswith("evaluate: validation loss ")
-    assert not any(str(tmp_path).encode() in content for content in first)
+# Samples.
 
 
 def test_a_sample_continues_the_beginning_of_a_held_out_document() -> None:
     write_rows(7, length=44)
-    evaluate.main()
+    samples = run_stage().samples
     rows = np.asarray(datasets.load_from_disk(str(VALIDATION))["input_ids"])
-    tokenizer = transformers.AutoTokenizer.from_pretrained("outputs/exp/model")
-    text = Path("outputs/report/samples.md").read_text()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     longest = [max(np.split(row, np.flatnonzero(row == EOS) + 1), key=len) for row in rows[[0, 3, 6]]]
-    assert max(map(len, longest)) > evaluate.PROMPT_TOKENS > min(map(len, longest))
-    for document in longest:
-        prompt = tokenizer.decode(document[: evaluate.PROMPT_TOKENS])
-        assert f"Prompt:\n\n    {prompt}\n\nContinuation:\n\n    " in text
-    written = re.findall(r"Continuation:\n\n    (.*)", text)
-    assert len(written) == 3
-    assert all(written)
+    assert max(map(len, longest)) > measure.PROMPT_TOKENS > min(map(len, longest))
+    assert [sample.prompt for sample in samples] == [
+        tokenizer.decode(document[: measure.PROMPT_TOKENS]) for document in longest
+    ]
+    assert all(sample.continuation for sample in samples)
+    write_params(eval_samples=0)
+    assert run_stage().samples == []
+    write_params(eval_samples=20)
+    assert len(run_stage().samples) == 7
 
 
-def test_without_held_out_rows_there_is_a_note_and_no_loss() -> None:
+def test_without_held_out_rows_there_is_no_loss_and_no_sample() -> None:
     write_rows(0)
-    Path("outputs/history.tsv").write_text(HISTORY.replace("4.5", "").replace("3.75", ""))
-    metrics = run_stage()
-    assert metrics["validation_loss"] is metrics["eval"]["exported"] is None
-    assert "validation_splits" in Path("outputs/report/report.html").read_text()
+    write_history()
+    evaluation = run_stage()
+    assert evaluation.validation is evaluation.exported is evaluation.untrained is evaluation.trained is None
+    assert (evaluation.by_split, evaluation.samples) == ({}, [])
+    evaluate.write(evaluation, load_params(EvaluateParams))
+    assert set(publish.read_json(outputs.METRICS).values()) == {None}
+
+
+# What is read.
 
 
 def test_weights_that_are_not_those_of_the_lineage_are_refused() -> None:
-    path = Path("outputs/exp/model/model.safetensors")
+    path = MODEL / "model.safetensors"
     flip_bit(path, -1)
     with pytest.raises(StageError, match=r"model\.safetensors is missing or was changed"):
-        evaluate.main()
-    Path("outputs/exp/model/lineage.json").unlink()
+        run_stage()
+    (MODEL / "lineage.json").unlink()
     with pytest.raises(StageError, match=r"lineage\.json is missing"):
-        evaluate.main()
+        run_stage()
     assert not Path("outputs/report").exists()
 
 
@@ -244,12 +386,163 @@ def test_tokens_that_are_not_those_of_their_metadata_are_refused() -> None:
     (file,) = VALIDATION.glob("*.arrow")
     flip_bit(file, file.stat().st_size // 2)
     with pytest.raises(StageError, match=r"arrow is damaged: .* run `dvc repro -f -s pack`"):
-        evaluate.main()
+        run_stage()
+
+
+def test_all_is_written_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluation = run_stage()
+    written = publish.write_json
+
+    def fail(path: Path, value: Any) -> None:
+        written(path, value)
+        if path == outputs.METRICS:  # the last file
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(publish, "write_json", fail)
+    with pytest.raises(OSError, match="No space left"):
+        evaluate.write(evaluation, load_params(EvaluateParams))
+    assert read_outs() == {}
+
+
+# Several ranks.
+
+TIED = LlamaConfig(**{**LLAMA.to_dict(), "tie_word_embeddings": True})
+GPT2 = GPT2Config(**SIZES, n_embd=16, n_layer=2, n_head=2, n_positions=LENGTH + 8)
+"""It has no embedding for a position beyond the last one."""
+CASES: dict[str, tuple[PreTrainedConfig, torch.dtype, dict[str, Any]]] = {
+    "untied": (LLAMA, torch.float32, {}),
+    "tied, plain": (TIED, torch.bfloat16, {"loss": "plain", "attention": "varlen", "num_samples": 4}),
+    "learned positions": (GPT2, torch.float32, {"batch_size": 1, "document_mask": False, "num_samples": 5}),
+}
+
+
+def rank_main(rank: int, requests: dict[str, Request]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
+    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN: no uninitialized value looks plausible
+    found: dict[str, Any] = {}
+    for name, each in requests.items():
+        os.chdir(name)
+        found[name] = [measure.measure(each, Heartbeat(rank), is_sharded) for is_sharded in (False, True)]
+        model, _ = measure.load(each, is_sharded=True)
+        found[f"{name}, share"] = sum(param.to_local().numel() for param in model.parameters()) / model.num_parameters()
+        fits = math.ceil(2 * measure.weight_bytes(each) / measure._MEMORY_SHARE)
+        measure.free_memory = lambda fits=fits: fits  # type: ignore[misc]
+        found[f"{name}, fits"] = measure.must_shard(each)
+        measure.free_memory = lambda fits=fits: fits - 10 * rank  # type: ignore[misc]  # all ranks must decide alike
+        found[f"{name}, too little"] = measure.must_shard(each)
+        os.chdir("..")
+    dist.destroy_process_group()
+    torch.save(found, f"results-{rank}.pt")
+
+
+def test_any_number_of_ranks_finds_the_same_with_copies_or_a_sharded_model() -> None:
+    """That is, the same digits, and the same text."""
+    expected, requests = {}, {}
+    for name, (config, dtype, changed) in CASES.items():
+        write_model(config, dtype)
+        write_rows(7, splits=(40, 5, 90))
+        requests[name] = request(**changed)
+        expected[name] = measure_here(requests[name], RUNTIME)
+        for directory in ("data", "outputs"):
+            shutil.copytree(directory, Path(name) / directory)
+    multiprocessing.spawn(rank_main, (requests,), nprocs=2)
+    results, others = (torch.load(f"results-{rank}.pt", weights_only=False) for rank in range(2))
+    data, lineage = PackMetrics.read(METRICS), Lineage.read(MODEL / "lineage.json")
+    for name, found in expected.items():
+        for measured in results[name]:
+            assert evaluate.describe(measured, data, lineage, [], "") == evaluate.describe(found, data, lineage, [], "")
+        assert 0.4 < results[f"{name}, share"] < 0.6
+        for rank in (results, others):
+            assert (rank[f"{name}, fits"], rank[f"{name}, too little"]) == (False, True)
+
+
+def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
+    evaluate.write(run_stage(), load_params(EvaluateParams))
+    expected = read_outs()
+    metrics, evaluation = publish.read_json(outputs.METRICS), Evaluation.read(outputs.EVALUATION)
+    assert evaluation.validation is not None
+    assert metrics["validation_loss"] == evaluation.validation.loss
+    assert metrics["perplexity"] == evaluation.validation.perplexity
+    assert metrics["bits_per_byte"] == evaluation.validation.bits_per_byte
+    environment = {"PYTHONPATH": str(REPO), "SOURCE_DATE_EPOCH": "1", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
+    command = [sys.executable, "-m", "stages.evaluate"]
+    process = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout.startswith("evaluate: validation loss ")
+    assert read_outs() == expected
+    assert not any(str(tmp_path).encode() in content for content in expected.values())
+
+
+@pytest.mark.parametrize(
+    ("number", "is_rank", "status", "message"),
+    [
+        (signal.SIGKILL, True, 1, r"error: rank 1 was killed by signal 9: writing sample \d of 7 \(if the machine ran "
+         r"out of memory, use eval_batch_size 1 \(of the training too, which then runs again\), fewer ranks than 2 "
+         r"\(runtime\.nproc_per_node\), or a machine with more memory: the weights need .* GiB were free\)\n"),
+        (signal.SIGTERM, False, 143, "interrupted: run it again\n"),
+        (signal.SIGKILL, False, -9, ""),
+    ],
+)  # fmt: skip
+def test_a_signal_ends_all_ranks_with_one_message_and_nothing_is_written(
+    number: signal.Signals, is_rank: bool, status: int, message: str
+) -> None:
+    write_params(eval_samples=7)
+    process = start_stage("evaluate")
+    wait_for(lambda: len(process.children()) == 2)
+    ranks = sorted(process.children(), key=lambda rank: rank.environ().get("RANK", ""))
+    directory = Path(ranks[1].environ()["TRAINING_DIRECTORY"])
+
+    def is_at(rank: int, activity: bytes) -> bool:
+        path = directory / f"heartbeat-{rank}"
+        return path.exists() and activity in path.read_bytes()
+
+    wait_for(lambda: is_at(1, b"writing" if is_rank else b"loading"))
+    if is_rank:  # while the other one waits for it
+        ranks[1].send_signal(signal.SIGSTOP)
+        wait_for(lambda: is_at(0, b"collecting"))
+    (ranks[1] if is_rank else process).send_signal(number)
+    process.wait(timeout=30)
+    wait_for(lambda: not any(map(is_alive, ranks)), seconds=1)  # left alone they would need longer
+    _, errors = process.communicate()
+    assert process.returncode == status
+    assert re.fullmatch(message, errors), errors
+    assert directory.exists() == (status == -signal.SIGKILL)
+    shutil.rmtree(directory, ignore_errors=True)
+    assert read_outs() == {}
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_out_of_memory_is_one_clear_error(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(*args: object) -> Measurements:
+        raise error
+
+    request().write(tmp_path / measure.REQUEST)
+    environment = {"TRAINING_LAUNCHER_PID": "1", "TRAINING_DIRECTORY": str(tmp_path), "RANK": "1", "WORLD_SIZE": "2"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["measure"])
+    monkeypatch.setattr(measure.process, "die_with_parent", lambda *args: None)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    monkeypatch.setattr(distributed, "process_group", lambda timeout: contextlib.nullcontext())
+    monkeypatch.setattr(measure, "measure", fail)
+    expected = (
+        r"rank 1 is out of memory.*: use eval_batch_size 1 .*, fewer ranks than 2 .* weights need 0\.000 GiB in fp32"
+    )
+    with pytest.raises(StageError, match=expected):
+        measure.main()
+    with pytest.raises(SystemExit) as exited:  # another rank has printed it
+        measure.main()
+    assert exited.value.code == 2
+
+
+def test_a_rank_needs_a_launcher() -> None:
+    process = start_stage("measure")
+    assert process.communicate()[1] == "error: `python -m stages.evaluate` starts the ranks: run that\n"
+    assert process.returncode == 2
 
 
 def test_help_does_not_import_torch_or_matplotlib() -> None:
-    script = (
-        "import sys; import stages.evaluate, stages.compare; print({'torch', 'matplotlib', 'dvc'} & set(sys.modules))"
-    )
+    script = "import sys; import stages.evaluate, stages.consolidate; print({'torch', 'matplotlib'} & set(sys.modules))"
     process = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, check=True)
     assert process.stdout == "set()\n"

@@ -17,7 +17,7 @@ from stages import launch
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
 from stages.checkpointing.layout import list_checkpoints, step_name
-from stages.training import handoff, memory
+from stages.training import handoff, memory, supervision
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import describe
 from tests.faults import environment
@@ -61,7 +61,7 @@ def test_what_was_edited_during_a_training_is_not_recorded_as_its_input(
 )
 def test_the_rank_that_failed_by_itself_is_named(failures: dict[int, tuple[int, int]], rank: int) -> None:
     found = {rank: SimpleNamespace(exitcode=code, timestamp=time) for rank, (code, time) in failures.items()}
-    assert launch._first_to_fail(cast(Any, found)) == rank
+    assert supervision.first_to_fail(cast(Any, found)) == rank
 
 
 def test_16_a_signal_while_a_rank_exits_does_not_kill_it() -> None:
@@ -139,14 +139,14 @@ def params(params: TrainParams) -> TrainParams:
 def test_out_of_memory_is_one_clear_error(allocate: Callable[[], object], params: TrainParams) -> None:
     with (
         pytest.raises(StageError, match=r"rank 3 is out of memory.*: use batch_size 3 "),
-        memory.explain_out_of_memory(params, 3, 2),
+        memory.explain_out_of_memory(3, f"use {memory.remedies(params, 2)}"),
     ):
         allocate()
 
 
 @pytest.mark.parametrize("message", ["gloo: connection closed", "Registering memory failed with cudaError: 201"])
-def test_other_errors_are_not_reported_as_out_of_memory(params: TrainParams, message: str) -> None:
-    with pytest.raises(RuntimeError, match=message), memory.explain_out_of_memory(params, 3, 2):
+def test_other_errors_are_not_reported_as_out_of_memory(message: str) -> None:
+    with pytest.raises(RuntimeError, match=message), memory.explain_out_of_memory(3, "use less"):
         raise RuntimeError(message)
 
 

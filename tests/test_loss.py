@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from stages.artifacts.errors import StageError
 from stages.tokens.batch import make_batch
 from stages.tokens.document_mask import tiny_config
-from stages.tokens.loss import fuse, logits, loss_sum, obstacle_to_fuse, summed_loss, total_loss
+from stages.tokens.loss import fuse, logits, loss_sum, losses, obstacle_to_fuse, summed_loss
 from stages.tokens.loss_probe import LossChoice, choose_loss
 from stages.training import sharded_model, sharding
 from stages.training.params import TrainParams
@@ -132,7 +132,7 @@ def test_the_fused_loss_and_its_gradients_are_those_of_the_logits(name: str) -> 
             param.grad, gradients[key], rtol=1e-4, atol=1e-5, msg=lambda text, key=key: key + text
         )
     with torch.no_grad():
-        assert total_loss(model, [batch])[0] == pytest.approx(expected.item(), rel=1e-5)
+        assert next(losses(model, [batch]))[0] == pytest.approx(expected.item(), rel=1e-5)
         assert logits(model, batch).shape == (2, 16, 64)  # without labels it is a model like any other
 
 
@@ -221,7 +221,7 @@ def test_no_tensor_is_as_large_as_the_logits_of_all_tokens(
         with Sizes() as training:
             loss_sum(model, batch).backward()
         with Sizes() as validation, torch.no_grad():
-            total_loss(model.eval(), [batch])
+            list(losses(model.eval(), [batch]))
         found[loss] = training.largest, validation.largest
     for largest in found["fused"]:
         assert max(largest.values()) <= all_logits / 2
@@ -244,7 +244,7 @@ def test_embeddings_that_are_not_tied_are_gathered_by_themselves(
     losses, found = [], []
     for units in (True, False):
         if not units:
-            monkeypatch.setattr(sharding, "_untied_embeddings", lambda model: ([], []))
+            monkeypatch.setattr(sharding, "untied_embeddings", lambda model: ([], []))
         model: Any = sharded_model.build(manifest_of(tmp_path, with_weights=True), params, mesh, initialize=True)
         loss = loss_sum(model.train(), batch)
         is_gathered = [

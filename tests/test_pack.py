@@ -158,6 +158,7 @@ def test_trap_25_decoding_gives_back_the_documents(splits: list[list[str]], seq_
         assert metrics[name]["tokens"] == len(stream)
         assert metrics[name]["documents"] == len(documents)
         assert metrics[name]["characters"] == sum(map(len, documents))
+        assert metrics[name]["bytes"] == sum(len(document.encode()) for document in documents)
         assert metrics[name]["rows"] == len(stream) // seq_length
         rest = stream[len(found) :]
         assert decode_documents(tokenizer, found + rest) == documents
@@ -173,12 +174,13 @@ def decode_documents(tokenizer: Tokenizer, stream: list[int]) -> list[str]:
 def test_trap_25_validation_shares_no_document_with_training() -> None:
     make_model()
     make_corpus([["train " * 5], ["held out " * 5], ["also held out " * 5]])
-    run(validation_splits=2)
+    held_out = run(validation_splits=2)["held_out"]
+    assert held_out == {"split_01": {"tokens": 46, "bytes": 45}, "split_02": {"tokens": 67, "bytes": 70}}
     texts = {name: byte_tokenizer().decode(tokens(name)) for name in ("train", "validation")}
     assert "held" not in texts["train"]
     assert "train" not in texts["validation"]
     assert "also" in texts["validation"]
-    run(validation_splits=0)
+    assert run(validation_splits=0)["held_out"] == {}
     assert tokens("validation") == []
     assert "also" in byte_tokenizer().decode(tokens("train"))
 
@@ -405,8 +407,8 @@ def test_unknown_tokens_and_dropped_characters_are_counted() -> None:
     make_corpus([["a b a c"], ["a a"]])
     metrics = run(seq_length=2)
     assert metrics["train"] == {
-        "documents": 1, "characters": 7, "tokens": 5, "rows": 2, "characters_per_token": 1.75, "unknown_share": 0.5,
-        "dropped_characters": 0,
+        "documents": 1, "characters": 7, "bytes": 7, "tokens": 5, "rows": 2, "characters_per_token": 1.75,
+        "unknown_share": 0.5, "dropped_characters": 0,
     }  # fmt: skip
     assert metrics["validation"]["unknown_share"] == 0
     vocab = {token: index for index, token in enumerate(["</s>", *"abĠ"])}  # some bytes, no unknown token

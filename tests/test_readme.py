@@ -73,7 +73,8 @@ def test_a_second_training_starts_from_the_weights_of_the_first(reproduced: Proj
     reproduced.run("dvc", "plots", "diff", "HEAD~1")
     page = (reproduced / "dvc_plots/index.html").read_text()
     assert set(re.findall(r'"rev": "([^"]+)"', page)) == {"HEAD~1", "workspace"}
-    losses = reproduced.json("outputs/report/eval_losses.json")
+    evaluation = reproduced.json("outputs/evaluation.json")
+    losses = {name: evaluation[name]["loss"] for name in ("untrained", "trained", "exported")}
     assert losses["untrained"] == trained
     assert losses["exported"] == pytest.approx(losses["trained"], abs=1e-4) != trained
     lineage = reproduced.json("outputs/stage2/model/lineage.json")

@@ -35,7 +35,7 @@ from stages.artifacts.params_file import load_params
 from stages.model import meta
 from stages.tokens.attention_names import NEED_LENGTHS
 from stages.tokens.batch import count_labels, make_batch
-from stages.training import saver, sharded_model, sharding, step
+from stages.training import saver, sharded_model, sharded_weights, sharding, step
 from stages.training.distributed import all_reduce_sum, device_mesh, process_group
 from stages.training.fsdp import FSDP_PRESETS, FsdpParams
 from stages.training.optimizer import make_optimizer
@@ -222,7 +222,7 @@ def resumed_and_not(directory: Path, params: TrainParams) -> dict[str, Any]:
 def every_model(directory: Path, params: TrainParams) -> dict[str, Any]:
     """What differs from `from_pretrained`, and how many bytes of the weights this rank read."""
     results = {}
-    opened = sharded_model.safe_open
+    opened = sharded_weights.safe_open
     for name in (*CONFIGS, "mixtral"):
         read = 0
 
@@ -252,10 +252,10 @@ def every_model(directory: Path, params: TrainParams) -> dict[str, Any]:
 
                 return Slice()
 
-        sharded_model.safe_open = Reader
+        sharded_weights.safe_open = Reader
         manifest = manifest_of(directory / name, with_weights=True)
         model = sharded_model.build(manifest, params, make_mesh(params.fsdp), initialize=True)
-        sharded_model.safe_open = opened
+        sharded_weights.safe_open = opened
         theirs = transformers.AutoModelForCausalLM.from_pretrained(directory / name)
         ours = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         expected = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}

@@ -53,14 +53,14 @@ def stage(job: Job) -> None:
     """The pipeline's training, until its weights are loaded."""
     from stages import train
     from stages.artifacts.params_file import load_params
-    from stages.training import run, sharded_model
+    from stages.training import run, sharded_model, sharded_weights
     from stages.training.params import TrainParams
 
     build = sharded_model.build
 
     def watched(*args: Any, **kwargs: Any) -> None:
         watch = LoadWatch()
-        with mock.patch.object(sharded_model, "safe_open", watch.open):
+        with mock.patch.object(sharded_weights, "safe_open", watch.open):
             build(*args, **kwargs)
         watch.report()
         sys.exit()

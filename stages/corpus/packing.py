@@ -49,6 +49,8 @@ class Counts:
 
     num_documents: int = 0
     num_characters: int = 0
+    num_bytes: int = 0
+    """Of the text in UTF-8."""
     num_unknown: int = 0
     """Tokens that replace what the vocabulary cannot express."""
     num_dropped: int = 0
@@ -78,7 +80,9 @@ def encode(task: Task) -> Encoded:
     """
     documents = arrow.read_batch(task.shard, task.offset)["text"]  # memory-mapped: a task is pickled without its text
     encoder, unknown = make_encoder(task.spec), task.spec.unk_token_id
-    counts = Counts(num_characters=pc.sum(pc.utf8_length(documents)).as_py())
+    counts = Counts(
+        num_characters=pc.sum(pc.utf8_length(documents)).as_py(), num_bytes=pc.sum(pc.binary_length(documents)).as_py()
+    )
     digest = hashlib.sha256()
     # A new file, not the old one emptied: a Dask worker that was considered lost may still write to its own.
     task.target.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""outputs/evaluation.json: what `evaluate` has measured and sampled, for the report and for people."""
+"""outputs/evaluation.json: the losses of the finished model, and what it writes."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from stages.artifacts.record import Record
 
 @dataclass(frozen=True)
 class Loss:
-    """Of some held-out rows."""
+    """A mean over the tokens that were predicted in some rows."""
 
     rows: int
     tokens: int
@@ -16,8 +16,9 @@ class Loss:
     loss: float
     """Nats per token."""
     perplexity: float
+    """exp(loss): a model with this loss is as uncertain as a uniform choice among that many tokens."""
     bits_per_byte: float | None
-    """None: how many bytes of text they are is not known."""
+    """Of the text in UTF-8: comparable between tokenizers. null: the bytes of the text are not known."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,18 @@ class Evaluation(Record):
 
     run_id: str
     step: int
-    dtype: str
     """Of the exported weights."""
+    dtype: str
+    """In which they are stored."""
     num_parameters: int
     validation: Loss | None
-    """All held-out rows, exported weights; None: there are none."""
+    """Of the exported weights on all held-out rows; null: there are none."""
     by_split: dict[str, Loss]
-    """The same, for each held-out split."""
+    """The same for each held-out split. A row that begins in one and ends in the next is counted in both."""
     untrained: Loss | None
     """Before the first step, on the rows that the training measures (`eval_rows`)."""
     trained: Loss | None
     """At the exported step, of the weights that the optimizer updates, on these rows."""
     exported: Loss | None
-    """The exported weights, on these rows."""
+    """Of the exported weights, on these rows."""
     samples: list[Sample]

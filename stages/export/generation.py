@@ -1,5 +1,6 @@
 """A model directory as its users load it, and the text that it writes."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,24 @@ def load(directory: Path) -> tuple["PreTrainedModel", Any]:
     model: Any = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=dtype)
     # eval: no dropout, as in the validation of the training.
     model.to(device).eval()
-    return model, AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    return model, load_tokenizer(directory)
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model directory."""
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+def max_length(model: "PreTrainedModel") -> int:
+    """Tokens of prompt and continuation together. With learned positions there is no embedding for more."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit or sys.maxsize
 
 
 def generate(
-    model: "PreTrainedModel", prompt: Tensor, max_new_tokens: int, temperature: float, streamer: Any = None
-) -> Tensor:
+    model: "PreTrainedModel", prompt: Tensor, max_new_tokens: int, temperature: float, streamer: Any = None,
+    synced_gpus: bool = False,
+) -> Tensor:  # fmt: skip
     """The tokens that follow a prompt: (1, T) int64 -> (at most max_new_tokens,) int64.
 
     Args:
@@ -36,17 +49,18 @@ def generate(
         max_new_tokens: It ends before at an EOS token, or at the length that the model allows.
         temperature: 0 for the most probable token each time; otherwise one of the 50 most probable is drawn.
         streamer: As transformers describes it: called with each token as it is there.
+        synced_gpus: Whether the model is sharded over ranks, all of which call this, with a prompt of their own each:
+            those that are ready help the others until the last one is.
     """
-    # Beyond its limit a model with learned positions has no embedding for a token.
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or prompt.shape[1] + max_new_tokens
     # Given here, because those in the model's own generation_config differ from model to model.
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 50, "top_p": 1.0}
     output: Tensor = model.generate(  # type: ignore[operator]  # transformers types it as not callable
         prompt,
         attention_mask=torch.ones_like(prompt),  # (1, T)
         **(sampling if temperature else {"do_sample": False}),
-        max_new_tokens=max(1, min(max_new_tokens, limit - prompt.shape[1])),
+        max_new_tokens=max(1, min(max_new_tokens, max_length(model) - prompt.shape[1])),
         pad_token_id=0,  # a batch of one is never padded, but generate warns without it
         streamer=streamer,
+        synced_gpus=synced_gpus,
     )
     return output[0, prompt.shape[1] :]

@@ -34,23 +34,26 @@ _TRAINABLE = {dtype.code: dtype for dtype in DTYPES if dtype.is_floating_point}
 """What weights may be stored in, by the code in safetensors headers."""
 
 
-def build(directory: Path, attn_implementation: str | None = None) -> PreTrainedModel:
-    """Build the model that `directory`'s config.json describes: on the meta device, fp32, without weights.
+def build(
+    directory: Path, attn_implementation: str | None = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """Build the model that `directory`'s config.json describes: on the meta device, without weights.
 
     Args:
         directory: Of the model.
         attn_implementation: `sdpa`, `eager` ...; None: sdpa where the model has it, else eager.
+        dtype: Of the parameters. fp32, in which training keeps its weights; from_config's default is the dtype in the
+            config, often bf16.
 
     Raises:
         StageError: it is not a causal language model of the installed transformers.
     """
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        # Shapes and names without memory. fp32, in which training keeps its weights: from_config's default is the dtype
-        # in the config, often bf16.
+        # Shapes and names without memory.
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=attn_implementation, trust_remote_code=False
+                config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False
             )
             return model
     except (ValueError, KeyError, ImportError) as error:

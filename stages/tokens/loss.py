@@ -295,10 +295,10 @@ def _has_label(labels: Tensor) -> Tensor:
     return (labels != -100)[:, None]  # (n, 1) bool
 
 
-def total_loss(
+def losses(
     model: nn.Module, batches: Iterable[dict[str, Tensor]], before_forward: Callable[[], None] = lambda: None
-) -> tuple[float, int]:
-    """Measure the loss on several batches, as validation during training and the evaluate stage both do.
+) -> Iterator[tuple[float, int]]:
+    """Measure the loss of each of several batches, as validation during training and the evaluate stage both do.
 
     The caller puts the model in evaluation mode and turns gradients off.
 
@@ -307,9 +307,9 @@ def total_loss(
         batches: As `make_batch` returns them.
         before_forward: Called before each forward pass.
 
-    Returns:
-        The negative log-likelihood in nats, summed over all labels, and the number of labels. Their quotient is the
-        mean loss per token. They are separate so that ranks can add up theirs before they divide.
+    Yields:
+        The negative log-likelihood in nats, summed over all labels of the batch, and the number of labels. They are
+        separate so that batches, and ranks, can be added up before the mean is taken.
     """
 
     def measure() -> Iterator[Readback]:
@@ -318,8 +318,4 @@ def total_loss(
             num_labels = (batch["labels"] != -100).sum()
             yield Readback(torch.stack([loss_sum(model, batch).double(), num_labels.double()]))
 
-    total, num_labels = 0.0, 0
-    for loss, labels in read_late(measure()):
-        total += loss  # in Python, in double precision
-        num_labels += int(labels)
-    return total, num_labels
+    return ((nats, int(num_labels)) for nats, num_labels in read_late(measure()))

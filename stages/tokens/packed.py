@@ -63,6 +63,8 @@ class PartMetrics:
 
     documents: int
     characters: int
+    bytes: int
+    """Of the text in UTF-8."""
     tokens: int
     """Including an EOS token for each document, and those of the partial row that is dropped."""
     characters_per_token: float | None
@@ -72,6 +74,16 @@ class PartMetrics:
     dropped_characters: int
     """That leave no token, not even the unknown one, or lose a part of their bytes."""
     rows: int
+
+
+@dataclass(frozen=True)
+class SplitMetrics:
+    """Of one split that is held out."""
+
+    tokens: int
+    """Including an EOS token for each document. A row may begin in one split and end in the next."""
+    bytes: int
+    """Of the text in UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +108,8 @@ class PackMetrics(Record):
 
     train: PartMetrics
     validation: PartMetrics
+    held_out: dict[str, SplitMetrics]
+    """The splits of `validation` by name, such as `split_19`, in the order of their tokens."""
     encoder: EncoderMetrics
     source: str
     """Fingerprint of the corpus."""

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from stages.training import handoff
-from stages.training.params import TrainRuntime
-from stages.training.run import Run
 from stages.training.signals import send_to_ranks
 from stages.training.watchdog import Note, read_notes
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import RunProcsResult
+    from torch.distributed.elastic.multiprocessing import PContext
 
 
 class Failure(NamedTuple):
@@ -30,23 +28,20 @@ class Failure(NamedTuple):
     """When it was noticed: seconds since 1970, by the clock of its machine."""
 
 
-def count_local_ranks(run: Run, runtime: TrainRuntime) -> int:
-    """The ranks that this machine can start.
+def count_local_ranks(nproc_per_node: int | None) -> int:
+    """The ranks to start on this machine: `nproc_per_node`, or if that is None one for each GPU, or two on CPUs.
 
     Raises:
-        StageError: it cannot: it has no GPUs for them, or none for the precision of the training.
+        StageError: it has no GPUs for them.
     """
     from stages.training.distributed import check_devices
-    from stages.training.precision import check_precision
 
-    # Errors that every rank would find are raised here once, before the ranks are started.
-    num_gpus = check_devices(runtime.nproc_per_node)
-    check_precision(run.params, run.seq_length)
-    return runtime.nproc_per_node or num_gpus or 2
+    num_gpus = check_devices(nproc_per_node)
+    return nproc_per_node or num_gpus or 2
 
 
 class LocalRanks:
-    """Processes of stages.train, as children of this one; a context manager around their lives.
+    """Processes of one module, as children of this one; a context manager around their lives.
 
     With the part of torchrun that starts processes and ends all when one fails, but without its rendezvous and its
     agent: on one machine these only ask the nameserver for the machine's own name, and listen on all interfaces.
@@ -56,23 +51,31 @@ class LocalRanks:
         num_ranks: Of all machines.
         first: The first rank of this machine.
         node: What messages call this machine, where there are several.
+        module: What each of them runs.
     """
 
-    def __init__(self, num_local: int, num_ranks: int | None = None, first: int = 0, node: str = "") -> None:
+    def __init__(
+        self, num_local: int, num_ranks: int | None = None, first: int = 0, node: str = "",
+        module: str = "stages.train",
+    ) -> None:  # fmt: skip
         self.num_local = num_local
         self.num_ranks = num_local if num_ranks is None else num_ranks
-        self._first, self._node = first, node
+        self._first, self._node, self._module = first, node, module
 
     def __enter__(self) -> "LocalRanks":
-        self._temporary = tempfile.TemporaryDirectory(prefix="training-")
+        self._processes: PContext | None = None
+        self._temporary = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.directory = Path(self._temporary.name)
+        """What the ranks know as `handoff.DIRECTORY`."""
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.end()  # after an error; else they have ended
         self._temporary.cleanup()
 
     def notes(self) -> list[Note]:
         """The newest note of each rank."""
-        return list(read_notes(Path(self._temporary.name), self._node))
+        return list(read_notes(self.directory, self._node))
 
     def node(self, rank: int) -> str:
         """The node of a rank; empty where there is one machine."""
@@ -104,13 +107,13 @@ class LocalRanks:
         environment = {
             "WORLD_SIZE": str(self.num_ranks),
             "LOCAL_WORLD_SIZE": str(self.num_local),
-            handoff.DIRECTORY: self._temporary.name,
+            handoff.DIRECTORY: str(self.directory),
         }
         numbers = range(self.num_local)
         self._processes = start_processes(
-            name="train",
+            name=self._module,
             entrypoint=sys.executable,
-            args=dict.fromkeys(numbers, ("-u", "-m", "stages.train")),
+            args=dict.fromkeys(numbers, ("-u", "-m", self._module)),
             envs={n: {**environment, "RANK": str(self._first + n), "LOCAL_RANK": str(n)} for n in numbers},
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # the ranks print into the terminal
         )
@@ -121,14 +124,16 @@ class LocalRanks:
         Args:
             wait: Seconds to wait for their end.
         """
-        result: RunProcsResult | None = self._processes.wait(wait, period=0.1)
+        assert self._processes, "`start` comes first"
+        result = self._processes.wait(wait, period=0.1)
         if result is None:
             return None
         return {self._first + n: Failure(f.exitcode, f.timestamp) for n, f in result.failures.items()}
 
     def end(self) -> None:
         """End the ranks, as torch does when one fails: those that do not end within 30 seconds are killed."""
-        self._processes.close()
+        if self._processes:
+            self._processes.close()
 
 
 def _num_cpus() -> int:

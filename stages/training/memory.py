@@ -1,8 +1,11 @@
-"""Turning an out-of-memory error into advice."""
+"""The memory of this machine, and turning an out-of-memory error into advice."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
 
 from stages.artifacts.errors import StageError
 from stages.training.params import TrainParams
@@ -12,8 +15,12 @@ _SIGNS = re.compile(r"DefaultCPUAllocator|out of memory|_ALLOC_FAILED|cudaError:
 
 
 @contextmanager
-def explain_out_of_memory(params: TrainParams, rank: int, world_size: int) -> Iterator[None]:
+def explain_out_of_memory(rank: int, advice: str) -> Iterator[None]:
     """Turn the error of a failed allocation into one that names what to change.
+
+    Args:
+        rank: This one.
+        advice: What to change, such as `use batch_size 1`.
 
     Raises:
         StageError: this rank is out of memory.
@@ -24,10 +31,7 @@ def explain_out_of_memory(params: TrainParams, rank: int, world_size: int) -> It
         if not _is_out_of_memory(error):
             raise
         reason = " ".join(str(error).rpartition("err == 0. ")[2].split())[:200]  # without the line in torch's source
-        raise StageError(
-            f"rank {rank} is out of memory{f' ({reason})' if reason else ''}: use {remedies(params, world_size)}. "
-            "The next launch resumes from the latest valid checkpoint, if there is one; another seq_length is a new run"
-        ) from None
+        raise StageError(f"rank {rank} is out of memory{f' ({reason})' if reason else ''}: {advice}") from None
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -56,3 +60,27 @@ def _smaller_batch_size(params: TrainParams, world_size: int) -> int | None:
     """The largest one below `batch_size` that shares `total_batch_size` evenly."""
     sizes = range(params.batch_size - 1, 0, -1)
     return next((size for size in sizes if params.total_batch_size % (size * world_size) == 0), None)
+
+
+def memory_limit(own: Path = Path("/proc/self/cgroup"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory of this machine, or of the control group in which a job or a container runs."""
+    total = psutil.virtual_memory().total
+    try:
+        names = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return int(total)
+    for _, controllers, path in names:
+        if controllers not in ("", "memory"):
+            continue
+        top = cgroups / controllers
+        directory = top / path.lstrip("/")
+        # A limit of one above counts as well: Slurm sets it for the job, above the step and the task.
+        for each in (directory, *directory.parents):
+            if not each.is_relative_to(top):
+                break
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                try:
+                    total = min(total, int((each / name).read_text()))
+                except (OSError, ValueError):  # there is none, or it is "max"
+                    continue
+    return int(total)

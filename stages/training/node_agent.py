@@ -91,6 +91,8 @@ def _hello() -> dict[str, Any]:
         "index": int(os.environ["SLURM_PROCID"]), "node": os.environ.get("SLURMD_NODENAME", os.uname().nodename),
         "error": None, "differences": [], "num_local": 0,
     }  # fmt: skip
+    from stages.training.precision import check_precision
+
     try:
         refresh([TRAIN, VALIDATION, MANIFEST.parent])  # what the node of the launcher has written a moment ago
         launch = handoff.received()
@@ -98,7 +100,8 @@ def _hello() -> dict[str, Any]:
         described = run.describe(launch.params)
         hello["differences"] = run.differences(launch.identity, described.identity)
         hello["packages"] = run.packages()
-        hello["num_local"] = count_local_ranks(described, launch.runtime)
+        hello["num_local"] = count_local_ranks(launch.runtime.nproc_per_node)
+        check_precision(launch.params, described.seq_length)
     except (StageError, OSError) as error:
         hello["error"] = describe(error) if isinstance(error, OSError) else str(error)
     return hello

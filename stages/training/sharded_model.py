@@ -7,22 +7,15 @@ rules and from seeds that do not depend on the rank: the weights are the same on
 transformers needs, which reads all of them on each rank (docs/benchmarks.md).
 """
 
-import hashlib
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from stages.model import headers, meta
-from stages.model.headers import StoredTensor
 from stages.model.manifest import ModelManifest, changed_file
 from stages.tokens.attention import activate_kernels
 from stages.tokens.attention_names import IMPLEMENTATIONS
@@ -33,6 +26,7 @@ from stages.training.distributed import run_on_rank0
 from stages.training.float8 import convert_linears
 from stages.training.params import TrainParams
 from stages.training.random_weights import fill_by_rows
+from stages.training.sharded_weights import read_weights, rebuild_buffers, seeded
 from stages.training.verification import find_damaged
 
 _RECOMPILE_LIMIT = 64
@@ -61,13 +55,13 @@ def build(
     model = prepare(manifest, params, mesh)
     sharding.materialize(model, params, mesh)
     reference = meta.build(directory)
-    _rebuild_buffers(model, reference, params.seed)
+    rebuild_buffers(model, reference, params.seed)
     if initialize and not manifest.weights:
         done = fill_by_rows(model, reference, params.seed)
         _fill_by_layers(model, reference, manifest.layer_classes, params.seed, done)
     elif initialize:
         _verify_weights(manifest, note)  # before they are read
-        _read_weights(model, directory, meta.check_headers(reference, headers.read(directory, manifest.weights)))
+        read_weights(model, directory, meta.check_headers(reference, headers.read(directory, manifest.weights)))
     return model
 
 
@@ -108,32 +102,6 @@ def _fill(param: Tensor, whole: Tensor) -> None:
     param.to_local().copy_(whole[sharding.local_rows(param)])
 
 
-@torch.no_grad()
-def _read_weights(model: nn.Module, directory: Path, stored: dict[str, list[StoredTensor]]) -> None:
-    """Fill parameters and stored buffers from safetensors, without reading the rows of other ranks."""
-    targets = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-    by_file = defaultdict(list)
-    for name, parts in stored.items():
-        first = 0  # element of the parameter
-        for part in parts:
-            by_file[part.file].append((targets[name], first, part))
-            first += math.prod(part.shape)
-    for file, tensors in by_file.items():
-        with safe_open(directory / file, framework="pt") as reader:
-            # `copy_` converts, from bf16 to the fp32 that the optimizer updates. `get_slice` reads these rows only.
-            for target, first, part in tensors:
-                if not isinstance(target, DTensor):
-                    target.copy_(reader.get_tensor(part.key))
-                    continue
-                local = target.to_local().view(-1)
-                start = sharding.local_rows(target).start * math.prod(target.shape[1:])
-                row = math.prod(part.shape[1:])
-                begin, end = max(start, first), min(start + len(local), first + part.shape[0] * row)
-                if begin < end:
-                    rows = reader.get_slice(part.key)[(begin - first) // row : (end - first) // row]
-                    local[begin - start : end - start].copy_(rows.reshape(-1))
-
-
 def _fill_by_layers(
     model: nn.Module, reference: PreTrainedModel, layer_classes: list[str], seed: int, done: set[str]
 ) -> None:
@@ -154,7 +122,7 @@ def _fill_by_layers(
             module.to_empty(device="cpu", recurse=False)
         if not unit:
             reference.tie_weights()  # `to_empty` has replaced the parameters, so those that were one are now two
-        with _seeded(f"{seed}/{unit}"), torch.no_grad():
+        with seeded(f"{seed}/{unit}"), torch.no_grad():
             for module in modules:
                 reference._init_weights(module)
         for (module, key), name in own.items():
@@ -163,16 +131,6 @@ def _fill_by_layers(
         for module in modules:
             module.to_empty(device="meta", recurse=False)  # frees it: only one layer at a time is in memory
     assert done == set(params), sorted(set(params) - done)
-
-
-@contextmanager
-def _seeded(seed: str) -> Iterator[None]:
-    """Have the generator of the CPU give the same numbers on all ranks."""
-    digest = hashlib.sha256(seed.encode()).digest()
-    with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would seed the GPUs too, which are not forked
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))
-        yield
 
 
 def _units(model: PreTrainedModel, layer_classes: list[str]) -> Iterator[tuple[str, list[nn.Module]]]:
@@ -188,23 +146,3 @@ def _units(model: PreTrainedModel, layer_classes: list[str]) -> Iterator[tuple[s
             for inner in modules:
                 rest.pop(inner, None)
     yield "", list(rest)
-
-
-def _rebuild_buffers(model: nn.Module, reference: PreTrainedModel, seed: int) -> None:
-    """Compute all buffers, such as the frequencies of rotary embeddings; those that files store are read afterwards.
-
-    `to_empty` leaves garbage in them, and the logits still look plausible.
-    """
-    buffers = dict(model.named_buffers())
-    for name, module in reference.named_modules():
-        if not module._buffers:
-            continue
-        # Not `to_empty`: it would also allocate parameters beside them, and separate an embedding from a tied head
-        # (Gemma 3 has a buffer there).
-        for key, buffer in module.named_buffers(recurse=False):
-            module._buffers[key] = torch.empty_like(buffer, device="cpu")
-        with _seeded(f"{seed}/{name}"), torch.no_grad():
-            reference._init_weights(module)  # parameters beside the buffers stay on the meta device
-        for key, buffer in module.named_buffers(recurse=False):
-            buffers[f"{name}.{key}" if name else key].copy_(buffer)
-            module._buffers[key] = buffer.to("meta")

@@ -34,7 +34,7 @@ def shard(model: nn.Module, wrapped_classes: list[str], params: TrainParams, mes
     if fsdp.sync_batchnorm:
         _sync_batchnorm(model, mesh)
     layers = modules_to_wrap(model, wrapped_classes)
-    first, last = ([module for module in modules if module not in layers] for modules in _untied_embeddings(model))
+    first, last = ([module for module in modules if module not in layers] for modules in untied_embeddings(model))
     wrapped = {*first, *layers, *last}
     inner = [module for module in model.modules() if module in wrapped]  # modules that contain others come before them
     # Their backward pass needs no weights: an embedding only adds up, a fused head has made its gradients already.
@@ -110,7 +110,7 @@ def local_rows(param: DTensor) -> slice:
     return own
 
 
-def _untied_embeddings(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+def untied_embeddings(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
     """The embedding and the output embedding, which FSDP gathers by themselves; nothing where they share a weight."""
     if not isinstance(model, PreTrainedModel) or meta.tied_weights(model):
         return [], []

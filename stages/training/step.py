@@ -15,7 +15,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import CONFIG
 from stages.model import meta
 from stages.tokens.device import Readback
-from stages.tokens.loss import total_loss, training_losses
+from stages.tokens.loss import losses, training_losses
 from stages.training.distributed import all_reduce_sum
 from stages.training.params import TrainParams
 from stages.training.timers import Timers
@@ -122,7 +122,10 @@ def validation_loss(
 ) -> float | None:
     """Mean loss over the validation batches of all ranks, in nats per token; None where they have no labels."""
     model.eval()
-    total, num_labels = total_loss(model, batches, before_forward)
+    total, num_labels = 0.0, 0
+    for nats, labels in losses(model, batches, before_forward):
+        total += nats  # in Python, in double precision
+        num_labels += labels
     model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,0 +1,451 @@
+"""Measure a finished model and have it write samples: one rank of it. `python -m stages.evaluate` starts the ranks.
+
+Reads    outputs/<experiment_name>/model/, data/tokens/validation, and the request of `evaluate`
+Writes   the measurements, for `evaluate`
+Command  python -m stages.measure
+
+Each rank holds a copy of the model and measures a share of the batches, or, where the copies would not fit into memory,
+the model is sharded over the ranks. The batches are the same for any number of ranks, and rank 0 adds up what each of
+them has measured. So the result is the same, up to the order in which a matrix product adds up its terms, which depends
+on the number of threads.
+"""
+
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+from stages.artifacts import command, process
+from stages.artifacts.command import USER_ERROR, format_gib
+from stages.artifacts.errors import StageError
+from stages.artifacts.model_files import CONFIG
+from stages.artifacts.publish import read_json
+from stages.artifacts.record import Record
+from stages.export.evaluation import Sample
+from stages.model import headers
+from stages.tokens.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
+from stages.tokens.packed import VALIDATION
+from stages.training import handoff
+
+# torch and transformers take seconds to import, so functions import what needs them: `evaluate` needs no more than the
+# names, and answers --help at once.
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from stages.tokens.rows import TokenRows
+    from stages.training.watchdog import Heartbeat
+
+T = TypeVar("T")
+
+REQUEST = "request.json"
+MEASUREMENTS = "measurements.json"
+"""Their names in the directory that the ranks share."""
+
+PROMPT_TOKENS = 32
+NEW_TOKENS = 64
+TEMPERATURE = 0.8
+
+_MEMORY_SHARE = 0.8
+"""Of the free memory, that copies of the weights may take: the rest is for activations, logits, keys and values."""
+_LOST = 3
+"""Exit status of a rank that lost the connection to another one, which prints its own reason."""
+
+
+@dataclass(frozen=True)
+class Request(Record):
+    """What to measure, and how: from `evaluate` to its ranks."""
+
+    STAGE: ClassVar[str] = "evaluate"
+
+    model: str
+    """Path of its directory."""
+    weights: list[str]
+    """Its safetensors files."""
+    layer_classes: list[str]
+    """Classes of its layers, by which it can be sharded."""
+    eos_token_id: int
+    """That ends the documents."""
+    splits: dict[str, int]
+    """The tokens of each held-out split, in the order of the rows."""
+    eval_rows: int | None
+    """Rows that the training has measured, as in params.yaml."""
+    batch_size: int
+    """Rows per forward pass."""
+    document_mask: bool
+    attention: Attention
+    loss: Literal["auto", "fused", "plain"]
+    num_samples: int
+    timeout_minutes: float
+    """After this time without an answer another rank counts as lost."""
+
+    @property
+    def directory(self) -> Path:
+        """Of the model."""
+        return Path(self.model)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What was measured on some rows of one split."""
+
+    split: str
+    in_eval_rows: bool
+    """Whether the training has measured these rows too."""
+    rows: int
+    tokens: int
+    """Predicted."""
+    nats: float
+    """Summed over them."""
+
+
+@dataclass(frozen=True)
+class Measurements(Record):
+    """What the ranks found."""
+
+    STAGE: ClassVar[str] = "evaluate"
+
+    num_parameters: int
+    num_rows: int
+    num_eval_rows: int
+    parts: list[Part]
+    samples: list[Sample]
+
+
+class Batch(NamedTuple):
+    """Some rows, of which the tokens of one split are measured."""
+
+    rows: "NDArray[np.int64]"
+    """(B,): their indices."""
+    start: int
+    """Position of the split's first token among the tokens of all rows."""
+    end: int
+    """After its last one."""
+    part: int
+    """To which part it belongs."""
+
+
+def main() -> None:
+    """Measure as one of the ranks that `evaluate` has started."""
+    command.parser(__doc__).parse_args()
+    if handoff.LAUNCHER not in os.environ:
+        raise StageError("`python -m stages.evaluate` starts the ranks: run that")
+    process.die_with_parent(signal.SIGKILL, int(os.environ[handoff.LAUNCHER]))
+    # There is nothing to save: where another rank fails, this one is ended, and says nothing.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    directory = Path(os.environ[handoff.DIRECTORY])
+    request = Request.read(directory / REQUEST)
+
+    from stages.training.distributed import LostConnection, is_rank0, process_group
+    from stages.training.memory import explain_out_of_memory
+    from stages.training.watchdog import Heartbeat
+
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    heartbeat = Heartbeat(rank)
+    try:
+        with (
+            process_group(request.timeout_minutes),
+            explain_out_of_memory(rank, f"use {remedies(request, num_ranks)}"),
+        ):
+            measurements = measure(request, heartbeat)
+            if is_rank0():
+                measurements.write(directory / MEASUREMENTS)
+    except LostConnection:
+        sys.exit(_LOST)
+    except (StageError, OSError):
+        if not handoff.claim_error(""):  # whatever it is: the first rank that fails speaks for all
+            sys.exit(USER_ERROR)
+        raise
+
+
+def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = None) -> Measurements:
+    """Measure the loss of a model, and have it write samples; a collective of the ranks of this machine.
+
+    Args:
+        request: What to measure.
+        heartbeat: Of this rank.
+        is_sharded: Whether to shard the model over the ranks; None: where copies would not fit into memory.
+
+    Returns:
+        On rank 0, what all ranks have found; on the others, what they have found themselves.
+
+    Raises:
+        StageError: `request` does not fit the rows, or asks for an attention or a loss that the model does not allow.
+    """
+    import torch.distributed as dist
+
+    from stages.tokens.rows import TokenRows
+    from stages.training.distributed import gather_on_rank0, is_rank0
+
+    rows = TokenRows(VALIDATION)
+    parts, batches = plan_batches(request, rows)
+    if is_sharded is None:
+        is_sharded = must_shard(request)
+    heartbeat.note("loading the model")
+    model, tokenizer = load(request, is_sharded)
+    with training_attention(model, request, rows.seq_length) as lengths:
+        sums = measure_batches(model, rows, batches, request, lengths, heartbeat, is_sharded)
+    samples = generate_samples(model, tokenizer, rows, request, heartbeat, is_sharded)
+    heartbeat.note("collecting what the ranks have found")
+    gathered = gather_on_rank0(lambda: (sums, samples))
+    if is_rank0():
+        num_ranks = dist.get_world_size()
+        # Of batch, or sample, i by rank i % num_ranks.
+        found = gathered()
+        sums = [found[index % num_ranks][0][index // num_ranks] for index in range(len(batches))]
+        num_samples = sum(len(theirs) for _, theirs in found)
+        samples = [found[index % num_ranks][1][index // num_ranks] for index in range(num_samples)]
+        for number, part in enumerate(parts):
+            own = [each for batch, each in zip(batches, sums, strict=True) if batch.part == number]
+            # fsum: exact, whatever the order.
+            nats, tokens = math.fsum(nats for nats, _ in own), sum(tokens for _, tokens in own)
+            parts[number] = Part(part.split, part.in_eval_rows, part.rows, tokens, nats)
+    num_eval_rows = len(rows.spread(request.eval_rows))
+    return Measurements(model.num_parameters(), len(rows), num_eval_rows, parts, samples)
+
+
+def plan_batches(request: Request, rows: "TokenRows") -> tuple[list[Part], list[Batch]]:
+    """The batches, each of one split, and of rows that the training has measured or of others; and these parts.
+
+    A row that begins in one split and ends in another is measured for each of them, on its own tokens.
+
+    Raises:
+        StageError: the splits have not as many tokens as the rows.
+    """
+    import numpy as np
+
+    length, num_tokens = rows.seq_length, sum(request.splits.values())
+    if num_tokens // length != len(rows):
+        raise StageError(
+            f"data/pack.json lists {num_tokens} tokens, but {VALIDATION} has {len(rows)} rows of {length}: "
+            "run `dvc repro -f -s pack`"
+        )
+    eval_rows = rows.spread(request.eval_rows)
+    parts: list[Part] = []
+    batches: list[Batch] = []
+    end = 0
+    for split, tokens in request.splits.items():
+        start, end = end, end + tokens
+        own = np.arange(start // length, min(-(-end // length), len(rows)))  # (rows of the split,)
+        is_measured = np.isin(own, eval_rows)
+        for in_eval_rows in (True, False):
+            some = own[is_measured == in_eval_rows]
+            for first in range(0, len(some), request.batch_size):
+                batches.append(Batch(some[first : first + request.batch_size], start, end, len(parts)))
+            parts.append(Part(split, in_eval_rows, len(some), 0, 0.0))
+    return parts, batches
+
+
+def must_shard(request: Request) -> bool:
+    """Whether copies of the model would not fit into the free memory of all GPUs, or of this machine; a collective."""
+    import torch
+    import torch.distributed as dist
+
+    from stages.training.distributed import all_reduce_sum
+
+    if torch.cuda.is_available():
+        needed, free = weight_bytes(request), torch.cuda.mem_get_info()[0]
+    else:
+        needed, free = dist.get_world_size() * weight_bytes(request), free_memory()
+    (votes,) = all_reduce_sum(needed > _MEMORY_SHARE * free)
+    return votes > 0 and dist.get_world_size() > 1
+
+
+def weight_bytes(request: Request) -> int:
+    """Bytes of the weights in the dtype in which they are computed with."""
+    stored = headers.read(request.directory, request.weights)
+    return computed_dtype(request).itemsize * sum(math.prod(tensor.shape) for tensor in stored.values())
+
+
+def computed_dtype(request: Request) -> "torch.dtype":
+    """That of the weights on a GPU; on CPUs fp32: bf16 takes seven times as long on one without bf16 instructions."""
+    import torch
+
+    stored: torch.dtype = getattr(torch, stored_dtype(request.directory))
+    return stored if torch.cuda.is_available() else torch.float32
+
+
+def stored_dtype(directory: Path) -> str:
+    """The dtype of a model's weights, as its config.json names it."""
+    dtype: str = read_json(directory / CONFIG)["dtype"]
+    return dtype
+
+
+def free_memory() -> int:
+    """Bytes of this machine's memory that can be used, or of that of its job."""
+    import psutil
+
+    from stages.training.memory import memory_limit
+
+    return min(int(psutil.virtual_memory().available), memory_limit())
+
+
+def remedies(request: Request, num_ranks: int) -> str:
+    """Settings that need less memory, in words, and on CPUs how much there is."""
+    import torch
+
+    found = []
+    if request.batch_size > 1:
+        found.append(f"eval_batch_size {request.batch_size // 2} (of the training too, which then runs again)")
+    if torch.cuda.is_available():
+        found.append(f"more ranks than {num_ranks} (runtime.nproc_per_node), each with a GPU of its own")
+        return ", or ".join(found)
+    if num_ranks > 1:
+        found.append(f"fewer ranks than {num_ranks} (runtime.nproc_per_node)")
+    found.append("or a machine with more memory")
+    weights, free = format_gib(weight_bytes(request)), format_gib(free_memory())
+    return (
+        f"{', '.join(found)}: the weights need {weights} in fp32, in each of {num_ranks} ranks or shared by them, and "
+        f"{free} were free"
+    )
+
+
+def load(request: Request, is_sharded: bool) -> tuple["PreTrainedModel", Any]:
+    """The model, with the loss of the training, and its tokenizer; a collective.
+
+    A copy is loaded as any user would load it, from its directory alone.
+    """
+    import torch.distributed as dist
+
+    from stages.export import generation
+    from stages.tokens.loss import fuse
+    from stages.tokens.loss_probe import choose_loss
+    from stages.training import frozen_model
+    from stages.training.distributed import device_mesh, device_type, is_rank0, run_on_rank0
+
+    dtype = computed_dtype(request)
+    loss = run_on_rank0(lambda: choose_loss(request.loss, request.directory, dtype, device_type()))
+    if is_rank0() and loss.reason:
+        print(f"evaluate: loss {loss.name}, because {loss.reason}")
+    if is_sharded:
+        mesh = device_mesh((1, dist.get_world_size()), request.timeout_minutes)
+        model = frozen_model.load(request.directory, request.weights, request.layer_classes, dtype, loss.name, mesh)
+        return model, generation.load_tokenizer(request.directory)
+    model, tokenizer = generation.load(request.directory)
+    if loss.name == "fused":
+        fuse(model)
+    return model, tokenizer
+
+
+@contextmanager
+def training_attention(model: "PreTrainedModel", request: Request, seq_length: int) -> Iterator[bool]:
+    """Have a model use the attention function of the training; yields whether it needs the lengths of documents.
+
+    The exported weights may have another dtype than the training computed in, in which its function may not work: then
+    it is the one that `auto` stands for. All that are accepted give the same loss, up to rounding. A collective.
+    """
+    from stages.tokens.attention import activate_kernels
+    from stages.tokens.document_mask import choose_attention
+    from stages.training.distributed import run_on_rank0
+
+    choose = partial(
+        choose_attention, directory=request.directory, document_mask=request.document_mask, seq_length=seq_length,
+        dtype=model.dtype, device=model.device.type,
+    )  # fmt: skip
+
+    def choice() -> Attention:
+        try:
+            return choose(request.attention)
+        except StageError:
+            if request.attention == "auto":
+                raise
+            attention = choose("auto")
+            print(f"evaluate: attention {request.attention} does not work in {model.dtype} here, {attention} is used")
+            return attention
+
+    attention = run_on_rank0(choice)
+    if attention == "varlen":
+        activate_kernels()
+    own = model.config._attn_implementation
+    model.set_attn_implementation(IMPLEMENTATIONS[attention])
+    yield attention in NEED_LENGTHS
+    model.set_attn_implementation(own)  # to generate text, one token after another
+
+
+def measure_batches(
+    model: "PreTrainedModel", rows: "TokenRows", batches: Sequence[Batch], request: Request, lengths: bool,
+    heartbeat: "Heartbeat", is_sharded: bool,
+) -> list[tuple[float, int]]:  # fmt: skip
+    """The loss of each batch of this rank's share in nats, summed over the tokens predicted, and their number."""
+    import torch
+    import torch.distributed as dist
+    from tqdm import tqdm
+
+    from stages.tokens.batch import make_batch
+    from stages.tokens.device import to_device
+    from stages.tokens.loss import losses
+
+    own, num_counted = _share(batches, is_sharded)
+
+    def made() -> Iterator[dict[str, "Tensor"]]:
+        is_quiet = dist.get_rank() > 0 or not own
+        # disable=None: where there is no terminal
+        for number, batch in enumerate(tqdm(own, desc="evaluate", unit="batch", disable=is_quiet or None), start=1):
+            heartbeat.note(f"measuring batch {number} of {len(own)}")
+            input_ids = torch.from_numpy(rows.rows(batch.rows))  # (B, T)
+            inputs = make_batch(input_ids, request.eos_token_id, request.document_mask, lengths)
+            columns = torch.arange(1, rows.seq_length + 1)  # of the tokens that are predicted
+            targets = torch.from_numpy(batch.rows)[:, None] * rows.seq_length + columns  # (B, T): among all tokens
+            inputs["labels"][(targets < batch.start) | (targets >= batch.end)] = -100  # they are of another split
+            yield to_device(inputs, model.device)
+
+    with torch.no_grad():
+        return list(losses(model, made()))[:num_counted]
+
+
+def generate_samples(
+    model: "PreTrainedModel", tokenizer: Any, rows: "TokenRows", request: Request, heartbeat: "Heartbeat",
+    is_sharded: bool,
+) -> list[Sample]:  # fmt: skip
+    """This rank's share of the samples: what the model writes after the beginning of the longest document in a row.
+
+    The rows are spread over all held-out rows.
+    """
+    import numpy as np
+    import torch
+
+    from stages.export import generation
+
+    prompts = []
+    for index in np.unique(np.linspace(0, len(rows) - 1, request.num_samples, dtype=np.int64)) if len(rows) else ():
+        (row,) = rows.rows(np.array([index]))  # (T,)
+        documents = np.split(row, np.flatnonzero(row == request.eos_token_id) + 1)  # each with its EOS, (n,)
+        prompts.append(torch.from_numpy(max(documents, key=len)[:PROMPT_TOKENS]).long())
+    # As many for all prompts: ranks that share a model do not stop before the last of them.
+    num_tokens = min(NEW_TOKENS, generation.max_length(model) - max(map(len, prompts), default=0))
+    own, num_counted = _share(list(enumerate(prompts)), is_sharded)
+    samples = []
+    for number, prompt in own:
+        heartbeat.note(f"writing sample {number + 1} of {len(prompts)}")
+        torch.manual_seed(number)  # of the sample: the same on any number of ranks
+        continuation = generation.generate(
+            model, prompt[None].to(model.device), num_tokens, TEMPERATURE, synced_gpus=is_sharded
+        )
+        samples.append(Sample(tokenizer.decode(prompt), tokenizer.decode(continuation, skip_special_tokens=True)))
+    return samples[:num_counted]
+
+
+def _share(items: Sequence[T], is_sharded: bool) -> tuple[list[T], int]:
+    """This rank's share of some items, and how many of them count.
+
+    A forward pass of a sharded model is a collective: all ranks make as many, some of which do not count.
+    """
+    import torch.distributed as dist
+
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    own = [*items[rank::num_ranks]]
+    missing = -(-len(items) // num_ranks) - len(own) if is_sharded else 0
+    return own + [*items[:1]] * missing, len(own)
+
+
+if __name__ == "__main__":
+    command.run(main)

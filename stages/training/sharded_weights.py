@@ -1,0 +1,73 @@
+"""Filling a sharded model: each rank reads its own rows of the files, and computes the buffers, which no file holds."""
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from stages.model.headers import StoredTensor
+from stages.training import sharding
+
+
+@torch.no_grad()
+def read_weights(model: nn.Module, directory: Path, stored: dict[str, list[StoredTensor]]) -> None:
+    """Fill parameters and stored buffers from safetensors, without reading the rows of other ranks."""
+    targets = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    by_file = defaultdict(list)
+    for name, parts in stored.items():
+        first = 0  # element of the parameter
+        for part in parts:
+            by_file[part.file].append((targets[name], first, part))
+            first += math.prod(part.shape)
+    for file, tensors in by_file.items():
+        with safe_open(directory / file, framework="pt") as reader:
+            # `copy_` converts, from bf16 to the fp32 that the optimizer updates. `get_slice` reads these rows only.
+            for target, first, part in tensors:
+                if not isinstance(target, DTensor):
+                    target.copy_(reader.get_tensor(part.key))
+                    continue
+                local = target.to_local().view(-1)
+                start = sharding.local_rows(target).start * math.prod(target.shape[1:])
+                row = math.prod(part.shape[1:])
+                begin, end = max(start, first), min(start + len(local), first + part.shape[0] * row)
+                if begin < end:
+                    rows = reader.get_slice(part.key)[(begin - first) // row : (end - first) // row]
+                    local[begin - start : end - start].copy_(rows.reshape(-1))
+
+
+@contextmanager
+def seeded(seed: str) -> Iterator[None]:
+    """Have the generator of the CPU give the same numbers on all ranks."""
+    digest = hashlib.sha256(seed.encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would seed the GPUs too, which are not forked
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))
+        yield
+
+
+def rebuild_buffers(model: nn.Module, reference: PreTrainedModel, seed: int) -> None:
+    """Compute all buffers, such as the frequencies of rotary embeddings; those that files store are read afterwards.
+
+    `to_empty` leaves garbage in them, and the logits still look plausible.
+    """
+    buffers = dict(model.named_buffers())
+    for name, module in reference.named_modules():
+        if not module._buffers:
+            continue
+        # Not `to_empty`: it would also allocate parameters beside them, and separate an embedding from a tied head
+        # (Gemma 3 has a buffer there).
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = torch.empty_like(buffer, device="cpu")
+        with seeded(f"{seed}/{name}"), torch.no_grad():
+            reference._init_weights(module)  # parameters beside the buffers stay on the meta device
+        for key, buffer in module.named_buffers(recurse=False):
+            buffers[f"{name}.{key}" if name else key].copy_(buffer)
+            module._buffers[key] = buffer.to("meta")
