@@ -184,7 +184,7 @@ def write(evaluation: Evaluation, params: EvaluateParams) -> None:
 
 
 def read_verified_lineage(directory: Path) -> Lineage:
-    """The lineage of a model, after the files of the model, the history and data/model.json were compared with it.
+    """The lineage of a model, after the files of the model and the history were compared with it.
 
     Raises:
         StageError: one of these is missing or was changed.
@@ -193,8 +193,6 @@ def read_verified_lineage(directory: Path) -> Lineage:
     for name, digest in {**lineage.weights, **lineage.files}.items():
         if not (directory / name).is_file() or publish.sha256_file(directory / name) != digest:
             raise StageError(f"{directory / name} is missing or was changed: run `dvc repro -f -s consolidate`")
-    if publish.sha256_file(MANIFEST) != lineage.model.manifest:
-        raise StageError(f"{MANIFEST} is not the one that {directory} was made with: run `dvc repro -f -s download`")
     if lineage.history not in (None, history.digest(outputs.HISTORY, lineage.step)):
         raise StageError(f"{outputs.HISTORY} is not that of {directory}: run `dvc repro -f -s train`")
     return lineage
