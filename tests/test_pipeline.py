@@ -96,7 +96,7 @@ def test_an_experiment_cannot_have_the_name_of_an_output() -> None:
     assert adapter.validate_python("report2") == "report2"
     fixed = [out for name in STAGES for out in diagram.outs(PIPELINE["stages"][name])]
     names = [out.removeprefix("outputs/") for out in fixed if re.fullmatch(r"outputs/[\w.]+", out)]
-    assert len(names) == 8
+    assert len(names) == 9
     for name in names:
         with pytest.raises(ValidationError, match="choose another name"):
             adapter.validate_python(name)

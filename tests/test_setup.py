@@ -331,7 +331,8 @@ def install_offline(tmp_path):
         command = [sys.executable, "-m", "scripts.install", "--target", str(tmp_path / "site"), "--require-hashes"]
         return subprocess.run(
             [*command, "--no-build-isolation", "--requirement", str(tmp_path / "lock")], cwd=REPO, text=True,
-            env={**inherited, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_NO_CACHE_DIR": "1", **settings},
+            env={**inherited, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels),
+                 "PIP_NO_CACHE_DIR": "1", **settings},
             capture_output=True,
         )  # fmt: skip
 
