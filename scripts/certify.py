@@ -64,7 +64,7 @@ HIDDEN_SOCKETS = (
 """Of programs that look up names for others: the network namespace cuts off no UNIX socket that has a path."""
 _RESOLVER_CONFIG = "/etc/resolv.conf"
 _DNS = 53
-_MEASURED = (outputs.SPEED, outputs.TRAIN_METRICS, outputs.COST)
+_MEASURED = (outputs.SPEED, outputs.TRAIN_METRICS, outputs.COST, outputs.REPORT)
 """Outs with durations, which no digest covers and which differ between two runs."""
 _WITHOUT_FILES = ("proc", "sys", "dev")
 """Directories of the kernel: their files differ from one run to the next."""

@@ -39,7 +39,7 @@ _DIMENSIONS = {
 }
 """What a config calls them, in most models and in GPT-2."""
 _NO_ROWS = "There are no held-out rows: set validation_splits to 1 or more to measure a loss and to see samples."
-_NO_EVALUATION = f"{outputs.EVALUATION} is missing: run `dvc repro evaluate`."
+_NO_EVALUATION = f"{outputs.EVALUATION} is missing: run `dvc repro evaluate`"
 
 Comparison = tuple[str, str, str, str]
 """A line of the comparison with the run before: name, here, there, difference."""
@@ -133,7 +133,7 @@ def _headline(run: Result) -> list[tuple[str, str]]:
 
 def _losses(evaluation: Evaluation | None) -> str:
     if evaluation is None:
-        raise StageError(_NO_EVALUATION.removesuffix("."))
+        raise StageError(_NO_EVALUATION)
     if evaluation.validation is None:
         return page.paragraph(_NO_ROWS)
     named: dict[str, Loss | None] = {"all held-out rows": evaluation.validation}
