@@ -180,7 +180,7 @@ class Trace:
 def _stage(arguments: list[str]) -> str | None:
     module = next((after for option, after in itertools.pairwise(arguments) if option == "-m"), "")
     package, _, name = module.partition(".")
-    return {"launch": "train"}.get(name, name) if package == "stages" else None
+    return {"launch": "train", "measure": "evaluate"}.get(name, name) if package == "stages" else None
 
 
 def parse(lines: Iterable[str]) -> Trace:
