@@ -3,16 +3,15 @@
 Reads     outputs/<experiment_name>/run.json, the checkpoint it points to, data/model.json, data/license.json and the
           files that they list; for the lineage data/splits/summary.json, data/extract.json and data/pack.json
 Writes    outputs/<experiment_name>/model/: config, tokenizer, generation config, safetensors (with an index if there
-          are several), README.md (the model card), the license of the source model, lineage.json
+          are several), README.md (the model card), the license of the initial model, lineage.json
 Command   python -m stages.consolidate
 
 Every tensor is compared with the checkpoint's manifest and with the model that config.json describes, and the directory
 appears only when all files are written. Weights are stored as `save_pretrained` stores them, tied ones once and experts
-one by one, in the dtype of the source model or in `export_dtype`.
+one by one, in the dtype of the initial model or in `export_dtype`.
 """
 
 import json
-import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -30,13 +29,15 @@ from stages.artifacts.outputs import ExperimentName
 from stages.artifacts.params_file import load_params
 from stages.checkpointing import layout
 from stages.checkpointing.layout import METADATA, SCHEDULER, TensorEntry
+from stages.checkpointing.lock import read_lock
 from stages.checkpointing.pointer import RunPointer, resolve
 from stages.export import card
+from stages.export.evaluation import bits_per_byte
 from stages.export.provenance import Lineage, SourceModel
 from stages.model import headers
 from stages.model.license import ModelLicense
 from stages.model.manifest import MANIFEST, ModelManifest, verify_file
-from stages.tokens.packed import METRICS, find_encoder, fingerprint
+from stages.tokens.packed import METRICS, PackMetrics, find_encoder, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from stages.export.stream import Digests, TensorSpec
 
 _OUTDATED_CONFIG_KEYS = {"torch_dtype", "_name_or_path"}
-"""An older name of `dtype`, and where somebody's copy of the source model was."""
+"""An older name of `dtype`, and where somebody's copy of the initial model was."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class ConsolidateParams:
     experiment_name: ExperimentName
     """Name of the directory under outputs/."""
     export_dtype: Literal["bf16", "fp16", "fp32"] | None
-    """Dtype of the stored weights; null: that of the source model."""
+    """Dtype of the stored weights; null: that of the initial model."""
     max_shard_size: Annotated[ByteSize, Field(gt=0)]
     """Tensors share a file up to this size, such as 5GB; a larger tensor has a file of its own."""
 
@@ -71,7 +72,7 @@ def main() -> None:
     """Run the stage."""
     parser = command.parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="another checkpoint than the one in run.json")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where its model is written; replaced if it exists")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where its model is written")
     parser.add_argument("--optimizer", action="store_true", help="write the state of optimizer and scheduler, too")
     args = parser.parse_args()
     if (args.checkpoint is None) != (args.output is None):
@@ -79,7 +80,7 @@ def main() -> None:
     if args.optimizer and not args.checkpoint:
         parser.error("--optimizer needs --checkpoint and --output: the model of the pipeline has no optimizer")
     params, runtime = load_params(ConsolidateParams), load_params(ConsolidateRuntime, "runtime")
-    target = args.output or outputs.directory(params.experiment_name) / "model"
+    target = _new_output(args.output) if args.output else outputs.directory(params.experiment_name) / "model"
     with publish.lock(target):
         model = ModelManifest.read()
         if args.checkpoint:
@@ -90,14 +91,32 @@ def main() -> None:
             raise StageError("--optimizer: the moments of adamw_8bit are no plain tensors: leave the option out")
         # Config and tokenizer come from the model that data/model.json describes now, the weights from the run.
         if pointer.identity.model != publish.sha256_file(MANIFEST):
-            raise StageError(f"{MANIFEST} is not the one that the run was trained with: run `dvc repro train`")
-        weights = export(params, runtime, model, pointer, checkpoint, target, args.optimizer)
+            remedy = (
+                "set model_name and model_revision to what that was, and run `dvc repro download`"
+                if args.checkpoint
+                else "run `dvc repro train`"
+            )
+            raise StageError(f"{MANIFEST} is not of the model that {checkpoint} was trained from: {remedy}")
+        with read_lock([checkpoint.parent]):  # a training deletes old checkpoints
+            weights = export(params, runtime, model, pointer, checkpoint, target, args.optimizer)
     size = sum((target / name).stat().st_size for name in weights)
     dtype = export_dtype(params, model)
     print(
         f"consolidate: {target}: step {pointer.step} of run {pointer.run_id}, {dtype}, "
         f"{size:,} bytes in {len(weights)} files"
     )
+
+
+def _new_output(path: Path) -> Path:
+    """The directory that `--output` names, which is replaced if it is a model of this stage.
+
+    Raises:
+        StageError: there is something else.
+    """
+    path = path.resolve()
+    if path.exists() and not (path / LINEAGE).is_file() and not (path.is_dir() and not any(path.iterdir())):
+        raise StageError(f"--output: {path} exists, and is no model of this pipeline: give a new or empty directory")
+    return path
 
 
 def export_dtype(params: ConsolidateParams, model: ModelManifest) -> str:
@@ -142,7 +161,7 @@ def export(
     # All inputs are verified before the first byte is written: an error costs no time, and names its cause. The shards
     # are hashed while they are read; those of the optimizer are not.
     manifest = layout.verify(checkpoint, names=[METADATA, history.HISTORY, SCHEDULER])
-    # Not the old index: it would name the files of the source model's weights.
+    # Not the old index: it would name the files of the initial model's weights.
     copied = [file for file in model.files if file not in model.weights and file != WEIGHTS_INDEX]
     source, terms = model.verify(copied), ModelLicense.read()
     for name in terms.texts():
@@ -190,9 +209,9 @@ def export(
         small = [path for path in temporary.iterdir() if path.name not in described]
         others |= {path.name: publish.sha256_file(path) for path in small}
         lineage = _lineage(pointer, checkpoint, model, source, digests, dict(sorted(others.items())))
-        lineage.write(temporary / LINEAGE)  # over the copied file of that name, if the source model has one
+        lineage.write(temporary / LINEAGE)  # over the copied file of that name, if the initial model has one
         text = card.readme(
-            params.experiment_name, lineage, model.architecture, dtype, not model.weights,
+            lineage, model.architecture, dtype, not model.weights,
             card.Terms(terms.metadata, terms.problem, terms.texts()), _losses(checkpoint, lineage),
         )  # fmt: skip
         publish.write_text(temporary / CARD, text)
@@ -245,7 +264,7 @@ def _lineage(
 
 
 def _source_lineage(source: Path, model: ModelManifest) -> Lineage | None:
-    """The lineage of the source model, if its lineage.json describes the very weights that the run started from."""
+    """The lineage of the initial model, if its lineage.json describes the very weights that the run started from."""
     if LINEAGE not in model.files or not model.weights:  # random weights have no ancestor, whatever file is there
         return None
     try:
@@ -257,7 +276,7 @@ def _source_lineage(source: Path, model: ModelManifest) -> Lineage | None:
 
 
 def _write_config(path: Path, architecture: str, dtype: str) -> None:
-    """Keep the source's config, but name the class and the dtype of these weights."""
+    """Keep the initial model's config, but name the class and the dtype of these weights."""
     config = {key: value for key, value in publish.read_json(path).items() if key not in _OUTDATED_CONFIG_KEYS}
     publish.write_json(path, {**config, "architectures": [architecture], "dtype": dtype})
 
@@ -269,9 +288,8 @@ def _losses(checkpoint: Path, lineage: Lineage) -> card.Losses | None:
     if loss is None:
         return None
     # Only if data/pack.json is of these tokens.
-    part = publish.read_json(METRICS).get("validation", {}) if "pack" in lineage.origins else {}
-    bits = loss / math.log(2) * part["tokens"] / part["bytes"] if part.get("bytes") else None
-    return card.Losses(loss, bits)
+    text = PackMetrics.read(METRICS).validation if "pack" in lineage.origins else None
+    return card.Losses(loss, bits_per_byte(loss, text.tokens, text.bytes) if text else None)
 
 
 if __name__ == "__main__":

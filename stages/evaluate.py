@@ -11,6 +11,7 @@ One process per GPU of this machine measures the model, or as many as train on C
 written where the exported weights have another loss than those that were trained, by more than rounding explains.
 """
 
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from stages.artifacts.history import Row
 from stages.artifacts.model_files import LINEAGE
 from stages.artifacts.outputs import ExperimentName
 from stages.artifacts.params_file import load_params
-from stages.export.evaluation import Evaluation, Loss
+from stages.export.evaluation import Evaluation, Loss, bits_per_byte, perplexity
 from stages.export.provenance import Lineage
 from stages.measure import MEASUREMENTS, REQUEST, Measurements, Part, Request, remedies, stored_dtype
 from stages.model.manifest import MANIFEST, ModelManifest
@@ -134,9 +135,11 @@ def evaluate(
     lineage = read_verified_lineage(directory)
     course = history.read(outputs.HISTORY)
     model, data = ModelManifest.read(), PackMetrics.read(METRICS)
+    rows = PackedTokens.read(VALIDATION)
+    check_rows(rows, params, lineage)
     if model.eos_token_id is None:  # the one that `pack` wrote; the exported config may have another
         raise StageError(f"{MANIFEST}: the tokenizer has no EOS token, which must end the documents")
-    PackedTokens.read(VALIDATION).verify()
+    rows.verify()
     measurements = measure(
         Request(
             model=str(directory),
@@ -198,6 +201,23 @@ def read_verified_lineage(directory: Path) -> Lineage:
     return lineage
 
 
+def check_rows(rows: PackedTokens, params: EvaluateParams, lineage: Lineage) -> None:
+    """Check that the held-out rows are those that the training measured, and are computed in the same way.
+
+    Raises:
+        StageError: naming what differs.
+    """
+    if rows.fingerprint != lineage.data.validation:
+        raise StageError(f"{VALIDATION} has other rows than the training measured: run `dvc repro evaluate`")
+    for name in ("eval_rows", "document_mask"):
+        here, there = getattr(params, name), lineage.params[name]
+        if here != there:
+            raise StageError(
+                f"{name} is {json.dumps(here)} in params.yaml, and was {json.dumps(there)} in the training: set it "
+                "back, or run `dvc repro evaluate`, which trains again"
+            )
+
+
 def describe(
     measurements: Measurements, data: PackMetrics, lineage: Lineage, course: list[Row], dtype: str
 ) -> Evaluation:
@@ -211,21 +231,21 @@ def describe(
         dtype: Of the stored weights.
     """
 
-    def measured(parts: list[Part], rows: int, tokens_per_byte: float | None) -> Loss | None:
+    def measured(parts: list[Part], rows: int, text: PartMetrics | SplitMetrics) -> Loss | None:
         # fsum: exact, whatever the order. A mean over tokens, not over batches, which have different numbers of them.
         nats, tokens = math.fsum(part.nats for part in parts), sum(part.tokens for part in parts)
-        return make_loss(float(f"{nats / tokens:.{DIGITS}g}") if tokens else None, rows, tokens, tokens_per_byte)
+        return make_loss(float(f"{nats / tokens:.{DIGITS}g}") if tokens else None, rows, tokens, text)
 
-    ratio = tokens_per_byte(data.validation)
-    exported = measured([part for part in measurements.parts if part.in_eval_rows], measurements.num_eval_rows, ratio)
+    text = data.validation
+    exported = measured([part for part in measurements.parts if part.in_eval_rows], measurements.num_eval_rows, text)
     by_split = {}
     for name, split in data.held_out.items():
         own = [part for part in measurements.parts if part.split == name]
-        if loss := measured(own, sum(part.rows for part in own), tokens_per_byte(split)):
+        if loss := measured(own, sum(part.rows for part in own), split):
             by_split[name] = loss
     losses = dict(zip(*history.series(course, "validation_loss"), strict=True))
     untrained, trained = (
-        make_loss(losses.get(step), exported.rows, exported.tokens, ratio) if exported else None
+        make_loss(losses.get(step), exported.rows, exported.tokens, text) if exported else None
         for step in (0, lineage.step)
     )
     return Evaluation(
@@ -233,7 +253,7 @@ def describe(
         step=lineage.step,
         dtype=dtype,
         num_parameters=measurements.num_parameters,
-        validation=measured(measurements.parts, measurements.num_rows, ratio),
+        validation=measured(measurements.parts, measurements.num_rows, text),
         by_split=by_split,
         untrained=untrained,
         trained=trained,
@@ -242,17 +262,11 @@ def describe(
     )
 
 
-def tokens_per_byte(text: PartMetrics | SplitMetrics) -> float | None:
-    """Tokens, EOS included, that encode a byte of a text; None where there is no text."""
-    return text.tokens / text.bytes if text.bytes else None
-
-
-def make_loss(loss: float | None, rows: int, tokens: int, tokens_per_byte: float | None) -> Loss | None:
-    """A loss in nats per token, and what follows from it; None where there is none."""
+def make_loss(loss: float | None, rows: int, tokens: int, text: PartMetrics | SplitMetrics) -> Loss | None:
+    """A loss in nats per token of a text, and what follows from it; None where there is none."""
     if loss is None:
         return None
-    bits_per_byte = None if tokens_per_byte is None else loss / math.log(2) * tokens_per_byte
-    return Loss(rows, tokens, loss, math.exp(min(loss, 700.0)), bits_per_byte)  # above 709, exp overflows a float
+    return Loss(rows, tokens, loss, perplexity(loss), bits_per_byte(loss, text.tokens, text.bytes))
 
 
 def check_export(evaluation: Evaluation, params: Mapping[str, Any]) -> None:
@@ -268,12 +282,18 @@ def check_export(evaluation: Evaluation, params: Mapping[str, Any]) -> None:
     trained, exported = evaluation.trained, evaluation.exported
     if trained is None or exported is None:
         return
+    if not math.isfinite(trained.loss):
+        raise StageError(
+            f"the validation loss of the training was {trained.loss} at step {evaluation.step}: the training has "
+            "diverged. Lower lr, or compute in another precision"
+        )
     precision = "tf32" if params["tf32"] and params["precision"] == "fp32" else params["precision"]
     exported_as = {name: short for short, name in PRECISIONS.items()}.get(evaluation.dtype, "fp32")
     allowed = max(TOLERANCES[precision], TOLERANCES[exported_as])
-    change = (exported.loss - trained.loss) / trained.loss
-    if abs(change) <= allowed:  # not true of NaN
+    # Below a millionth of a nat, as of text that the model knows by heart, there is only noise.
+    if abs(exported.loss - trained.loss) <= max(allowed * trained.loss, 1e-6):  # not true of NaN
         return
+    change = (exported.loss - trained.loss) / trained.loss if trained.loss else math.inf
     losses = (
         f"the loss on {exported.rows:,} held-out rows was {trained.loss:.6g} at step {evaluation.step} of the "
         f"training, and is {exported.loss:.6g} with the exported weights: {change:+.2%}, where {allowed:.2%} is allowed"

@@ -119,7 +119,11 @@ def _best(last: Path, contents: bool) -> Path:
     history = History((last / HISTORY).read_text(encoding="utf-8"))
     step = history.best_step(CheckpointManifest.read(last).adopted)
     if step is None:
-        raise StageError("no validation of the run has a finite loss: set export_from to last")
+        raise StageError(
+            "no validation of the run has a finite loss, by which export_from best could choose. `python -m "
+            f"stages.consolidate --checkpoint {last} --output DIR` exports the last checkpoint; with export_from last "
+            "the training runs again"
+        )
     best = last.with_name(step_name(step))
     try:
         verify(best, contents)

@@ -1136,6 +1136,11 @@ def test_a_card_that_is_damaged_is_an_unknown_license(card: bytes, problem: str)
     assert found.metadata.get("license", "unknown") == "unknown"
 
 
+def test_norwegian_is_a_language_and_a_byte_order_mark_is_no_text() -> None:
+    found = license_of("\ufeff---\nlicense: mit\nlanguage: [en, no]\n---\n".encode())
+    assert found.metadata == {"license": "mit", "language": ["en", "no"]}
+
+
 def test_metadata_that_grows_when_it_is_read_is_not_expanded() -> None:
     lists = "\n".join(f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]" for i in range(20))
     start = time.monotonic()

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+import yaml
 from torch import multiprocessing
 from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, LlamaConfig, PreTrainedConfig
 
@@ -34,6 +35,7 @@ from stages.export import generation
 from stages.export.evaluation import Evaluation
 from stages.export.provenance import Lineage, SourceModel
 from stages.measure import Measurements, Request
+from stages.model.manifest import ModelManifest
 from stages.tokens.loss import LossHead
 from stages.tokens.packed import METRICS, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics, SplitMetrics
 from stages.training import distributed
@@ -49,16 +51,17 @@ LLAMA = LlamaConfig(
     max_position_embeddings=48,
 )  # fmt: skip
 RUNTIME = EvaluateRuntime(nproc_per_node=1, timeout_minutes=5)
+TEXT = SplitMetrics(tokens=1, bytes=1)
 COLUMNS = "step\tepoch\ttokens\tloss\tlr\tgrad_norm\tvalidation_loss"
 
 
 @pytest.fixture(autouse=True)
 def project(empty_project: Path, mesh: object) -> None:
     """All that the stage reads, with rows of random words; this process is the only rank."""
+    write_params()
+    write_rows(7)
     write_model(LLAMA)
     write_history(untrained=4.5)
-    write_rows(7)
-    write_params()
 
 
 def write_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, **lineage: Any) -> None:
@@ -71,14 +74,17 @@ def write_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, **
     write_lineage(**lineage)
 
 
-def write_lineage(precision: str = "fp32", tf32: bool = False) -> None:
+def write_lineage(precision: str = "fp32", tf32: bool = False, **params: Any) -> None:
+    """The lineage of a model that was trained with the rows and parameters of the project, and with `params`."""
+    trained = {**yaml.safe_load(Path("params.yaml").read_text()), "precision": precision, "tf32": tf32, **params}
+    validation = Dataset.read(VALIDATION, "pack").fingerprint
     Lineage(
         run_id="0123",
         step=3,
         adopted=None,
         model=SourceModel(name="<tiny & small>", revision="main", commit=None, manifest="m", lineage=None),
-        data=TokenFingerprints(train="t", validation="v"),
-        params={"precision": precision, "tf32": tf32},
+        data=TokenFingerprints(train="t", validation=validation),
+        params=trained,
         code="c",
         packages={},
         checkpoint="cs",
@@ -115,13 +121,18 @@ def write_rows(num_rows: int, length: int = LENGTH, splits: tuple[int, ...] = ()
     num_bytes = sum(split.bytes for split in held_out.values())
     part = PartMetrics(1, num_bytes, num_bytes, sum(tokens), 1.0, 0.0, 0, num_rows)
     PackMetrics(part, part, held_out, EncoderMetrics("", 0, 0, None), "", "", Origin({}, {})).write(METRICS)
+    if MODEL.exists():
+        write_lineage()
 
 
 def write_params(**changed: Any) -> None:
+    """Write params.yaml, and the lineage of a training with these parameters if there is a model."""
     values = {"experiment_name": "exp", "batch_size": 2, "eval_batch_size": None, "document_mask": True, "eval_rows": 3,
               "attention": "auto", "loss": "auto", "eval_samples": 3, **changed}  # fmt: skip
     values["runtime"] = {"nproc_per_node": 2, "timeout_minutes": 5}
     Path("params.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()))
+    if MODEL.exists():
+        write_lineage()
 
 
 def measure_here(request: Request, runtime: EvaluateRuntime) -> Measurements:
@@ -231,7 +242,7 @@ def test_losses_before_and_after_training_are_on_the_same_rows(eval_rows: int | 
     found = run_stage()
     assert found.exported == exported
     for before, loss in ((found.untrained, 4.5), (found.trained, trained)):
-        assert before == evaluate.make_loss(loss, len(indices), tokens, 1.0)
+        assert before == evaluate.make_loss(loss, len(indices), tokens, TEXT)
 
 
 def test_the_two_kinds_of_mask_give_different_losses() -> None:
@@ -291,14 +302,51 @@ def test_what_is_allowed_is_the_coarser_of_export_and_computation(
 ) -> None:
     evaluation = Evaluation("0123", 3, dtype, 1, None, {}, None, None, None, [])
     for change, fails in ((0.99, False), (-0.99, False), (1.01, True), (-1.01, True), (math.nan, True)):
-        exported = evaluate.make_loss(2 * (1 + change * allowed), 1, 1, None)
-        found = dataclasses.replace(evaluation, trained=evaluate.make_loss(2.0, 1, 1, None), exported=exported)
+        exported = evaluate.make_loss(2 * (1 + change * allowed), 1, 1, TEXT)
+        found = dataclasses.replace(evaluation, trained=evaluate.make_loss(2.0, 1, 1, TEXT), exported=exported)
         params = {"precision": precision, "tf32": tf32}
         if fails:
             with pytest.raises(StageError, match=r"the loss on 1 held-out rows was 2 at step 3"):
                 evaluate.check_export(found, params)
         else:
             evaluate.check_export(found, params)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_training_that_has_diverged_is_said_to(loss: float) -> None:
+    write_history(untrained=4.5, trained=loss)
+    with pytest.raises(StageError, match=rf"was {loss} at step 3: the training has diverged. Lower lr"):
+        run_stage()
+
+
+def test_a_loss_of_nothing_is_compared_too() -> None:
+    none, some = (evaluate.make_loss(loss, 1, 1, TEXT) for loss in (0.0, 0.5))
+    evaluation = Evaluation("0123", 3, "float32", 1, None, {}, None, none, none, [])
+    evaluate.check_export(evaluation, {"precision": "fp32", "tf32": False})
+    with pytest.raises(StageError, match=r"was 0 at step 3 .* is 0\.5"):
+        evaluate.check_export(dataclasses.replace(evaluation, exported=some), {"precision": "fp32", "tf32": False})
+
+
+@pytest.mark.parametrize(("name", "here"), [("eval_rows", "null"), ("document_mask", "false")])
+def test_parameters_other_than_those_of_the_training_are_refused(name: str, here: str) -> None:
+    write_params(**{name: json.loads(here)})
+    write_lineage(**{name: True})
+    with pytest.raises(StageError, match=rf"{name} is {here} in params.yaml, and was true in the training: set it"):
+        run_stage()
+
+
+def test_rows_other_than_those_of_the_training_are_refused() -> None:
+    lineage = (MODEL / "lineage.json").read_bytes()
+    write_rows(8)
+    (MODEL / "lineage.json").write_bytes(lineage)
+    with pytest.raises(StageError, match=r"validation has other rows than the training measured: run `dvc repro"):
+        run_stage()
+
+
+def test_a_model_without_an_eos_token_is_refused() -> None:
+    dataclasses.replace(ModelManifest.read(), eos_token_id=None).write()
+    with pytest.raises(StageError, match=r"data/model.json: the tokenizer has no EOS token"):
+        run_stage()
 
 
 @pytest.mark.parametrize("undone", [0.04, 0.06])

@@ -6,9 +6,12 @@ https://huggingface.co/docs/hub/model-cards describes the metadata at its beginn
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import yaml
+
+from stages.export.evaluation import perplexity
 
 if TYPE_CHECKING:
     from stages.export.provenance import Lineage
@@ -39,19 +42,18 @@ class Losses:
         """For each type of metric on the Hub a name for people and the value."""
         found = {"loss": ("validation loss in nats per token", self.loss)}
         if self.loss < math.log(1e6):  # beyond, it is only a large number
-            found["perplexity"] = ("perplexity per token", math.exp(self.loss))
+            found["perplexity"] = ("perplexity per token", perplexity(self.loss))
         if self.bits_per_byte is not None:
             found["bits_per_byte"] = ("bits per byte", self.bits_per_byte)
         return {kind: metric for kind, metric in found.items() if math.isfinite(metric[1])}
 
 
 def readme(
-    name: str, lineage: "Lineage", architecture: str, dtype: str, is_random: bool, terms: Terms, losses: Losses | None
+    lineage: "Lineage", architecture: str, dtype: str, is_random: bool, terms: Terms, losses: Losses | None
 ) -> str:
     """The model card: metadata that the Hub reads, then text for people.
 
     Args:
-        name: Of the experiment.
         lineage: Of the model.
         architecture: Class in transformers.
         dtype: PyTorch's name of the dtype of the weights.
@@ -61,8 +63,8 @@ def readme(
         losses: Of the weights before they were rounded to `dtype`; None: there are none of this step.
     """
     # sort_keys=False keeps the order. No date: the same training gives the same bytes.
-    metadata = yaml.safe_dump(_metadata(name, lineage, dtype, is_random, terms, losses), sort_keys=False)
-    source, data = _source(lineage), lineage.data
+    metadata = yaml.safe_dump(_metadata(lineage, dtype, is_random, terms, losses), sort_keys=False)
+    name, source, data = _name(lineage), _source(lineage), lineage.data
     start = "random weights, with the config and tokenizer of" if is_random else "the weights of"
     return f"""---
 {metadata.rstrip()}
@@ -77,8 +79,9 @@ def readme(
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("outputs/{name}/model")
-tokenizer = AutoTokenizer.from_pretrained("outputs/{name}/model")
+name = "{name}"  # the directory of this file, or its id on the Hub
+model = AutoModelForCausalLM.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(name)
 ```
 
 ## Evaluation
@@ -104,9 +107,12 @@ Fingerprints of the packed tokens:
 """
 
 
-def _metadata(
-    name: str, lineage: "Lineage", dtype: str, is_random: bool, terms: Terms, losses: Losses | None
-) -> dict[str, Any]:
+def _name(lineage: "Lineage") -> str:
+    name: str = lineage.params["experiment_name"]
+    return name
+
+
+def _metadata(lineage: "Lineage", dtype: str, is_random: bool, terms: Terms, losses: Losses | None) -> dict[str, Any]:
     metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     given, model = ({} if is_random else terms.metadata), lineage.model
     metadata["license"] = given.get("license", "unknown")
@@ -126,13 +132,17 @@ def _metadata(
                 for kind, (text, value) in metrics.items()
             ],
         }
-        metadata["model-index"] = [{"name": name, "results": [result]}]
+        metadata["model-index"] = [{"name": _name(lineage), "results": [result]}]
     return metadata
 
 
 def _source(lineage: "Lineage") -> str:
     model = lineage.model
-    text = f"`{model.name}`" + (f" at commit `{model.commit}`" if model.commit else "")
+    path = PurePath(model.name)
+    # Where it was on this machine tells a reader of the card nothing.
+    text = f"`{path.name if path.is_absolute() else model.name}`" + (
+        f" at commit `{model.commit}`" if model.commit else ""
+    )
     return text + (f", the result of run `{model.lineage.run_id}`" if model.lineage else "")
 
 
@@ -142,8 +152,8 @@ def _rounded(dtype: str) -> str:
 
 
 def _evaluation(lineage: "Lineage", dtype: str, losses: Losses | None) -> str:
-    if losses is None:
-        return f"The loss on held-out text was not measured at step {lineage.step}."
+    if losses is None or not losses.metrics():
+        return f"There is no finite loss on held-out text of step {lineage.step}."
     eval_rows = lineage.params.get("eval_rows")
     rows = f", up to {eval_rows} rows of it" if eval_rows else ""
     lines = [f"On held-out text{rows}{_rounded(dtype)}:", "", "| metric | value |", "|---|---|"]

@@ -1,9 +1,20 @@
 """outputs/evaluation.json: the losses of the finished model, and what it writes."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from stages.artifacts.record import Record
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a loss in nats per token: how many tokens a uniform choice with this loss would have."""
+    return math.exp(min(loss, 700.0))  # above 709, exp overflows a float
+
+
+def bits_per_byte(loss: float, tokens: int, num_bytes: int) -> float | None:
+    """A loss in nats per token, in bits per byte of the text, which `tokens` encode; None where there is no text."""
+    return loss / math.log(2) * tokens / num_bytes if num_bytes else None
 
 
 @dataclass(frozen=True)
@@ -16,7 +27,7 @@ class Loss:
     loss: float
     """Nats per token."""
     perplexity: float
-    """exp(loss): a model with this loss is as uncertain as a uniform choice among that many tokens."""
+    """exp(loss)."""
     bits_per_byte: float | None
     """Of the text in UTF-8: comparable between tokenizers. null: the bytes of the text are not known."""
 

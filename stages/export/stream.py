@@ -222,6 +222,7 @@ def write_safetensors(
     groups = _split(stored, max_shard_bytes)
     numbers = [f"-{number:05d}-of-{len(groups):05d}" for number in range(1, len(groups) + 1)]
     names = [f"{stem}{number}.safetensors" for number in (numbers if len(groups) > 1 else [""])]
+    _allow_open_files(len(groups) + 3 * num_workers)
     with ExitStack() as stack:
         outputs = [_Output(directory / name, group, metadata) for name, group in zip(names, groups, strict=True)]
         for output in outputs:
@@ -237,6 +238,21 @@ def write_safetensors(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(directory / f"{stem}.safetensors.index.json", index)
     return digests
+
+
+def _allow_open_files(needed: int) -> None:
+    """Raise the number of files that this process may open to the most that is allowed.
+
+    Raises:
+        StageError: that is fewer than are needed at once.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the default of 1 024 is for programs with select()
+    if most != resource.RLIM_INFINITY and most < needed + _OTHER_FILES:
+        raise StageError(
+            f"the model needs {needed + _OTHER_FILES:,} open files, and {most:,} are allowed (`ulimit -Hn`): use a "
+            "larger max_shard_size, or a smaller runtime.num_workers"
+        )
 
 
 def _split(specs: Mapping[str, TensorSpec], max_shard_bytes: float) -> list[dict[str, TensorSpec]]:
@@ -475,7 +491,6 @@ class _Export:
         after its first block.
         """
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the default of 1 024 is for programs with select()
         # While a file's blocks are not read yet, those of the next may already be planned.
         at_once = len(self._inputs)
         if most != resource.RLIM_INFINITY:

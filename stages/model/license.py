@@ -18,7 +18,7 @@ LICENSE = Path("data/license.json")
 
 _TEXTS = re.compile(r"(licen[cs]e|notice|use_policy)([._-].*)?", re.IGNORECASE)
 _KEYS = ("license", "license_name", "license_link", "language", "base_model")
-_FRONT_MATTER = re.compile(rb"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|\Z)", re.DOTALL)
+_FRONT_MATTER = re.compile(rb"(?:\xef\xbb\xbf)?\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|\Z)", re.DOTALL)
 _LARGEST = 1 << 16
 """Bytes in which the metadata must end."""
 
@@ -71,8 +71,8 @@ class ModelLicense(SealedRecord):
         except (yaml.YAMLError, ValueError, OverflowError, RecursionError):  # also: not UTF-8, no character, too deep
             return cls({}, f"the metadata of its {CARD} is not valid YAML", files)
         pairs = root.value if isinstance(root, yaml.MappingNode) else []
-        values = {key.value: _plain(value) for key, value in pairs if isinstance(key, yaml.ScalarNode)}
-        metadata = {key: value for key in _KEYS if (value := values.get(key))}
+        named = {key.value: value for key, value in pairs if isinstance(key, yaml.ScalarNode)}
+        metadata = {key: value for key in _KEYS if key in named and (value := _plain(named[key], key == "language"))}
         is_known = metadata.get("license", "unknown") != "unknown"
         return cls(metadata, None if is_known else f"its {CARD} does not name it", files)
 
@@ -86,13 +86,15 @@ def is_license_file(name: str) -> bool:
     return name == CARD or _TEXTS.fullmatch(name) is not None
 
 
-def _plain(node: yaml.Node) -> str | list[str] | None:
+def _plain(node: yaml.Node, is_language: bool) -> str | list[str] | None:
     """A line of text, or a list of such; None: something else."""
     if isinstance(node, yaml.SequenceNode):
-        return [text for item in node.value if (text := _line(item))]
-    return _line(node)
+        return [text for item in node.value if (text := _line(item, is_language))]
+    return _line(node, is_language)
 
 
-def _line(node: yaml.Node) -> str | None:
-    is_text = isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str"
+def _line(node: yaml.Node, is_language: bool) -> str | None:
+    # Norwegian is `no`, to YAML a boolean.
+    tags = ("tag:yaml.org,2002:str", *(["tag:yaml.org,2002:bool"] if is_language else []))
+    is_text = isinstance(node, yaml.ScalarNode) and node.tag in tags
     return node.value if is_text and node.value.isprintable() and "`" not in node.value else None
