@@ -446,14 +446,19 @@ def test_more_files_than_may_be_open_are_refused(tmp_path: Path, monkeypatch: py
     assert limits == [(105, 105)] * 2  # before a file is opened: 10 are too few
 
 
-@pytest.mark.parametrize("change", ["smaller", "larger", "shorter"])
+@pytest.mark.parametrize("change", ["smaller", "larger", "shorter", "other"])
 def test_an_archive_that_is_not_where_the_metadata_says_is_named(tmp_path: Path, change: str) -> None:
-    tensors = {"a": torch.randn(3, 2), "b": torch.randn(3, 2)}
+    tensors = {"a": torch.randn(3, 2), "b": torch.randn(3, 4)}
     save_rows(tmp_path, tensors)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     index = MetadataIndex("model.b", [1, 0])
-    place = metadata.storage_data[index]
-    moved = {"smaller": {"offset": place.offset - 1}, "larger": {"offset": place.offset + 1}, "shorter": {"length": 99}}
+    place, other = metadata.storage_data[index], metadata.storage_data[MetadataIndex("model.a", [1, 0])]
+    moved: dict[str, dict[str, int]] = {
+        "smaller": {"offset": place.offset - 1},
+        "larger": {"offset": place.offset + 1},
+        "shorter": {"length": 99},
+        "other": {"offset": other.offset, "length": other.length},
+    }
     metadata.storage_data[index] = dataclasses.replace(place, **moved[change])
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(StageError, match=rf"{save_plan.file_name(1, 'model')} is damaged: b is not where \.metadata"):
