@@ -1,24 +1,28 @@
 """Write a page that compares all experiments of the project: what differs, what it gave, and their curves.
 
-Reads    what `dvc exp show` reads: params.yaml, dvc.lock and the metrics of the workspace, of all commits with results
-         on any branch, and of all experiments, queued, running and failed ones too; curves from DVC's cache
+Reads    what `dvc exp show` reads: dvc.lock and the metrics of the workspace, of all commits with results on any
+         branch, and of all experiments; params.yaml of queued, running and failed ones; curves from DVC's cache
 Writes   outputs/experiments.html, which opens without a network
 Command  python -m stages.compare
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.artifacts import command, history, outputs, publish
 from stages.artifacts.errors import StageError
-from stages.artifacts.history import Row
-from stages.export.facts import leaves
+from stages.artifacts.params_file import flatten
+from stages.export import page, previous
 
 if TYPE_CHECKING:
     from dvc.repo import Repo
     from dvc.repo.experiments.serialize import ExpState
+
+    from stages.export.pictures import Series
 
 _METRICS = {
     "validation_loss": ("validation loss", ".4f"),
@@ -41,16 +45,16 @@ class Experiment:
     state: str
     """Empty: it has finished."""
     params: dict[str, Any]
-    """Leaves of params.yaml by dotted name."""
+    """Those with which the stages ran, or will run, by dotted name."""
     metrics: dict[str, Any]
-    course: list[Row]
-    """Rows of its history.tsv; empty: there are none in DVC's cache."""
+    curves: "dict[str, Series]"
+    """`loss` and `validation_loss` of its history.tsv; empty: there is none in DVC's cache."""
 
     @property
     def loss(self) -> float:
-        """By which they are sorted; those without one are last."""
+        """By which they are sorted; those without one, or with one that is not finite, are last."""
         loss = self.metrics.get("validation_loss")
-        return float("inf") if loss is None else float(loss)
+        return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
 def main() -> None:
@@ -85,8 +89,6 @@ def find() -> list[Experiment]:
 def _collect(repo: "Repo") -> Iterator[Experiment]:
     from dvc.repo.experiments.utils import exp_refs
 
-    from stages.export import previous
-
     subjects = dict(previous.commits(Path(repo.root_dir), "HEAD", "--branches"))
     queue = repo.experiments.celery_queue
     entries = [*queue.iter_queued(), *queue.iter_active(), *(entry for entry, _ in queue.iter_failed())]
@@ -114,7 +116,7 @@ def _collect(repo: "Repo") -> Iterator[Experiment]:
             names.setdefault(key, []).append(name)
     for key, experiment in known.items():
         yield Experiment(
-            ", ".join(names[key]), experiment.state, experiment.params, experiment.metrics, experiment.course
+            ", ".join(names[key]), experiment.state, experiment.params, experiment.metrics, experiment.curves
         )
 
 
@@ -122,20 +124,35 @@ def _read(repo: "Repo", name: str, state: str, revision: "ExpState") -> Experime
     data = revision.data
     if data is None:
         error = revision.error.msg if revision.error else "without data"
-        return Experiment(name, state or f"not readable: {' '.join(error.split())}", {}, {}, [])
-    params = {name: value for file in data.params.values() for name, value in leaves(file.get("data") or {})}
-    params = {name: value for name, value in params.items() if not name.startswith(_UNWATCHED)}
-    if state:  # what is there is of the commit that it started from
-        return Experiment(name, state, params, {}, [])
-    metrics = {name: value for file in data.metrics.values() for name, value in leaves(file.get("data") or {})}
-    out = data.outs.get(str(outputs.HISTORY))
-    path = Path(repo.cache.local.oid_to_path(out.hash)) if out and out.hash else None
-    return Experiment(name, state, params, metrics, history.read(path) if path and path.exists() else [])
+        return Experiment(name, state or f"not readable: {' '.join(error.split())}", {}, {}, {})
+    if state:  # what is there, and in dvc.lock, is of the commit that it started from
+        params = {name: value for file in data.params.values() for name, value in flatten(file.get("data") or {})}
+        params = {name: value for name, value in params.items() if not name.startswith(_UNWATCHED)}
+        return Experiment(name, state, params, {}, {})
+    lock = previous.read_lock(Path(repo.root_dir), revision.rev)  # params.yaml may have been edited since
+    file = Path(repo.root_dir, outputs.METRICS)
+    is_locked = revision.rev != "workspace" or not file.exists() or lock.has(outputs.METRICS, file.read_bytes())
+    if not (is_locked and lock.is_complete):  # a stage ran without DVC, or none after it
+        return Experiment(name, "not finished: `dvc repro`", lock.params, {}, {})
+    metrics = {name: value for file in data.metrics.values() for name, value in flatten(file.get("data") or {})}
+    digest = lock.outs.get(str(outputs.HISTORY))
+    curves = _curves(Path(repo.cache.local.oid_to_path(digest))) if digest else {}
+    return Experiment(name, state, lock.params, metrics, curves)
+
+
+def _curves(path: Path) -> "dict[str, Series]":
+    """What is drawn of a history.tsv; not all its rows, of which many experiments have too many for the memory."""
+    from stages.export import pictures  # matplotlib takes a second to import
+
+    rows: list[history.Row] = []
+    with suppress(StageError):  # missing, or of another version
+        rows = history.read(path)
+    return pictures.curves(rows)
 
 
 def render(experiments: Sequence[Experiment]) -> str:
     """The page."""
-    from stages.export import page, pictures
+    from stages.export import pictures
 
     differing = _differing(experiments)
     shown = [name for name in _METRICS if any(experiment.metrics.get(name) is not None for experiment in experiments)]
@@ -150,11 +167,11 @@ def render(experiments: Sequence[Experiment]) -> str:
         ]
         for number, experiment in enumerate(experiments, 1)
     ]
-    courses = [one.course for one in experiments]
+    runs = {number: experiment.curves for number, experiment in enumerate(experiments, 1) if experiment.curves}
     curves = {
         name: picture
         for name in ("loss", "validation_loss")
-        if (picture := pictures.experiments(courses, name)) is not None
+        if (picture := pictures.experiments(runs, name)) is not None
     }
     captions = {"loss": "Training loss, running mean", "validation_loss": "Validation loss"}
     figures = [page.figure(picture, name, captions[name]) for name, picture in curves.items()]
@@ -164,18 +181,21 @@ def render(experiments: Sequence[Experiment]) -> str:
             page.table("The best one first", header, rows, numbers=True),
         )
     ]
-    without = sum(not (one.course or one.state) for one in experiments)
-    notes = [page.paragraph(f"DVC's cache has no history.tsv of {without} of them.")] if without else []
+    without = sum(not (one.curves or one.state) for one in experiments)
+    notes = (
+        [page.paragraph(f"DVC's cache has no history.tsv of {without} of them that can be read.")] if without else []
+    )
     parts += [page.section("Curves", page.columns(*figures), *notes)]
     return page.document("Experiments", f"{len(experiments)} in this project, by their validation loss", *parts)
 
 
 def _differing(experiments: Iterable[Experiment]) -> list[str]:
-    """The parameters that not all experiments have with the same value, in the order of params.yaml."""
+    """The parameters that not all experiments have with the same value."""
     seen: dict[str, set[str]] = {}
     params = [experiment.params for experiment in experiments if experiment.params]
     for name in dict.fromkeys(name for values in params for name in values):
-        seen[name] = {repr(values.get(name)) for values in params}
+        # As the page shows them: 1e-05 is a string in dvc.lock, and a number in params.yaml.
+        seen[name] = {page.value(values.get(name)) for values in params}
     return [name for name, values in seen.items() if len(values) > 1]
 
 

@@ -13,6 +13,7 @@ import yaml
 
 from stages.artifacts import outputs, publish
 from stages.artifacts.origin import RECORDS
+from stages.artifacts.params_file import flatten
 
 PHASES = ("data", "forward", "backward", "update", "validation", "saving", "other")
 MODEL = Path("outputs/exp/model")
@@ -110,7 +111,8 @@ def commit(subject: str) -> None:
     lineage = publish.read_json(MODEL / "lineage.json")
     Path("params.yaml").write_text(yaml.safe_dump({**lineage["params"], "runtime": {"log_freq": 10}}))
     outs = [{"path": str(path), "hash": "md5", "md5": add_to_cache(path)} for path in OUTS if path.exists()]
-    lock = {"schema": "2.0", "stages": {"train": {"cmd": "true", "outs": outs}}}
+    params = {"params.yaml": dict(flatten(lineage["params"]))}
+    lock = {"schema": "2.0", "stages": {"train": {"cmd": "true", "params": params, "outs": outs}}}
     Path("dvc.lock").write_text(yaml.safe_dump(lock))
     git("add", ".")
     git("commit", "-qm", subject)

@@ -82,6 +82,8 @@ def test_the_page_needs_no_other_file_no_network_and_no_script(complete: Path) -
     assert not re.search(r"url\((?!#)|@import|@font-face| on\w+=", content)
     assert {name: number for name, number in reader.ids.items() if number > 1} == {}
     assert content.startswith('<!doctype html>\n<html lang="en">')
+    assert content.count('<div class="scroll" role="region" aria-label="') == reader.tags["table"]
+    assert """content="default-src 'none'; style-src 'unsafe-inline'">""" in content
 
 
 def test_each_section_shows_what_the_files_say(complete: Path) -> None:
@@ -89,7 +91,7 @@ def test_each_section_shows_what_the_files_say(complete: Path) -> None:
     for section, texts in {
         "": ["2.5000", "12.18", "1.2500", "2,345,678", "4,096", "1 h 07 min", "random weights", "<tiny & small>"],
         "Loss": ["all held-out rows", "split_02", "before training", "8.5000", "as bfloat16", "310"],
-        "Cost": ["5,120", "41.0%", "1.50 GiB", "3: interrupted and resumed 2 times", "14.3%"],
+        "Cost": ["5,120", "41.0%", "1.50 GiB", "launches that saved a checkpoint3", "14.3%"],
         "Data": ["text.gz", "3.00", "hidden", "1,234", "567,890", "invalid YAML", "3.25", "0.10%", "25.0%",
                  "tokenizers 1.0", "duplicate files"],
         "Rows as the model saw them": ["is read but not predicted", "row 7\n  ⟦The⟧ <text>", "row 8"],
@@ -166,6 +168,23 @@ def test_without_held_out_rows_the_report_says_so() -> None:
     assert "There are no samples" in shown["Samples"]
 
 
+def test_held_out_text_that_is_too_short_is_named() -> None:
+    evaluation, lineage = publish.read_json(outputs.EVALUATION), publish.read_json(reports.MODEL / "lineage.json")
+    reports.write_json(outputs.EVALUATION, evaluation | {"validation": None})
+    lineage["origins"]["pack"]["params"] = {"seq_length": 32, "validation_splits": 1}
+    reports.write_json(reports.MODEL / "lineage.json", lineage)
+    shown = PageReader(write()).sections["Loss"]
+    assert "set validation_splits to more than 1, or seq_length to less than 32" in shown
+
+
+def test_each_loss_is_in_the_table_of_its_rows() -> None:
+    measured = publish.read_json(outputs.EVALUATION)
+    reports.write_json(outputs.EVALUATION, measured | {"exported": measured["exported"] | {"loss": 2.75}})
+    every, subset = write().partition("On the rows that the training measured")[::2]
+    assert "split_02" in every and "before training" not in every
+    assert re.search(r"before training.*8\.5000.*after training.*exported as bfloat16.*2\.7500", subset, re.DOTALL)
+
+
 def test_values_that_are_not_finite_leave_a_picture_of_the_others() -> None:
     lines = outputs.HISTORY.read_text().splitlines()
     lines[50] = "49\t0.2\t400\tnan\t0.001\tinf\t"
@@ -177,6 +196,28 @@ def test_values_that_are_not_finite_leave_a_picture_of_the_others() -> None:
     assert len(pictures.smooth([1.0, float("nan"), 3.0])) == 3
     everything = [{**row, "loss": float("nan"), "validation_loss": None} for row in rows]
     assert pictures.loss(everything, []) is None
+
+
+def test_a_single_point_can_be_seen() -> None:
+    rows, speed = history.read(outputs.HISTORY)[1:2], history.read(outputs.SPEED)[:1]
+    for draw, row in (*((draw, rows) for draw, _ in pictures.COURSE.values()), (pictures.tokens_per_second, speed)):
+        assert re.search(f'<use [^>]*"fill: {page.COLORS["blue"][0]}', draw(row, []) or ""), "a marker"
+    areas = re.findall(r'<g id="FillBetween\w*">\s*<path d="([^"]*)"', pictures.step_time(speed, []) or "")
+    widths = {len(set(re.findall(r"[ML] (\S+)", area))) for area in areas}
+    assert (len(areas), widths) == (len(reports.PHASES), {2}), "a left and a right side"
+
+
+def test_the_values_of_a_picture_can_be_read_out(complete: Path) -> None:
+    content = (complete / report.PAGE).read_text()
+    title = r"Loss\. Last values of loss \(nats per token\): [^\"]*; validation 2\.453 \(lowest 2\.453\)"
+    assert re.search(rf'aria-label="{title}"', content) and re.search(f"<title>{title}</title>", content)
+    assert re.search(r"<title>Time of a step\. Last values of milliseconds per step: data 9\.127; ", content)
+    assert "<title>Last values of tokens per second: this run 4,738</title>" in (
+        complete / "tokens_per_second.svg").read_text()  # fmt: skip
+
+
+def test_a_curve_ends_where_the_training_ends() -> None:
+    assert pictures.thin(range(2001), [*range(2000), 1997.5])[0][-1] == 2000
 
 
 def test_however_long_the_training_was_the_page_is_small_and_has_each_peak() -> None:
@@ -265,8 +306,30 @@ def test_a_run_that_is_not_in_the_cache_is_passed_over() -> None:
             reports.cached(reports.add_to_cache(reports.MODEL / "lineage.json")).unlink()
     assert previous.find(reports.POINTER).subject == "lr 0.001"
     shutil.rmtree(".dvc/cache")
-    with pytest.raises(StageError, match=r"DVC's cache has no complete one of them\. `dvc pull -A`"):
+    with pytest.raises(StageError, match=r"DVC's cache has no complete one of them that can be read\. `dvc pull -A`"):
         previous.find(reports.POINTER)
+
+
+def test_a_run_that_another_version_wrote_is_not_one_that_dvc_could_fetch() -> None:
+    reports.commit("first")
+    for path in (outputs.TRAIN_METRICS, reports.MODEL / "lineage.json"):
+        reports.cached(reports.add_to_cache(path)).write_text("{}")
+    reports.make_records(lr=0.001)
+    with pytest.raises(StageError, match="damaged, or of another version of this pipeline") as error:
+        previous.find(reports.POINTER)
+    assert "dvc pull" not in str(error.value)
+
+
+def test_another_initial_model_and_another_dtype_are_differences() -> None:
+    reports.commit("first")
+    reports.make_records(lr=0.001)
+    lineage, evaluation = publish.read_json(reports.MODEL / "lineage.json"), publish.read_json(outputs.EVALUATION)
+    other = lineage["model"] | {"name": "other", "revision": "v2"}
+    reports.write_json(reports.MODEL / "lineage.json", lineage | {"model": other})
+    reports.write_json(outputs.EVALUATION, evaluation | {"dtype": "float32"})
+    compared = PageReader(write()).sections["The run before"]
+    assert "initial modelother, v2<tiny & small>, main" in compared
+    assert "dtype of the exported weightsfloat32bfloat16" in compared
 
 
 def test_held_out_rows_that_differ_are_named() -> None:
@@ -334,7 +397,9 @@ def test_a_browser_shows_the_report_without_an_error(tmp_path: Path, width: int)
             f"file://{(outputs.REPORT / report.PAGE).resolve()}",
         ]
         process = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
-        assert "CONSOLE" not in process.stderr
+        # Those of the browser's own pages are not ours.
+        sources = re.findall(r"CONSOLE.*?source: (\S*)", process.stderr, re.DOTALL)
+        assert [source for source in sources if not source.startswith("chrome://")] == [], process.stderr
     import matplotlib.image
 
     dark, light = (matplotlib.image.imread(shot)[..., :3] for shot in shots)

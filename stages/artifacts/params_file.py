@@ -79,6 +79,15 @@ def leaves(cls: type[Any], prefix: str = "") -> Iterator[str]:
             yield prefix + field.name
 
 
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings by dotted name, in order: `seed`, `fsdp.strategy`, ..."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -108,7 +117,7 @@ def _check_names(values: Mapping[str, Any], path: Path) -> None:
     known = {name for stage in stages for name in stage.get("params", [])}
     known |= {f"runtime.{name}" for stage in stages for name in stage.get("meta", {}).get("runtime", [])}
     # Without this a misspelled name would leave the old value in force, and the run would look right.
-    unknown = [name for name in _flatten(values) if name not in known]
+    unknown = [name for name, _ in flatten(values) if name not in known]
     if unknown:
         lines = (f"{_place(path, name)}: unknown parameter {name!r}{_suggest(name, known)}" for name in unknown)
         raise StageError("\n".join(lines))
@@ -118,14 +127,6 @@ def _place(path: Path, name: str | None) -> str:
     """Where a parameter, or a section, is set."""
     is_overridden = name is not None and name.partition(".")[0] == "runtime" and os.environ.get(RUNTIME)
     return f"{path} with ${RUNTIME}" if is_overridden else str(path)
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
 
 
 def _suggest(name: str, known: set[str]) -> str:

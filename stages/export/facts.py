@@ -3,13 +3,14 @@
 The records are defined where they are written, in packages that this one does not import.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from stages.artifacts import history, outputs
 from stages.artifacts.history import Row
+from stages.artifacts.params_file import flatten
 from stages.artifacts.record import Record
 from stages.export.evaluation import Evaluation
 from stages.export.provenance import Lineage
@@ -151,13 +152,4 @@ class Result:
     def params(self) -> dict[str, dict[str, Any]]:
         """The parameters of each stage that are known, by dotted name."""
         stages = {stage: origin.params for stage, origin in self.lineage.origins.items()}
-        return {stage: dict(leaves(values)) for stage, values in {**stages, "train": self.lineage.params}.items()}
-
-
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """All leaves of parameters or metrics, by dotted name."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+        return {stage: dict(flatten(values)) for stage, values in {**stages, "train": self.lineage.params}.items()}

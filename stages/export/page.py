@@ -53,6 +53,7 @@ dd {{ margin: 0; font-size: 1.3rem; font-variant-numeric: tabular-nums; overflow
 .scroll {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; margin: .25rem 0; font-size: .95rem; }}
 .caption {{ margin: .25rem 0; font-size: .95rem; }}
+section > div + div > .caption {{ margin-top: 1.25rem; }}
 th, td {{ text-align: left; vertical-align: top; padding: .2rem 1rem .2rem .4rem;
   border-bottom: 1px solid var(--line); }}
 th {{ font-weight: 400; }}
@@ -68,6 +69,7 @@ svg {{ display: block; width: 100%; max-width: 44rem; height: auto; }}
 pre {{ font: .85rem/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .5rem 0;
   background: var(--panel); border-radius: .5rem; padding: .75rem 1rem; }}
 .muted {{ color: var(--grey); }}
+@media (min-width: 60rem) {{ section > div > .scroll tbody th {{ min-width: 14rem; }} }}
 @media (max-width: 40rem) {{ main {{ padding-top: 1rem; }} dd {{ font-size: 1.1rem; }} }}
 @media print {{
   main {{ max-width: none; padding: 0; }}
@@ -84,6 +86,7 @@ def document(title: str, lead: str, *parts: str) -> str:
 <html lang="en">
 <head>
 <meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>{_STYLE}</style>
@@ -148,7 +151,8 @@ def table(
     # It scrolls by itself where it is too wide; the keyboard reaches it through the tabindex.
     return (
         f'<div><p class="caption">{escape(caption)}</p>\n'
-        f'<div class="scroll" tabindex="0"><table aria-label="{escape(caption)}">\n'
+        f'<div class="scroll" role="region" aria-label="{escape(caption)}" tabindex="0">'
+        f'<table aria-label="{escape(caption)}">\n'
         f"{head}<tbody>\n{body}\n</tbody></table></div></div>"
     )
 
@@ -157,9 +161,9 @@ def figure(svg: str, name: str, caption: str) -> str:
     """A picture of stages/export/pictures.py inside of a page, in the page's colors.
 
     Args:
-        svg: The picture.
+        svg: The picture. Its title is read out instead of it, after the caption.
         name: Unique in the page.
-        caption: Also what is read out instead of the picture.
+        caption: What it is a picture of.
     """
     svg = svg[svg.index("<svg") :]  # the XML declaration and the doctype before it are not valid inside of HTML
     # The ids of two pictures may be the same.
@@ -167,7 +171,11 @@ def figure(svg: str, name: str, caption: str) -> str:
     for color, (light, _) in COLORS.items():
         svg = svg.replace(light, f"var(--{color})")
     text = escape(caption)
-    svg = re.sub(r"<svg ([^>]*)>", rf'<svg role="img" aria-label="{text}" \1>\n<title>{text}</title>', svg, count=1)
+    title = rf"{text}. \2"
+    svg = re.sub(
+        r"<svg ([^>]*)>\s*<title>(.*?)</title>",
+        rf'<svg role="img" aria-label="{title}" \1>\n<title>{title}</title>', svg, count=1,
+    )  # fmt: skip
     return f"<figure>\n<figcaption>{text}</figcaption>\n{svg}</figure>"
 
 

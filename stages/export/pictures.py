@@ -6,12 +6,14 @@ number of points, among them every peak.
 
 import io
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
@@ -133,12 +135,15 @@ def step_time(rows: list[Row], before: list[Row]) -> str | None:
             steps = [row["step"] or 0.0 for row in rows]
             kept = _every(len(steps))
             values = [[phases[name][index] for index in kept] for name in phases]
+            steps = [steps[index] for index in kept]
+            if len(steps) == 1:  # an area needs a width
+                steps, values = [steps[0] - 0.4, steps[0] + 0.4], [2 * value for value in values]
             colors = [_LIGHT[_PHASES[name]] for name in phases]
-            axes.stackplot([steps[index] for index in kept], values, labels=list(phases), colors=colors, linewidth=0)
+            axes.stackplot(steps, values, labels=list(phases), colors=colors, linewidth=0)
         totals = [sum(row.get(f"{name}_ms") or 0.0 for name in _PHASES) for row in before]
         _draw(axes, ([row["step"] or 0.0 for row in before], totals), "text", "run before, all", linestyle="dotted")
         axes.set_ylim(0, None)
-        return _svg(figure, axes, reverse=True)
+        return _svg(figure, axes, [f"{name} {_text(values[-1])}" for name, values in phases.items()], reverse=True)
 
 
 COURSE = {
@@ -155,21 +160,30 @@ SPEED = {
 """Pictures of speed.tsv."""
 
 
-def experiments(runs: Sequence[list[Row]], column: str) -> str | None:
-    """The `loss` or the `validation_loss` of several runs, the best ones first, with their numbers from 1.
+def curves(rows: list[Row]) -> dict[str, Series]:
+    """What `experiments` draws of a history.tsv, where it is there: the mean of `loss`, and `validation_loss`."""
+    steps, losses = history.series(rows, "loss")
+    found = {"loss": thin(steps, smooth(losses)), "validation_loss": thin(*history.series(rows, "validation_loss"))}
+    return {name: series for name, series in found.items() if series[0]}
 
-    As many as there are colors have one, and are named; the others are grey.
+
+def experiments(runs: Mapping[int, dict[str, Series]], column: str) -> str | None:
+    """The `loss` or the `validation_loss` of several runs.
+
+    Args:
+        runs: The `curves` of each by its number, the best ones first. As many as there are colors have one, and are
+            named by their number; the others are grey.
+        column: The one to draw.
     """
     with mpl.rc_context(_STYLE):
         figure, axes = _axes(f"{column.replace('_', ' ')} (nats per token)")
         # The best one last, so that it is above the others.
-        for number, rows in reversed([*enumerate(runs)]):
-            steps, losses = history.series(rows, column)
-            losses = smooth(losses) if column == "loss" else losses
-            if number < len(_OF_EXPERIMENTS):
-                _draw(axes, (steps, losses), _OF_EXPERIMENTS[number], str(number + 1))
+        for index, (number, found) in reversed([*enumerate(runs.items())]):
+            series = found.get(column, ([], []))
+            if index < len(_OF_EXPERIMENTS):
+                _draw(axes, series, _OF_EXPERIMENTS[index], str(number))
             else:
-                _draw(axes, (steps, losses), "before", "_", linewidth=0.8)  # matplotlib leaves out this name
+                _draw(axes, series, "before", "_", linewidth=0.8)  # matplotlib leaves out this name
         return _svg(figure, axes, reverse=True)
 
 
@@ -178,7 +192,7 @@ def _axes(label: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=_SIZE, layout="constrained")
     axes = figure.add_subplot()
     axes.set(xlabel="step", ylabel=label)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # 1: also where there is a single step
     return figure, axes
 
 
@@ -186,11 +200,13 @@ def _draw(axes: Axes, series: Series, color: str, label: str, **style: Any) -> N
     steps, values = thin(*series)
     if steps:
         order = 1.9 if color == "before" else 2  # behind the others
+        if len(steps) == 1:  # a line of one point cannot be seen
+            style = {"marker": "o", "clip_on": False, **style}
         axes.plot(steps, values, color=_LIGHT[color], label=label, zorder=order, **style)
 
 
 def thin(steps: Sequence[float], values: Sequence[float], num_parts: int = 400) -> Series:
-    """At most two points of each of `num_parts` parts of a curve, its lowest and its highest, and only finite ones."""
+    """Finite points of a curve: the lowest and the highest of each of `num_parts` parts, and the last one."""
     points = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
     if len(points) <= 2 * num_parts:
         kept = points
@@ -198,7 +214,7 @@ def thin(steps: Sequence[float], values: Sequence[float], num_parts: int = 400) 
         bounds = [len(points) * index // num_parts for index in range(num_parts + 1)]
         parts = [points[start:end] for start, end in pairwise(bounds)]
         value = itemgetter(1)
-        kept = [point for part in parts for point in sorted({min(part, key=value), max(part, key=value)})]
+        kept = sorted({points[-1], *(choose(part, key=value) for part in parts for choose in (min, max))})
     return [step for step, _ in kept], [value for _, value in kept]
 
 
@@ -221,8 +237,17 @@ def smooth(values: Sequence[float]) -> list[float]:
     return result
 
 
-def _svg(figure: Figure, axes: Axes, reverse: bool = False) -> str | None:
-    """The figure with a legend above it where there are several curves; None: there is none."""
+def _svg(figure: Figure, axes: Axes, values: Iterable[str] = (), reverse: bool = False) -> str | None:
+    """The figure with a legend above it where there are several curves; None: there is none.
+
+    Its title, for those who do not see it, has the last value of each curve, and of losses the lowest.
+
+    Args:
+        figure: What is drawn.
+        axes: Its only ones.
+        values: What else the title has.
+        reverse: Whether the last curve comes first.
+    """
     if not axes.has_data():
         return None
     handles, labels = axes.get_legend_handles_labels()
@@ -233,4 +258,15 @@ def _svg(figure: Figure, axes: Axes, reverse: bool = False) -> str | None:
     file = io.StringIO()
     # Not the time of day, nor the version of matplotlib.
     figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return file.getvalue()
+    lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+    texts = [*values]
+    for line in lines[:: -1 if reverse else 1]:
+        points: list[float] = np.asarray(line.get_ydata()).tolist()
+        lowest = f" (lowest {_text(min(points))})" if "loss" in axes.get_ylabel() else ""
+        texts += [f"{line.get_label()} {_text(points[-1])}{lowest}"]
+    title = f"<title>Last values of {axes.get_ylabel()}: {'; '.join(texts)}</title>"
+    return re.sub(r"<svg [^>]*>", lambda found: f"{found[0]}\n {title}", file.getvalue(), count=1)
+
+
+def _text(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

@@ -32,6 +32,22 @@ class Previous:
     result: Result
 
 
+@dataclass(frozen=True)
+class Lock:
+    """What a dvc.lock says of the stages by which a model is made and measured: of all but `plan`."""
+
+    outs: dict[str, str]
+    """The MD5 of each, by path."""
+    params: dict[str, Any]
+    """Those with which the stages ran, by dotted name."""
+    is_complete: bool
+    """Whether each stage ran with what the stages before it have written last."""
+
+    def has(self, path: Path, content: bytes) -> bool:
+        """Whether an out that is a file had this content."""
+        return self.outs.get(str(path)) == hashlib.md5(content, usedforsecurity=False).hexdigest()
+
+
 def find(pointer: Path, num_commits: int = 100) -> Previous:
     """The run before the one whose run.json is `pointer`.
 
@@ -48,27 +64,37 @@ def find(pointer: Path, num_commits: int = 100) -> Previous:
 
     if not pointer.is_file():
         raise StageError(f"{pointer} is missing: run `dvc repro train`")
-    here = hashlib.md5(pointer.read_bytes(), usedforsecurity=False).hexdigest()
+    here = pointer.read_bytes()
     try:
         with Repo() as repo:
             root, cache = Path(repo.root_dir), repo.cache.local
-            others = 0
+            missing = unreadable = False
             for commit, subject in commits(root, f"-{num_commits}"):
-                outs = _outs(root, commit)
-                name = _experiment_name(outs)
-                if name is None or outs[str(outputs.directory(name) / pointer.name)] == here:
+                lock = read_lock(root, commit)
+                name = _experiment_name(lock.outs)
+                if name is None or lock.has(outputs.directory(name) / pointer.name, here):
                     continue
-                others += 1
-                if result := _read(name, {path: Path(cache.oid_to_path(digest)) for path, digest in outs.items()}):
+                try:
+                    result = _read(name, {path: Path(cache.oid_to_path(md5)) for path, md5 in lock.outs.items()})
+                except (ValueError, StageError):
+                    unreadable = True
+                    continue
+                if result:
                     return Previous(commit[:10], subject, result)
+                missing = True
     except DvcException:  # whose message names a path of this machine, which does not belong into a report
         raise StageError(
             "No run before this one is known: this is no project of git and DVC, or one that `dvc status` cannot read"
         ) from None
-    if others:
+    if missing:
         raise StageError(
             "No run before this one is known: the commits of this branch have others, but DVC's cache has no complete "
-            "one of them. `dvc pull -A` fetches them, if they were pushed"
+            "one of them that can be read. `dvc pull -A` fetches them, if they were pushed"
+        )
+    if unreadable:
+        raise StageError(
+            "No run before this one is known: the commits of this branch have others, but their files are damaged, or "
+            "of another version of this pipeline. `git commit` after each `dvc repro`, and the next report compares"
         )
     raise StageError(
         "No run before this one is known: no commit of this branch has another. `git commit` after each `dvc repro`, "
@@ -83,8 +109,10 @@ def commits(root: Path, *options: str) -> Iterator[tuple[str, str]]:
         root: Of the project.
         options: Of `git log`; without any, all commits that this branch has.
     """
-    for line in _git(root, "log", *options, "--format=%H %s", "--", "dvc.lock").splitlines():
-        commit, _, subject = line.partition(" ")
+    # -z: a subject may contain what Python takes for the end of a line.
+    log = _git(root, "log", "-z", "--no-show-signature", *options, "--format=%H %s", "--", "dvc.lock")
+    for entry in filter(None, log.split("\0")):
+        commit, _, subject = entry.partition(" ")
         yield commit, subject
 
 
@@ -97,13 +125,29 @@ def _git(root: Path, *arguments: str) -> str:
     return process.stdout.decode("utf-8", "replace")
 
 
-def _outs(root: Path, commit: str) -> dict[str, str]:
-    """The MD5 of each out of the pipeline, by path, as dvc.lock of a commit has them."""
+def read_lock(root: Path, commit: str) -> Lock:
+    """The dvc.lock of a commit, or of the `workspace`; empty where it is missing, damaged, or of another pipeline.
+
+    Args:
+        root: Of the project.
+        commit: As git names it.
+    """
     try:
-        stages = yaml.load(_git(root, "show", f"{commit}:./dvc.lock"), _LOADER)["stages"].values()
-        return {out["path"]: out["md5"] for stage in stages for out in stage.get("outs", ())}
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError):  # of a conflict, of another pipeline
-        return {}
+        is_here = commit == "workspace"
+        text = (root / "dvc.lock").read_text("utf-8") if is_here else _git(root, "show", f"{commit}:./dvc.lock")
+        stages = [stage for name, stage in yaml.load(text, _LOADER)["stages"].items() if name != "plan"]
+        outs = {out["path"]: out["md5"] for stage in stages for out in stage.get("outs", ())}
+        params = [values for stage in stages for values in stage.get("params", {}).values()]
+        return Lock(
+            outs,
+            params={name: value for values in params for name, value in values.items()},
+            is_complete=all(
+                outs.get(dep["path"]) in (None, dep.get("md5")) for stage in stages for dep in stage.get("deps", ())
+            ),
+        )
+    # Of a conflict, of another pipeline.
+    except (FileNotFoundError, ValueError, yaml.YAMLError, TypeError, KeyError, AttributeError):
+        return Lock({}, {}, True)
 
 
 def _experiment_name(outs: Mapping[str, str]) -> str | None:
@@ -113,15 +157,19 @@ def _experiment_name(outs: Mapping[str, str]) -> str | None:
 
 
 def _read(name: str, cached: Mapping[str, Path]) -> Result | None:
-    """The run of an experiment, whose outs are in DVC's cache; None: not all of it is there, or it is of other code."""
+    """The run of an experiment, whose outs are in DVC's cache; None: not all of it is there.
+
+    Raises:
+        ValueError: DVC's cache is damaged.
+        StageError: a file is damaged, or of another version of this pipeline.
+    """
     files = {path: cached[str(path)] for path in FILES if str(path) in cached}
     model = cached.get(str(outputs.directory(name) / "model"))
-    if outputs.HISTORY not in files or model is None:
+    if outputs.HISTORY not in files or model is None or not model.exists():
         return None
-    try:
-        # A directory is a list of its files in the cache.
-        members = {entry["relpath"]: entry["md5"] for entry in json.loads(model.read_text(encoding="utf-8"))}
-        lineage = members[LINEAGE]
-        return Result.read(model.parent.parent / lineage[:2] / lineage[2:], files)
-    except (FileNotFoundError, KeyError, ValueError, StageError):
+    # A directory is a list of its files in the cache.
+    members = {entry["relpath"]: entry["md5"] for entry in json.loads(model.read_text(encoding="utf-8"))}
+    if (digest := members.get(LINEAGE)) is None:
         return None
+    lineage = model.parent.parent / digest[:2] / digest[2:]
+    return Result.read(lineage, files) if all(path.exists() for path in (lineage, *files.values())) else None

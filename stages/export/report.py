@@ -18,7 +18,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import CONFIG, LINEAGE
 from stages.artifacts.publish import write_text
 from stages.export import page, pictures, previous
-from stages.export.evaluation import Evaluation, Loss, Sample
+from stages.export.evaluation import Loss, Sample
 from stages.export.facts import FILES, Extracted, InitialModel, Organized, Packed, Result
 from stages.export.previous import Previous
 
@@ -39,6 +39,10 @@ _DIMENSIONS = {
 }
 """What a config calls them, in most models and in GPT-2."""
 _NO_ROWS = "There are no held-out rows: set validation_splits to 1 or more to measure a loss and to see samples."
+_SHORT = (
+    "There are no held-out rows, because the held-out text is shorter than a row of seq_length tokens: to measure a "
+    "loss and to see samples, set validation_splits to more than {splits}, or seq_length to less than {length}."
+)
 _NO_EVALUATION = f"{outputs.EVALUATION} is missing: run `dvc repro evaluate`"
 
 Comparison = tuple[str, str, str, str]
@@ -82,7 +86,7 @@ def write(directory: Path, experiment_name: str) -> None:
         experiment_name,
         f"Run {run.lineage.run_id}, {run.lineage.step:,} steps, from {_start(run)}",
         page.tiles(_headline(run)),
-        _section("Loss", lambda: _losses(run.evaluation)),
+        _section("Loss", lambda: _losses(run)),
         _section("Course of the training", lambda: _course(figures)),
         _section("The run before", lambda: _compared(run, before) if before else page.paragraph(reason)),
         _section("Cost", lambda: _cost(run)),
@@ -131,23 +135,29 @@ def _headline(run: Result) -> list[tuple[str, str]]:
     return values
 
 
-def _losses(evaluation: Evaluation | None) -> str:
+def _losses(run: Result) -> str:
+    evaluation = run.evaluation
     if evaluation is None:
         raise StageError(_NO_EVALUATION)
     if evaluation.validation is None:
-        return page.paragraph(_NO_ROWS)
-    named: dict[str, Loss | None] = {"all held-out rows": evaluation.validation}
+        packed = run.params().get("pack", {})
+        splits, length = packed.get("validation_splits"), packed.get("seq_length")
+        return page.paragraph(_SHORT.format(splits=splits, length=length) if splits else _NO_ROWS)
     # Of a single split it would be the same line again.
-    named |= evaluation.by_split if len(evaluation.by_split) > 1 else {}
-    named |= {
-        "before training": evaluation.untrained,
-        "after training": evaluation.trained,
-        f"exported as {evaluation.dtype}": evaluation.exported,
+    by_split = evaluation.by_split if len(evaluation.by_split) > 1 else {}
+    tables: dict[str, dict[str, Loss | None]] = {
+        "The exported weights on all held-out rows": {"all held-out rows": evaluation.validation, **by_split},
+        "On the rows that the training measured": {
+            "before training": evaluation.untrained,
+            "after training": evaluation.trained,
+            f"exported as {evaluation.dtype}": evaluation.exported,
+        },
     }
     header = ["", "nats per token", "perplexity", "bits per byte", "rows", "tokens"]
-    rows = [[name, *_cells(loss)] for name, loss in named.items() if loss is not None]
-    caption = "All held-out rows, exported weights; then the rows that the training measured, too"
-    return page.table(caption, header, rows, numbers=True)
+    return "\n".join(
+        page.table(caption, header, [[name, *_cells(loss)] for name, loss in losses.items() if loss], numbers=True)
+        for caption, losses in tables.items()
+    )
 
 
 def _cells(loss: Loss) -> list[str]:
@@ -175,7 +185,7 @@ def _cost(run: Result) -> str:
         ("tokens per second", _number(cost.tokens_per_second, ",.0f")),
         ("MFU", _number(cost.mfu, ".1%")),
         ("peak memory of rank 0", _number(cost.memory_peak_gib, ",.2f", " GiB")),
-        ("launches", _launches(cost.launches)),
+        ("launches that saved a checkpoint", _number(cost.launches, ",d")),
     ]
     if run.trained.skipped_steps:
         facts += [("skipped steps", f"{run.trained.skipped_steps:,} whose gradient was not finite")]
@@ -190,12 +200,6 @@ def _cost(run: Result) -> str:
         page.table("The training", (), facts),
         page.table("A step, on average", ["", "ms", "share"], phases, numbers=True) if phases else "",
     )
-
-
-def _launches(number: int | None) -> str:
-    if number is None:
-        return "not known"
-    return "1, without an interruption" if number == 1 else f"{number:,}: interrupted and resumed {number - 1:,} times"
 
 
 def _data(run: Result) -> str:
@@ -278,9 +282,7 @@ def _sample_texts(samples: Sequence[Sample]) -> str:
     if not samples:
         raise StageError("There are no samples: eval_samples is 0, or there are no held-out rows")
     texts = [page.text([(sample.prompt, True), (sample.continuation, False)]) for sample in samples]
-    return "\n".join(
-        [page.paragraph("Pale: the beginning of a held-out document. After it, what the model writes."), *texts]
-    )
+    return "\n".join([page.paragraph("Pale: text from a held-out document. After it, what the model writes."), *texts])
 
 
 def _params(run: Result, before: Previous | None) -> str:
@@ -306,7 +308,9 @@ def _compared(run: Result, before: Previous) -> str:
     if differences:
         table = page.table("Differences", ["", "this run", "run before"], differences)
     else:
-        table = page.paragraph("Both have the same parameters, data, initial model, code and packages.")
+        table = page.paragraph(
+            "Both have the same parameters of data and training, data, initial model, code, packages and dtype."
+        )
     if run.lineage.data.validation != other.lineage.data.validation:
         parts += [page.paragraph("The held-out rows are not the same, so the losses are not those of the same text.")]
     return "\n".join([*parts[:1], page.columns(*parts[1:], table)])
@@ -345,10 +349,15 @@ def _differences(run: Result, other: Result) -> Iterator[tuple[str, str, str]]:
         for name in [*values, *(name for name in older if name not in values)]:
             if older and values.get(name) != older.get(name):
                 yield name, page.value(values.get(name)), page.value(older.get(name))
+    models = [f"{model.name}, {model.revision}" for model in (ours.model, theirs.model)]
+    if models[0] != models[1]:
+        yield "initial model", models[0], models[1]
+    if run.evaluation and other.evaluation and run.evaluation.dtype != other.evaluation.dtype:
+        yield "dtype of the exported weights", run.evaluation.dtype, other.evaluation.dtype
     things = {
         "training rows": (ours.data.train, theirs.data.train),
         "held-out rows": (ours.data.validation, theirs.data.validation),
-        "initial model": (ours.model.manifest, theirs.model.manifest),
+        "files of the initial model": (ours.model.manifest, theirs.model.manifest),
         "code of train": (ours.code, theirs.code),
     }
     for name, (a, b) in things.items():
@@ -371,7 +380,7 @@ def _duration(seconds: float) -> str:
 
 
 def _markdown(name: str, samples: Sequence[Sample]) -> str:
-    blocks = [f"# Samples from {name}\n\nEach prompt is the beginning of a held-out document.\n"]
+    blocks = [f"# Samples from {name}\n\nEach prompt is text from a held-out document.\n"]
     for number, sample in enumerate(samples, 1):
         blocks.append(
             f"## {number}\n\nPrompt:\n\n{_quote(sample.prompt)}\n\nContinuation:\n\n{_quote(sample.continuation)}\n"

@@ -167,7 +167,8 @@ class TrainParams(ScheduleParams):
         if self.export_from == "best" and not num_validation_rows:
             raise StageError(
                 "export_from is best, but no rows are held out to measure which checkpoint that is: set "
-                "validation_splits to 1 or more, or export_from to last"
+                "validation_splits to 1 or more, or export_from to last (held-out text that is shorter than seq_length "
+                "gives no row: set validation_splits to more)"
             )
 
     def check_packages(self) -> None:
