@@ -1,7 +1,7 @@
 """lineage.json, in the directory of a consolidated model: everything that made its weights, and their digests.
 
-It has no clock times, and no path of this machine but a `model_name` that is one, so that the same training gives the same
-file everywhere.
+It has no clock times, and no path of this machine but a `model_name` that is one, so that the same training gives the
+same file everywhere.
 """
 
 from dataclasses import dataclass, field
