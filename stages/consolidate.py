@@ -33,7 +33,7 @@ from stages.checkpointing.lock import read_lock
 from stages.checkpointing.pointer import RunPointer, resolve
 from stages.export import card
 from stages.export.evaluation import bits_per_byte
-from stages.export.provenance import Lineage, SourceModel
+from stages.export.provenance import InitialModel, Lineage
 from stages.model import headers
 from stages.model.license import ModelLicense
 from stages.model.manifest import MANIFEST, ModelManifest, verify_file
@@ -240,7 +240,7 @@ def _lineage(
         run_id=pointer.run_id,
         step=pointer.step,
         adopted=pointer.adopted,
-        model=SourceModel(
+        model=InitialModel(
             name=model.model_name,
             revision=model.model_revision,
             commit=model.commit,

@@ -35,6 +35,8 @@ from stages.model.manifest import MANIFEST, ModelManifest
 from stages.tokens.attention_names import Attention
 from stages.tokens.packed import METRICS, VALIDATION, PackedTokens, PackMetrics, PartMetrics, SplitMetrics
 
+BATCH_TOKENS = 8192
+"""Of a forward pass, unless a row is longer. More would hardly be faster, and a GPU may hold the whole model here."""
 DIGITS = 6
 """Significant digits of the losses. The last bits may depend on the number of threads, and so of ranks."""
 MAX_ROUNDED_AWAY = 0.05
@@ -148,7 +150,7 @@ def evaluate(
             eos_token_id=model.eos_token_id,
             splits={name: split.tokens for name, split in data.held_out.items()},
             eval_rows=params.eval_rows,
-            batch_size=params.eval_batch_size or params.batch_size,
+            batch_size=min(params.eval_batch_size or params.batch_size, max(1, BATCH_TOKENS // rows.seq_length)),
             document_mask=params.document_mask,
             attention=params.attention,
             loss=params.loss,

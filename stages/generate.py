@@ -8,6 +8,7 @@ On a GPU if there is one. The same seed gives the same text on the same device.
 """
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,32 +37,48 @@ def main() -> None:
         "--max-new-tokens", type=positive_integer, default=128, metavar="N", help="default: %(default)s"
     )
     parser.add_argument(
-        "--temperature",
-        type=not_negative_number,
-        default=0.8,
-        help="0: the most probable token (default: %(default)s)",
+        "--temperature", type=temperature, default=0.8, help="0: the most probable token (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=seed, default=0, help="default: %(default)s")
     args = parser.parse_args()
-    if args.prompt is None and sys.stdin.isatty():
+    if args.prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         parser.error("give a prompt, as an argument or on standard input")
     directory = args.model or outputs.directory(load_params(GenerateParams).experiment_name) / "model"
     if not (directory / CONFIG).is_file():
         raise StageError(f"{directory} is not a model directory: run `dvc repro`, or give another one with --model")
-    prompt = sys.stdin.read() if args.prompt is None else args.prompt
+    try:
+        prompt = sys.stdin.buffer.read().decode() if args.prompt is None else args.prompt
+        prompt.encode()  # bytes of an argument that are not UTF-8 are surrogates in it
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise StageError(f"the prompt is not UTF-8 at position {error.start}: convert it, as with iconv") from None
 
     # Here, as they take seconds: not for --help.
     import torch
     from transformers import TextStreamer
 
     from stages.export import generation
+    from stages.training.memory import explain_out_of_memory
 
-    model, tokenizer = generation.load(directory)
-    tokens = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)  # (1, T)
-    if not tokens.numel():
-        raise StageError("the prompt has no token: give at least a word")
-    torch.manual_seed(args.seed)
-    generation.generate(model, tokens, args.max_new_tokens, args.temperature, TextStreamer(tokenizer))
+    others = "a GPU with more memory, or the CPU (CUDA_VISIBLE_DEVICES=)"
+    other = others if torch.cuda.is_available() else "or a machine with more memory"
+    with explain_out_of_memory("this process", f"use a smaller --max-new-tokens, a shorter prompt, {other}"):
+        model, tokenizer = generation.load(directory)
+        tokens = generation.encode(tokenizer, prompt).to(model.device)  # (1, T)
+        num_tokens, limit = tokens.shape[1], generation.max_length(model)
+        if not num_tokens:
+            raise StageError("the prompt has no token: give at least a word")
+        if num_tokens >= limit:
+            raise StageError(
+                f"the prompt has {num_tokens} tokens, and the model allows {limit} in all: give a shorter one"
+            )
+        if args.max_new_tokens > limit - num_tokens:
+            print(
+                f"warning: at most {limit - num_tokens} tokens follow, not {args.max_new_tokens}: the prompt has "
+                f"{num_tokens}, and the model allows {limit} in all",
+                file=sys.stderr,
+            )
+        torch.manual_seed(args.seed)
+        generation.generate(model, tokens, args.max_new_tokens, args.temperature, TextStreamer(tokenizer))
 
 
 def positive_integer(text: str) -> int:
@@ -70,9 +87,16 @@ def positive_integer(text: str) -> int:
     return number
 
 
-def not_negative_number(text: str) -> float:
-    if not (number := float(text)) >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+def temperature(text: str) -> float:
+    # Logits divided by less would overflow.
+    if not ((number := float(text)) == 0 or 0.001 <= number < math.inf):
+        raise argparse.ArgumentTypeError(f"{text} is not 0, nor a number of at least 0.001")
+    return number
+
+
+def seed(text: str) -> int:
+    if not 0 <= (number := int(text)) < 2**64:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 2**64 - 1")
     return number
 
 

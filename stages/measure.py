@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
 
@@ -154,7 +155,7 @@ def main() -> None:
     try:
         with (
             process_group(request.timeout_minutes),
-            explain_out_of_memory(rank, f"use {remedies(request, num_ranks)}"),
+            explain_out_of_memory(f"rank {rank}", f"use {remedies(request, num_ranks)}"),
         ):
             measurements = measure(request, heartbeat)
             if is_rank0():
@@ -290,23 +291,24 @@ def free_memory() -> int:
 
 
 def remedies(request: Request, num_ranks: int) -> str:
-    """Settings that need less memory, in words, and on CPUs how much there is."""
+    """What needs less memory, in words, and how much the weights need."""
     import torch
 
-    found = []
+    weights, found = format_gib(weight_bytes(request)), []
     if request.batch_size > 1:
         found.append(f"eval_batch_size {request.batch_size // 2} (of the training too, which then runs again)")
     if torch.cuda.is_available():
-        found.append(f"more ranks than {num_ranks} (runtime.nproc_per_node), each with a GPU of its own")
-        return ", or ".join(found)
-    if num_ranks > 1:
-        found.append(f"fewer ranks than {num_ranks} (runtime.nproc_per_node)")
-    found.append("or a machine with more memory")
-    weights, free = format_gib(weight_bytes(request)), format_gib(free_memory())
-    return (
-        f"{', '.join(found)}: the weights need {weights} in fp32, in each of {num_ranks} ranks or shared by them, and "
-        f"{free} were free"
-    )
+        if num_ranks < torch.cuda.device_count():
+            found.append(f"more ranks than {num_ranks} (runtime.nproc_per_node) if a copy of the model does not fit")
+        found.append("GPUs with more memory")
+        needed = f"{weights} on each GPU, or on all together if a copy does not fit"
+    else:
+        if num_ranks > 1:
+            found.append(f"fewer ranks than {num_ranks} (runtime.nproc_per_node)")
+        found.append("a machine with more memory")
+        where = f", in each of {num_ranks} ranks or shared by them" if num_ranks > 1 else ""
+        needed = f"{weights} in fp32{where}, and {format_gib(free_memory())} were free"
+    return f"{', or '.join(filter(None, [', '.join(found[:-1]), found[-1]]))}: the weights need {needed}"
 
 
 def load(request: Request, is_sharded: bool) -> tuple["PreTrainedModel", Any]:
@@ -406,20 +408,17 @@ def generate_samples(
     model: "PreTrainedModel", tokenizer: Any, rows: "TokenRows", request: Request, heartbeat: "Heartbeat",
     is_sharded: bool,
 ) -> list[Sample]:  # fmt: skip
-    """This rank's share of the samples: what the model writes after the beginning of the longest document in a row.
-
-    The rows are spread over all held-out rows.
-    """
+    """This rank's share of the samples: what the model writes after prompts that are spread over all held-out rows."""
     import numpy as np
     import torch
 
     from stages.export import generation
 
-    prompts = []
-    for index in np.unique(np.linspace(0, len(rows) - 1, request.num_samples, dtype=np.int64)) if len(rows) else ():
-        (row,) = rows.rows(np.array([index]))  # (T,)
-        documents = np.split(row, np.flatnonzero(row == request.eos_token_id) + 1)  # each with its EOS, (n,)
-        prompts.append(torch.from_numpy(max(documents, key=len)[:PROMPT_TOKENS]).long())
+    num_samples = min(request.num_samples, len(rows))
+    bounds = np.arange(num_samples + 1) * len(rows) // max(1, num_samples)  # of as many ranges of rows
+    size = min(PROMPT_TOKENS, generation.max_length(model) // 2)
+    found = [find_prompt(rows, range(*pair), request.eos_token_id, size) for pair in pairwise(bounds.tolist())]
+    prompts = [torch.from_numpy(prompt).long() for prompt in found if len(prompt)]
     # As many for all prompts: ranks that share a model do not stop before the last of them.
     num_tokens = min(NEW_TOKENS, generation.max_length(model) - max(map(len, prompts), default=0))
     own, num_counted = _share(list(enumerate(prompts)), is_sharded)
@@ -432,6 +431,34 @@ def generate_samples(
         )
         samples.append(Sample(tokenizer.decode(prompt), tokenizer.decode(continuation, skip_special_tokens=True)))
     return samples[:num_counted]
+
+
+def find_prompt(rows: "TokenRows", indices: range, eos_token_id: int, size: int) -> "NDArray[np.int32]":
+    """The beginning of a held-out document: (n,), where n is at most `size`, and half of what is there of the document.
+
+    It is that of the longest document which begins in the first of the rows in which one begins. If none does, it is
+    taken from the middle of one; it is empty if there is nothing but EOS.
+
+    Args:
+        rows: Held-out rows, each of which continues the one before.
+        indices: The rows to look at; at least one.
+        eos_token_id: It ends each document, and is not a part of the prompt.
+        size: In tokens.
+    """
+    import numpy as np
+
+    for index in indices:
+        tokens = rows.rows(np.arange(index, min(index + 2, len(rows)))).ravel()  # (T or 2T,): a document may go on
+        is_end = tokens == eos_token_id
+        pieces = [piece[piece != eos_token_id] for piece in np.split(tokens, np.flatnonzero(is_end) + 1)]
+        pieces = pieces[: 1 + np.count_nonzero(is_end[: rows.seq_length])]  # without those that begin in the next row
+        # The first piece is the end of a document, except in the very first row.
+        longest = max(pieces[min(index, 1) :], key=len, default=tokens[:0])
+        if len(longest) > 1:
+            break
+    else:
+        longest = max(pieces, key=len)
+    return longest[: min(size, max(1, len(longest) // 2))]
 
 
 def _share(items: Sequence[T], is_sharded: bool) -> tuple[list[T], int]:

@@ -455,7 +455,7 @@ def train(stop_signal: StopSignal) -> bool:
         # Outermost: held until the process group has ended and the last checkpoint is published.
         ExitStack() as locks,
         process_group(runtime.timeout_minutes),
-        explain_out_of_memory(rank, if_out_of_memory),
+        explain_out_of_memory(f"rank {rank}", if_out_of_memory),
         explain_torch_errors(),
     ):
         refuse_different_ranks(run, runtime)  # before the mesh, which each rank makes from its own parameters

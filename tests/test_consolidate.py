@@ -58,7 +58,7 @@ from stages.checkpointing.layout import CheckpointManifest, TensorEntry
 from stages.checkpointing.lock import try_delete_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.export import card, stream
-from stages.export.provenance import Lineage, SourceModel
+from stages.export.provenance import InitialModel, Lineage
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.tokens.packed import EncoderMetrics, PackMetrics, PartMetrics, fingerprint
 from stages.training import save_plan
@@ -751,7 +751,7 @@ def test_the_lineage_contains_the_lineage_of_the_initial_model() -> None:
         run_id="first",
         step=7,
         adopted=Adoption(run_id="zeroth", step=2, differences=[], adopted=None),
-        model=SourceModel(name="models/other", revision="main", commit=None, manifest="m", lineage=None),
+        model=InitialModel(name="models/other", revision="main", commit=None, manifest="m", lineage=None),
         data=TokenFingerprints(train="t", validation="v"),
         params={"lr": 1e-5, "fsdp": {"size": None}},
         code="c",

@@ -33,11 +33,13 @@ from stages.artifacts.params_file import load_params
 from stages.evaluate import EvaluateParams, EvaluateRuntime
 from stages.export import generation
 from stages.export.evaluation import Evaluation
-from stages.export.provenance import Lineage, SourceModel
+from stages.export.provenance import InitialModel, Lineage
 from stages.measure import Measurements, Request
 from stages.model.manifest import ModelManifest
+from stages.tokens import document_mask
 from stages.tokens.loss import LossHead
 from stages.tokens.packed import METRICS, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics, SplitMetrics
+from stages.tokens.rows import TokenRows
 from stages.training import distributed
 from stages.training.watchdog import Heartbeat
 from tests.models import write_tokenizer
@@ -82,7 +84,7 @@ def write_lineage(precision: str = "fp32", tf32: bool = False, **params: Any) ->
         run_id="0123",
         step=3,
         adopted=None,
-        model=SourceModel(name="<tiny & small>", revision="main", commit=None, manifest="m", lineage=None),
+        model=InitialModel(name="<tiny & small>", revision="main", commit=None, manifest="m", lineage=None),
         data=TokenFingerprints(train="t", validation=validation),
         params=trained,
         code="c",
@@ -312,6 +314,13 @@ def test_what_is_allowed_is_the_coarser_of_export_and_computation(
             evaluate.check_export(found, params)
 
 
+@pytest.mark.parametrize(("tokens", "rows"), [(8192, 64), (3 * LENGTH, 3), (LENGTH - 1, 1)])
+def test_a_forward_pass_has_a_limited_number_of_tokens(monkeypatch: pytest.MonkeyPatch, tokens: int, rows: int) -> None:
+    monkeypatch.setattr(evaluate, "BATCH_TOKENS", tokens)
+    write_params(eval_batch_size=64)
+    assert request().batch_size == rows
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_training_that_has_diverged_is_said_to(loss: float) -> None:
     write_history(untrained=4.5, trained=loss)
@@ -386,24 +395,74 @@ def test_the_model_computes_the_loss_itself_where_that_gives_the_same(capsys: py
         measure.load(request(loss="fused"), is_sharded=False)
 
 
+def test_an_attention_that_does_not_work_in_the_exported_dtype_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal = document_mask.refusal
+    monkeypatch.setattr(
+        document_mask,
+        "refusal",
+        lambda config, name, mask, dtype, device: (
+            "needs bf16" if name == "varlen" and dtype == torch.float32 else refusal(config, name, mask, dtype, device)
+        ),
+    )
+    model, _ = measure.load(request(), is_sharded=False)
+    with measure.training_attention(model, request(attention="varlen"), LENGTH) as needs_lengths:
+        assert (model.config._attn_implementation, needs_lengths) == ("sdpa", False)
+    expected = "evaluate: attention varlen does not work in torch.float32 here, sdpa is used\n"
+    assert expected in capsys.readouterr().out
+    with measure.training_attention(model.to(torch.bfloat16), request(attention="varlen"), LENGTH) as needs_lengths:
+        assert (model.config._attn_implementation, needs_lengths) == ("varlen", True)
+    monkeypatch.setattr(document_mask, "refusal", lambda *args: "is broken")
+    with (
+        pytest.raises(StageError, match="no attention keeps the documents"),
+        measure.training_attention(model, request(), LENGTH),
+    ):
+        pass
+
+
 # Samples.
 
 
-def test_a_sample_continues_the_beginning_of_a_held_out_document() -> None:
+def test_samples_continue_the_beginnings_of_held_out_documents() -> None:
     write_rows(7, length=44)
     samples = run_stage().samples
-    rows = np.asarray(datasets.load_from_disk(str(VALIDATION))["input_ids"])
+    tokens = np.asarray(datasets.load_from_disk(str(VALIDATION))["input_ids"]).ravel()
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
-    longest = [max(np.split(row, np.flatnonzero(row == EOS) + 1), key=len) for row in rows[[0, 3, 6]]]
-    assert max(map(len, longest)) > measure.PROMPT_TOKENS > min(map(len, longest))
-    assert [sample.prompt for sample in samples] == [
-        tokenizer.decode(document[: measure.PROMPT_TOKENS]) for document in longest
-    ]
-    assert all(sample.continuation for sample in samples)
+    documents = [tokenizer.decode(document) for document in np.split(tokens, np.flatnonzero(tokens == EOS) + 1)]
+    assert len({sample.prompt for sample in samples}) == 3
+    for sample in samples:
+        (document,) = (each for each in documents if each.startswith(sample.prompt))
+        assert sample.prompt.count("w") <= document.count("w") / 2  # so that there is text to continue
+        assert "<eos>" not in sample.prompt
+        assert sample.continuation
     write_params(eval_samples=0)
     assert run_stage().samples == []
     write_params(eval_samples=20)
     assert len(run_stage().samples) == 7
+
+
+@pytest.mark.parametrize(
+    ("rows", "indices", "expected"),
+    [
+        ([[3, 4, 5, 6], [EOS, 7, 8, 9]], range(2), [3, 4]),
+        ([[3, EOS, 4, 5], [6, 7, EOS, 8]], range(2), [4, 5]),  # of 4 to 7
+        ([[3, 4, EOS, 5], [EOS, 7, 8, 9]], range(2), [3]),  # the last one begins in the next row
+        ([[3, 4, 5, 6], [7, EOS, 8, 9], [10, 11, 12, 13]], range(1, 3), [8, 9, 10]),
+        ([[3, 4, 5, 6], [7, 8, 9, EOS], [10, 11, 12, 13]], range(1, 2), [10, 11]),
+        ([[3, 4, 5, 6], [7, 8, 9, 10], [11, EOS, 12, 13]], range(1, 3), [12]),
+        ([[3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14]], range(1, 2), [7, 8, 9]),  # there is only a middle
+        ([[EOS, EOS, EOS, EOS], [EOS, 4, EOS, EOS]], range(1, 2), [4]),
+        ([[EOS, EOS, EOS, EOS]], range(1), []),
+    ],
+)
+def test_a_prompt_is_at_most_half_of_the_longest_document_that_begins_in_a_row(
+    rows: list[list[int]], indices: range, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(len(rows), length=4)
+    packed = TokenRows(VALIDATION)
+    monkeypatch.setattr(packed, "rows", np.array(rows).__getitem__)
+    assert measure.find_prompt(packed, indices, EOS, 3).tolist() == expected
 
 
 def test_without_held_out_rows_there_is_no_loss_and_no_sample() -> None:
@@ -503,6 +562,46 @@ def test_any_number_of_ranks_finds_the_same_with_copies_or_a_sharded_model() -> 
         assert 0.4 < results[f"{name}, share"] < 0.6
         for rank in (results, others):
             assert (rank[f"{name}, fits"], rank[f"{name}, too little"]) == (False, True)
+
+
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, number: int, free: int = 0) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2**40))
+
+
+def test_on_gpus_each_copy_in_the_exported_dtype_must_fit_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_model(LLAMA, torch.bfloat16)
+    on_cpu = measure.weight_bytes(request())
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    pretend_gpus(monkeypatch, 8)
+    needed = measure.weight_bytes(request())
+    assert needed == on_cpu / 2
+    for share, is_sharded in ((0.79, False), (0.81, True)):
+        pretend_gpus(monkeypatch, 8, free=math.floor(needed / share))
+        assert measure.must_shard(request()) == is_sharded
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "batch_size", "expected"),
+    [
+        (0, 1, 1, r"a machine with more memory: the weights need \S+ GiB in fp32, and \S+ GiB were free"),
+        (0, 2, 1, r"fewer ranks than 2 \(runtime\.nproc_per_node\), or a machine with more memory: the weights need "
+         r"\S+ GiB in fp32, in each of 2 ranks or shared by them, and \S+ GiB were free"),
+        (0, 1, 4, r"eval_batch_size 2 \(.*\), or a machine with more memory: .*"),
+        (2, 2, 1, r"GPUs with more memory: the weights need \S+ GiB on each GPU, or on all together if a copy does not "
+         r"fit"),
+        (2, 2, 4, r"eval_batch_size 2 \(.*\), or GPUs with more memory: .*"),
+        (8, 2, 4, r"eval_batch_size 2 \(.*\), more ranks than 2 \(runtime\.nproc_per_node\) if a copy of the model "
+         r"does not fit, or GPUs with more memory: .*"),
+    ],
+)  # fmt: skip
+def test_what_needs_less_memory_is_named(
+    gpus: int, ranks: int, batch_size: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if gpus:
+        pretend_gpus(monkeypatch, gpus)
+    assert re.fullmatch(expected, measure.remedies(request(batch_size=batch_size), ranks))
 
 
 def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:

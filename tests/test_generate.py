@@ -6,10 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from stages import generate
+from stages.artifacts import publish
 from stages.artifacts.errors import StageError
+from stages.corpus.encoding import Encoder
+from stages.export import generation
+from tests import kinds
+from tests.models import CONFIGS, MIXTRAL, write_tokenizer
 from tests.project import make_nano
 
 
@@ -44,8 +50,8 @@ def test_the_text_follows_the_prompt(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_the_prompt_may_be_on_standard_input(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected = text_of(monkeypatch, capsys, "a b")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a b"))
+    expected = text_of(monkeypatch, capsys, "a é")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("a é".encode()), "ascii"))  # whatever the locale is
     assert text_of(monkeypatch, capsys) == expected
 
 
@@ -57,11 +63,116 @@ def test_each_token_is_printed_when_it_is_there(monkeypatch: pytest.MonkeyPatch)
     assert len([text for text in printed if text.strip()]) > 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "name", ["llama", "llama untied, scaled rope", "gpt2", "qwen3", "gemma untied", "gemma3", "mixtral"]
+)
+def test_the_text_is_the_most_probable_one_of_each_architecture(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config({**CONFIGS, "mixtral": MIXTRAL}[name], dtype=dtype).save_pretrained("tiny")
+    write_tokenizer(Path("tiny"), ["<eos>", *(f"w{number}" for number in range(1, 101))])
+    loaded, _ = generation.load(Path("tiny"))
+    tokens = [3, 5]
+    with torch.no_grad():
+        while len(tokens) < 10 and tokens[-1] != 0:
+            tokens.append(int(loaded(torch.tensor([tokens])).logits[0, -1].argmax()))  # without a cache
+    text = text_of(monkeypatch, capsys, "w3 w5", "--model", "tiny", "--temperature", "0", "--max-new-tokens", "8")
+    assert text == "".join(f"w{token}" if token else "<eos>" for token in tokens)
+
+
+def test_a_prompt_is_encoded_as_the_pack_stage_encodes_a_document() -> None:
+    """Without the BOS and EOS that a tokenizer adds, and its special tokens are text."""
+    tokenizer = kinds.make("BPE of bytes")
+    tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
+    )
+    tokenizer.save("tokenizer.json")
+    loaded = PreTrainedTokenizerFast(tokenizer_file="tokenizer.json", bos_token="<s>", eos_token="</s>")
+    for text in ("the other", "</s> in <s>"):
+        (expected,) = kinds.encode(Encoder(kinds.spec_of(tokenizer)), text)
+        assert loaded(text).input_ids != expected
+        assert generation.encode(loaded, text).tolist() == [expected]
+
+
+def test_settings_of_the_source_model_other_than_eos_do_not_count(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded, tokenizer = generation.load(model)
+    prompt = generation.encode(tokenizer, "a b")  # (1, T)
+    tokens = generation.generate(loaded, prompt, 20, temperature=0).tolist()
+    end = tokens.index(tokens[5])
+    settings = {"num_beams": 4, "repetition_penalty": 9.0, "suppress_tokens": tokens, "eos_token_id": [1, tokens[end]]}
+    publish.write_json(model / "generation_config.json", settings)
+    expected = tokenizer.decode(prompt[0].tolist() + tokens[: end + 1]).strip()
+    assert text_of(monkeypatch, capsys, "a b", "--max-new-tokens", "20", "--temperature", "0") == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_prompt_that_leaves_no_room_is_refused_and_a_shorter_text_is_announced(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = CONFIGS[name]
+    config = type(config)(**{**config.to_dict(), "max_position_embeddings": 64, "eos_token_id": None})
+    AutoModelForCausalLM.from_config(config).save_pretrained("tiny")
+    write_tokenizer(Path("tiny"), ["<eos>", *(f"w{number}" for number in range(1, 101))])
+    for number in (64, 65):
+        with pytest.raises(StageError, match=f"the prompt has {number} tokens, and the model allows 64 in all"):
+            text_of(monkeypatch, capsys, "w1 " * number, "--model", "tiny")
+    monkeypatch.setattr(sys, "argv", ["generate", "w1 " * 60, "--model", "tiny", "--max-new-tokens", "5"])
+    generate.main()
+    output, errors = capsys.readouterr()
+    assert output.count("w") == 64
+    assert "warning: at most 4 tokens follow, not 5: the prompt has 60, and the model allows 64" in errors
+    monkeypatch.setattr(sys, "argv", ["generate", "w1 " * 60, "--model", "tiny", "--max-new-tokens", "4"])
+    generate.main()
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
+def test_out_of_memory_names_what_generate_can_change(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(generation, "generate", fail)
+    expected = (
+        "this process is out of memory.*: use a smaller --max-new-tokens, a shorter prompt, or a machine with more"
+    )
+    with pytest.raises(StageError, match=expected):
+        text_of(monkeypatch, capsys, "a")
+
+
+def test_a_prompt_that_is_not_utf_8_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(StageError, match="the prompt is not UTF-8 at position 2: convert it"):
+        text_of(monkeypatch, capsys, "a \udce9")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a \xe9")))
+    with pytest.raises(StageError, match="the prompt is not UTF-8 at position 2: convert it"):
+        text_of(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("damaged", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_model_that_cannot_be_loaded_is_one_message(
+    damaged: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / damaged).write_text("{}")
+    with pytest.raises(StageError, match="outputs/exp/model cannot be loaded: "):
+        text_of(monkeypatch, capsys, "a")
+
+
 def test_what_is_wrong_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(StageError, match="none is not a model directory: run `dvc repro`"):
         text_of(monkeypatch, capsys, "a", "--model", "none")
     with pytest.raises(StageError, match="the prompt has no token"):
         text_of(monkeypatch, capsys, "")
-    for wrong in (["--max-new-tokens", "0"], ["--temperature", "-1"], ["--temperature", "hot"]):
+    wrongs = ["--max-new-tokens=0", "--temperature=-1", "--temperature=hot", "--temperature=1e-40", f"--seed={2**70}"]
+    for wrong in wrongs:
         with pytest.raises(SystemExit, match="2"):
-            text_of(monkeypatch, capsys, "a", *wrong)
+            text_of(monkeypatch, capsys, "a", wrong)
+    monkeypatch.setattr(sys, "stdin", None)  # it is closed
+    with pytest.raises(SystemExit, match="2"):
+        text_of(monkeypatch, capsys)

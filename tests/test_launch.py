@@ -139,14 +139,14 @@ def params(params: TrainParams) -> TrainParams:
 def test_out_of_memory_is_one_clear_error(allocate: Callable[[], object], params: TrainParams) -> None:
     with (
         pytest.raises(StageError, match=r"rank 3 is out of memory.*: use batch_size 3 "),
-        memory.explain_out_of_memory(3, f"use {memory.remedies(params, 2)}"),
+        memory.explain_out_of_memory("rank 3", f"use {memory.remedies(params, 2)}"),
     ):
         allocate()
 
 
 @pytest.mark.parametrize("message", ["gloo: connection closed", "Registering memory failed with cudaError: 201"])
 def test_other_errors_are_not_reported_as_out_of_memory(message: str) -> None:
-    with pytest.raises(RuntimeError, match=message), memory.explain_out_of_memory(3, "use less"):
+    with pytest.raises(RuntimeError, match=message), memory.explain_out_of_memory("rank 3", "use less"):
         raise RuntimeError(message)
 
 

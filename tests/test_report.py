@@ -257,7 +257,7 @@ def test_the_text_can_be_read_on_every_background() -> None:
         (facts.Organized, splits.Summary),
         (facts.Extracted, extract.Metrics),
         (facts.Packed, packed.PackMetrics),
-        (facts.InitialModel, ModelManifest),
+        (facts.Manifest, ModelManifest),
         (facts.Part, packed.PartMetrics),
         (facts.Format, splits.Format),
         (facts.Encoder, packed.EncoderMetrics),

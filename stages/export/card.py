@@ -82,6 +82,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 name = "{name}"  # the directory of this file, or its id on the Hub
 model = AutoModelForCausalLM.from_pretrained(name)
 tokenizer = AutoTokenizer.from_pretrained(name)
+inputs = tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
 
 ## Evaluation

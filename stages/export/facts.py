@@ -85,7 +85,7 @@ class Packed(Record):
 
 
 @dataclass(frozen=True)
-class InitialModel(Record):
+class Manifest(Record):
     """Of data/model.json."""
 
     STAGE: ClassVar[str] = "download"

@@ -13,7 +13,7 @@ from stages.artifacts.record import SealedRecord
 
 
 @dataclass(frozen=True)
-class SourceModel:
+class InitialModel:
     """The model that the run started from."""
 
     name: str
@@ -39,7 +39,7 @@ class Lineage(SealedRecord):
     """Optimizer steps done."""
     adopted: Adoption | None
     """The checkpoint of another run that the run continued from, as run.json describes it."""
-    model: SourceModel
+    model: InitialModel
     data: TokenFingerprints
     """Fingerprints of the packed tokens: `train`, `validation`."""
     params: dict[str, Any]

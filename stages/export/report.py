@@ -19,7 +19,7 @@ from stages.artifacts.model_files import CONFIG, LINEAGE
 from stages.artifacts.publish import write_text
 from stages.export import page, pictures, previous
 from stages.export.evaluation import Loss, Sample
-from stages.export.facts import FILES, Extracted, InitialModel, Organized, Packed, Result
+from stages.export.facts import FILES, Extracted, Manifest, Organized, Packed, Result
 from stages.export.previous import Previous
 
 PAGE = "report.html"
@@ -116,7 +116,7 @@ def _start(run: Result) -> str:
     source = run.lineage.model
     is_random = run.lineage.params.get("initial_weights") == "random"
     with suppress(StageError):  # no record
-        is_random = is_random or not InitialModel.read(_MODEL_MANIFEST).weights
+        is_random = is_random or not Manifest.read(_MODEL_MANIFEST).weights
     return f"random weights with the config of {source.name}" if is_random else source.name
 
 

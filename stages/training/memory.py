@@ -15,15 +15,15 @@ _SIGNS = re.compile(r"DefaultCPUAllocator|out of memory|_ALLOC_FAILED|cudaError:
 
 
 @contextmanager
-def explain_out_of_memory(rank: int, advice: str) -> Iterator[None]:
+def explain_out_of_memory(who: str, advice: str) -> Iterator[None]:
     """Turn the error of a failed allocation into one that names what to change.
 
     Args:
-        rank: This one.
+        who: This process, such as `rank 3`.
         advice: What to change, such as `use batch_size 1`.
 
     Raises:
-        StageError: this rank is out of memory.
+        StageError: this process is out of memory.
     """
     try:
         yield
@@ -31,7 +31,7 @@ def explain_out_of_memory(rank: int, advice: str) -> Iterator[None]:
         if not _is_out_of_memory(error):
             raise
         reason = " ".join(str(error).rpartition("err == 0. ")[2].split())[:200]  # without the line in torch's source
-        raise StageError(f"rank {rank} is out of memory{f' ({reason})' if reason else ''}: {advice}") from None
+        raise StageError(f"{who} is out of memory{f' ({reason})' if reason else ''}: {advice}") from None
 
 
 def _is_out_of_memory(error: Exception) -> bool:
