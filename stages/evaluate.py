@@ -107,6 +107,8 @@ def measure_on_ranks(request: Request, runtime: EvaluateRuntime) -> Measurements
     from stages.training.supervision import run_ranks
 
     num_ranks = count_local_ranks(runtime.nproc_per_node)
+    num_rows = PackedTokens.read(VALIDATION).num_rows
+    print(f"evaluate: {num_rows:,} held-out rows, {request.num_samples} samples, {num_ranks} ranks", flush=True)
     with LocalRanks(num_ranks, module="stages.measure") as ranks:
         request.write(ranks.directory / REQUEST)
         # The ranks die with this process, also with one that is killed.
@@ -179,11 +181,13 @@ def write(evaluation: Evaluation, params: EvaluateParams) -> None:
         outputs.EVALUATION.unlink(missing_ok=True)
         outputs.METRICS.unlink(missing_ok=True)
         raise
-    print(
-        f"evaluate: validation loss {loss_text(validation)}; on the rows that the training measured "
-        f"{loss_text(evaluation.exported)}, before training {loss_text(evaluation.untrained)}; see "
-        f"{outputs.REPORT / report.PAGE}"
+    losses = (
+        f"validation loss {loss_text(validation)}; on the rows that the training measured "
+        f"{loss_text(evaluation.exported)}, before training {loss_text(evaluation.untrained)}"
+        if validation
+        else "no rows are held out to measure a loss on"
     )
+    print(f"evaluate: {losses}; see {outputs.REPORT / report.PAGE}")
     if warning := rounding_warning(evaluation):
         print(f"warning: {warning}")
 
@@ -199,7 +203,10 @@ def read_verified_lineage(directory: Path) -> Lineage:
         if not (directory / name).is_file() or publish.sha256_file(directory / name) != digest:
             raise StageError(f"{directory / name} is missing or was changed: run `dvc repro -f -s consolidate`")
     if lineage.history not in (None, history.digest(outputs.HISTORY, lineage.step)):
-        raise StageError(f"{outputs.HISTORY} is not that of {directory}: run `dvc repro -f -s train`")
+        raise StageError(
+            f"{outputs.HISTORY} is not of the run that made {directory}: run `dvc repro evaluate`; if it is damaged, "
+            "`dvc repro -f -s train` writes it again from the checkpoint"
+        )
     return lineage
 
 

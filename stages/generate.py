@@ -9,6 +9,7 @@ On a GPU if there is one. The same seed gives the same text on the same device.
 
 import argparse
 import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +79,10 @@ def main() -> None:
                 file=sys.stderr,
             )
         torch.manual_seed(args.seed)
-        generation.generate(model, tokens, args.max_new_tokens, args.temperature, TextStreamer(tokenizer))
+        try:
+            generation.generate(model, tokens, args.max_new_tokens, args.temperature, TextStreamer(tokenizer))
+        except BrokenPipeError:  # nobody reads on, as after `| head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
 
 
 def positive_integer(text: str) -> int:

@@ -66,9 +66,9 @@ def main() -> None:
         refuse_changed_files(run, runtime)
         refresh([last])  # the ranks may have written it on another node
         metrics, exported = write_outs(run, last, contents=was_finished)
-    loss, validation_loss = (value or float("nan") for value in (metrics.loss, metrics.validation_loss))
-    print(f"train: {metrics.steps:,} steps, {metrics.tokens:,} tokens: loss {loss:.4f}, "
-          f"validation loss {validation_loss:.4f}; run {run.run_id}"
+    losses = {"loss": metrics.loss, "validation loss": metrics.validation_loss}
+    shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None)
+    print(f"train: {metrics.steps:,} steps, {metrics.tokens:,} tokens: {shown}; run {run.run_id}"
           f"{'' if exported == last else f', whose best checkpoint is {exported.name}'}")  # fmt: skip
 
 

@@ -616,7 +616,7 @@ def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "stages.evaluate"]
     process = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout.startswith("evaluate: validation loss ")
+    assert process.stdout.startswith("evaluate: 7 held-out rows, 3 samples, 2 ranks\nevaluate: validation loss ")
     assert read_outs() == expected
     assert not any(str(tmp_path).encode() in content for content in expected.values())
 
@@ -624,8 +624,8 @@ def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "is_rank", "status", "message"),
     [
-        (signal.SIGKILL, True, 1, r"error: rank 1 was killed by signal 9: writing sample \d+ of 200 \(if the machine ran "
-         r"out of memory, use eval_batch_size 1 \(of the training too, which then runs again\), fewer ranks than 2 "
+        (signal.SIGKILL, True, 1, r"error: rank 1 was killed by signal 9: writing sample \d+ of 200 \(if the machine "
+         r"ran out of memory, use eval_batch_size 1 \(of the training too, which then runs again\), fewer ranks than 2 "
          r"\(runtime\.nproc_per_node\), or a machine with more memory: the weights need .* GiB were free\)\n"),
         (signal.SIGTERM, False, 143, "interrupted: run it again\n"),
         (signal.SIGKILL, False, -9, ""),

@@ -1,6 +1,8 @@
 """Text from a model directory: printed as it is generated, reproducible, and clear errors."""
 
 import io
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from stages.corpus.encoding import Encoder
 from stages.export import generation
 from tests import kinds
 from tests.models import CONFIGS, MIXTRAL, write_tokenizer
-from tests.project import make_nano
+from tests.project import REPO, make_nano
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +155,17 @@ def test_a_prompt_that_is_not_utf_8_is_one_message(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a \xe9")))
     with pytest.raises(StageError, match="the prompt is not UTF-8 at position 2: convert it"):
         text_of(monkeypatch, capsys)
+
+
+def test_a_reader_that_stops_is_no_error() -> None:
+    command = f"{sys.executable} -m stages.generate --max-new-tokens 100 w3 | head -c 1"
+    process = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+    )
+    assert (process.returncode, len(process.stdout), process.stderr) == (0, 1, b"")
 
 
 @pytest.mark.parametrize("damaged", ["config.json", "model.safetensors", "tokenizer.json"])

@@ -91,7 +91,7 @@ def test_each_section_shows_what_the_files_say(complete: Path) -> None:
     for section, texts in {
         "": ["2.5000", "12.18", "1.2500", "2,345,678", "4,096", "1 h 07 min", "random weights", "<tiny & small>"],
         "Loss": ["all held-out rows", "split_02", "before training", "8.5000", "as bfloat16", "310"],
-        "Cost": ["5,120", "41.0%", "1.50 GiB", "launches that saved a checkpoint3", "14.3%"],
+        "Cost": ["5,120", "41.0%", "1.50 GiB", "saved a checkpoint3, each after the first resumed", "14.3%"],
         "Data": ["text.gz", "3.00", "hidden", "1,234", "567,890", "invalid YAML", "3.25", "0.10%", "25.0%",
                  "tokenizers 1.0", "duplicate files"],
         "Rows as the model saw them": ["is read but not predicted", "row 7\n  ⟦The⟧ <text>", "row 8"],
@@ -133,7 +133,7 @@ def test_what_is_missing_is_a_sentence(complete: Path) -> None:
         RECORDS["pack"]: ("Data", "There are no records of how these tokens were made"),
         reports.MODEL / "config.json": ("Model", "config.json is missing or damaged"),
         reports.POINTER: ("The run before", "outputs/exp/run.json is missing: run `dvc repro train`."),
-        Path("data/model.json"): ("Samples", "There are no samples"),
+        Path("data/model.json"): ("Samples", "outputs/evaluation.json is missing: run `dvc repro evaluate`."),
     }
     for path in missing:
         path.unlink()
@@ -165,7 +165,28 @@ def test_without_held_out_rows_the_report_says_so() -> None:
     outputs.HISTORY.write_text(re.sub(r"\t[\d.]*$", "\t", text, flags=re.MULTILINE))
     shown = PageReader(write()).sections
     assert "set validation_splits to 1 or more" in shown["Loss"]
-    assert "There are no samples" in shown["Samples"]
+    assert "There are no samples, because no rows are held out" in shown["Samples"]
+
+
+def test_samples_that_nobody_wanted_are_not_blamed_on_the_data() -> None:
+    evaluation = publish.read_json(outputs.EVALUATION)
+    reports.write_json(outputs.EVALUATION, {**evaluation, "samples": []})
+    assert "There are no samples, because eval_samples is 0" in PageReader(write()).sections["Samples"]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "spec", "expected"),
+    [
+        (2268.6, 2468.2, ",.0f", ("2,269", "2,468", "-199")),
+        (1046.4, 849.4, ",.0f", ("1,046", "849", "+197")),
+        (2.00001, 2.00002, ".4f", ("2.0000", "2.0000", "0")),
+        (12000, 2000, ",d", ("12,000", "2,000", "+10,000")),
+    ],
+)
+def test_a_difference_is_that_of_the_numbers_beside_it(
+    here: float, there: float, spec: str, expected: tuple[str, str, str]
+) -> None:
+    assert report._line("name", here, there, spec)[1:] == expected
 
 
 def test_held_out_text_that_is_too_short_is_named() -> None:
@@ -286,7 +307,7 @@ def test_the_run_before_is_that_of_the_newest_commit_with_another_result() -> No
     assert "run 2 <b>" in compared
     assert re.search(r"validation loss2\.00302\.0020\+0\.0010", compared)
     assert re.search(r"lr0\.0030\.002", compared)
-    assert re.search(r"memory peak \(GiB\)1\.501\.500\n", compared)
+    assert re.search(r"memory peak \(GiB\)1\.5001\.5000\n", compared)
     assert "fsdp.preset" not in compared
     assert "Marked: not as in the run before" in shown["Parameters"]
     content = (outputs.REPORT / report.PAGE).read_text()

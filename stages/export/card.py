@@ -154,8 +154,10 @@ def _rounded(dtype: str) -> str:
 
 
 def _evaluation(lineage: "Lineage", dtype: str, losses: Losses | None) -> str:
-    if losses is None or not losses.metrics():
-        return f"There is no finite loss on held-out text of step {lineage.step}."
+    if losses is None:
+        return f"The loss on held-out text was not measured at step {lineage.step}."
+    if not losses.metrics():
+        return f"The loss on held-out text is not finite at step {lineage.step}."
     eval_rows = lineage.params.get("eval_rows")
     rows = f", up to {eval_rows} rows of it" if eval_rows else ""
     lines = [f"On held-out text{rows}{_rounded(dtype)}:", "", "| metric | value |", "|---|---|"]

@@ -18,7 +18,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import CONFIG, LINEAGE
 from stages.artifacts.publish import write_text
 from stages.export import page, pictures, previous
-from stages.export.evaluation import Loss, Sample
+from stages.export.evaluation import Evaluation, Loss, Sample
 from stages.export.facts import FILES, Extracted, Manifest, Organized, Packed, Result
 from stages.export.previous import Previous
 
@@ -93,7 +93,7 @@ def write(directory: Path, experiment_name: str) -> None:
         _section("Data", lambda: _data(run)),
         _section("Rows as the model saw them", _rows),
         _section("Model", lambda: _model(run, model)),
-        _section("Samples", lambda: _sample_texts(samples)),
+        _section("Samples", lambda: _sample_texts(run.evaluation)),
         _section("Parameters", lambda: _params(run, before)),
     )
     write_text(directory / PAGE, content)
@@ -185,7 +185,7 @@ def _cost(run: Result) -> str:
         ("tokens per second", _number(cost.tokens_per_second, ",.0f")),
         ("MFU", _number(cost.mfu, ".1%")),
         ("peak memory of rank 0", _number(cost.memory_peak_gib, ",.2f", " GiB")),
-        ("launches that saved a checkpoint", _number(cost.launches, ",d")),
+        ("launches that saved a checkpoint", _launches(cost.launches)),
     ]
     if run.trained.skipped_steps:
         facts += [("skipped steps", f"{run.trained.skipped_steps:,} whose gradient was not finite")]
@@ -200,6 +200,11 @@ def _cost(run: Result) -> str:
         page.table("The training", (), facts),
         page.table("A step, on average", ["", "ms", "share"], phases, numbers=True) if phases else "",
     )
+
+
+def _launches(number: int | None) -> str:
+    resumed = "" if (number or 0) < 2 else ", each after the first resumed the run where the one before was interrupted"
+    return _number(number, ",d") + resumed
 
 
 def _data(run: Result) -> str:
@@ -222,7 +227,8 @@ def _data(run: Result) -> str:
             text += [("duplicate strings, dropped", f"{extracted.duplicate_strings:,}")]
         if extracted.fallback_encoded_files:
             text += [("files in another encoding than UTF-8", f"{extracted.fallback_encoded_files:,}")]
-        text += [("files rejected, entirely or in part", f"{extracted.rejected_files:,}")]
+        named = f" ({origin.RECORDS['extract']} names them)" if extracted.rejected_files else ""
+        text += [("files rejected, entirely or in part", f"{extracted.rejected_files:,}{named}")]
         text += [(f"rejected: {reason}", count) for reason, count in _counts(extracted.rejected)]
         parts += [page.table("Text", (), text)]
     packed = Packed.read(origin.RECORDS["pack"])
@@ -278,11 +284,17 @@ def _model(run: Result, directory: Path) -> str:
     return page.columns(page.table("This model", (), facts), page.table("Its config", (), dimensions))
 
 
-def _sample_texts(samples: Sequence[Sample]) -> str:
-    if not samples:
-        raise StageError("There are no samples: eval_samples is 0, or there are no held-out rows")
-    texts = [page.text([(sample.prompt, True), (sample.continuation, False)]) for sample in samples]
+def _sample_texts(evaluation: Evaluation | None) -> str:
+    if evaluation is None:
+        raise StageError(_NO_EVALUATION)
+    if not evaluation.samples:
+        raise StageError(f"There are no samples, because {_why_no_samples(evaluation)}")
+    texts = [page.text([(sample.prompt, True), (sample.continuation, False)]) for sample in evaluation.samples]
     return "\n".join([page.paragraph("Pale: text from a held-out document. After it, what the model writes."), *texts])
+
+
+def _why_no_samples(evaluation: Evaluation) -> str:
+    return "eval_samples is 0" if evaluation.validation else "no rows are held out"
 
 
 def _params(run: Result, before: Previous | None) -> str:
@@ -329,16 +341,16 @@ def _results(run: Result, other: Result) -> Iterator[Comparison]:
         yield _line("tokens", run.trained.tokens, other.trained.tokens, ",d")
         here_cost, there_cost = run.trained.cost, other.trained.cost
         yield _line("seconds", here_cost.training_seconds, there_cost.training_seconds, ",.1f")
-        for name, spec in (("tokens_per_second", ",.0f"), ("mfu", ".3f"), ("memory_peak_gib", ",.2f")):
+        for name, spec in (("tokens_per_second", ",.0f"), ("mfu", ".3f"), ("memory_peak_gib", ",.3f")):
             a, b = getattr(here_cost, name), getattr(there_cost, name)
             if a is not None and b is not None:
                 yield _line(name.replace("_", " ").replace("gib", "(GiB)"), a, b, spec)
 
 
 def _line(name: str, here: float, there: float, spec: str) -> Comparison:
-    difference = format(here - there, f"+{spec}")
-    # Not -0.00.
-    return name, format(here, spec), format(there, spec), difference if difference.strip("+-0.,") else "0"
+    shown, other = format(here, spec), format(there, spec)
+    a, b = (float(text.replace(",", "")) for text in (shown, other))  # as a reader computes it
+    return name, shown, other, format(a - b, f"+{spec.replace('d', '.0f')}") if a != b else "0"
 
 
 def _differences(run: Result, other: Result) -> Iterator[tuple[str, str, str]]:
@@ -380,7 +392,8 @@ def _duration(seconds: float) -> str:
 
 
 def _markdown(name: str, samples: Sequence[Sample]) -> str:
-    blocks = [f"# Samples from {name}\n\nEach prompt is text from a held-out document.\n"]
+    about = "Each prompt is text from a held-out document." if samples else "There are none."
+    blocks = [f"# Samples from {name}\n\n{about}\n"]
     for number, sample in enumerate(samples, 1):
         blocks.append(
             f"## {number}\n\nPrompt:\n\n{_quote(sample.prompt)}\n\nContinuation:\n\n{_quote(sample.continuation)}\n"
