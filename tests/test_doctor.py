@@ -711,7 +711,10 @@ def test_locks_that_dvc_has_left(tmp_path: Path, dvc: Callable[..., Mapping[str,
     info = {"pid": os.getpid(), "cmd": "dvc repro"}  # of this process, which is another program
     rwlock.write_text(json.dumps({"write": {"data": info}, "read": {}}))
     assert f"names process {os.getpid()}, which is not dvc here" in errors(check)
-    with subprocess.Popen(["sh", "-c", "read dvc", "dvc"], stdin=subprocess.PIPE) as running:
+    command = ["sh", "-c", "echo; read dvc", "dvc"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        running.stdout.readline()  # before, the kernel may not know its command line yet
         rwlock.write_text(json.dumps({"read": {"data": [{"pid": running.pid, "cmd": "dvc repro"}]}}))
         assert f"process {running.pid} holds it (dvc repro)" in warnings(check)
         running.kill()
