@@ -107,8 +107,6 @@ def measure_on_ranks(request: Request, runtime: EvaluateRuntime) -> Measurements
     from stages.training.supervision import run_ranks
 
     num_ranks = count_local_ranks(runtime.nproc_per_node)
-    num_rows = PackedTokens.read(VALIDATION).num_rows
-    print(f"evaluate: {num_rows:,} held-out rows, {request.num_samples} samples, {num_ranks} ranks", flush=True)
     with LocalRanks(num_ranks, module="stages.measure") as ranks:
         request.write(ranks.directory / REQUEST)
         # The ranks die with this process, also with one that is killed.
@@ -144,6 +142,7 @@ def evaluate(
     if model.eos_token_id is None:  # the one that `pack` wrote; the exported config may have another
         raise StageError(f"{MANIFEST}: the tokenizer has no EOS token, which must end the documents")
     rows.verify()
+    print(f"evaluate: measuring {rows.num_rows:,} held-out rows", flush=True)  # it may take minutes
     measurements = measure(
         Request(
             model=str(directory),

@@ -66,10 +66,14 @@ def main() -> None:
         refuse_changed_files(run, runtime)
         refresh([last])  # the ranks may have written it on another node
         metrics, exported = write_outs(run, last, contents=was_finished)
-    losses = {"loss": metrics.loss, "validation loss": metrics.validation_loss}
-    shown = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None)
-    print(f"train: {metrics.steps:,} steps, {metrics.tokens:,} tokens: {shown}; run {run.run_id}"
+    print(f"train: {metrics.steps:,} steps, {metrics.tokens:,} tokens: {losses_text(metrics)}; run {run.run_id}"
           f"{'' if exported == last else f', whose best checkpoint is {exported.name}'}")  # fmt: skip
+
+
+def losses_text(metrics: TrainMetrics) -> str:
+    """The last losses, for people to read; there is no validation loss without held-out rows."""
+    losses = {"loss": metrics.loss, "validation loss": metrics.validation_loss}
+    return ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None)
 
 
 def refuse_changed_files(run: Run, runtime: TrainRuntime) -> None:

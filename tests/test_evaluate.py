@@ -465,7 +465,7 @@ def test_a_prompt_is_at_most_half_of_the_longest_document_that_begins_in_a_row(
     assert measure.find_prompt(packed, indices, EOS, 3).tolist() == expected
 
 
-def test_without_held_out_rows_there_is_no_loss_and_no_sample() -> None:
+def test_without_held_out_rows_there_is_no_loss_and_no_sample(capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(0)
     write_history()
     evaluation = run_stage()
@@ -473,6 +473,8 @@ def test_without_held_out_rows_there_is_no_loss_and_no_sample() -> None:
     assert (evaluation.by_split, evaluation.samples) == ({}, [])
     evaluate.write(evaluation, load_params(EvaluateParams))
     assert set(publish.read_json(outputs.METRICS).values()) == {None}
+    assert "evaluate: no rows are held out to measure a loss on; see" in capsys.readouterr().out
+    assert (outputs.REPORT / "samples.md").read_text() == "# Samples from exp\n\nThere are none.\n"
 
 
 # What is read.
@@ -487,6 +489,15 @@ def test_weights_that_are_not_those_of_the_lineage_are_refused() -> None:
     with pytest.raises(StageError, match=r"lineage\.json is missing"):
         run_stage()
     assert not Path("outputs/report").exists()
+
+
+def test_a_history_of_another_run_is_refused() -> None:
+    lineage = Lineage.read(MODEL / "lineage.json")
+    dataclasses.replace(lineage, history="0" * 64).write(MODEL / "lineage.json")
+    with pytest.raises(
+        StageError, match=r"history\.tsv is not of the run that made outputs/exp/model: run `dvc repro e"
+    ):
+        run_stage()
 
 
 def test_tokens_that_are_not_those_of_their_metadata_are_refused() -> None:
@@ -616,7 +627,7 @@ def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "stages.evaluate"]
     process = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout.startswith("evaluate: 7 held-out rows, 3 samples, 2 ranks\nevaluate: validation loss ")
+    assert process.stdout.startswith("evaluate: measuring 7 held-out rows\nevaluate: validation loss ")
     assert read_outs() == expected
     assert not any(str(tmp_path).encode() in content for content in expected.values())
 

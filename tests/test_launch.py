@@ -20,6 +20,7 @@ from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.training import handoff, memory, supervision
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import describe
+from stages.training.state import TrainMetrics
 from tests.faults import environment
 from tests.project import LAUNCH, REPO, Project
 from tests.ranks import Ranks
@@ -75,6 +76,14 @@ stop, late = StopSignal(), Late()
 stop.ignore()
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "validation_loss", "expected"),
+    [(2.5, 3.25, "loss 2.5000, validation loss 3.2500"), (2.5, None, "loss 2.5000")],
+)
+def test_only_losses_that_were_measured_are_shown(loss: float, validation_loss: float | None, expected: str) -> None:
+    assert launch.losses_text(TrainMetrics(loss=loss, validation_loss=validation_loss)) == expected
 
 
 @pytest.mark.slow
