@@ -319,6 +319,8 @@ class _Output:
             self.digest.update(data)
             offset += len(data)
         self.digests[name] = digest.hexdigest()
+        # The kernel begins to write these pages to the disk, instead of waiting until there are too many of them.
+        os.posix_fadvise(self._file, self.places[name], self.specs[name].num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 class _Part(NamedTuple):
