@@ -79,8 +79,9 @@ def main() -> None:
                 file=sys.stderr,
             )
         torch.manual_seed(args.seed)
+        streamer = TextStreamer(tokenizer, skip_special_tokens=True)  # such as the EOS
         try:
-            generation.generate(model, tokens, args.max_new_tokens, args.temperature, TextStreamer(tokenizer))
+            generation.generate(model, tokens, args.max_new_tokens, args.temperature, streamer)
         except BrokenPipeError:  # nobody reads on, as after `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
 

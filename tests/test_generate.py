@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,7 +82,20 @@ def test_the_text_is_the_most_probable_one_of_each_architecture(
         while len(tokens) < 10 and tokens[-1] != 0:
             tokens.append(int(loaded(torch.tensor([tokens])).logits[0, -1].argmax()))  # without a cache
     text = text_of(monkeypatch, capsys, "w3 w5", "--model", "tiny", "--temperature", "0", "--max-new-tokens", "8")
-    assert text == "".join(f"w{token}" if token else "<eos>" for token in tokens)
+    assert text == "".join(f"w{token}" for token in tokens)
+
+
+def test_the_text_ends_before_the_eos(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    made: Any = AutoModelForCausalLM.from_config(CONFIGS["llama untied, scaled rope"])
+    with torch.no_grad():
+        eos = int(made(torch.tensor([[3, 5]])).logits[0, -1].argmax())
+    made.generation_config.eos_token_id = eos
+    made.save_pretrained("tiny")
+    words = [f"w{number}" for number in range(101)]
+    words[eos] = "<eos>"
+    write_tokenizer(Path("tiny"), words)
+    assert text_of(monkeypatch, capsys, "w3 w5", "--model", "tiny", "--temperature", "0") == "w3w5"
 
 
 def test_a_prompt_is_encoded_as_the_pack_stage_encodes_a_document() -> None:
@@ -107,7 +121,7 @@ def test_settings_of_the_source_model_other_than_eos_do_not_count(
     end = tokens.index(tokens[5])
     settings = {"num_beams": 4, "repetition_penalty": 9.0, "suppress_tokens": tokens, "eos_token_id": [1, tokens[end]]}
     publish.write_json(model / "generation_config.json", settings)
-    expected = tokenizer.decode(prompt[0].tolist() + tokens[: end + 1]).strip()
+    expected = tokenizer.decode(prompt[0].tolist() + tokens[: end + 1], skip_special_tokens=True).strip()
     assert text_of(monkeypatch, capsys, "a b", "--max-new-tokens", "20", "--temperature", "0") == expected
 
 
