@@ -114,7 +114,7 @@ def measure(program: str, checkpoint: Path, work: Path) -> tuple[float, float]:
 def cache(directory: Path, checkpoint: Path) -> None:
     """Have no file of `checkpoint` but those of `directory` in the page cache, and nothing to write to the disk."""
     os.sync()
-    for path in sorted(checkpoint.rglob("*.*")):
+    for path in filter(Path.is_file, checkpoint.rglob("*")):
         with path.open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while path.is_relative_to(directory) and file.read(1 << 20):

@@ -99,12 +99,6 @@ def main() -> None:
             raise StageError(f"{MANIFEST} is not of the model that {checkpoint} was trained from: {remedy}")
         with read_lock([checkpoint.parent]):  # a training deletes old checkpoints
             weights = export(params, runtime, model, pointer, checkpoint, target, args.optimizer)
-    origins = Lineage.read(target / LINEAGE).origins
-    if missing := [str(path) for stage, path in RECORDS.items() if stage not in origins]:
-        print(
-            f"warning: {', '.join(missing)}: missing, damaged, or of other data, so lineage.json does not say how the "
-            "data was made"
-        )
     size = sum((target / name).stat().st_size for name in weights)
     dtype = export_dtype(params, model)
     print(
@@ -242,6 +236,11 @@ def _lineage(
     files: dict[str, str],
 ) -> Lineage:  # fmt: skip
     records = find_records(fingerprint(pointer.identity.data.train, pointer.identity.data.validation))
+    if missing := [str(path) for stage, path in RECORDS.items() if stage not in records]:
+        print(
+            f"warning: {', '.join(missing)}: missing, damaged, or of other data, so lineage.json does not say how the "
+            "data was made"
+        )
     return Lineage(
         run_id=pointer.run_id,
         step=pointer.step,

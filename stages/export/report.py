@@ -288,13 +288,10 @@ def _sample_texts(evaluation: Evaluation | None) -> str:
     if evaluation is None:
         raise StageError(_NO_EVALUATION)
     if not evaluation.samples:
-        raise StageError(f"There are no samples, because {_why_no_samples(evaluation)}")
+        reason = "eval_samples is 0" if evaluation.validation else "no rows are held out"
+        raise StageError(f"There are no samples, because {reason}")
     texts = [page.text([(sample.prompt, True), (sample.continuation, False)]) for sample in evaluation.samples]
     return "\n".join([page.paragraph("Pale: text from a held-out document. After it, what the model writes."), *texts])
-
-
-def _why_no_samples(evaluation: Evaluation) -> str:
-    return "eval_samples is 0" if evaluation.validation else "no rows are held out"
 
 
 def _params(run: Result, before: Previous | None) -> str:
