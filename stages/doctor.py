@@ -226,10 +226,10 @@ def _accelerators(
     if not (settings and plan and plan.peak and (trains_here or nproc_per_node)):
         return
     from stages.plan import launched_ranks
-    from stages.training import slurm
+    from stages.training import torchrun
     from stages.training.memory import memory_limit
 
-    allocated = slurm.num_nodes(settings.runtime) if "SLURM_JOB_ID" in environment else None
+    allocated = torchrun.num_nodes(settings.runtime) if "SLURM_JOB_ID" in environment else None
     num_nodes = allocated or settings.runtime.num_nodes or 1
     num_ranks = launched_ranks(settings.runtime, len(memory), num_nodes)
     if num_ranks != plan.num_ranks:

@@ -103,18 +103,17 @@ def measure_on_ranks(request: Request, runtime: EvaluateRuntime) -> Measurements
     Raises:
         StageError: this machine has no GPUs for so many ranks.
     """
-    from stages.training.local_ranks import LocalRanks, count_local_ranks
-    from stages.training.supervision import run_ranks
+    from stages.training import torchrun
 
-    num_ranks = count_local_ranks(runtime.nproc_per_node)
-    with LocalRanks(num_ranks, module="stages.measure") as ranks:
-        request.write(ranks.directory / REQUEST)
+    ranks = torchrun.Ranks(torchrun.count_local_ranks(runtime.nproc_per_node))
+    with torchrun.shared_directory(ranks) as directory:
+        request.write(directory / REQUEST)
         # The ranks die with this process, also with one that is killed.
-        status, reason = run_ranks(ranks, runtime.timeout_minutes, False, remedies(request, num_ranks))
-        if not status:
-            return Measurements.read(ranks.directory / MEASUREMENTS)
-    if reason:  # else the ranks have printed it
-        print(f"error: {reason}", file=sys.stderr)
+        if not (status := torchrun.run("stages.measure", ranks, directory, runtime.timeout_minutes)):
+            return Measurements.read(directory / MEASUREMENTS)
+    if status == torchrun.CRASHED:  # else the ranks have printed the reason
+        if_killed = f"if a rank was killed by signal 9 because memory ran out, use {remedies(request, ranks.total)}"
+        print(f"error: the measurement failed as shown above; {if_killed}", file=sys.stderr)
     sys.exit(status)
 
 

@@ -1,4 +1,4 @@
-"""Start the ranks of the training, on this machine or with srun on several, and end them with this process.
+"""Have torchrun start the ranks of the training, on this machine or on several, and end them with this process.
 
 With `runtime.launcher: sbatch`, on a login node of Slurm, submit a job that does it, and follow the job to its end.
 
@@ -11,11 +11,11 @@ A training that is stopped by a signal saves and exits with status 75; the next 
 that crashes or hangs is restarted up to `runtime.max_restarts` times; one that reports a user error is not.
 """
 
-import itertools
+import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 from stages.artifacts import command, outputs, publish
@@ -26,18 +26,15 @@ from stages.artifacts.shared_disk import refresh
 from stages.checkpointing.layout import CheckpointManifest, DamagedCheckpoint, list_checkpoints, step_name, verify
 from stages.checkpointing.lock import writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
-from stages.training import sbatch, slurm, trackers
+from stages.training import sbatch, torchrun
 from stages.training.console import print_line
 from stages.training.environment import set_environment
-from stages.training.handoff import Launch, is_first_start
-from stages.training.local_ranks import LocalRanks, count_local_ranks
+from stages.training.handoff import Launch
 from stages.training.memory import remedies
 from stages.training.params import TrainParams, TrainRuntime
-from stages.training.run import Run, describe, differences, read_run, resume_candidates, start_over
-from stages.training.signals import INTERRUPTED, on_stop_signal, stop_ranks
-from stages.training.slurm import LostNode, SrunRanks
+from stages.training.run import Run, describe, differences, read_run
+from stages.training.signals import INTERRUPTED, STOP_SIGNALS
 from stages.training.state import STATE, CostColumns, TrainMetrics, TrainState
-from stages.training.supervision import CRASHED, run_ranks
 
 
 def main() -> None:
@@ -45,17 +42,15 @@ def main() -> None:
     run, runtime = read_run()  # in a job that a launcher has submitted: what it read
     last = run.directory / step_name(run.total_steps)
     is_submitted = sbatch.submits(runtime)
-    if is_submitted and (runtime.resume == "never" or not _is_finished(last, contents=False)):
-        _check_packages(run, runtime)
-        if status := sbatch.run_job(run, runtime):
-            sys.exit(status)
+    must_submit = is_submitted and (runtime.resume == "never" or not _is_finished(last, contents=False))
+    if must_submit and (status := sbatch.run_job(run, runtime)):
+        sys.exit(status)
     # Also around the outs: another launcher, with resume=never, could delete the checkpoint that they are written from.
     with writer_lock(run.directory, print_line) as set_status:
         was_finished = not is_submitted and runtime.resume != "never" and _is_finished(last)
         if was_finished:
             print(f"run {run.run_id} has already finished, at step {run.total_steps}: nothing to train")
         elif not is_submitted:
-            _check_packages(run, runtime)
             status = _train(run, runtime, set_status)
             if status == INTERRUPTED:
                 saved = list_checkpoints(run.directory)
@@ -139,12 +134,6 @@ def _best(last: Path, contents: bool) -> Path:
     return best
 
 
-def _check_packages(run: Run, runtime: TrainRuntime) -> None:
-    """Refuse what is not installed here, where it is one message, and before torch takes seconds to import."""
-    trackers.check(runtime.tracker)
-    run.params.check_packages()
-
-
 def _is_finished(last: Path, contents: bool = True) -> bool:
     if not last.is_dir():
         return False
@@ -157,57 +146,30 @@ def _is_finished(last: Path, contents: bool = True) -> bool:
 
 def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -> int:
     """Run the ranks, again where one crashed and `max_restarts` allows it; returns an exit status."""
-    num_nodes = slurm.num_nodes(runtime)
-    # Before torch is imported: the threads that it starts must not receive the signals.
     stopping = threading.Event()
 
-    def on_signal() -> None:
+    def stop(number: int, frame: object) -> None:
         stopping.set()
         set_status("stopping")
-        if num_nodes is None:
-            stop_ranks()  # `SrunRanks` itself looks at `stopping`
 
-    on_stop_signal(on_signal)
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
     set_environment(run.params)
-    Launch(run.params, runtime, run.identity).hand_over()
-    for restart in itertools.count(1):
-        try:
-            with _ranks(run, runtime, num_nodes, stopping) as ranks:
-                if stopping.is_set():
-                    return INTERRUPTED
-                run.params.grad_accum_steps(ranks.num_ranks)
-                run.params.fsdp.mesh_shape(ranks.num_ranks, ranks.num_local)
-                if restart == 1:
-                    if runtime.resume == "never" and is_first_start():
-                        start_over(run)  # under the lock; a restart resumes from what this launch has saved
-                    resume_candidates(run, runtime, lambda message: None)  # for its errors; the ranks choose
-                status, reason = run_ranks(
-                    ranks, runtime.timeout_minutes, runtime.debug, remedies(run.params, ranks.num_ranks)
-                )
-        except LostNode as error:
-            status, reason = CRASHED, str(error)
-        if status != CRASHED:
+    ranks = torchrun.Ranks(torchrun.count_local_ranks(runtime.nproc_per_node), torchrun.num_nodes(runtime))
+    for restart in range(runtime.max_restarts + 1):
+        if restart:
+            print(f"restart {restart} of {runtime.max_restarts}", file=sys.stderr, flush=True)
+        # A restart resumes from what this launch has saved.
+        Launch(run.params, replace(runtime, resume="auto") if restart else runtime, run.identity).hand_over()
+        with torchrun.shared_directory(ranks, run.directory) as directory:
+            status = torchrun.run(
+                "stages.train", ranks, directory, runtime.timeout_minutes, runtime.rdzv_endpoint, stopping
+            )
+        if status != torchrun.CRASHED:
             return status
-        if restart > runtime.max_restarts or stopping.is_set():
-            break
-        print(f"{reason}; restart {restart} of {runtime.max_restarts}", file=sys.stderr, flush=True)
-    print(f"error: {reason}", file=sys.stderr)
-    after = f"after {restart - 1} restarts, " if runtime.max_restarts else ""
-    print(f"error: {after}the training failed; {_next_launch(runtime)}", file=sys.stderr)
-    return CRASHED
-
-
-def _ranks(
-    run: Run, runtime: TrainRuntime, num_nodes: int | None, stopping: threading.Event
-) -> AbstractContextManager[LocalRanks | SrunRanks]:
-    """The ranks that the launch can start, on this machine or on `num_nodes` of Slurm."""
-    if num_nodes is None:
-        from stages.training.precision import check_precision
-
-        num_local = count_local_ranks(runtime.nproc_per_node)
-        check_precision(run.params, run.seq_length)  # an error that every rank would find is raised here once
-        return LocalRanks(num_local)
-    return slurm.srun_ranks(runtime, num_nodes, stopping)
+    if_killed = f"; if a rank was killed by signal 9 because memory ran out, use {remedies(run.params, ranks.total)}"
+    print(f"error: the training failed as shown above; {_next_launch(runtime)}{if_killed}", file=sys.stderr)
+    return status
 
 
 def _next_launch(runtime: TrainRuntime) -> str:

@@ -138,9 +138,9 @@ class Batch(NamedTuple):
 def main() -> None:
     """Measure as one of the ranks that `evaluate` has started."""
     command.parser(__doc__).parse_args()
-    if handoff.LAUNCHER not in os.environ:
+    if handoff.DIRECTORY not in os.environ:
         raise StageError("`python -m stages.evaluate` starts the ranks: run that")
-    process.die_with_parent(signal.SIGKILL, int(os.environ[handoff.LAUNCHER]))
+    process.die_with_parent(signal.SIGKILL)
     # There is nothing to save: where another rank fails, this one is ended, and says nothing.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     directory = Path(os.environ[handoff.DIRECTORY])
@@ -148,14 +148,15 @@ def main() -> None:
 
     from stages.training.distributed import LostConnection, is_rank0, process_group
     from stages.training.memory import explain_out_of_memory
-    from stages.training.watchdog import Heartbeat
+    from stages.training.watchdog import Heartbeat, watched
 
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    heartbeat = Heartbeat(rank)
+    heartbeat = Heartbeat()
     try:
         with (
             process_group(request.timeout_minutes),
             explain_out_of_memory(f"rank {rank}", f"use {remedies(request, num_ranks)}"),
+            watched(heartbeat, request.timeout_minutes),
         ):
             measurements = measure(request, heartbeat)
             if is_rank0():

@@ -133,7 +133,7 @@ def ranks_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                if is_alive(child) and "stages.train" in child.cmdline():
+                if is_alive(child) and child.cmdline()[-2:] == ["-m", "stages.train"] and "RANK" in child.environ():
                     found.append(child)
     return found
 

@@ -8,7 +8,6 @@ statuses.
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from stages.training.handoff import DIRECTORY
-from stages.training.signals import STOP_SIGNALS
 from tests import faults
 from tests.project import REPO, Project
 
@@ -94,9 +92,9 @@ def main() -> None:
     import pandas  # as pyarrow does at its first array
     import transformers.models.llama.modeling_llama
 
-    import stages.train
+    import stages.training.loop
 
-    assert pandas and transformers.models.llama.modeling_llama and stages.train  # before the forks
+    assert pandas and transformers.models.llama.modeling_llama and stages.training.loop  # before the forks
     for line in sys.stdin:
         request = json.loads(line)
         with tempfile.TemporaryDirectory() as directory:
@@ -106,10 +104,8 @@ def main() -> None:
 
 
 def _fork(request: dict[str, Any], rank: int, directory: str) -> int:
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as the launcher does
     pid = os.fork()
     if pid:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return pid
     status: Any = 1
     try:

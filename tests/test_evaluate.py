@@ -138,7 +138,7 @@ def write_params(**changed: Any) -> None:
 
 
 def measure_here(request: Request, runtime: EvaluateRuntime) -> Measurements:
-    return measure.measure(request, Heartbeat(0))
+    return measure.measure(request, Heartbeat())
 
 
 def run_stage() -> Evaluation:
@@ -541,7 +541,7 @@ def rank_main(rank: int, requests: dict[str, Request]) -> None:
     found: dict[str, Any] = {}
     for name, each in requests.items():
         os.chdir(name)
-        found[name] = [measure.measure(each, Heartbeat(rank), is_sharded) for is_sharded in (False, True)]
+        found[name] = [measure.measure(each, Heartbeat(), is_sharded) for is_sharded in (False, True)]
         model, _ = measure.load(each, is_sharded=True)
         found[f"{name}, share"] = sum(param.to_local().numel() for param in model.parameters()) / model.num_parameters()
         fits = math.ceil(2 * measure.weight_bytes(each) / measure._MEMORY_SHARE)

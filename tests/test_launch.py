@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -17,9 +15,10 @@ from stages import launch
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
 from stages.checkpointing.layout import list_checkpoints, step_name
-from stages.training import handoff, memory, supervision
+from stages.training import handoff, memory
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import describe
+from stages.training.signals import INTERRUPTED
 from stages.training.state import TrainMetrics
 from tests.faults import environment
 from tests.project import LAUNCH, REPO, Project
@@ -52,30 +51,22 @@ def test_what_was_edited_during_a_training_is_not_recorded_as_its_input(
             launch.refuse_changed_files(launched, replace(runtime, resume=resume))
 
 
-@pytest.mark.parametrize(
-    ("failures", "rank"),
-    [
-        ({0: (1, 100), 1: (-9, 130)}, 0),  # rank 1 waited in a collective until torch killed it
-        ({0: (1, 100), 1: (-9, 100)}, 1),  # rank 0 lost the connection
-        ({0: (-15, 101), 1: (1, 100)}, 1),  # torch ended rank 0
-    ],
-)
-def test_the_rank_that_failed_by_itself_is_named(failures: dict[int, tuple[int, int]], rank: int) -> None:
-    found = {rank: SimpleNamespace(exitcode=code, timestamp=time) for rank, (code, time) in failures.items()}
-    assert supervision.first_to_fail(cast(Any, found)) == rank
-
-
-def test_16_a_signal_while_a_rank_exits_does_not_kill_it() -> None:
+def test_16_a_signal_before_the_first_step_ends_a_rank_and_one_after_the_last_does_not() -> None:
     code = """
-import os, signal
+import os, signal, sys, time
 from stages.training.signals import StopSignal
+stop = StopSignal()
+if sys.argv[1] == "late":
+    stop.training_starts()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(1)
 class Late:
     def __del__(self):  # called after Python has restored the default handlers
         os.kill(os.getpid(), signal.SIGTERM)
-stop, late = StopSignal(), Late()
-stop.ignore()
+late = Late()
 """
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
+    statuses = [subprocess.run([sys.executable, "-c", code, when], cwd=REPO).returncode for when in ("early", "late")]
+    assert statuses == [INTERRUPTED, 0]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +110,7 @@ def test_under_torchrun_too_one_rank_prints_an_error_of_all(monkeypatch: pytest.
 
 def test_never_is_for_the_first_start_of_a_job_and_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    for name in (handoff.LAUNCHER, *names):
+    for name in names:
         monkeypatch.delenv(name, raising=False)
     assert handoff.is_first_start()
     for name in names:

@@ -1,14 +1,11 @@
-"""A training on several nodes, which are agents on this machine, started by tests/fake_slurm/srun."""
+"""A training on several nodes, which are this machine; tests/fake_slurm/srun starts torchrun on each of them."""
 
 import os
 import re
 import signal
 import socket
 import subprocess
-import threading
 from dataclasses import replace
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,8 @@ import pytest
 
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
-from stages.training import distributed, slurm
+from stages.training import distributed, torchrun
 from stages.training.params import TrainRuntime
-from stages.training.run import packages
 from stages.training.signals import INTERRUPTED
 from tests.faults import environment
 from tests.project import BIN, LAUNCH, REPO, Project, is_alive, ranks_of, wait_for
@@ -27,7 +23,7 @@ from tests.ranks import Ranks
 from tests.trainings import Given, result, weights
 
 ALLOCATION = {
-    "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "0",
     "PATH": f"{BIN}:{REPO / 'tests/fake_slurm'}:{os.environ['PATH']}",
 }  # fmt: skip
 
@@ -43,8 +39,8 @@ def nodes(fresh: Given) -> Given:
     return fresh
 
 
-def agents(process: "subprocess.Popen[str]") -> dict[str, psutil.Process]:
-    """The agents of a launcher, by the name of their node."""
+def torchruns(process: "subprocess.Popen[str]") -> dict[str, psutil.Process]:
+    """The processes of torchrun, by the name of their node."""
     return {rank.parent().environ()["SLURMD_NODENAME"]: rank.parent() for rank in ranks_of(process)}
 
 
@@ -66,7 +62,7 @@ def end(process: "subprocess.Popen[str]", status: int) -> str:
 def test_a_signal_to_one_node_saves_on_all_and_they_compute_what_one_does(nodes: Given, ranks: Ranks) -> None:
     project, reference = nodes
     process = start(project, SLOW)
-    agents(process)["n2"].send_signal(signal.SIGUSR1)
+    torchruns(process)["n2"].send_signal(signal.SIGUSR1)
     output = end(process, INTERRUPTED)
     assert "training with 2 ranks on 2 nodes (CPU, network lo)" in output
     assert re.search(r"interrupted: step-0000000[567] is saved", output)
@@ -104,80 +100,18 @@ def test_what_starts_the_ranks_follows_from_the_allocation(
     runtime = replace(load_params(TrainRuntime, "runtime", path=REPO / "params.yaml"), **values)
     if isinstance(expected, str):
         with pytest.raises(StageError, match=expected):
-            slurm.num_nodes(runtime)
+            torchrun.num_nodes(runtime)
     else:
-        assert slurm.num_nodes(runtime) == expected
+        assert torchrun.num_nodes(runtime) == expected
 
 
-def hello(node: str, **values: Any) -> dict[str, Any]:
-    return {"node": node, "error": None, "differences": [], "packages": packages(), "num_local": 8, **values}
-
-
-@pytest.mark.parametrize(
-    ("different", "message"),
-    [
-        ({"differences": ["code: 'a' there, 'b' here"]},
-         r"^node n2 has other files than the node of the launcher \(there\):\ncode: 'a' there, 'b' here$"),
-        ({"packages": packages() | {"torch": "1.0"}}, r"^node n2 has other files .*:\ntorch: \S+ there, 1.0 here$"),
-        ({"error": "no GPU", "packages": None}, "^node n2: no GPU$"),
-        ({"num_local": 4}, "^each node must have as many ranks: 4 on n2, 8 on n1; set runtime.nproc_per_node to 4$"),
-    ],
-)  # fmt: skip
-def test_nodes_that_differ_are_refused_by_name(different: dict[str, Any], message: str) -> None:
-    slurm._refuse_different_nodes([hello("n1"), hello("n2")])
-    with pytest.raises(StageError, match=message):
-        slurm._refuse_different_nodes([hello("n1"), hello("n2", **different)])
-
-
-def test_an_agent_without_the_key_is_not_accepted() -> None:
-    with Listener(("127.0.0.1", 0), authkey=b"secret") as listener:
-        hellos = slurm._accept(listener, 1)
-        with pytest.raises(AuthenticationError):
-            Client(listener.address, authkey=b"guessed")
-        with Client(listener.address, authkey=b"secret") as client:
-            client.send(hello("n1"))
-            found, connection = hellos.get(timeout=10)
-            connection.close()
-    assert found == hello("n1")
-
-
-def test_a_node_from_which_nothing_is_heard_is_lost() -> None:
-    with slurm._listen(0, 2, "key") as listener, subprocess.Popen(["sleep", "60"]) as srun:
-        hellos = slurm._accept(listener, 2)
-        agents = []
-        for index in range(2):
-            agents.append(Client(("127.0.0.1", listener.address[1]), authkey=b"key"))
-            agents[index].send(hello(f"n{index + 1}", index=index, num_local=1))
-        ranks = slurm.SrunRanks(srun, threading.Event(), interval=1, lost_seconds=1)
-        ranks.join(hellos, num_nodes=2, limit=10)
-        agents[1].send({"notes": [(1, "n2", 7, "step 3, data", True, False)]})
-        threading.Timer(0.6, agents[0].send, [{"notes": []}]).start()
-        try:
-            reason = re.escape("node n2 was lost (nothing was heard of it for 1 s): rank 1 in step 3, data")
-            with pytest.raises(slurm.LostNode, match=reason):
-                ranks.run()
-            assert [agents[0].recv()["first"], agents[0].recv()] == [0, {"do": "send", "number": signal.SIGKILL}]
-        finally:
-            srun.kill()
-            ranks.close()
-            for agent in agents:
-                agent.close()
-
-
-def test_the_endpoint_of_the_launcher() -> None:
-    assert slurm._endpoint(None) == (None, 0)
-    assert slurm._endpoint("head") == ("head", 0)
-    assert slurm._endpoint("head:29500") == ("head", 29500)
+def test_where_the_nodes_find_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    assert torchrun._endpoint(None)[0] == ""  # the address of the launcher, which srun gives to the tasks
+    assert torchrun._endpoint("head")[0] == "head"
+    assert torchrun._endpoint("head:29500") == ("head", 29500)
     with pytest.raises(StageError, match="ports are numbers up to 65535"):
-        slurm._endpoint("head:70000")
-    for _ in range(2):  # the second one: a listener that was closed while it waited has left its port
-        with slurm._listen(0, 1, "key") as listener:
-            slurm._accept(listener, 1)
-            port = listener.address[1]
-            with pytest.raises(StageError, match=rf"cannot listen at port {port} .*: name another one in runtime.rdzv"):
-                slurm._listen(port, 1, "key").__enter__()
-        with slurm._listen(port, 1, "key"):
-            pass
+        torchrun._endpoint("head:70000")
 
 
 def test_the_interface_is_the_one_that_reaches_the_first_node() -> None:
@@ -196,7 +130,7 @@ def test_the_interface_is_the_one_that_reaches_the_first_node() -> None:
 def test_a_signal_to_any_process_saves_on_all(nodes: Given, victim: str, number: signal.Signals) -> None:
     project, reference = nodes
     process = start(project, SLOW)
-    processes = {"launcher": process, "agent": agents(process)["n2"], "rank": ranks_of(process)[1]}
+    processes = {"launcher": process, "agent": torchruns(process)["n2"], "rank": ranks_of(process)[1]}
     processes[victim].send_signal(number)
     assert "interrupted: step-" in end(process, INTERRUPTED)
     project.run(*LAUNCH, **ALLOCATION)
@@ -209,18 +143,18 @@ def test_a_rank_that_hangs_is_named_with_its_node_and_restarted(nodes: Given) ->
     project.set(runtime={"timeout_minutes": 0.05, "max_restarts": 1})
     output = end(start(project, "stop rank 1 at step 5"), 0)
     assert re.search(
-        r"rank 1 on node n2 made no progress for \d+ s: step 6, data \(the process is stopped, as by SIGSTOP\); "
-        r"waiting for it: rank 0 on node n1 in step 6, agreeing with the other ranks; restart 1 of 1",
+        r"rank 1 on node n2 made no progress for \d+ s: step 6, data \(the process is stopped, as by SIGSTOP, or its "
+        r"node is lost\); waiting for it: rank 0 on node n1 in step 6, agreeing with the other ranks\n[^$]*restart 1 of 1",
         output,
     ), output
     assert result(project) == reference
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_named_with_its_node(nodes: Given) -> None:
+def test_a_rank_that_is_killed_is_named(nodes: Given) -> None:
     project, reference = nodes
     output = end(start(project, "kill rank 1 at step 5"), 1)
-    assert "error: rank 1 on node n2 was killed by signal 9: step 6, data" in output
+    assert re.search(r"rank +: 1 \(local_rank: 0\)\n +exitcode +: -9 ", output)
     project.run(*LAUNCH, **ALLOCATION)
     assert result(project) == reference
 
@@ -230,9 +164,9 @@ def test_a_lost_node_is_named_and_the_training_restarted(nodes: Given) -> None:
     project, reference = nodes
     project.set(runtime={"max_restarts": 1})
     process = start(project, SLOW)
-    agents(process)["n2"].kill()
+    torchruns(process)["n2"].kill()
     output = end(process, 0)
-    assert re.search(r"node n2 was lost \(its agent ended\): rank 1 in .*; restart 1 of 1", output)
+    assert re.search(r"error: node n2 was lost: torchrun has ended there without a word\n[^$]*restart 1 of 1", output)
     assert result(project) == reference
 
 
@@ -254,7 +188,7 @@ def test_no_process_outlives_a_killed_launcher(nodes: Given) -> None:
     process = start(project, "stop rank 1 at step 5")
     wait_for((project / "stopped").exists)
     started = psutil.Process(process.pid).children(recursive=True)
-    assert len(started) == 5  # srun, two agents, two ranks
+    assert len(started) == 5  # srun, torchrun twice, two ranks
     process.kill()
     process.communicate()
     wait_for(lambda: not any(map(is_alive, started)))
@@ -278,14 +212,11 @@ def test_a_node_with_other_files_is_refused(nodes: Given, tmp_path: Path) -> Non
     model = other / "data/model.json"
     model.write_text(model.read_text() + "\n")
     output = project.run(*LAUNCH, status=2, **ALLOCATION, FAKE_DIRECTORY_1=str(other.path))
-    assert re.fullmatch(
-        r"error: node n2 has other files than the node of the launcher \(there\):\n"
-        r"error: model: '\w+' there, '\w+' here\n",
-        output,
-    )
+    found = r"error: the files have changed since the launch .*\nerror: model: '\w+' there, '\w+' here\n"
+    assert re.fullmatch(found, output), output
     (other / "data/model.json").unlink()
     output = project.run(*LAUNCH, status=2, **ALLOCATION, FAKE_DIRECTORY_1=str(other.path))
-    assert output == "error: node n2: data/model.json: No such file or directory\n"
+    assert output == "error: data/model.json: No such file or directory\n"
 
 
 @pytest.mark.slow
@@ -295,7 +226,7 @@ def test_nodes_that_do_not_start_are_one_clear_error(nodes: Given, tmp_path: Pat
     srun.write_text("#!/bin/sh\necho 'srun: error: no node' >&2\nexit 3\n")
     srun.chmod(0o755)
     path = {**ALLOCATION, "PATH": f"{BIN}:{tmp_path}:{os.environ['PATH']}"}
-    assert project.run(*LAUNCH, status=1, **path).splitlines()[:2] == [
-        "srun: error: no node",
-        "error: srun ended with status 3, as shown above: 0 of 2 nodes have answered (none)",
-    ]
+    output = project.run(*LAUNCH, status=1, **path)
+    assert output.startswith(
+        "srun: error: no node\nerror: the training failed as shown above; the next launch continues"
+    )

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
-from stages import plan, train
+from stages import plan
 from stages.artifacts import history
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
@@ -27,7 +27,7 @@ from stages.tokens.batch import count_labels, make_batch
 from stages.tokens.order import permute, step_rows
 from stages.tokens.packed import TRAIN, VALIDATION
 from stages.tokens.rows import TokenRows
-from stages.training import run, step
+from stages.training import loop, run, step
 from stages.training.handoff import Launch
 from stages.training.loader import BatchLoader
 from stages.training.params import TrainParams, TrainRuntime
@@ -149,10 +149,10 @@ class Signal:
     received = False
 
 
-def make_trainer(mesh: DeviceMesh, max_unread: int) -> train.Trainer:
+def make_trainer(mesh: DeviceMesh, max_unread: int) -> loop.Trainer:
     """A training in this process, whose numbers are read as late as on a GPU if `max_unread` is 1."""
     described = run.describe(load_params(TrainParams))
-    trainer = train.Trainer(described, load_params(TrainRuntime, "runtime"), mesh, Signal(), Heartbeat(0), lambda: None)  # type: ignore[arg-type]
+    trainer = loop.Trainer(described, load_params(TrainRuntime, "runtime"), mesh, Signal(), Heartbeat(), lambda: None)  # type: ignore[arg-type]
     trainer.max_unread = max_unread
     return trainer
 
@@ -179,7 +179,7 @@ def test_numbers_that_are_read_late_are_complete_in_every_checkpoint(
         trainer.stop_signal.received = trainer.step == 4
         return queue_step(*args)
 
-    monkeypatch.setattr(train, "train_step", stop_in_step_5)
+    monkeypatch.setattr(loop, "train_step", stop_in_step_5)
     assert not trainer.train()
     assert trainer.step == 5  # the step in which the signal came
     losses, number = step.training_losses, 0
@@ -190,7 +190,7 @@ def test_numbers_that_are_read_late_are_complete_in_every_checkpoint(
         loss, router_loss = losses(*args)
         return loss * (math.nan if number == 5 else 1), router_loss
 
-    monkeypatch.setattr(train, "train_step", queue_step)
+    monkeypatch.setattr(loop, "train_step", queue_step)
     monkeypatch.setattr(step, "training_losses", fail_in_step_7)
     trainer = make_trainer(mesh, max_unread=1)
     with pytest.raises(StageError, match=r"^step 7: the gradient norm is nan: .*; the newest checkpoint is of step 6$"):

@@ -1,4 +1,4 @@
-"""What the launcher passes on to the ranks, through their environment.
+"""What the launcher and the ranks tell each other: what to train, through the environment, and how a rank has ended.
 
 The launcher reads the parameters once, for all ranks and all restarts. A rank that read params.yaml itself could train
 something else than the others, or after a restart another run inside the directory of the first one.
@@ -7,6 +7,8 @@ something else than the others, or after a restart another run inside the direct
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +19,16 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.identity import RunIdentity
 from stages.training.params import TrainParams, TrainRuntime
 
-LAUNCHER = "TRAINING_LAUNCHER_PID"
-"""Environment variable with the process id of the parent of the ranks: the launcher, or the agent of their node."""
-
 DIRECTORY = "TRAINING_DIRECTORY"
-"""Environment variable with a temporary directory that the ranks of one machine share, for one start of them: the file
-through which they find each other, their heartbeats, and the errors that one of them has printed."""
+"""Environment variable with a directory that the ranks share for one start of them: on one machine the file through
+which they find each other, and everywhere the errors that one of them has printed and how they have ended."""
+
+STDERR = "TRAINING_STDERR"
+"""Environment variable with the descriptor that is the launcher's stderr. That of torchrun is a file: what it prints is
+of interest only where no rank has said why it ended. torchrun passes on no descriptors but 0, 1 and 2."""
 
 _LAUNCH = "TRAINING_LAUNCH"
+_ENDED = "ended-"
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,43 @@ def received() -> Launch | None:
         ) from None
 
 
+def has_launcher() -> bool:
+    """Whether a launcher of ours has started this rank, and holds the lock of the run."""
+    return _LAUNCH in os.environ
+
+
 def is_first_start() -> bool:
     """Whether `resume: never` is to delete the checkpoints of the run here: they are not of an earlier start.
 
-    The launcher does it for the ranks that it starts. Slurm counts the starts of a job; torchrun counts those after a
-    failure, not those after a change of its nodes (`--nnodes 1:4`).
+    Slurm counts the starts of a job; torchrun counts those after a failure, not those after a change of its nodes
+    (`--nnodes 1:4`). The launcher asks for `auto` at a restart.
     """
-    counts = [os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
-    return LAUNCHER not in os.environ and set(counts) == {"0"}
+    return {os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")} == {"0"}
+
+
+@contextmanager
+def rank() -> Iterator[None]:
+    """Around a whole rank: its stderr is that of the launcher, which is told the status with which the rank exits."""
+    if descriptor := os.environ.pop(STDERR, None):
+        os.dup2(int(descriptor), 2)
+    try:
+        yield
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            tell_launcher(end.code)
+        raise
+
+
+def tell_launcher(status: int) -> None:
+    """Tell the launcher, if there is one, that this rank exits with a status by its own decision."""
+    if directory := os.environ.get(DIRECTORY):
+        with suppress(OSError):  # then the launcher takes it for a crash
+            Path(directory, f"{_ENDED}{status}").touch()
+
+
+def told_statuses(directory: Path) -> set[int]:
+    """The statuses with which ranks have exited by their own decision."""
+    return {int(path.name.removeprefix(_ENDED)) for path in directory.glob(f"{_ENDED}*")}
 
 
 def claim_error(message: str) -> bool:

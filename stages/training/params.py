@@ -203,8 +203,8 @@ class TrainRuntime(CheckpointRuntime):
     """The leaves of the `runtime` section that training reads. None of them changes what is learned."""
 
     launcher: Literal["auto", "torchrun", "srun", "sbatch"]
-    """What starts the ranks. torchrun: its process management, on this machine | srun: the same on each node of an
-    allocation of Slurm | auto: srun in an allocation of several nodes, else torchrun | sbatch: a job of Slurm, which
+    """Where torchrun starts the ranks. torchrun: on this machine | srun: on each node of an allocation of Slurm | auto:
+    srun in an allocation of several nodes, else torchrun | sbatch: in a job of Slurm, which
     the launch submits and follows; inside an allocation the same as auto."""
     sbatch_args: Annotated[str, AfterValidator(_check_options)] | None
     """Options of `sbatch`, as on its command line, for launcher sbatch."""
@@ -214,13 +214,13 @@ class TrainRuntime(CheckpointRuntime):
     nproc_per_node: PositiveInt | None
     """Ranks on each node; null: one per GPU, or 2 where there is none."""
     rdzv_endpoint: Annotated[str, Field(pattern=r"^[^:\s]+(:\d{1,5})?$")] | None
-    """`host` or `host:port` where the other nodes reach the launcher; null: the address that srun has given them, and a
-    free port."""
+    """`host` or `host:port` where the other nodes reach the first one; null: the address that srun has given them, and
+    a free port."""
     log_freq: PositiveInt
     """Optimizer steps between two lines of output."""
     timeout_minutes: PositiveFloat
-    """How long a rank may take for one thing: after 0.9 of it the watchdog of the launcher names the rank and ends all.
-    With another launcher than ours, rank 0 does. A rank that nobody watches is lost after the full time."""
+    """How long a rank may take for one thing: after 0.9 of it rank 0 names the rank and ends all. After the full time the
+    others take rank 0 itself for lost. After a signal, the ranks have so long to save."""
     max_restarts: NonNegativeInt
     """How often the ranks are restarted after one of them crashed or hung. An error that would recur, and a
     signal to stop, end the training at once."""

@@ -103,7 +103,8 @@ print("all near")
 STRICT = """
 import sys, torch
 from stages import train
-queue_step, num_steps = train.train_step, 0
+from stages.training import loop
+queue_step, num_steps = loop.train_step, 0
 def strict_step(*args):
     global num_steps
     num_steps += 1
@@ -112,7 +113,7 @@ def strict_step(*args):
         return queue_step(*args)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-train.train_step = strict_step
+loop.train_step = strict_step
 sys.argv = ["train"]
 train.main()
 """
