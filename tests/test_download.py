@@ -852,6 +852,14 @@ def test_an_index_that_an_older_tool_has_left_out_is_fetched(served: Hub, tmp_pa
     assert hub.resolve(HUB_ID, "main", want_weights=True).weights == hub.weight_files(Path("source"))
 
 
+def test_pickles_that_an_older_tool_has_left_out_are_refused(served: Hub, tmp_path: Path) -> None:
+    cached(write_model(Path("bare"), weights=False), tmp_path / "home", hub_server.COMMIT)
+    for name in (WEIGHTS, "other.safetensors"):
+        del served.models[HUB_ID][name]
+    with pytest.raises(StageError, match=r"pickles \(pytorch_model\.bin\)"):
+        resolve()
+
+
 @pytest.fixture
 def home_of_tool(served: Hub, tmp_path: Path) -> Path:
     from huggingface_hub import snapshot_download

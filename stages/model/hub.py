@@ -79,19 +79,28 @@ def resolve(
             of its authors: pickles, `auto_map`.
     """
     if Path(model_name).is_dir():
-        source = Path(model_name)
-        commit = None
-        weights = weight_files(source) if want_weights else []
-        names = _names(source)
+        source, commit = Path(model_name), None
     else:
-        source, weights = _from_hub(model_name, model_revision, want_weights, required)
-        commit = source.name
-        names = _known(model_name, source)
+        source = _snapshot(model_name, model_revision, _PATTERNS, required)
+        commit = source.name  # from here on it, and not the branch, which may get another one between two requests
+        for name in sorted(_small_files(source)):  # download checks the weights later
+            hub_cache.check(model_name, commit, name, publish.sha256_file(source / name))
     if not (source / CONFIG).is_file():
         raise StageError(f"model_name is {model_name!r}: it has no {CONFIG}, so transformers cannot load it")
-    if want_weights and not weights:  # with random weights, others beside the config harm nobody
-        _refuse_weights(model_name, names)
-    _refuse_code(model_name, source)
+    _refuse_code(model_name, source)  # before anything large is fetched
+    if not want_weights:  # with random weights, others beside the config harm nobody
+        return ModelSource(source, commit, [])
+    weights = weight_files(source)
+    if not weights:
+        _refuse_weights(model_name, source, commit)
+    if commit is not None:
+        if not weights:
+            # The index, too: a cache without a list of the repository's files may lack it unnoticed.
+            _snapshot(model_name, commit, (*_PATTERNS, WEIGHTS), (WEIGHTS,))
+            weights = weight_files(source)
+        _snapshot(model_name, commit, tuple(weights), tuple(weights))
+        if not weights:
+            _refuse_weights(model_name, source, commit)  # of which only the Hub knew
     return ModelSource(source, commit, weights)
 
 
@@ -122,26 +131,6 @@ def weight_files(directory: Path) -> list[str]:
             raise StageError(f"{index} does not name the safetensors files beside it: fetch it again")
         return sorted(names)
     return [WEIGHTS] if (directory / WEIGHTS).is_file() else []
-
-
-def _from_hub(repo: str, revision: str, want_weights: bool, required: tuple[str, ...]) -> tuple[Path, list[str]]:
-    """The snapshot's directory, and its weights."""
-    source = _snapshot(repo, revision, _PATTERNS, required)
-    commit = source.name  # from here on the commit: the branch may get another one between two requests
-    for name in sorted(_small_files(source)):  # download checks the weights later
-        hub_cache.check(repo, commit, name, publish.sha256_file(source / name))
-    if not want_weights:
-        return source, []
-    _refuse_code(repo, source)  # before anything large is fetched
-    if not weight_files(source):
-        known = _known(repo, source)
-        if WEIGHTS not in known:  # the Hub has none of them, perhaps pickles instead
-            _refuse_weights(repo, known)
-        # The index, too: a cache without a list of the repository's files may lack it unnoticed.
-        _snapshot(repo, commit, (*_PATTERNS, WEIGHTS), (WEIGHTS,))
-    weights = tuple(weight_files(source))
-    _snapshot(repo, commit, weights, weights)
-    return source, list(weights)
 
 
 def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tuple[str, ...]) -> Path:
@@ -320,14 +309,12 @@ def _names(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir() if path.is_file()]
 
 
-def _known(repo: str, source: Path) -> list[str]:
-    """All files that the repository is known to have."""
-    listing = hub_cache.listing(repo, source.name)
-    return _names(source) if listing is None else list(listing)
-
-
-def _refuse_weights(model_name: str, names: list[str]) -> None:
+def _refuse_weights(model_name: str, source: Path, commit: str | None) -> None:
     """Refuse weights that are not read: without a word, the run would start from random ones."""
+    listing = None if commit is None else hub_cache.listing(model_name, commit)
+    names = _names(source) if listing is None else list(listing)
+    if WEIGHTS in names:
+        return
     others = sorted(name for name in names if name.endswith(_OTHER_WEIGHTS))
     if others:
         raise StageError(
