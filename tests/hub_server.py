@@ -1,16 +1,16 @@
-"""A Hub on loopback: model info, tree, files with redirects, ETags and ranges, and what can go wrong with each of them.
+"""A Hub on loopback: model info, tree, files with redirects and ETags, and answers of which people must be told.
 
 As on huggingface.co, small files are under git's SHA-1 and redirect within the Hub; large ones are under their SHA-256
 and redirect to another host, here another port, to which a client must not send its token. All of them are also
 advertised through Xet, which is refused, as by a firewall that knows only the Hub.
 """
 
-import base64
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,7 +20,6 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = "fedcba9876543210fedcba9876543210fedcba98"
 TOKEN = "hf_SENTINEL"
-PASSWORD = "SENTINEL"
 
 
 @dataclass
@@ -30,7 +29,6 @@ class Request:
     method: str
     path: str
     token: bool
-    range: str | None
 
 
 @dataclass
@@ -40,17 +38,14 @@ class Hub:
     models: dict[str, dict[str, bytes]] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
     """Models whose files need the token."""
-    breaks: dict[str, list[int]] = field(default_factory=dict)
-    """By file: after how many bytes each of the next connections breaks."""
-    refused: dict[str, list[tuple[int, str] | None]] = field(default_factory=dict)
-    """By the last part of the path: status and Retry-After for each of the next requests, or none."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """By the end of the path: the status of the answer."""
+    endless: set[str] = field(default_factory=set)
+    """Files that never end."""
     changed: dict[str, bytes] = field(default_factory=dict)
     """By file: what is sent in its place."""
     described: dict[str, bytes] = field(default_factory=dict)
     """By model: what is answered in place of its commit and files."""
-    ignores_ranges: bool = False
-    sends_lengths: bool = True
-    """Else the end of a connection is the end of a file, whether or not that is complete."""
     requests: list[Request] = field(default_factory=list)
     url: str = ""
     files_url: str = ""
@@ -90,10 +85,12 @@ def oid(content: bytes) -> str:
 
 
 def entry(name: str, content: bytes) -> dict[str, Any]:
-    """A file as the tree lists it."""
+    """A file as the tree lists it. A large one is in git as a pointer."""
     found: dict[str, Any] = {"type": "file", "path": name, "size": len(content), "oid": oid(content)}
     if is_large(name):
         digest = hashlib.sha256(content).hexdigest()
+        pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {len(content)}\n"
+        found["oid"] = oid(pointer.encode())
         found["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 134}
         found["xetHash"] = digest
     return found
@@ -127,12 +124,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub, path = self.hub, urlsplit(self.path).path
         token = self.headers.get("Authorization")
-        if token == "Basic " + base64.b64encode(f"me:{PASSWORD}".encode()).decode():  # of the address, for a proxy
-            token = None
-        hub.requests.append(Request(self.command, self.path, token is not None, self.headers.get("Range")))
-        refused = hub.refused.get(path.rpartition("/")[2])
-        if refused and (refusal := refused.pop(0)) is not None:
-            return self.answer(refusal[0], {"Retry-After": refusal[1]})
+        hub.requests.append(Request(self.command, self.path, token is not None))
+        for end, status in hub.refused.items():
+            if path.endswith(end):
+                return self.answer(status, {})
         if token not in (None, f"Bearer {TOKEN}"):
             return self.answer(401, {"X-Error-Message": "Invalid credentials in Authorization header"})
         if "/xet-read-token/" in path:
@@ -169,30 +164,21 @@ class _Handler(BaseHTTPRequestHandler):
         return self.answer(302 if is_large(name) else 307, headers)
 
     def file(self, repo: str, name: str) -> None:
-        hub = self.hub
-        content = hub.changed.get(name, hub.models[repo][name])
-        given = self.headers.get("Range")
-        headers = {"ETag": f'"{oid(content)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        status, start = 200, 0
-        if given is not None and not hub.ignores_ranges:
-            start = int(given.removeprefix("bytes=").rstrip("-"))
-            status = 206
-            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
-        body = content[start:]
-        breaks = hub.breaks.get(name)
-        self.answer(status, headers, body, breaks.pop(0) if breaks else None)
+        if name not in self.hub.endless:
+            content = self.hub.changed.get(name, self.hub.models[repo][name])
+            return self.answer(200, {"ETag": f'"{oid(content)}"', "X-Repo-Commit": COMMIT}, content)
+        self.send_response(200)
+        self.end_headers()
+        self.close_connection = True
+        with suppress(ConnectionError):
+            while True:
+                self.wfile.write(bytes(1 << 20))
+                time.sleep(0.01)
 
-    def answer(self, status: int, headers: dict[str, str], body: bytes = b"", break_after: int | None = None) -> None:
+    def answer(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
         self.send_response(status)
-        for name, value in headers.items():
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
-        if self.hub.sends_lengths:
-            self.send_header("Content-Length", str(len(body)))
-        else:
-            self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[:break_after])
-        if break_after is not None:
-            self.wfile.flush()
-            self.close_connection = True
+            self.wfile.write(body)

@@ -2,16 +2,23 @@
 
 The cache comes first: where it has all that is needed, no socket is opened. The price is that a branch such as `main`
 stays at the commit that was fetched first. For a newer one, set `model_revision` to the commit, or run `hf download`.
+
+What the cache lacks is fetched by huggingface_hub: files that are complete stay, one that was cut off begins again.
 """
 
+import os
 import re
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
-from stages.artifacts import publish
-from stages.artifacts.errors import StageError
+from stages.artifacts import command, publish
+from stages.artifacts.errors import StageError, naming
 from stages.artifacts.model_files import (
     CONFIG,
     GENERATION_CONFIG,
@@ -21,14 +28,19 @@ from stages.artifacts.model_files import (
     WEIGHTS,
     WEIGHTS_INDEX,
 )
-from stages.model import hub_cache, hub_client
+from stages.model import hub_cache
 from stages.model.license import is_license_file
+
+# Xet needs other servers than the Hub's, which firewalls refuse more often: huggingface_hub then tries for minutes. It
+# reads this when it is imported; nothing here imports it earlier.
+os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
 
 _PATTERNS = (
     CONFIG, GENERATION_CONFIG, "chat_template*", LINEAGE, WEIGHTS_INDEX,
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
 )  # fmt: skip
 """All files of a model except its weights, so that no other format of them (pickles, GGUF) is fetched."""
+_COMMIT = re.compile("[0-9a-f]{40}")
 _SHARD = re.compile(r"[^/]+\.safetensors")
 """What an index may name: a file beside it."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -51,16 +63,14 @@ class ModelSource:
 
 
 def resolve(
-    model_name: str, model_revision: str, want_weights: bool, timeout: float = 10.0,
-    required: tuple[str, ...] = (CONFIG, TOKENIZER),
-) -> ModelSource:  # fmt: skip
+    model_name: str, model_revision: str, want_weights: bool, required: tuple[str, ...] = (CONFIG, TOKENIZER)
+) -> ModelSource:
     """Find a model's files; fetch them from the Hub where the cache lacks some.
 
     Args:
         model_name: An existing directory, else a Hub id.
         model_revision: Branch, tag or commit of a Hub id.
         want_weights: Whether the weights are needed too, if the model has any.
-        timeout: Seconds to wait for each answer of the Hub.
         required: Files without which a cached model is incomplete, beside its weights.
 
     Raises:
@@ -69,19 +79,28 @@ def resolve(
             of its authors: pickles, `auto_map`.
     """
     if Path(model_name).is_dir():
-        source = Path(model_name)
-        commit = None
-        weights = weight_files(source) if want_weights else []
-        names = _names(source)
+        source, commit = Path(model_name), None
     else:
-        source, weights = _from_hub(model_name, model_revision, want_weights, timeout, required)
-        commit = source.name
-        names = _known(model_name, source)
+        source = _snapshot(model_name, model_revision, _PATTERNS, required)
+        commit = source.name  # from here on it, and not the branch, which may get another one between two requests
+        for name in sorted(_small_files(source)):  # download checks the weights later
+            hub_cache.check(model_name, commit, name, publish.sha256_file(source / name))
     if not (source / CONFIG).is_file():
         raise StageError(f"model_name is {model_name!r}: it has no {CONFIG}, so transformers cannot load it")
-    if want_weights and not weights:  # with random weights, others beside the config harm nobody
-        _refuse_weights(model_name, names)
-    _refuse_code(model_name, source)
+    _refuse_code(model_name, source)  # before anything large is fetched
+    if not want_weights:  # with random weights, others beside the config harm nobody
+        return ModelSource(source, commit, [])
+    weights = weight_files(source)
+    if not weights:
+        _refuse_weights(model_name, source, commit)
+    if commit is not None:
+        if not weights:
+            # The index, too: a cache without a list of the repository's files may lack it unnoticed.
+            _snapshot(model_name, commit, (*_PATTERNS, WEIGHTS), (WEIGHTS,))
+            weights = weight_files(source)
+        _snapshot(model_name, commit, tuple(weights), tuple(weights))
+        if not weights:
+            _refuse_weights(model_name, source, commit)  # of which only the Hub knew
     return ModelSource(source, commit, weights)
 
 
@@ -114,29 +133,7 @@ def weight_files(directory: Path) -> list[str]:
     return [WEIGHTS] if (directory / WEIGHTS).is_file() else []
 
 
-def _from_hub(
-    repo: str, revision: str, want_weights: bool, timeout: float, required: tuple[str, ...]
-) -> tuple[Path, list[str]]:
-    """The snapshot's directory, and its weights."""
-    source = _snapshot(repo, revision, _PATTERNS, required, timeout)
-    commit = source.name  # from here on the commit: the branch may get another one between two requests
-    for name in sorted(_small_files(source)):  # download checks the weights later
-        hub_cache.check(repo, commit, name, publish.sha256_file(source / name))
-    if not want_weights:
-        return source, []
-    _refuse_code(repo, source)  # before anything large is fetched
-    if not weight_files(source):
-        known = _known(repo, source)
-        if WEIGHTS not in known:  # the Hub has none of them, perhaps pickles instead
-            _refuse_weights(repo, known)
-        # The index, too: a cache without a list of the repository's files may lack it unnoticed.
-        _snapshot(repo, commit, (*_PATTERNS, WEIGHTS), (WEIGHTS,), timeout)
-    weights = tuple(weight_files(source))
-    _snapshot(repo, commit, weights, weights, timeout)
-    return source, list(weights)
-
-
-def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tuple[str, ...], timeout: float) -> Path:
+def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tuple[str, ...]) -> Path:
     """The snapshot of a repository with the files that match `patterns`: from the cache, else from the Hub.
 
     Where the cache has no list of the repository's files, those in `required` suffice.
@@ -167,15 +164,105 @@ def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tup
     variable = hub_cache.offline_variable()
     if variable is not None:
         raise Lacking(f"{problem}; {variable} forbids fetching it: {remedy}")
+    from huggingface_hub.errors import HTTPError
+
     try:
-        if commit is None or commit != revision or hub_cache.listing(repo, commit) is None:  # of a commit it is final
-            commit = hub_client.fetch_listing(repo, revision, timeout)
-        # Nothing is fetched for the sake of the license alone, so a cache without it is complete.
-        texts = [name for name in hub_cache.listing(repo, commit) or () if is_license_file(name)]
-        hub_client.fetch(repo, commit, [*_missing(repo, commit, patterns, required), *texts], timeout)
-    except hub_client.NotFetched as error:
-        raise Lacking(f"{problem}; {error}" + (f": {remedy}" if error.needs_remedy else "")) from None
-    return hub_cache.snapshot(repo, commit)
+        with naming(hub_cache.repository(repo)):
+            return _fetch(repo, revision, patterns)
+    except (HTTPError, OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the disk
+            raise
+        raise Lacking(f"{problem}; {_explained(error, repo, remedy)}") from None
+
+
+def _fetch(repo: str, revision: str, patterns: tuple[str, ...]) -> Path:
+    """Fetch what matches `patterns`, and the texts of the license, into the cache; returns the snapshot.
+
+    Nothing is fetched for the sake of the license alone, so a cache without it is complete.
+    """
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.utils import tqdm
+
+    stop = threading.Event()
+
+    class Progress(tqdm):
+        """A bar, on terminals only, and the way to end the threads that fetch: they call it for each part of a file."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{"disable": None, **kwargs})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> Any:
+            if stop.is_set():
+                raise InterruptedError
+            return super().update(n)
+
+    try:
+        # First, because only this request has a time limit.
+        model = HfApi().model_info(repo, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT, files_metadata=True)
+        commit = _COMMIT.fullmatch(model.sha or "")[0]  # type: ignore[index]
+    except (KeyError, TypeError) as error:  # the library checks no types
+        raise ValueError from error
+    directory, snapshot = hub_cache.repository(repo), hub_cache.snapshot(repo, commit)
+    sizes = {
+        file.rfilename: file.size or 0
+        for file in model.siblings or ()
+        if "/" not in file.rfilename and (_matches(file.rfilename, patterns) or is_license_file(file.rfilename))
+    }
+    needed = sum(size for name, size in sizes.items() if not (snapshot / name).is_file())
+    directory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise StageError(
+            f"{repo} needs {command.format_gib(needed)} more in {directory}, where {command.format_gib(free)} are "
+            "free: make room, or set HF_HOME to a directory on a larger disk"
+        )
+    print(f"fetching {needed:,} bytes of {repo}", flush=True)
+    # In a thread, because after Ctrl-C it waits for all files that it has begun.
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(
+            snapshot_download, repo, revision=commit, cache_dir=directory.parent, allow_patterns=list(sizes),
+            tqdm_class=Progress,
+        )  # fmt: skip
+        try:
+            job.result()
+        finally:
+            stop.set()
+    if not all((snapshot / name).is_file() for name in sizes):
+        raise ConnectionError  # then it returns what is there
+    if revision != commit:
+        publish.write_text(directory / "refs" / revision, commit)  # without a line end, as the library writes it
+    return snapshot
+
+
+def _explained(error: Exception, repo: str, remedy: str) -> str:
+    """One line for an error of huggingface_hub, without its text, which may quote the request's headers: the token."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # after which the library has looked into the cache
+    name, page = type(error).__name__, f"https://huggingface.co/{repo}"
+    if isinstance(error, ValueError):
+        return f"the Hub's answer is not understood ({name}): correct HF_ENDPOINT if it is set, or {remedy}"
+    if not isinstance(error, HfHubHTTPError):
+        return f"the Hub was not reached ({name}): {remedy}"
+    status = error.response.status_code
+    if isinstance(error, GatedRepoError):
+        remedy = f"the model is gated: accept its license at {page}, and set HF_TOKEN to a token of that account"
+    elif isinstance(error, RepositoryNotFoundError):
+        remedy = "there is no such model, or it is private: check the name; if private, set HF_TOKEN"
+    elif isinstance(error, RevisionNotFoundError):
+        remedy = f"it has the model, but not this revision: set model_revision to one of {page}/commits"
+    elif status == 401:
+        remedy = "it refuses your token: set HF_TOKEN to a valid one, or unset it"
+    elif status == 429:
+        remedy = "it limits requests: run it again later; files that are complete are kept"
+    return f"the Hub answered {status} ({name}): {remedy}"
 
 
 def _missing(repo: str, commit: str, patterns: tuple[str, ...], required: tuple[str, ...]) -> list[str]:
@@ -222,14 +309,12 @@ def _names(directory: Path) -> list[str]:
     return [path.name for path in directory.iterdir() if path.is_file()]
 
 
-def _known(repo: str, source: Path) -> list[str]:
-    """All files that the repository is known to have."""
-    listing = hub_cache.listing(repo, source.name)
-    return _names(source) if listing is None else list(listing)
-
-
-def _refuse_weights(model_name: str, names: list[str]) -> None:
+def _refuse_weights(model_name: str, source: Path, commit: str | None) -> None:
     """Refuse weights that are not read: without a word, the run would start from random ones."""
+    listing = None if commit is None else hub_cache.listing(model_name, commit)
+    names = _names(source) if listing is None else list(listing)
+    if WEIGHTS in names:
+        return
     others = sorted(name for name in names if name.endswith(_OTHER_WEIGHTS))
     if others:
         raise StageError(

@@ -5,24 +5,19 @@ Its layout is that of huggingface_hub, so that `hf download` and other tools can
     models--OWNER--NAME/blobs/DIGEST             the files, each under the digest that the Hub lists for it
     models--OWNER--NAME/snapshots/COMMIT/FILE    links to them, or copies
     models--OWNER--NAME/refs/BRANCH              the commit of a branch
-    models--OWNER--NAME/trees/COMMIT.json        all files of the repository, with their digests; older tools write none
+    models--OWNER--NAME/trees/COMMIT.json        all files of the repository, with git's digests; older tools write none
 """
 
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from stages.artifacts.errors import StageError
 
-if TYPE_CHECKING:
-    from huggingface_hub._tree_cache import TreeCacheEntry
-
-DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
-"""SHA-256 of a large file, git's SHA-1 of a small one."""
-
+_DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+"""SHA-1 or SHA-256. A blob of another name has none."""
 _DEFAULT = ".hf/hub"
 _LOCATIONS = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -78,13 +73,16 @@ def commit(repo: str, revision: str) -> str | None:
     return found if snapshot(repo, found).is_dir() else None
 
 
-def listing(repo: str, commit: str) -> "dict[str, TreeCacheEntry] | None":
-    """The files in the root of a repository, where an earlier download stored their list in the cache; else None."""
-    # Of its public functions, `get_cached_repo_tree` leaves the SHA-256 out.
-    from huggingface_hub._tree_cache import read_tree_cache
+def listing(repo: str, commit: str) -> dict[str, str] | None:
+    """Git's SHA-1 of each file in the root of a repository; None where the cache has no list of them."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    entries = read_tree_cache(str(repository(repo)), commit)
-    return None if entries is None else {name: entry for name, entry in entries.items() if "/" not in name}
+    try:
+        files = get_cached_repo_tree(repo, revision=commit, cache_dir=repository(repo).parent)
+    except CachedRepoTreeNotFoundError:
+        return None
+    return {file.path: file.blob_id for file in files if "/" not in file.path}
 
 
 def check(repo: str, commit: str, name: str, sha256: str) -> None:
@@ -100,35 +98,35 @@ def check(repo: str, commit: str, name: str, sha256: str) -> None:
         StageError: the file is damaged, or the Hub does not list it.
     """
     path = snapshot(repo, commit) / name
-    entries = listing(repo, commit)
-    if entries is not None:
-        if name not in entries:  # it would count as a part of the commit
+    files = listing(repo, commit)
+    if files is not None:
+        if name not in files:  # it would count as a part of the commit
             raise StageError(f"{path} is not a file of {repo} at commit {commit}: delete it, or use a local copy")
-        expected = entries[name].lfs_sha256 or entries[name].blob_id
+        expected = files[name]
     elif path.is_symlink():
         expected = Path(os.readlink(path)).name
     else:
         return  # of a copy without links and list, which has no digests
-    if not is_of_digest(path, expected, sha256):
+    if _DIGEST.fullmatch(expected) and expected not in _digests(path, sha256):
         raise StageError(
             f"{path.resolve()} is damaged: it is {name} of {repo}, for which the Hub lists the digest {expected}. "
             "Delete it, and run `python -m stages.download` on a machine with internet, or put a good copy in its place"
         )
 
 
-def is_of_digest(path: Path, expected: str, sha256: str) -> bool:
-    """Whether a file with this SHA-256 has the digest that the Hub lists: a SHA-256, or of a small file git's SHA-1.
+def _digests(path: Path, sha256: str) -> Iterator[str]:
+    """The digests under which the Hub lists a file, or the cache has it, those first that are computed without reading.
 
-    Mirrors that are no git servers use the plain SHA-1. A name of another form is not a digest, and matches.
+    A large file is in git as a pointer, which has its SHA-256 and size. Mirrors that are no git servers have the SHA-1
+    of a small file without the header that git puts before it.
     """
-    if not DIGEST.fullmatch(expected):
-        return True
-    if len(expected) == len(sha256):
-        return sha256 == expected
-    plain = hashlib.sha1(usedforsecurity=False)
-    git = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            plain.update(chunk)
-            git.update(chunk)
-    return expected in (git.hexdigest(), plain.hexdigest())
+    yield sha256
+    size = path.stat().st_size
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n" % (sha256.encode(), size)
+    yield hashlib.sha1(b"blob %d\0" % len(pointer) + pointer, usedforsecurity=False).hexdigest()
+    for header in (b"blob %d\0" % size, b""):
+        digest = hashlib.sha1(header, usedforsecurity=False)
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+        yield digest.hexdigest()
