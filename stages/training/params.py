@@ -219,8 +219,8 @@ class TrainRuntime(CheckpointRuntime):
     log_freq: PositiveInt
     """Optimizer steps between two lines of output."""
     timeout_minutes: PositiveFloat
-    """How long a rank may take for one thing: after 0.9 of it rank 0 names the rank and ends all. After the full time the
-    others take rank 0 itself for lost. After a signal, the ranks have so long to save."""
+    """How long a rank may take for one thing: after 0.9 of it rank 0 names the rank and ends all. After the full time
+    the others take rank 0 itself for lost. After a signal, the ranks have so long to save."""
     max_restarts: NonNegativeInt
     """How often the ranks are restarted after one of them crashed or hung. An error that would recur, and a
     signal to stop, end the training at once."""
