@@ -114,7 +114,10 @@ def test_a_cancelled_job_saves_and_does_not_come_back(script: Script) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "expected"),
-    [("node n2 was lost (its agent ended): rank 1 in step 5", ("COMPLETED", "1")), ("rank 1 crashed", ("FAILED", "0"))],
+    [
+        ("node n2 was lost: torchrun has ended there without a word", ("COMPLETED", "1")),
+        ("rank 1 crashed", ("FAILED", "0")),
+    ],
 )
 def test_a_lost_node_is_another_start_and_a_crash_is_none(
     script: Script, error: str, expected: tuple[str, str]
