@@ -128,8 +128,6 @@ class Metrics(Record):
 
     files: int
     fallback_encoded_files: int
-    second_reader_files: int
-    """YAML that is valid but refused by libyaml, and read by `yaml12`, entirely or in part."""
     rejected_files: int
     """Of which something could not be read."""
     records: int
@@ -379,10 +377,7 @@ def read_split(task: Task, meter: progress.Meter) -> SplitResult:
                 with Source(raw, compression, file.digest, params.fallback_encoding, task.limits, file.part) as source:
                     source.on_read = show
                     counts["fallback_encoded_files"] += source.used_fallback
-                    try:
-                        READERS[format](source, writer)
-                    finally:  # also if a later document is rejected
-                        counts["second_reader_files"] += source.used_second_reader
+                    READERS[format](source, writer)
             except Rejected as reason:
                 writer.reject(reason)
             except Changed:  # continue: one run finds all files that changed
@@ -426,7 +421,6 @@ def metrics(params: ExtractParams, counts: Counter[str], rejected: list[Rejectio
     return Metrics(
         files=counts["files"],
         fallback_encoded_files=counts["fallback_encoded_files"],
-        second_reader_files=counts["second_reader_files"],
         rejected_files=counts["rejected_files"],
         records=counts["records"],
         duplicate_strings=counts["duplicate_strings"],
