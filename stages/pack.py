@@ -157,7 +157,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         counts = train.counts + validation.counts
         names = [Path(manifest_name(f"{index:02d}")).stem for index in range(len(shards))]
         name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
-        encoder = EncoderMetrics(name, counts.num_compared, counts.num_slow, reason)
+        encoder = EncoderMetrics(name, counts.num_slow, reason)
         metrics = PackMetrics(
             train.metrics(),
             validation.metrics(),

@@ -55,8 +55,6 @@ class Counts:
     """Tokens that replace what the vocabulary cannot express."""
     num_dropped: int = 0
     """Characters that leave no token."""
-    num_compared: int = 0
-    """Characters that two tokenizers have encoded, with the same result."""
     num_slow: int = 0
     """Characters that the model's own tokenizer has encoded, although the fast one may encode."""
 
@@ -91,7 +89,7 @@ def encode(task: Task) -> Encoded:
         task.target.open("wb") as file,
         Meter(task.progress, len(documents)) as meter,
     ):
-        for tokens, num_dropped, num_compared, num_slow in encoder.encode(documents):
+        for tokens, num_dropped, num_slow in encoder.encode(documents):
             # (n,) of 2 or 4 bytes each; without a header, so that parts can be joined. Not by ndarray.tofile, which
             # succeeds on a full disk.
             file.write(tokens.data)
@@ -100,7 +98,6 @@ def encode(task: Task) -> Encoded:
                 num_documents=int(np.count_nonzero(tokens == task.spec.eos_token_id)),  # it ends each, nowhere else
                 num_unknown=0 if unknown is None else int(np.count_nonzero(tokens == unknown)),
                 num_dropped=num_dropped,
-                num_compared=num_compared,
                 num_slow=num_slow,
             )
             meter.set(counts.num_documents)
