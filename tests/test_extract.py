@@ -1427,7 +1427,7 @@ def test_trap_24_the_disk_has_each_shard_once(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("largest_held", [10, 1 << 20], ids=["streamed", "held"])
 def test_the_bar_moves_within_a_split_and_a_large_file(largest_held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(Meter, "set", lambda meter, done: seen.append(done))
+    monkeypatch.setattr(Meter, "set", lambda meter, done, is_end=False: seen.append(done))
     text = json.dumps([f"value {index}" for index in range(10_000)])
     put({"a.json": text, "b.json.gz": gzip.compress(text.encode()), "c.jsonl": text.replace(", ", "\n"), "d.txt": "d"})
     run(limits=Limits(largest_held=largest_held, chunk=1000), max_rejected_files=1)

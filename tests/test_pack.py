@@ -29,7 +29,6 @@ from stages.artifacts.record import FileEntry
 from stages.corpus import arrow, duplicates, fast_tokenizer, packing
 from stages.corpus.encoding import NAME, Encoder, EncoderLimits, TokenizerSpec
 from stages.corpus.fast_tokenizer import FastTokenizer
-from stages.corpus.progress import Meter
 from stages.extract import ExtractRuntime, extract
 from stages.model.manifest import ModelManifest
 from stages.pack import PackParams, PackRuntime, find_tokenizer_spec, pack
@@ -491,15 +490,6 @@ def test_one_added_file_encodes_a_quarter_of_the_splits_on_average_at_most() -> 
         assert 1 <= num_encoded <= sum(shards[shard] != before[shard] for shard in shards)
         counts.append(num_encoded)
     assert sum(counts) / len(counts) <= 20 / 4
-
-
-def test_the_bar_moves_within_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(Meter, "set", lambda meter, done: seen.append(done))
-    make_model()
-    make_corpus([["text " * 90_000] * 4 + ["b"] * 5, ["validation"]])
-    run()
-    assert seen == [2, 9, 1]  # after each piece of 1 MiB
 
 
 def test_finished_splits_are_kept_when_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:

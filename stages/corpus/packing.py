@@ -21,7 +21,6 @@ from stages.artifacts.errors import StageError
 from stages.corpus import arrow
 from stages.corpus.encoding import Encoder, TokenizerSpec, Tokens
 from stages.corpus.limits import naming_files
-from stages.corpus.progress import Meter
 
 MAX_BATCH_TOKENS = 4 << 20
 """Tokens of a record batch of rows, at most, and of what is in memory: 16 MiB."""
@@ -39,8 +38,6 @@ class Task(NamedTuple):
     spec: TokenizerSpec
     target: Path
     """The file to write: the documents' tokens, each document with EOS at its end, as an array of `spec.dtype`."""
-    progress: Path | None = None
-    """The file that shows how many documents were encoded."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +81,7 @@ def encode(task: Task) -> Encoded:
     digest = hashlib.sha256()
     # A new file, not the old one emptied: a Dask worker that was considered lost may still write to its own.
     task.target.unlink(missing_ok=True)
-    with (
-        naming_files(lambda: task.shard),
-        task.target.open("wb") as file,
-        Meter(task.progress, len(documents)) as meter,
-    ):
+    with naming_files(lambda: task.shard), task.target.open("wb") as file:
         for tokens, num_dropped, num_slow in encoder.encode(documents):
             # (n,) of 2 or 4 bytes each; without a header, so that parts can be joined. Not by ndarray.tofile, which
             # succeeds on a full disk.
@@ -100,7 +93,6 @@ def encode(task: Task) -> Encoded:
                 num_dropped=num_dropped,
                 num_slow=num_slow,
             )
-            meter.set(counts.num_documents)
     if counts.num_documents != len(documents):
         raise StageError(f"{task.spec.path} gave {counts.num_documents} EOS tokens for {len(documents)} documents")
     return Encoded(counts, digest.hexdigest())
