@@ -128,8 +128,6 @@ class Metrics(Record):
 
     files: int
     fallback_encoded_files: int
-    second_reader_files: int
-    """YAML that is valid but refused by libyaml, and read by `yaml12`, entirely or in part."""
     rejected_files: int
     """Of which something could not be read."""
     records: int
@@ -175,7 +173,7 @@ class Task(NamedTuple):
     key: str
     """Of the split's result in the store."""
     progress: Path | None = None
-    """The file that shows how many bytes were read."""
+    """The file of its `progress.Meter`, which shows how many bytes were read."""
 
 
 class SplitResult(NamedTuple):
@@ -306,7 +304,7 @@ def run(tasks: Sequence[Task], directory: Path, runtime: workers.Runtime) -> lis
     order = sorted(range(len(tasks)), key=lambda index: -tasks[index].num_bytes)
     total = sum(task.num_bytes for task in tasks)
     with progress.show(directory, total, desc="extract", unit="B", unit_scale=True) as bar:
-        ordered = [tasks[index]._replace(progress=bar.file(index)) for index in order]
+        ordered = [tasks[index]._replace(progress=bar and bar / str(index)) for index in order]
         seconds = estimate(ordered, runtime.min_seconds) if runtime.executor == "processes" else math.inf
         extracted = workers.ordered_map(extract_split, ordered, runtime, seconds=seconds)
         # By index: the corpus keeps the order of the splits.
@@ -329,11 +327,12 @@ def estimate(tasks: Sequence[Task], enough: float) -> float:
 
 def extract_split(task: Task) -> SplitResult:
     """Write the shard of one split, or fetch it from the store."""
-    with progress.Meter(task.progress, task.num_bytes) as meter:
-        if found := task.store.fetch(task.key, task.shard):
-            shard = Shard(task.shard.name, found.rows, found.sha256)
-            return SplitResult(shard, Counter(found.counts), found.rejected, [], is_reused=True)
-        result = read_split(task, meter)
+    meter = progress.Meter(task.progress)
+    if found := task.store.fetch(task.key, task.shard):
+        meter.set(task.num_bytes, is_end=True)
+        shard = Shard(task.shard.name, found.rows, found.sha256)
+        return SplitResult(shard, Counter(found.counts), found.rejected, [], is_reused=True)
+    result = read_split(task, meter)
     if not result.changed:  # the key has the digests of the files as organized, and these are others
         _, rows, sha256 = result.shard
         stored = StoredSplit(rows=rows, sha256=sha256, counts=result.counts, rejected=result.rejected)
@@ -379,10 +378,7 @@ def read_split(task: Task, meter: progress.Meter) -> SplitResult:
                 with Source(raw, compression, file.digest, params.fallback_encoding, task.limits, file.part) as source:
                     source.on_read = show
                     counts["fallback_encoded_files"] += source.used_fallback
-                    try:
-                        READERS[format](source, writer)
-                    finally:  # also if a later document is rejected
-                        counts["second_reader_files"] += source.used_second_reader
+                    READERS[format](source, writer)
             except Rejected as reason:
                 writer.reject(reason)
             except Changed:  # continue: one run finds all files that changed
@@ -392,6 +388,7 @@ def read_split(task: Task, meter: progress.Meter) -> SplitResult:
             if rejections:
                 rejected.append(RejectedFile((path, offset), rejections))
         shard = writer.close()
+    meter.set(task.num_bytes, is_end=True)
     # |= keeps the larger of two counts, and these names have none yet.
     counts |= Counter(records=writer.records, strings=shard.rows, characters=writer.characters)
     return SplitResult(shard, counts, rejected, changed, is_reused=False)
@@ -426,7 +423,6 @@ def metrics(params: ExtractParams, counts: Counter[str], rejected: list[Rejectio
     return Metrics(
         files=counts["files"],
         fallback_encoded_files=counts["fallback_encoded_files"],
-        second_reader_files=counts["second_reader_files"],
         rejected_files=counts["rejected_files"],
         records=counts["records"],
         duplicate_strings=counts["duplicate_strings"],

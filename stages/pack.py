@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from pydantic import Field
+from tqdm import tqdm
 
 from stages.artifacts import code, command, publish, reuse
 from stages.artifacts.dataset import STATE, Dataset, Shard
@@ -25,7 +26,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
 from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
-from stages.corpus import arrow, comparison, costs, encoding, fast_tokenizer, packing, progress, vocabulary, workers
+from stages.corpus import arrow, comparison, costs, encoding, fast_tokenizer, packing, vocabulary, workers
 from stages.corpus.splits import manifest_name
 from stages.model.manifest import ModelManifest
 from stages.tokens.packed import (
@@ -157,7 +158,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         counts = train.counts + validation.counts
         names = [Path(manifest_name(f"{index:02d}")).stem for index in range(len(shards))]
         name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
-        encoder = EncoderMetrics(name, counts.num_compared, counts.num_slow, reason)
+        encoder = EncoderMetrics(name, counts.num_slow, reason)
         metrics = PackMetrics(
             train.metrics(),
             validation.metrics(),
@@ -296,7 +297,7 @@ def encode_splits(
     ]
     reused = fetch_splits(splits, store)  # all of them first: workers then start only if something is missing
     missing = [split for split in splits if split not in reused]
-    with closing(encode_missing(missing, spec, directory / "progress", store, runtime)) as encoded:
+    with closing(encode_missing(missing, spec, store, runtime)) as encoded:
         for split in splits:
             counts = reused.get(split) or next(encoded)
             if counts.num_documents != split.num_documents:
@@ -326,46 +327,49 @@ def fetch_splits(splits: Sequence[Split], store: reuse.Store[packing.Counts]) ->
 def encode_missing(
     splits: Sequence[Split],
     spec: encoding.TokenizerSpec,
-    directory: Path,
     store: reuse.Store[packing.Counts],
     runtime: PackRuntime,
 ) -> Generator[packing.Counts, None, None]:
     """Encode splits, record batch by record batch, and yield the counts of each, in order.
 
     A split is stored as soon as all of it is encoded, so that a run that fails later, or is killed, has not encoded it
-    in vain. `directory` is for the files of the progress bar.
+    in vain.
     """
     num_documents = sum(split.num_documents for split in splits)
-    with progress.show(directory, num_documents, desc="pack", unit="document") as bar:
-        # A task is a record batch, not a split: one large split then occupies all workers.
-        tasks = {split: list(tasks_of(split, spec, bar)) for split in splits}
-        encoding_all = workers.ordered_map(
-            packing.encode,
-            [*chain.from_iterable(tasks.values())],
-            runtime,
-            seconds=costs.of_encoding(sum(split.shard.stat().st_size for split in splits), spec.is_fast),
-            ahead=AHEAD,
-            initializer=encoding.use_one_thread,
-        )
-        # Generators: a split is joined and stored while workers encode the next ones, up to AHEAD batches.
-        with closing(encoding_all) as results:
-            for split, parts in tasks.items():
-                encoded = [*islice(results, len(parts))]  # in their order, so these are the split's own
-                counts = sum((part.counts for part in encoded), packing.Counts())
-                files = [(part.target, result.sha256) for part, result in zip(parts, encoded, strict=True)]
-                sha256 = packing.join(files, split.tokens)
-                # Again, as the tokens are stored under it: another run of extract may have replaced the corpus.
-                if publish.sha256_file(split.shard) != split.sha256:
-                    raise arrow.changed(split.shard)
-                store.put(split.key, split.tokens, sha256, counts)  # before the next split is waited for
-                yield counts
+    # A task is a record batch, not a split: one large split then occupies all workers.
+    tasks = {split: list(tasks_of(split, spec)) for split in splits}
+    encoding_all = workers.ordered_map(
+        packing.encode,
+        [*chain.from_iterable(tasks.values())],
+        runtime,
+        seconds=costs.of_encoding(sum(split.shard.stat().st_size for split in splits), spec.is_fast),
+        ahead=AHEAD,
+        initializer=encoding.use_one_thread,
+    )
+    # Generators: a split is joined and stored while workers encode the next ones, up to AHEAD batches.
+    with (
+        tqdm(total=num_documents, desc="pack", unit="document", disable=None) as bar,
+        closing(encoding_all) as results,
+    ):
+        for split, parts in tasks.items():
+            encoded = []
+            for result in islice(results, len(parts)):  # in their order, so these are the split's own
+                encoded.append(result)
+                bar.update(result.counts.num_documents)
+            counts = sum((part.counts for part in encoded), packing.Counts())
+            files = [(part.target, result.sha256) for part, result in zip(parts, encoded, strict=True)]
+            sha256 = packing.join(files, split.tokens)
+            # Again, as the tokens are stored under it: another run of extract may have replaced the corpus.
+            if publish.sha256_file(split.shard) != split.sha256:
+                raise arrow.changed(split.shard)
+            store.put(split.key, split.tokens, sha256, counts)  # before the next split is waited for
+            yield counts
 
 
-def tasks_of(split: Split, spec: encoding.TokenizerSpec, bar: progress.Bar) -> Iterator[packing.Task]:
+def tasks_of(split: Split, spec: encoding.TokenizerSpec) -> Iterator[packing.Task]:
     """The tasks that encode a split: one for each of its record batches."""
     for offset in arrow.batch_offsets(split.shard):
-        target = split.tokens.with_name(f"{split.tokens.name}-{offset}")
-        yield packing.Task(split.shard, offset, spec, target, bar.file(target.name))
+        yield packing.Task(split.shard, offset, spec, split.tokens.with_name(f"{split.tokens.name}-{offset}"))
 
 
 def write_rows(

@@ -47,10 +47,11 @@ def wait(directory: Path) -> bool:
 
 def count(file: Path | None) -> None:
     """Show a progress of a hundred, in steps that are slow enough to be seen."""
-    with Meter(file, 100) as meter:
-        for number in range(0, 100, 5):
-            meter.set(number)
-            time.sleep(0.1)
+    meter = Meter(file)
+    for number in range(0, 100, 5):
+        meter.set(number)
+        time.sleep(0.1)
+    meter.set(100, is_end=True)
 
 
 def be_slow(number: int) -> int:

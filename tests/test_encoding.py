@@ -3,7 +3,7 @@
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from stages.artifacts.errors import StageError
-from stages.corpus import fast_tokenizer, windows
+from stages.corpus import fast_tokenizer
 from stages.corpus.comparison import Comparison, Differs
 from stages.corpus.encoding import Encoder, EncoderLimits, Piece
 from stages.corpus.fast_tokenizer import Failed, FastTokenizer
 from tests.kinds import KINDS, MORE_KINDS, SPECIAL, SPELLINGS, make, prose, spec_of
 from tests.project import REPO
 
-SMALL = EncoderLimits(batch=3000, sample=200, window=3000, overlaps=(300, 600), at_once=6000, context=400)
+SMALL = EncoderLimits(batch=3000, sample=200, windows=(3000, 6000))
 QUICK = ["BPE of bytes, some missing", "BPE of bytes, added tokens", "Unigram, NFKC", "WordPiece, BERT"]
 NOT_FAST = {
-    "BPE of bytes, other added tokens": "around added tokens",
+    "BPE of bytes, other added tokens": "other tokens for the text",
     "BPE of bytes, prefix": "cannot use .*add_prefix_space",
     # It knows only the patterns of widespread models, and not the one that keeps `<0x0A>` in a text from being a byte.
     "BPE of bytes, other pattern": "gives other words",
@@ -80,7 +80,6 @@ def test_the_tokens_are_those_of_the_model_s_own_tokenizer(kind: str) -> None:
     if kind.endswith("missing"):
         assert sum(piece.num_slow for piece in pieces_of(fast, "a\x04b")) == 3
     pieces = pieces_of(fast, *(prose(seed, 400) for seed in range(5)))
-    assert sum(piece.num_compared for piece in pieces) > 100
     assert not any(piece.num_slow for piece in pieces)
 
 
@@ -98,7 +97,8 @@ def test_what_is_normalized_differently_since_unicode_9_is_left_to_the_model_s_o
     for kind in ("BPE of bytes, digits", "Unigram, lower case"):  # NFC; NFD and no accents
         slow, fast = encoders(kind)
         assert tokens_of(fast, document) == tokens_of(slow, document)
-        assert sum(piece.num_slow for piece in pieces_of(fast, document)) == len(document)
+        if kind == "BPE of bytes, digits":  # accents are removed from the other one in any case
+            assert sum(piece.num_slow for piece in pieces_of(fast, document)) == len(document)
 
 
 @pytest.mark.parametrize("text", ["'\u017faid", "K'\u017faid", "the Prince'\u017f hou\u017fe", "\U0001e6f1\U0002fa0e"])
@@ -109,16 +109,6 @@ def test_what_is_divided_differently_is_left_to_the_model_s_own(kind: str, text:
     assert tokens_of(fast, text) == tokens_of(slow, text)
     is_same = kind.endswith("digits") and "\u017f" in text
     assert sum(piece.num_slow for piece in pieces_of(fast, text)) == (0 if is_same else len(text))
-
-
-def test_a_cut_respects_where_a_repetition_begins() -> None:
-    def encode(strings: Sequence[str]) -> list[NDArray[np.int64]]:
-        return [np.array([*map(len, re.findall("^a|(?: a){1,2}", string))]) for string in strings]
-
-    text = "a" + " a" * 10_000
-    parts = [text[start:stop] for start, stop in windows.cuts(encode, text.encode(), 1 << 11, 1 << 8)]
-    assert len(parts) > 9
-    np.testing.assert_array_equal(np.concatenate(encode(parts)), *encode([text]))
 
 
 PIECE = (
@@ -151,16 +141,13 @@ def test_a_long_document_has_the_tokens_of_the_model_s_own_tokenizer(kind: str, 
     assert tokens == tokens_of(at_once, text)
 
 
-def test_a_long_document_is_cut_between_words() -> None:
+def test_a_long_document_is_encoded_in_windows() -> None:
     slow, fast = encoders("BPE of bytes")
-    text = prose(0, 20_000)
-    pieces = pieces_of(fast, text)
-    assert len(pieces) == pytest.approx(len(text.encode()) / 2900, rel=0.2)
-    assert not any(piece.num_slow for piece in pieces)
-    assert tokens_of(fast, text) == tokens_of(slow, text)
-    # No cut in what has no words: the model's own tokenizer encodes it in windows.
-    assert tokens_of(fast, "a" * 20_000) == tokens_of(slow, "a" * 20_000)
-    assert sum(piece.num_slow for piece in pieces_of(fast, "a" * 20_000)) == 20_000
+    for text in (prose(0, 20_000), "a" * 5_800):
+        pieces = pieces_of(fast, text)
+        assert not any(piece.num_slow for piece in pieces)
+        assert tokens_of(fast, text) == tokens_of(slow, text)
+    assert len(pieces_of(fast, prose(0, 20_000))) > 20
 
 
 def test_text_that_cannot_be_encoded_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +194,7 @@ def test_a_difference_in_a_sample_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(Differs, match=r"it gives other tokens for the text '.+'"):
         tokens_of(fast, prose(0, 1000))
     monkeypatch.setattr(FastTokenizer, "encode", of_another_unicode("<|im_start|>"))
-    with pytest.raises(Differs, match="around added tokens"):
+    with pytest.raises(Differs, match=r"for the text '<\|im_start\|>'"):
         encoders("BPE of bytes")
 
 
@@ -215,7 +202,7 @@ def test_a_difference_in_a_fixed_text_is_found(monkeypatch: pytest.MonkeyPatch) 
     _, fast = encoders("BPE of bytes")
     monkeypatch.setattr(FastTokenizer, "encode", of_another_unicode("HTTPServer"))
     with pytest.raises(Differs, match="it gives other tokens for the text 'camelCase HTTPServer"):
-        fast._comparison.check_all([], [], set())
+        fast._comparison.check_all([], [], [])
 
 
 def test_each_batch_is_sampled_at_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,25 +221,22 @@ def test_each_batch_is_sampled_at_another_place(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_installed_is_what_the_lock_names() -> None:
     lock = (REPO / "requirements-encoder.lock").read_text()
     assert re.findall(r"^(\S+)==(\S+)", lock, re.M) == [("tokenizers", fast_tokenizer.VERSION)]
-    assert fast_tokenizer._import().__version__.replace("-rc.", "rc") == fast_tokenizer.VERSION
+    assert fast_tokenizer._import(fast_tokenizer.DIRECTORY).__version__.replace("-rc.", "rc") == fast_tokenizer.VERSION
 
 
-def test_without_the_fast_tokenizer_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_tokenizer, "DIRECTORY", tmp_path / "none")
-    with pytest.raises(StageError, match=r"none is missing: `python -m scripts.install_encoder`.*fast_encoder: false"):
-        fast_tokenizer.check_installed()
-
-
-def test_for_a_damaged_fast_tokenizer_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (f"tokenizers-{fast_tokenizer.VERSION}.dist-info/RECORD", "tokenizers/__init__.py"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("from .tokenizers import (")
+@pytest.mark.parametrize("is_there", [False, True])
+def test_for_a_missing_or_damaged_fast_tokenizer_the_remedy_is_named(
+    is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_there:
+        (tmp_path / "tokenizers").mkdir()
+        (tmp_path / "tokenizers/__init__.py").write_text("from .tokenizers import (")
     monkeypatch.setattr(fast_tokenizer, "DIRECTORY", tmp_path)
     monkeypatch.setitem(sys.modules, "fast_tokenizers", ModuleType("fast_tokenizers"))  # to restore what is there
     with pytest.raises(
-        StageError, match=r"is damaged \(.*\): `python -m scripts.install_encoder`.*fast_encoder: false"
+        StageError, match=r"is missing or damaged \(.*\): `python -m scripts.install_encoder`.*fast_encoder: false"
     ):
-        fast_tokenizer._import.__wrapped__()
+        fast_tokenizer.check_installed()
 
 
 def test_no_file_is_left_if_a_worker_is_killed_while_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

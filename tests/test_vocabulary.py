@@ -13,7 +13,7 @@ from stages.corpus import vocabulary
 from stages.corpus.encoding import Encoder, EncoderLimits
 from tests.kinds import EOS, KINDS, SPECIAL, SPELLINGS, UNK, encode, make, prose, spec_of
 
-SMALL = EncoderLimits(batch=400, window=400, overlaps=(60, 100), at_once=2000)
+SMALL = EncoderLimits(batch=400, windows=(400, 2000))
 
 
 @pytest.fixture(autouse=True)

@@ -1,15 +1,17 @@
 """Long strings: encoded in windows, the tokens are those of the entire string."""
 
 import random
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from stages.corpus import windows
+from stages.corpus import comparison, windows
 
 WORDS = ["the", "of", "and", "to", "in", "is", "for", "tokens", "1234", "x=1", "über", "naïve", "東京", "😀"]
 SPECIAL = ["<unk>", "</s>"]
@@ -60,6 +62,12 @@ def make(kind: str) -> Tokenizer:
     return tokenizer
 
 
+def encode(tokenizer: Tokenizer, text: str, size: int) -> list[NDArray[Any]]:
+    is_bpe = isinstance(tokenizer.model, models.BPE)
+    of_strings = partial(comparison.encode, tokenizer)
+    return [*windows.encode(of_strings, memoryview(text.encode()), size, is_bpe)]
+
+
 KINDS = ["bytes", "bytes, split", "prepend", "metaspace", "unigram", "words"]
 PIECE = (
     st.integers(0, 9).map(lambda seed: prose(seed, 60))
@@ -76,30 +84,29 @@ PIECE = (
 @given(st.lists(PIECE, min_size=1, max_size=8).map("".join), st.sampled_from([0, 1, 2, 3]))
 @example(prose(1, 2000), 0)
 def test_joined_windows_have_the_tokens_of_the_entire_string(kind: str, text: str, shift: int) -> None:
-    tokenizer = make(kind)
     try:
-        pieces = list(windows.encode(tokenizer, text.encode(), 800 + shift, 200))
+        pieces = encode(make(kind), text, 1600 + shift)
     except windows.NotJoined:
         return
-    assert np.concatenate(pieces).tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+    assert np.concatenate(pieces).tolist() == make(kind).encode(text, add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prose_is_joined(kind: str) -> None:
     text = prose(7, 4000)
-    pieces = list(windows.encode(make(kind), memoryview(text.encode()), 800, 200))
-    assert len(pieces) > 20
+    pieces = encode(make(kind), text, 1600)
+    assert len(pieces) > 10
     assert np.concatenate(pieces).tolist() == make(kind).encode(text, add_special_tokens=False).ids
 
 
 def test_windows_that_divide_a_run_differently_are_not_joined() -> None:
     tokenizer = Tokenizer(models.BPE({"a": 0, "aa": 1}, [("a", "a")]))
     with pytest.raises(windows.NotJoined):  # one has pairs at even places, the other as many at odd ones
-        list(windows.encode(tokenizer, b"a" * 1501, 802, 203))
+        encode(tokenizer, "a" * 1501, 808)
 
 
 def test_a_word_longer_than_a_window_is_not_joined() -> None:
     """All ways to cut this one are equally good: rounding decides, which depends on all that precedes."""
     tokenizer = Tokenizer(models.Unigram([("?", -9.0), ("aa", -0.2), ("aaaa", -0.4)], unk_id=0))
     with pytest.raises(windows.NotJoined):
-        list(windows.encode(tokenizer, b"a" * 420, 400, 100))
+        encode(tokenizer, "a" * 420, 400)

@@ -146,9 +146,9 @@ def percentages(output: str) -> list[int]:
 def test_a_bar_moves_while_tasks_run(executor: str, num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     with progress.show(Path("progress"), 200, desc="test") as bar:
-        files = [bar.file(number) for number in range(2)]
+        assert bar
+        files = [bar / str(number) for number in range(2)]
         list(ordered_map(tasks.count, files, Runtime(num_workers=num_workers, executor=executor)))
-        bar.refresh()
     shown = percentages(terminal.getvalue())
     assert shown == sorted(shown)
     assert shown[-1] == 100
@@ -158,19 +158,18 @@ def test_a_bar_moves_while_tasks_run(executor: str, num_workers: int, monkeypatc
 
 def test_a_bar_costs_nothing_where_it_is_not_shown() -> None:
     with progress.show(Path("progress"), 200, desc="test") as bar:
-        assert bar.file(0) is None
+        assert bar is None
         assert not Path("progress").exists()
 
 
 def test_a_repeated_task_does_not_move_the_bar_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     with progress.show(Path("progress"), 200, desc="test", mininterval=0) as bar:
-        file = bar.file(0)
-        assert file
-        for content, expected in (("70", 70), ("5", 70), ("", 70), ("100\n", 100), ("30", 100), ("100\n", 100)):
-            file.write_text(content)
-            bar.refresh()
-            assert bar._bar.n == expected
+        assert bar
+        for content in ("70", "5", "", "100"):
+            Path(bar, "0").write_text(content)
+            time.sleep(0.6)
+    assert [*dict.fromkeys(percentages(terminal.getvalue()))] == [0, 35, 50]
 
 
 def test_only_the_requested_number_of_tasks_runs_at_a_time(tmp_path: Path, dask_cluster: DaskCluster) -> None:

@@ -3,13 +3,11 @@
 The two libraries know different versions of Unicode (9 and 17), and the newer one does not support all of what a
 `tokenizer.json` may contain. Whether a text is divided and normalized equally depends on its characters and their
 neighbours, and a vocabulary may hide that: where it has no token across a border, nobody sees the border. So beside the
-tokenizer itself two others are compared: one with its normalizer and pre-tokenizer, whose tokens show all borders of
-words, and one that shows what Unicode defines about normalization.
+tokenizer itself another one is compared, with its normalizer and pre-tokenizer, whose tokens are bytes and show all
+borders of words.
 """
 
-import itertools
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +17,9 @@ from tokenizers import Tokenizer
 from stages.corpus import vocabulary
 from stages.corpus.fast_tokenizer import Failed, FastTokenizer
 
-_AMONG = "{0}b{0}{0} a{0}b A{0}B {0} 1{0}2.{0}\n{0} a'{0}a'{0}"
-"""A character among others, which it divides differently as a letter, a digit, a space or punctuation."""
-
-# U+0345 and U+0334 have the combining classes 240 and 1: they are sorted if what is between them has a class, too.
-_DECOMPOSED = "{0}a\u0345{0}\u0334"
+# A character among others, which it divides differently as a letter, a digit, a space or punctuation. U+0345 and U+0334
+# have the combining classes 240 and 1: they are sorted if what is between them has a class, too.
+_AMONG = "{0}b{0}{0} a{0}b A{0}B {0} 1{0}2.{0}\n{0} a'{0}a'{0} {0}a\u0345{0}\u0334"
 _SECOND = "\u0307\U00011930\U000113b8\U000113bb\U000113c2\U000113c9\U0001611e\U0001611f\U00016120\U00016129\U00016d67"
 _COMPOSED = "".join(f"{{0}}{second}" for second in _SECOND)
 """A character before those that NFC composes with the one before them in Unicode 17, but not in Unicode 9."""
@@ -53,42 +49,39 @@ def encode(tokenizer: Tokenizer, strings: Sequence[str]) -> list[NDArray[Any]]:
 
 
 class Comparison:
-    """The model's own tokenizer and the fast one, and others that show where these may differ."""
+    """The model's own tokenizer and the fast one, and a pair that shows where these may differ."""
 
-    def __init__(self, own: Tokenizer, fast: FastTokenizer, content: bytes) -> None:
+    def __init__(self, own: Tokenizer, content: bytes) -> None:
         """Load the others, and compare how `TEXTS` are divided into words.
 
         Args:
             own: Of the model.
-            fast: The same.
-            content: The `tokenizer.json` of both.
+            content: Its `tokenizer.json`.
 
         Raises:
-            Differs: the fast one cannot be used.
+            Differs: it gives other words.
+            Failed: the fast one cannot be used.
         """
-        self._pairs: list[tuple[Tokenizer, FastTokenizer, Sequence[str]]] = [(own, fast, ("{0}", "a{0}{0}b"))]
-        others = [(vocabulary.word_borders(content), (_AMONG,))]
-        if own.normalizer:
-            others += [(vocabulary.normalizing("NFKD"), (_DECOMPOSED,)), (vocabulary.normalizing("NFC"), (_COMPOSED,))]
-        for other, probes in others:
-            self._pairs.append((Tokenizer.from_buffer(other), FastTokenizer(other), probes))
-        own, fast, _ = self._pairs[1]
-        for text in itertools.compress(TEXTS, _differ(own, fast, TEXTS)):
-            raise Differs(f"it gives other words for the text {text[:50]!r}...")
+        words = vocabulary.words(content)
+        self.fast = FastTokenizer(vocabulary.complete_bytes(content))
+        self._own = own
+        self._words = Tokenizer.from_buffer(words), FastTokenizer(words)
+        self._probes = (_AMONG, _COMPOSED) if own.normalizer else (_AMONG,)
+        self._check(*self._words, TEXTS, "words")
 
     def characters(self, characters: Sequence[str]) -> NDArray[np.bool_]:
         """Which characters should be left to the model's own tokenizer, (n,)."""
         result = np.zeros(len(characters), np.bool_)
-        for own, fast, probes in self._pairs:
+        for own, fast, probes in ((self._own, self.fast, ("{0}", "a{0}{0}b")), (*self._words, self._probes)):
             for probe in probes:
                 result |= _differ(own, fast, [probe.format(character) for character in characters])
         return result
 
     def check(self, text: str) -> None:
         """Raise Differs if the tokens of a text differ."""
-        self._check([text], f"for the text {text[:50]!r}...")
+        self._check(self._own, self.fast, [text], "tokens")
 
-    def check_all(self, added: Sequence[str], choosy: Sequence[str], differing: AbstractSet[str]) -> None:
+    def check_all(self, added: Iterable[str], choosy: Collection[str], differing: Collection[str]) -> None:
         """Raise Differs if the tokens of `TEXTS` differ, or those of text around added tokens.
 
         Args:
@@ -96,16 +89,14 @@ class Comparison:
             choosy: Those of them for which it matters what is beside them.
             differing: Characters; texts with one of these are left out.
         """
+        added = [*added]
         around = [around.format(token) for token in added for around in _AROUND]
         around += [f"a {pair}" for one in choosy for other in added for pair in (one + other, other + one)]
-        self._check([*filter(differing.isdisjoint, around)], "around added tokens")
-        for text in filter(differing.isdisjoint, TEXTS):
-            self.check(text)
+        self._check(self._own, self.fast, [*filter({*differing}.isdisjoint, (*TEXTS, *around))], "tokens")
 
-    def _check(self, texts: Sequence[str], where: str) -> None:
-        own, fast, _ = self._pairs[0]
-        if _differ(own, fast, texts).any():
-            raise Differs(f"it gives other tokens {where}")
+    def _check(self, own: Tokenizer, fast: FastTokenizer, texts: Sequence[str], what: str) -> None:
+        if (differ := _differ(own, fast, texts)).any():
+            raise Differs(f"it gives other {what} for the text {texts[int(differ.argmax())][:50]!r}...")
 
 
 def _differ(own: Tokenizer, fast: FastTokenizer, strings: Sequence[str]) -> NDArray[np.bool_]:

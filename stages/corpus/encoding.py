@@ -9,11 +9,11 @@ The model's own needs about a hundred times the memory of its text, the fast one
 batches, and a long document in windows.
 """
 
-import itertools
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,17 +22,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from stages.artifacts.errors import StageError
 from stages.corpus import arrow, vocabulary, windows
 from stages.corpus.comparison import TEXTS, Comparison, Differs, encode
-from stages.corpus.fast_tokenizer import Failed, FastTokenizer
+from stages.corpus.fast_tokenizer import Failed
 
 NAME = f"tokenizers {tokenizers.__version__}"
 """The model's own, of the version that transformers requires."""
 
 Tokens = NDArray[np.integer[Any]]
+Encode = Callable[[Sequence[str]], Sequence[NDArray[Any]]]
 
 
 class TokenizerSpec(NamedTuple):
@@ -66,15 +67,9 @@ class EncoderLimits(NamedTuple):
     """Encoded at once."""
     sample: int = 1 << 11
     """Of a batch, encoded by both tokenizers: 0.2 % of the text, as one of them is about 20 times as slow."""
-    window: int = 1 << 18
-    """Of a string longer than a batch. After larger windows, malloc would not return the memory to the system."""
-    overlaps: tuple[int, ...] = (1 << 15, 1 << 20)
-    """What neighbouring windows share; the next one is tried where they cannot be joined."""
-    at_once: int = 1 << 22
-    """Of a string whose windows cannot be joined at all: it needs up to 200 times as much memory. And of a string that
-    the fast tokenizer encodes without looking for places where it can be cut."""
-    context: int = 1 << 14
-    """On both sides of such a place."""
+    windows: tuple[int, ...] = (1 << 18, 1 << 22)
+    """Of a string longer than a batch, so many are encoded at once; the next size is tried where windows cannot be
+    joined. It needs up to 200 times as much memory. After larger ones, malloc would not return it to the system."""
 
 
 DEFAULT_LIMITS = EncoderLimits()
@@ -96,8 +91,6 @@ class Piece(NamedTuple):
     """(n,) `spec.dtype`."""
     num_dropped: int = 0
     """They leave no token, or lose a part of their bytes."""
-    num_compared: int = 0
-    """The sample that both tokenizers have encoded."""
     num_slow: int = 0
     """Encoded by the model's own tokenizer, although the fast one may encode."""
 
@@ -139,14 +132,14 @@ class Encoder:
         self._known = np.zeros(sys.maxunicode + 1, np.uint8)  # of each character
         self._plain = b""  # ASCII characters that were seen, are not dropped, and do not differ
         self._differing: set[str] = set()  # characters; a regular expression needs a microsecond for each of a text
-        self._fast: FastTokenizer | None = None
+        self._own: Encode = partial(encode, self._tokenizer)
+        self._comparison: Comparison | None = None
         if spec.is_fast:
             self._load_fast(content)
 
     def _load_fast(self, content: bytes) -> None:
         try:
-            self._fast = FastTokenizer(vocabulary.complete_bytes(content))
-            self._comparison = Comparison(self._tokenizer, self._fast, content)
+            self._comparison = Comparison(self._tokenizer, content)
         except Failed as error:
             reason = str(error).partition(". ")[0]  # what follows is advice to whoever calls the library
             raise Differs(f"it cannot use {self._spec.path.name}: {reason}") from None
@@ -156,7 +149,7 @@ class Encoder:
         if (differing := self._known[:128] & (_DIFFERS | _DROPPED) == _DIFFERS).any():
             raise Differs(f"it gives other tokens for the character {chr(int(differing.argmax()))!r}")
         choosy = [text for text, token in added.items() if token.single_word or token.lstrip or token.rstrip]
-        self._comparison.check_all([*added], choosy, self._differing)
+        self._comparison.check_all(added, choosy, self._differing)
 
     def encode(self, documents: pa.StringArray) -> Iterator[Piece]:
         """Yield the documents' tokens, each document with EOS at its end, in pieces of any length.
@@ -196,25 +189,23 @@ class Encoder:
 
     def _encode(self, batch: pa.StringArray) -> Iterator[Piece]:
         text = _text(batch)
-        num_characters = num_dropped = num_differing = num_compared = 0
+        num_dropped, has_differing = 0, False
         for block in self._blocks(text):
-            num_characters += arrow.count_characters(block)
-            dropped, differing = self._look_at(block)
+            dropped, differs = self._look_at(block)
             num_dropped += dropped
-            num_differing += differing
-            num_compared += self._compare(block) if self._fast else 0
+            has_differing |= differs
+            if self._comparison:
+                self._compare(block)
         if len(text) <= self._limits.batch:
-            tokens, num_slow = self._encode_batch(batch, num_differing > 0)
-            yield Piece(tokens, num_dropped, num_compared, num_slow)
+            tokens, num_slow = self._encode_batch(batch, has_differing)
+            yield Piece(tokens, num_dropped, num_slow)
             return
-        pieces = None if num_differing else self._encode_long_fast(text)  # it is alone
-        num_slow = num_characters if self._fast and pieces is None else 0
-        pieces = pieces or self._encode_long(text)
+        pieces = self._encode_long(text, has_differing)  # it is alone
         for piece in pieces:
             self._check(piece)
         yield from map(Piece, pieces)
         end = np.array([self._spec.eos_token_id], self._spec.dtype)  # (1,)
-        yield Piece(end, num_dropped, num_compared, num_slow)
+        yield Piece(end, num_dropped, sum(map(arrow.count_characters, self._blocks(text))) if has_differing else 0)
 
     def _blocks(self, text: memoryview) -> Iterator[bytes]:
         """UTF-8 in blocks of at most `limits.batch` bytes."""
@@ -224,8 +215,8 @@ class Encoder:
             yield bytes(text[start:stop])
             start = stop
 
-    def _look_at(self, text: bytes) -> tuple[int, int]:
-        """How many characters of a text are dropped, and how many of them the fast tokenizer encodes differently.
+    def _look_at(self, text: bytes) -> tuple[int, bool]:
+        """How many characters of a text are dropped, and whether the fast tokenizer encodes any of them differently.
 
         Dropped are those that leave no token, or lose a part of their bytes: byte-level vocabularies without an unknown
         token drop the bytes that they lack; some normalizers drop control characters. White space is not counted where
@@ -235,12 +226,12 @@ class Encoder:
         codes = np.frombuffer(str(rest, "utf-8").encode("utf-32-le"), np.uint32)  # (characters,)
         if len(new := np.unique(codes[self._known[codes] == 0])):
             self._known[new] = [_SEEN | _DROPPED * self._drops(chr(code)) for code in new]
-            if self._fast:
+            if self._comparison:
                 self._known[new[self._comparison.characters([*map(chr, new)])]] |= _DIFFERS
             self._plain = bytes(np.flatnonzero(self._known[:128] == _SEEN).tolist())
             self._differing.update(chr(code) for code in new if self._known[code] & _DIFFERS)
         known = self._known[codes]
-        return int(np.count_nonzero(known & _DROPPED)), int(np.count_nonzero(known & _DIFFERS))
+        return int(np.count_nonzero(known & _DROPPED)), bool(np.any(known & _DIFFERS))
 
     def _drops(self, character: str) -> bool:
         tokenizer = self._tokenizer
@@ -257,31 +248,32 @@ class Encoder:
         is_partly_lost = len("".join(encoding.tokens)) < len(word)
         return is_partly_lost or not (encoding.ids or character.isspace())
 
-    def _compare(self, text: bytes) -> int:
-        """Encode a sample of a text with both tokenizers; returns its length in characters."""
-        # Where it is depends on the text alone: the result is the same whenever it is computed.
+    def _compare(self, text: bytes) -> None:
+        """Encode a sample of a text with both tokenizers; where it is depends on the text alone."""
+        assert self._comparison
         start = windows.border(text, zlib.crc32(text[-_END:]) % max(1, len(text) - self._limits.sample))
         sample = str(text[start : windows.border(text, start + self._limits.sample)], "utf-8")
-        if not self._differing.isdisjoint(sample):
-            return 0
-        self._comparison.check(sample)
-        return len(sample)
+        if not self._differs(sample):
+            self._comparison.check(sample)
+
+    def _differs(self, text: str) -> bool:
+        return not self._differing.isdisjoint(text)
+
+    def _best(self, has_differing: bool) -> Encode:
+        """What encodes text with or without a character for which the two tokenizers differ."""
+        return self._own if has_differing or not self._comparison else self._comparison.fast.encode
 
     def _encode_batch(self, batch: pa.StringArray, has_differing: bool) -> tuple[Tokens, int]:
         """The tokens of all documents in a row, (n,), and how many characters the fast tokenizer has not encoded."""
         different = batch.dictionary_encode()  # records repeat their strings: encode each once
         strings = different.dictionary.to_pylist()
         num_slow = 0
-        if not self._fast:
-            documents = encode(self._tokenizer, strings)
-        elif not has_differing:
-            documents = self._fast.encode(strings)
+        documents: Sequence[NDArray[Any]]
+        if has_differing:
+            documents = [self._best(self._differs(string))([string])[0] for string in strings]
+            num_slow = sum(len(string) for string in batch.to_pylist() if self._differs(string))
         else:
-            is_slow = [not self._differing.isdisjoint(string) for string in strings]
-            num_slow = sum(len(strings[index]) for index in different.indices.to_pylist() if is_slow[index])
-            slow = iter(encode(self._tokenizer, [*itertools.compress(strings, is_slow)]))
-            fast = iter(self._fast.encode([string for string, each in zip(strings, is_slow, strict=True) if not each]))
-            documents = [next(slow if each else fast) for each in is_slow]
+            documents = self._best(False)(strings)
         end = np.array([self._spec.eos_token_id], np.uint32)
         tokens = self._narrow(np.concatenate([part for document in documents for part in (document, end)]))
         self._check(tokens, len(documents))
@@ -291,32 +283,17 @@ class Encoder:
             tokens = np.from_dlpack(lists.take(different.indices).flatten()).view(self._spec.dtype)
         return tokens, num_slow
 
-    def _encode_long(self, text: memoryview) -> list[Tokens]:
-        """Encode a document in windows, or at once where these cannot be joined, unless it is too long for that."""
-        for overlap in self._limits.overlaps:
+    def _encode_long(self, text: memoryview, has_differing: bool) -> list[Tokens]:
+        """Encode a document in windows."""
+        encode, is_bpe = self._best(has_differing), isinstance(self._tokenizer.model, models.BPE)
+        for size in self._limits.windows:
             try:
-                ids = windows.encode(self._tokenizer, text, max(self._limits.window, 4 * overlap), overlap)
-                return [self._narrow(piece) for piece in ids]
+                return [*map(self._narrow, windows.encode(encode, text, size, is_bpe))]
             except windows.NotJoined:  # what was encoded so far is dropped
                 continue
-        if len(text) > self._limits.at_once:
-            raise _Refused(
-                f"a part of it cannot be divided into words, and at once only {self._limits.at_once} bytes can be "
-                f"encoded, not {len(text)}"
-            )
-        return [*map(self._narrow, encode(self._tokenizer, [str(text, "utf-8")]))]
-
-    def _encode_long_fast(self, text: memoryview) -> list[Tokens] | None:
-        """Encode a document with the fast tokenizer, at once or in parts; None if it cannot be cut into parts."""
-        if not self._fast:
-            return None
-        spans = [(0, len(text))]
-        if len(text) > self._limits.at_once:
-            try:
-                spans = [*windows.cuts(self._fast.encode, text, self._limits.batch, self._limits.context)]
-            except windows.NotJoined:
-                return None
-        return [self._narrow(*self._fast.encode([str(text[start:stop], "utf-8")])) for start, stop in spans]
+        raise _Refused(
+            f"a part of it cannot be divided into words, and at once only {size} bytes can be encoded, not {len(text)}"
+        )
 
     def _narrow(self, ids: NDArray[Any]) -> Tokens:
         # Before the cast, which would wrap 70 000 to 4 464 in uint16 without an error.

@@ -39,7 +39,7 @@ class FastTokenizer:
         with tempfile.TemporaryFile() as file:
             file.write(content)
             file.flush()
-            tokenizer = _call(_import().Tokenizer.from_file, f"/dev/fd/{file.fileno()}")
+            tokenizer = _call(_import(DIRECTORY).Tokenizer.from_file, f"/dev/fd/{file.fileno()}")
         # One by one: `encode_batch` always starts a thread per core, which needs a third more CPU time.
         self._encode = partial(
             tokenizer.encode, add_special_tokens=False, encode_special_tokens=True, padding=None, truncation=None
@@ -56,29 +56,22 @@ class FastTokenizer:
 
 def check_installed() -> None:
     """Raise StageError if the package is not installed in this environment."""
-    # The last file that an installation writes.
-    if not (DIRECTORY / f"tokenizers-{VERSION}.dist-info" / "RECORD").is_file():
-        raise _unusable(f"{DIRECTORY} is missing")
-
-
-def _unusable(problem: str) -> StageError:
-    return StageError(
-        f"fast_encoder is true, but {problem}: `python -m scripts.install_encoder` installs it; "
-        "fast_encoder: false encodes the same tokens without it, but more slowly"
-    )
+    _import(DIRECTORY)
 
 
 @cache
-def _import() -> ModuleType:
-    check_installed()
-    spec = importlib.util.spec_from_file_location("fast_tokenizers", DIRECTORY / "tokenizers" / "__init__.py")
+def _import(directory: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fast_tokenizers", directory / "tokenizers" / "__init__.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # it imports its extension relative to this name
     try:
         spec.loader.exec_module(module)
     except (ImportError, OSError, SyntaxError) as error:
-        raise _unusable(f"{DIRECTORY} is damaged ({error})") from None
+        raise StageError(
+            f"fast_encoder is true, but {directory} is missing or damaged ({error}): `python -m "
+            "scripts.install_encoder` installs it; fast_encoder: false encodes the same tokens without it, but slower"
+        ) from None
     return module
 
 

@@ -24,8 +24,6 @@ class Limits:
     """Strings, about, that are compared at once when duplicates are dropped: 100 bytes each."""
     longest_string: int = 32 << 20
     """Bytes of UTF-8 of a string in JSON or YAML, which is in memory several times while it is read."""
-    longest_reread: int = 8 << 20
-    """Characters of YAML, from the first document that libyaml refuses on, that the second reader holds in memory."""
     longest_text: int = 2**31 - 1
     """Bytes of UTF-8 of a text file, which is never in memory: the offsets of Arrow's `string` have 32 bits."""
     longest_place: int = 1 << 16

@@ -21,7 +21,6 @@ from stages.artifacts.errors import StageError
 from stages.corpus import arrow
 from stages.corpus.encoding import Encoder, TokenizerSpec, Tokens
 from stages.corpus.limits import naming_files
-from stages.corpus.progress import Meter
 
 MAX_BATCH_TOKENS = 4 << 20
 """Tokens of a record batch of rows, at most, and of what is in memory: 16 MiB."""
@@ -39,8 +38,6 @@ class Task(NamedTuple):
     spec: TokenizerSpec
     target: Path
     """The file to write: the documents' tokens, each document with EOS at its end, as an array of `spec.dtype`."""
-    progress: Path | None = None
-    """The file that shows how many documents were encoded."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,6 @@ class Counts:
     """Tokens that replace what the vocabulary cannot express."""
     num_dropped: int = 0
     """Characters that leave no token."""
-    num_compared: int = 0
-    """Characters that two tokenizers have encoded, with the same result."""
     num_slow: int = 0
     """Characters that the model's own tokenizer has encoded, although the fast one may encode."""
 
@@ -86,12 +81,8 @@ def encode(task: Task) -> Encoded:
     digest = hashlib.sha256()
     # A new file, not the old one emptied: a Dask worker that was considered lost may still write to its own.
     task.target.unlink(missing_ok=True)
-    with (
-        naming_files(lambda: task.shard),
-        task.target.open("wb") as file,
-        Meter(task.progress, len(documents)) as meter,
-    ):
-        for tokens, num_dropped, num_compared, num_slow in encoder.encode(documents):
+    with naming_files(lambda: task.shard), task.target.open("wb") as file:
+        for tokens, num_dropped, num_slow in encoder.encode(documents):
             # (n,) of 2 or 4 bytes each; without a header, so that parts can be joined. Not by ndarray.tofile, which
             # succeeds on a full disk.
             file.write(tokens.data)
@@ -100,10 +91,8 @@ def encode(task: Task) -> Encoded:
                 num_documents=int(np.count_nonzero(tokens == task.spec.eos_token_id)),  # it ends each, nowhere else
                 num_unknown=0 if unknown is None else int(np.count_nonzero(tokens == unknown)),
                 num_dropped=num_dropped,
-                num_compared=num_compared,
                 num_slow=num_slow,
             )
-            meter.set(counts.num_documents)
     if counts.num_documents != len(documents):
         raise StageError(f"{task.spec.path} gave {counts.num_documents} EOS tokens for {len(documents)} documents")
     return Encoded(counts, digest.hexdigest())

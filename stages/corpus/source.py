@@ -103,8 +103,6 @@ class Source:
         """Bytes of the content as UTF-8, without byte order mark."""
         self.used_fallback = False
         """Whether the content is in `fallback_encoding`, and so may be decoded wrongly."""
-        self.used_second_reader = False
-        """Whether anything was read that the usual reader of its format refuses. The reader sets it."""
         content = self._check(fallback_encoding)
         # UTF-8, the usual case, is neither decoded nor copied: its bytes are already what readers get.
         if content is not None and self._encoding != "utf-8":

@@ -118,42 +118,36 @@ def complete_bytes(content: bytes) -> bytes:
     return msgspec.json.encode(parsed | {"model": model}) if missing else content
 
 
-def word_borders(content: bytes) -> bytes:
-    """The content of a `tokenizer.json` with the normalizer and the pre-tokenizer of another, and no added tokens.
+def words(content: bytes) -> bytes:
+    """The content of a `tokenizer.json` with the normalizer and the pre-tokenizer of another, and tokens of bytes.
 
-    Its tokens show where words begin: where the two divide text differently, the ids of these differ, whatever the
-    vocabulary of the other one hides.
+    Its tokens show the normalized text and where words begin: where two versions normalize or divide text differently,
+    the ids of these differ, whatever the vocabulary of the other one hides.
     """
-    raw = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-    parsed = {key: msgspec.json.decode(raw.get(key, b"null")) for key in ("normalizer", "pre_tokenizer")}
-    if any(step["type"] == "ByteLevel" for step in _steps(parsed["pre_tokenizer"])):
-        # Two characters side by side become one token if they are in one word.
-        near = [_BYTES[byte] for byte in b" \n'.abAB12"]
-        ascii, middle, first = _BYTES[:0x80], _BYTES[0x80:0xC0], _BYTES[0xC2:0xF5]  # of characters in UTF-8
-        merges = [*product(near, ascii + first), *product(ascii + middle, near), *product(middle, first)]
-        tokens = dict.fromkeys([*_BYTES, *map("".join, merges)])
-        model: dict[str, Any] = {"type": "BPE", "merges": [*dict.fromkeys(merges)]}
-    else:
-        # Characters inside a word have other tokens than the first; one with an unknown character is unknown.
-        known = "▁" + "".join(map(chr, range(1, 0x80)))
-        tokens = dict.fromkeys(["[UNK]", *known, *("##" + character for character in known)])
-        model = {
-            "type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
-            "max_input_chars_per_word": 1000,
-        }  # fmt: skip
-    return _encode(parsed, model | {"vocab": {token: index for index, token in enumerate(tokens)}})
-
-
-def normalizing(form: str) -> bytes:
-    """The content of a `tokenizer.json` whose tokens are the bytes of a text in a normalization form, such as NFC."""
-    pre_tokenizer = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    model = {"type": "BPE", "vocab": {character: index for index, character in enumerate(_BYTES)}, "merges": []}
-    return _encode({"normalizer": {"type": form}, "pre_tokenizer": pre_tokenizer}, model)
-
-
-def _encode(content: dict[str, Any], model: dict[str, Any]) -> bytes:
-    others = dict.fromkeys(("truncation", "padding", "post_processor", "decoder"))
-    return msgspec.json.encode({"version": "1.0", "added_tokens": [], **others, **content, "model": model})
+    parsed, _ = _parse(content)
+    # Metaspace looks at spaces only, and tokenizers 1.0 has no other step beside it.
+    steps = [step for step in _steps(parsed["pre_tokenizer"]) if step["type"] != "Metaspace"]
+    if not any(step["type"] == "ByteLevel" for step in steps):
+        steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
+    # Two characters side by side become one token if they are in one word.
+    near = [_BYTES[byte] for byte in b" \n'.abAB12"]
+    ascii, middle, first = _BYTES[:0x80], _BYTES[0x80:0xC0], _BYTES[0xC2:0xF5]  # of characters in UTF-8
+    merges = [*product(near, ascii + first), *product(ascii + middle, near), *product(middle, first)]
+    tokens = dict.fromkeys([*_BYTES, *map("".join, merges)])
+    return msgspec.json.encode(
+        {
+            "version": "1.0",
+            "added_tokens": [],
+            "normalizer": parsed["normalizer"],
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if steps[1:] else steps[0],
+            **dict.fromkeys(("truncation", "padding", "post_processor", "decoder")),
+            "model": {
+                "type": "BPE",
+                "vocab": {token: index for index, token in enumerate(tokens)},
+                "merges": [*dict.fromkeys(merges)],
+            },
+        }
+    )
 
 
 def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
@@ -169,7 +163,7 @@ def _parse(file: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     raw_model = msgspec.json.decode(raw.pop("model"), type=dict[str, msgspec.Raw])
     # Scores stay the bytes that they are: reading and writing them again might change the last digit.
     vocab = msgspec.json.decode(raw_model.pop("vocab"), type=dict[str, int] | list[tuple[str, msgspec.Raw]])
-    defaults: dict[str, Any] = {"added_tokens": [], "pre_tokenizer": None, "post_processor": None}
+    defaults: dict[str, Any] = {"added_tokens": [], "normalizer": None, "pre_tokenizer": None, "post_processor": None}
     content = defaults | {key: msgspec.json.decode(value) for key, value in raw.items()}
     # Merges stay JSON, too, as few need them: they would be as many small lists as there are tokens.
     model = {key: value if key == "merges" else msgspec.json.decode(value) for key, value in raw_model.items()}

@@ -92,8 +92,6 @@ class EncoderMetrics:
 
     name: str
     """The library and its version: the fast one, or the one that transformers requires, the model's own."""
-    compared_characters: int
-    """The sample of the text that both have encoded, with the same tokens."""
     slow_characters: int
     """Encoded by the model's own, because the document has a character whose tokens differ."""
     reason: str | None

@@ -6,20 +6,19 @@ date is not an error. Plain scalars are typed by the core schema of YAML 1.2 (se
 `extract` reads 17.5 MB/s in a process this way, 69 % of what libyaml's events allow; a standard parser, which builds
 objects, reaches 0.8 (docs/benchmarks.md).
 
-libyaml refuses valid documents of YAML 1.2, 51 of the 308 valid cases of the YAML test suite. From the first document
-that it refuses, a file is read by `yaml12`: slower, in memory, but all 308, and none of the 94 that are not valid.
+libyaml refuses some valid documents, which YAML 1.2 allows and YAML 1.1 does not. Of these, files of JSON occur: what
+libyaml refuses is read as JSON if all of it is.
 """
 
 import io
 import re
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any, BinaryIO
 
 import yaml
 from yaml._yaml import CParser
 
-from stages.corpus.formats import yaml12
+from stages.corpus.formats import json
 from stages.corpus.formats.sink import Place, Sink
 from stages.corpus.limits import Limits
 from stages.corpus.source import Rejected, Source
@@ -72,109 +71,32 @@ def read(source: Source, sink: Sink) -> None:
         Rejected: what follows the last complete document is not YAML, is nested too deep, or has a string that is too
             long.
     """
-    progress = _Progress()
-    text = _Text(source.stream(), source.limits.longest_string, progress)
+    text = _Text(source.stream(), source.limits.longest_string)
     # Not an exception: its traceback would refer to this frame, which refers to it, and `extract` collects no cycles.
-    refused: tuple[str, str, str | None]
+    refused: tuple[str, str | None]
     try:
-        return _read(CParser(text).get_event, text.restore, progress, sink, source.limits)
+        return _read(text, sink, source.limits)
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
         position = f"line {mark.line + 1}, column {mark.column + 1}" if mark else None
-        detail = ": ".join(part for part in (error.context, error.problem) if part)
-        refused = "invalid YAML", detail, position
+        refused = ": ".join(part for part in (error.context, error.problem) if part), position
     except yaml.reader.ReaderError as error:
-        refused = "invalid YAML", f"{error.reason}: U+{error.character:04X}", f"byte {error.position}"
+        refused = f"{error.reason}: U+{error.character:04X}", f"byte {error.position}"
     except Rejected as rejected:  # by `text` or `sink`
-        progress.complete(sink)
-        raise progress.with_position(rejected) from None
-    _read_rest(source, sink, progress, refused)
+        line = text.mark.line + 1 if text.mark else 1
+        raise Rejected(rejected.reason, rejected.detail, rejected.position or f"line {line}") from None
+    if text.num_records or not _is_json(source, sink):
+        raise Rejected("invalid YAML", *refused)
 
 
-def _read_rest(source: Source, sink: Sink, progress: "_Progress", refused: tuple[str, str, str | None]) -> None:
-    """Read what follows the last document that libyaml has read, with the other reader.
-
-    Raises:
-        Rejected: that one can read no more either: `refused`, or why it refuses another document further on.
-    """
-    # libyaml may have ended a document too early. Otherwise its strings stay, even if the other reader refuses it.
-    if progress.ended and not _reads_more(progress.rest(source), progress):
-        progress.complete(sink)
-    rest = progress.rest(source)
-    if rest is None:
-        raise Rejected(*refused)
-    sink.drop()
-    progress.ended = None
-    num_records = progress.num_records
+def _is_json(source: Source, sink: Sink) -> bool:
+    """Whether all of a file is JSON; if so, its strings are a record of `sink`."""
+    sink.drop()  # what libyaml has read
     try:
-        with closing(yaml12.Events(rest, progress.end.line, not progress.num_records)) as events:
-            _read(events.get_event, str, progress, sink, source.limits)
-    except Rejected as rejected:
-        progress.complete(sink)
-        source.used_second_reader = progress.num_records > num_records
-        if source.used_second_reader or rejected.reason != "invalid YAML":
-            raise progress.with_position(rejected) from None
-        raise Rejected(*refused) from None
-    source.used_second_reader = True
-
-
-def _reads_more(text: str | None, progress: "_Progress") -> bool:
-    """Whether the other reader reads more of the document that libyaml has ended, which `text` begins with."""
-    if text is None:
+        json.scan(source.stream(), sink, 1, source.limits)  # one record: none is kept if an error follows
+    except Rejected:
         return False
-    with closing(yaml12.Events(text, progress.end.line, not progress.num_records)) as events:
-        event: Any = None
-        depth = 0
-        try:
-            while not isinstance(event, (yaml.DocumentEndEvent, yaml.StreamEndEvent)):
-                event = events.get_event()
-                depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-                if depth > _DEEPEST:  # the memory depends on it; `_read` rejects the document
-                    return True
-        except Rejected:
-            return False
-    mark: Any = event.end_mark
-    end = progress.ended.end_mark
-    return bool(mark > (end.line, end.column))
-
-
-class _Progress:
-    """How far a file was read."""
-
-    def __init__(self) -> None:
-        self.mark: Any = None
-        """Where the last event ended."""
-        self.num_records = 0
-        """Documents that are complete."""
-        self.end: Any = yaml12.Mark(0, 0)
-        """Where the last of these ended: after `...`, or before what follows it."""
-        self.ended: Any = None
-        """The event that ends a document, until the next one shows that nothing else follows it."""
-
-    def complete(self, sink: Sink) -> None:
-        """The document that has ended is complete."""
-        if self.ended:
-            sink.end()
-            self.num_records += 1
-            self.end, self.ended = self.ended.end_mark, None
-
-    def with_position(self, rejected: Rejected) -> Rejected:
-        """The same with a line, if it has no position."""
-        line = self.mark.line + 1 if self.mark else 1
-        return Rejected(rejected.reason, rejected.detail, rejected.position or f"line {line}")
-
-    def rest(self, source: Source) -> str | None:
-        """From the line on in which the last document ended, with line feeds as line ends; None if it is too long.
-
-        It begins with `...` or `---`; with anything else, it is not valid.
-        """
-        longest = min(source.limits.longest_reread, source.limits.longest_string)
-        with io.TextIOWrapper(source.stream(), "utf-8", newline=None) as stream:
-            for _ in range(self.end.line):
-                while (piece := stream.readline(source.limits.chunk)) and not piece.endswith("\n"):
-                    pass  # a line may be longer than the memory
-            rest = stream.read(longest + 1)
-        return rest if len(rest) <= longest else None
+    return True
 
 
 class _Text:
@@ -188,8 +110,11 @@ class _Text:
     libyaml holds scalars, tags and anchors of any size in memory. So what it is given between two events is limited.
     """
 
-    def __init__(self, stream: BinaryIO, longest: int, progress: _Progress) -> None:
-        self._progress = progress
+    def __init__(self, stream: BinaryIO, longest: int) -> None:
+        self.mark: Any = None
+        """Where the last event ended. Whoever reads the events sets it."""
+        self.num_records = 0
+        """Documents that are complete; set like `mark`."""
         self._stream = io.TextIOWrapper(stream, "utf-8", newline="")
         self._longest = longest
         self._last = ""  # the last character that was read
@@ -228,8 +153,8 @@ class _Text:
         return value
 
     def _check(self, text: str) -> None:
-        if self._progress.mark is not self._seen:
-            self._seen, self._size, self._num_directives = self._progress.mark, 0, 0
+        if self.mark is not self._seen:
+            self._seen, self._size, self._num_directives = self.mark, 0, 0
         self._size += len(text)
         self._num_directives += text.count("\n%TAG") + text.count("\r%TAG")
         if self._size > self._longest:
@@ -238,29 +163,20 @@ class _Text:
             raise Rejected("invalid YAML", f"more than {_MOST_DIRECTIVES} %TAG directives")
 
 
-def _read(
-    get_event: Callable[[], Any], restore: Callable[[str], str], progress: _Progress, sink: Sink, limits: Limits
-) -> None:
-    """Put the strings into `sink`, at most `limits.chunk` characters at once unless a string is longer.
-
-    Args:
-        get_event: Returns the next event, of either reader.
-        restore: Returns what the value of an event is in the file.
-        progress: Is kept up to date.
-        sink: Receives the strings.
-        limits: Also of the depth of places.
-    """
+def _read(text: _Text, sink: Sink, limits: Limits) -> None:
+    """Put the strings into `sink`, at most `limits.chunk` characters at once unless a string is longer."""
+    get_event, restore = CParser(text).get_event, text.restore
     strings: list[str] = []
     size = 0  # characters of these
     places: list[str] = []  # of these
-    where = Place(progress.num_records + 1, limits) if sink.keep_source else None
+    where = Place(1, limits) if sink.keep_source else None
     scalar = yaml.ScalarEvent  # a local name, as this runs for each scalar
     is_key: bool | None = None  # the next node, if the innermost open collection is a mapping
     outer: list[bool | None] = []  # the same of the collections around it
     key_depth = 0  # from this number of open collections on, everything belongs to a key that is itself a collection
     while True:
-        event = get_event()
-        progress.mark = event.end_mark
+        event: Any = get_event()
+        text.mark = event.end_mark
         kind = type(event)
         if where:
             _follow(where, event, is_key, restore)
@@ -299,15 +215,14 @@ def _read(
         elif kind is yaml.DocumentEndEvent:
             sink.add(strings, places)
             strings, places, size = [], [], 0
-            progress.ended = event
+            sink.end()
+            text.num_records += 1
         elif kind is yaml.DocumentStartEvent:
-            progress.complete(sink)
             if event.tags and max(map(len, event.tags.values())) > _LONGEST_PREFIX:
                 raise Rejected(
                     "string too long", f"a prefix of more than {_LONGEST_PREFIX} characters in a %TAG directive"
                 )
         elif kind is yaml.StreamEndEvent:
-            progress.complete(sink)
             return
 
 
