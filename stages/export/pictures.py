@@ -7,7 +7,7 @@ number of points, among them every peak.
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any
@@ -54,7 +54,6 @@ _PHASES = {
     "data": "yellow", "forward": "blue", "backward": "pale", "update": "green", "validation": "orange",
     "saving": "purple", "other": "before",
 }  # fmt: skip
-_OF_EXPERIMENTS = ("blue", "orange", "green", "purple", "yellow", "red")
 
 Series = tuple[list[float], list[float]]
 """Steps, and the values at them."""
@@ -158,33 +157,6 @@ SPEED = {
     "step_time": (step_time, "Time of a step"),
 }
 """Pictures of speed.tsv."""
-
-
-def curves(rows: list[Row]) -> dict[str, Series]:
-    """What `experiments` draws of a history.tsv, where it is there: the mean of `loss`, and `validation_loss`."""
-    steps, losses = history.series(rows, "loss")
-    found = {"loss": thin(steps, smooth(losses)), "validation_loss": thin(*history.series(rows, "validation_loss"))}
-    return {name: series for name, series in found.items() if series[0]}
-
-
-def experiments(runs: Mapping[int, dict[str, Series]], column: str) -> str | None:
-    """The `loss` or the `validation_loss` of several runs.
-
-    Args:
-        runs: The `curves` of each by its number, the best ones first. As many as there are colors have one, and are
-            named by their number; the others are grey.
-        column: The one to draw.
-    """
-    with mpl.rc_context(_STYLE):
-        figure, axes = _axes(f"{column.replace('_', ' ')} (nats per token)")
-        # The best one last, so that it is above the others.
-        for index, (number, found) in reversed([*enumerate(runs.items())]):
-            series = found.get(column, ([], []))
-            if index < len(_OF_EXPERIMENTS):
-                _draw(axes, series, _OF_EXPERIMENTS[index], str(number))
-            else:
-                _draw(axes, series, "before", "_", linewidth=0.8)  # matplotlib leaves out this name
-        return _svg(figure, axes, reverse=True)
 
 
 def _axes(label: str) -> tuple[Figure, Axes]:
