@@ -308,9 +308,10 @@ def test_what_the_cache_lacks_is_not_fetched_from_a_remote() -> None:
     reports.commit("first")
     with Path(".dvc/config").open("a") as file:
         file.write("    remote = web\n['remote \"web\"']\n    url = https://dvc.example.com/project\n")
+    reports.make_records(loss=3.0)
     reports.commit("with a remote")
+    reports.cached(reports.add_to_cache(outputs.EVALUATION)).unlink()
     reports.make_records(lr=0.001)
-    shutil.rmtree(".dvc/cache")
     code = "import tests.test_report as t; t.subject_before()"
     trace = ("strace", "-f", "-e", "trace=socket", "-o", "trace")
     subprocess.run([*trace, sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(REPO)})
