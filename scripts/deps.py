@@ -36,12 +36,13 @@ def entries(stage: str, cmd: str) -> set[str]:
 
 
 def modules(stage: str, cmd: str) -> list[str]:
-    """The files of all modules that a stage can reach, relative to the project, sorted."""
+    """The files of all modules that a stage can reach, and their templates, relative to the project, sorted."""
     root = PIPELINE.parent
     reached = code.reached(*entries(stage, cmd))
     if missing := entries(stage, cmd) - reached.keys():
         raise SystemExit(f"dvc.yaml: stage {stage}: there is no module {', '.join(sorted(missing))}")
-    return sorted(str(file.relative_to(root)) for file in reached.values())
+    files = [*reached.values(), *(file.with_suffix(".html") for file in reached.values())]
+    return sorted(str(file.relative_to(root)) for file in files if file.exists())
 
 
 def with_deps(text: str) -> str:

@@ -20,9 +20,8 @@ COST = OUTPUTS / "cost.json"
 EVALUATION = OUTPUTS / "evaluation.json"
 METRICS = OUTPUTS / "metrics.json"
 REPORT = OUTPUTS / "report"
-EXPERIMENTS = OUTPUTS / "experiments.html"
 
-_OF_ALL = (PLAN, ROWS, HISTORY, SPEED, TRAIN_METRICS, COST, EVALUATION, METRICS, REPORT, EXPERIMENTS)
+_OF_ALL = (PLAN, ROWS, HISTORY, SPEED, TRAIN_METRICS, COST, EVALUATION, METRICS, REPORT)
 
 
 def _is_free(experiment_name: str) -> str:
