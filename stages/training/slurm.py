@@ -243,7 +243,7 @@ class SrunRanks:
                     continue
                 running.remove(node)
                 if lost is None:  # those that follow are a consequence
-                    # slurm/job.sh and scripts/experiment_worker.py look for this, to start the job again.
+                    # slurm/job.sh looks for this, to start the job again.
                     lost = f"node {node.name} was lost ({reason}): {node.activity()}"
                     self.send(signal.SIGKILL)
         if lost:
