@@ -15,7 +15,6 @@ setup: ## Install the locked environment that fits this machine into .venv
 repro: setup ## Run the pipeline, on a sample corpus if data/raw is empty; ARGS=--allow-missing: without raw files
 ifeq ($(filter --allow-missing,$(ARGS)),)
 	@$(PY) -m scripts.sample_corpus
-	@$(PY) -m scripts.check_raw
 endif
 	.venv/bin/dvc repro $(ARGS)
 
