@@ -24,7 +24,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.record import FileEntry
 from stages.corpus import tree
 from stages.model.manifest import ModelManifest
-from tests.project import REPO, flip_bit
+from tests.project import REPO, Project, flip_bit, make_pipeline
 
 PYTHON = f"3.{sys.version_info.minor}"
 OTHER_USER = 12345
@@ -414,17 +414,14 @@ def other_side(home: Path) -> tuple[list[str], str]:
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
 def test_make_repro_passes_on_the_other_side(open_directory: Path) -> None:
     near, made, home = (open_directory / name for name in ("near", "bundle", "home"))
-    for name in git("ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=REPO).split("\0"):
-        if (REPO / name).is_file():
-            (near / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(REPO / name, near / name)
-    params = (near / "params.yaml").read_text()
-    write({"params.yaml": params.replace("max_steps:    ", "max_steps: 10")}, near)
+    make_pipeline(Project(near))
+    Project(near).set(max_steps=10)
     git("init", "--quiet", cwd=near)
     git("add", ".", cwd=near)
     git("commit", "--quiet", "--message", "First", cwd=near)
     build = Path(sys.prefix, ".setup").read_text().split()[1]
-    subprocess.run([sys.executable, "-m", "scripts.bundle", "--build", build, "--to", made], cwd=near, check=True)
+    command = [sys.executable, "-m", "scripts.bundle", "--raw", "--build", build, "--to", made]
+    subprocess.run(command, cwd=near, check=True)
     home.mkdir()
     there, python = other_side(home)
     target = home / "elsewhere"
