@@ -15,7 +15,6 @@ setup: ## Install the locked environment that fits this machine into .venv
 repro: setup ## Run the pipeline, on a sample corpus if data/raw is empty; ARGS=--allow-missing: without raw files
 ifeq ($(filter --allow-missing,$(ARGS)),)
 	@$(PY) -m scripts.sample_corpus
-	@$(PY) -m scripts.check_raw
 endif
 	.venv/bin/dvc repro $(ARGS)
 
@@ -63,9 +62,8 @@ check: setup ## Check lint, format and types
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
-deps: setup ## Write into dvc.yaml which modules each stage can reach, and draw it
+deps: setup ## Write into dvc.yaml which modules each stage can reach
 	$(PY) -m scripts.deps
-	$(PY) -m scripts.diagram
 
 # $(1): torch version, $(2): lowest Python version. UPGRADE=--upgrade: newer versions than those already in the lock.
 compile = $(PY) -m uv pip compile pyproject.toml - --extra dev --universal --python-version $(2) \

@@ -21,7 +21,7 @@ max_restarts=${MAX_RESTARTS:-20}
 
 # A project has one job at a time: two of them would edit the same params.yaml. A job that was requeued waits for the
 # processes of its last start, or until the file server releases the lock of a lost node: NFS after 90 s, Lustre 150 s.
-# Experiments of the queue, which are in copies of the project, and runs from a login node have locks of their own.
+# Experiments, which are in copies of the project, and runs from a login node have locks of their own.
 if [[ -z ${has_own_lock:-} ]]; then
     exec 9>> .dvc/tmp/job.lock
     flock --timeout $((restarts ? 200 : 60)) 9 || fail "job $(< .dvc/tmp/job.lock) runs in $PWD; \

@@ -1,11 +1,7 @@
 """Experiments of DVC: in copies of the project, in a queue, resumed; and the table that compares them."""
 
-import fcntl
 import json
-import os
 import re
-import shutil
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,19 +11,13 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from dvc.repo import Repo
-from dvc.repo.experiments.queue.base import QueueEntry
-from dvc.repo.experiments.queue.celery import LocalCeleryQueue
 
-from scripts import experiment_worker, resume_experiments
-from stages.artifacts.errors import StageError
-from stages.artifacts.file_lock import flock, open_lock, set_status
 from stages.artifacts.params_file import load_params
 from stages.checkpointing.layout import checkpoint_root, step_name
 from stages.training import run
 from stages.training.params import TrainParams, TrainRuntime
 from tests.pipeline import ran
-from tests.project import BIN, REPO, Project, commands, wait_for
+from tests.project import REPO, Project, commands, wait_for
 from tests.trainings import checkpoint_manifest
 
 GUIDE = "docs/experiments.md"
@@ -78,113 +68,6 @@ def test_a_relative_checkpoint_root_is_not_in_the_copy_that_dvc_deletes(monkeypa
     for given, expected in (("checkpoints", "/project/checkpoints/exp"), ("/scratch", "/scratch/exp")):
         monkeypatch.setenv("CHECKPOINT_ROOT", given)
         assert checkpoint_root("exp") == Path(expected)
-
-
-@pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalCeleryQueue]:
-    """The queue of a small project with two experiments, `first` and `second`."""
-    project = Project(tmp_path)
-    (project / "params.yaml").write_text("lr: 1\n")
-    stage = {"cmd": "exit $(cat $DVC_ROOT/status)", "params": ["lr"]}
-    (project / "dvc.yaml").write_text(yaml.safe_dump({"stages": {"train": stage}}))
-    for line in ("git init -q", "git config user.name test", "git config user.email test@example.com",
-                 "dvc init -q", "git add .", "git commit -qm start"):  # fmt: skip
-        project.run(*line.split())
-    monkeypatch.chdir(tmp_path)
-    with Repo() as repo:
-        for lr, name in enumerate(("first", "second"), 2):
-            repo.experiments.queue_one(repo.experiments.celery_queue, params={"params.yaml": [f"lr={lr}"]}, name=name)
-        yield repo.experiments.celery_queue
-
-
-def take(queue: LocalCeleryQueue, name: str) -> QueueEntry:
-    """What a worker does first."""
-    with queue.celery.connection_for_read() as connection, connection.channel() as channel:
-        ((message, entry),) = [(message, entry) for message, entry in queue._iter_queued() if entry.name == name]
-        path = Path(queue.celery._queued_msg_path_cache[message.delivery_tag])
-        shutil.move(path, channel.processed_folder)
-    queue.get_stash_entry(queue.repo.experiments, entry)
-    return entry
-
-
-def names(entries: Any) -> list[str]:
-    return sorted(entry.name for entry in entries)
-
-
-def states(queue: LocalCeleryQueue) -> dict[str, str]:
-    return {task["name"]: task["status"] for task in queue.status()}
-
-
-def test_an_experiment_that_failed_or_lost_its_worker_is_queued_again(
-    queue: LocalCeleryQueue, capsys: pytest.CaptureFixture[str]
-) -> None:
-    resume_experiments.resume(queue, [], seconds=0.1)
-    assert "no experiment has failed" in capsys.readouterr().out
-    failed, lost = take(queue, "first"), take(queue, "second")
-    (message,) = [message for message, entry in queue._iter_processed() if entry == failed]
-    queue.celery.backend.mark_as_done(message.headers["id"], None)
-    queue.stash_failed(failed)
-    info = Path(queue.get_infofile_path(failed.stash_rev))
-    info.parent.mkdir(parents=True)
-    values = {"git_url": "", "baseline_rev": failed.baseline_rev, "location": "", "root_dir": "copy", "dvc_dir": ""}
-    info.write_text(json.dumps(values))
-    Path("copy").mkdir()
-    assert states(queue) == {"first": "Failed", "second": "Running"}
-
-    with pytest.raises(StageError, match=r"third: neither failed nor without a worker .*; those are: first, second"):
-        resume_experiments.resume(queue, ["third"], seconds=0.1)
-    resume_experiments.resume(queue, ["first"], seconds=0.1)
-    assert states(queue) == {"first": "Queued", "second": "Running"}
-    assert not Path("copy").exists()
-    resume_experiments.resume(queue, [], seconds=0.1)
-    assert states(queue) == {"first": "Queued", "second": "Queued"}
-    # As they were: the same parameters, and the baseline under which `dvc exp show` lists them.
-    for entry in (failed, lost):
-        stashed = queue.stash.stash_revs[entry.stash_rev]
-        assert (stashed.name, stashed.baseline_rev) == (entry.name, queue.scm.get_rev())
-    assert queue.failed_stash is not None
-    assert queue.failed_stash.stash_revs == {}
-    assert sorted(queue.iter_queued(), key=lambda entry: str(entry.name)) == [failed, lost]
-    resume_experiments.resume(queue, [], seconds=0.1)
-    assert len(list(queue.iter_queued())) == 2
-
-
-def test_an_experiment_with_a_worker_is_left_alone(queue: LocalCeleryQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = take(queue, "first"), take(queue, "second")
-    tasks = {entry.stash_rev: message.headers["id"] for message, entry in queue._iter_processed()}
-    with open_lock(resume_experiments.worker_lock(queue, second)) as lock:
-        set_status(lock, "an attempt before")
-    with open_lock(resume_experiments.worker_lock(queue, first)) as lock:  # as of a job on another node
-        flock(lock, fcntl.LOCK_EX)
-        set_status(lock, tasks[first.stash_rev])
-        experiment_worker.queue_lost_again(queue)
-        with monkeypatch.context() as patched:
-            patched.setattr(resume_experiments, "find_process", lambda queue, entry: psutil.Process())
-            patched.setattr(resume_experiments, "_has_worker", lambda process: True)
-            resume_experiments.resume(queue, [], seconds=0.1)
-        assert states(queue) == {"first": "Running", "second": "Running"}
-    experiment_worker.queue_lost_again(queue)
-    assert states(queue) == {"first": "Queued", "second": "Running"}
-
-
-@pytest.mark.slow
-def test_a_worker_queues_an_interrupted_experiment_again_and_no_failed_one(
-    queue: LocalCeleryQueue, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
-    status = Path("status").absolute()
-    for text, result, expected in (
-        ("75", 75, {"first": "Queued", "second": "Queued"}),
-        ("1", 1, {"first": "Failed", "second": "Failed"}),
-        ("0", 0, {"first": "Failed", "second": "Failed"}),
-    ):
-        status.write_text(text)
-        assert experiment_worker.work(queue, threading.Event()) == result
-        assert states(queue) == expected
-    assert "error: failed: second, first" in capsys.readouterr().err
-    resume_experiments.resume(queue, [], seconds=0.1)
-    assert experiment_worker.work(queue, threading.Event()) == 0
-    assert states(queue) == {"first": "Success", "second": "Success"}
 
 
 def git_bytes(project: Project) -> int:
@@ -255,8 +138,7 @@ def workers(project: Project) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("with_its_experiment", [True, False])
-def test_a_queue_of_four_with_two_workers_of_which_one_is_killed(sweep: Project, with_its_experiment: bool) -> None:
+def test_a_queue_of_four_with_two_workers_of_which_one_is_killed(sweep: Project) -> None:
     before = git_bytes(sweep)
     start_workers(sweep)
     logs = sweep / ".dvc/tmp/exps/run"
@@ -266,21 +148,28 @@ def test_a_queue_of_four_with_two_workers_of_which_one_is_killed(sweep: Project,
 
     wait_for(in_training, 300)
     log = in_training()[0]
-    experiment = psutil.Process(sweep.json(str(log.with_suffix(".json").relative_to(sweep.path)))["pid"])
+    info = sweep.json(str(log.with_suffix(".json").relative_to(sweep.path)))
+    experiment = psutil.Process(info["pid"])
+    name = json.loads(next(log.parent.glob("*.run")).read_text())["name"]
     worker = experiment.parent()
     assert worker
     assert len(workers(sweep)) == 2
-    worker.kill()
-    if with_its_experiment:
-        experiment.kill()
+    text = sweep.run("git", "show", f"{log.parent.name}:params.yaml")
+    params = [part for key in ("lr", "batch_size") for part in ("-S", f"{key}={yaml.safe_load(text)[key]}")]
+    for process in (worker, experiment):
+        process.kill()
 
-    output = sweep.run("python", "-m", "scripts.resume_experiments", "-j", "2")
-    assert "queued again, because its worker is gone" in output
-    assert ("outlived its worker" in output) is not with_its_experiment
+    # As the guide says.
+    wait_for(lambda: not experiment.is_running())
+    sweep.run("dvc", "queue", "kill", "--force", name)
+    sweep.run("dvc", "queue", "remove", name)
+    sweep.run("dvc", "exp", "run", "--queue", "--allow-missing", "-n", name, *params)
+    start_workers(sweep)
     wait_for_success(sweep)
-    # Each step was done once. (One that outlived its worker may have finished before it could be stopped.)
-    assert [int(step) for step in re.findall(r"step (\d+)/24 ", log.read_text())] == list(range(4, 25, 4))
-    assert "resuming from step" in log.read_text() or not with_its_experiment
+    again = next(path.read_text() for path in logs.glob("*/*.out") if "resuming from step" in path.read_text())
+    # Each step was done once.
+    printed = re.findall(r"step (\d+)/24 ", log.read_text() + again)
+    assert sorted(map(int, printed)) == list(range(4, 25, 4))
     found = experiments(sweep)
     assert len(found) == 4
     assert {(each["params"]["lr"], each["params"]["batch_size"]) for each in found.values()} == {
@@ -318,8 +207,6 @@ def test_the_commands_of_the_guide_run(reproduced: Project) -> None:
             output = reproduced.run("bash", "-c", command)
             if command.startswith("dvc exp show"):
                 assert output.count("├──") + output.count("└──") == 5
-            elif command.startswith("python -m scripts.resume"):
-                assert "no experiment has failed" in output
     finally:
         end_all(reproduced)
     assert reproduced.run("dvc", "exp", "list", "--all-commits", "--name-only").split() == []

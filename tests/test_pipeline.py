@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import yaml
 from dvc.utils.hydra import apply_overrides
 from pydantic import TypeAdapter, ValidationError
 
-from scripts import deps, diagram
+from scripts import deps
 from stages import consolidate, evaluate, pack
 from stages.artifacts import code, outputs, publish
 from stages.artifacts.errors import StageError
@@ -55,18 +54,13 @@ def test_make_deps_repairs_a_list_with_a_module_too_many_or_too_few() -> None:
     assert deps.with_deps(too_few) == deps.with_deps(too_many) == text
 
 
-def test_the_picture_is_drawn_from_dvc_yaml() -> None:
-    stages = PIPELINE["stages"]
-    assert diagram.PICTURE.read_text() == diagram.draw(stages), "run `make deps`"
-    arrows = diagram.arrows(stages)
-    assert len(arrows) == 19
-    assert {("pack", "evaluate"), ("train", "evaluate"), ("download", "evaluate")} <= set(arrows)
-    assert diagram.inputs(stages) == [("${raw_dir}", "organize"), ("models", "download")]
-    # A line runs down from a box and then right, so it meets no box only if each stage is below those that it reads.
-    assert all(STAGES.index(source) < STAGES.index(target) for source, target in arrows)
-    picture = xml.etree.ElementTree.parse(diagram.PICTURE)
-    lines = picture.findall("{*}path[@class='line']")
-    assert len({line.attrib["d"] for line in lines}) == len(arrows) + 2
+def test_the_picture_in_the_readme_is_that_of_dvc(tmp_path: Path) -> None:
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copy(REPO / name, tmp_path / name)
+    project = Project(tmp_path)
+    project.run("dvc", "init", "--no-scm", "--quiet")
+    drawn = project.run("dvc", "dag", "--mermaid").replace("\t", "    ").strip()
+    assert f"```mermaid\n{drawn}\n```" in (REPO / "README.md").read_text()
 
 
 def test_dvc_edits_params_yaml_and_leaves_the_rest_as_it_is(tmp_path: Path) -> None:
@@ -93,7 +87,7 @@ def test_an_experiment_cannot_have_the_name_of_an_output() -> None:
     """DVC would delete its checkpoints together with the output."""
     adapter = TypeAdapter(outputs.ExperimentName)
     assert adapter.validate_python("report2") == "report2"
-    fixed = [out for name in STAGES for out in diagram.outs(PIPELINE["stages"][name])]
+    fixed = [out for name in STAGES for part in ("outs", "metrics") for out in PIPELINE["stages"][name].get(part, [])]
     names = [out.removeprefix("outputs/") for out in fixed if re.fullmatch(r"outputs/[\w.]+", out)]
     assert len(names) == 9
     for name in names:

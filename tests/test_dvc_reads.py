@@ -1,4 +1,4 @@
-"""What DVC does with raw files that it cannot read, and what `scripts/check_raw.py` advises."""
+"""What DVC does with raw files that it cannot read, how docs/data.md finds them, and which files DVC watches."""
 
 import json
 import os
@@ -28,7 +28,7 @@ as_user = pytest.mark.skipif(not is_user, reason="this machine does not let root
 @pytest.fixture(scope="module")
 def _organized(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A project after `dvc repro organize`."""
-    project = Project(tmp_path_factory.mktemp("check_raw") / "project")
+    project = Project(tmp_path_factory.mktemp("dvc_reads") / "project")
     (project / "data/raw").mkdir(parents=True)
     for name in ("dvc.yaml", "params.yaml", ".dvcignore", ".gitignore", "data/.gitignore"):
         shutil.copy(REPO / name, project / name)
@@ -122,27 +122,21 @@ def test_trap_04_dvc_stops_where_the_docs_state(organized: Project, tmp_path: Pa
 
 
 @as_user
-def test_trap_04_after_the_advice_dvc_reads_everything_else(organized: Project) -> None:
+def test_trap_04_without_what_the_guide_finds_dvc_reads_everything(organized: Project) -> None:
     raw = organized / "data/raw"
     names = obstacles(raw)
-    (raw / "ab.txt").write_text("which the pattern for `a [b]*` must not match")
-    output = organized.run(*AS_USER, "bash", "-c", "python -m scripts.check_raw >> .dvcignore", status=2)
-    lines = re.findall("^error: (.*)", output, re.MULTILINE)
-    assert len(lines) == len(names)
-    for line in lines:
-        if "mv" in line:
-            organized.run(*AS_USER, "bash", "-c", line.partition("rename it: ")[2])
-    assert (
-        organized.run(*AS_USER, "python", "-m", "scripts.check_raw")
-        == "check_raw: DVC can read all files in data/raw\n"
-    )
-    assert "organize: 4 files" in organized.run(*AS_USER, "dvc", "repro", "organize")
-    summary = organized.json("data/splits/summary.json")
-    assert summary["names_not_utf8"] == []
-    assert {entry["path"] for entry in summary["passed_over"]} >= {"pipe.txt", "zero.txt", "loop.txt", "socket.txt"}
-    assert (raw / "café/it's.txt").read_text() == "one"
-    assert "up to date" in organized.run(*AS_USER, "dvc", "status", "organize")
-    (raw / "ab.txt").write_text("changed")
+    commands = re.findall(r"^\$ (find .*?)(?:  +#.*)?$", (REPO / "docs/data.md").read_text(), re.MULTILINE)
+    output = organized.run(*AS_USER, "bash", "-c", f"{{ {'; '.join(commands)}; }} 2> errors > found || true")
+    assert output == ""
+    found = os.fsdecode((organized / "found").read_bytes()).splitlines()
+    inside = f"{NOT_UTF8}/it's.txt"
+    assert sorted(found) == sorted(f"data/raw/{name}" for name in (*names, inside))
+    for path in found:
+        if not (organized / path).is_dir():
+            (organized / path).unlink()
+    (raw / NOT_UTF8).rmdir()
+    assert "organize: 1 files" in organized.run(*AS_USER, "dvc", "repro", "--force", "organize")
+    (raw / "ab.txt").write_text("new")
     assert "modified:           data/raw" in organized.run(*AS_USER, "dvc", "status", "organize")
 
 
@@ -178,38 +172,3 @@ def test_trap_31_dvc_passes_over_what_a_killed_stage_leaves() -> None:
             "outputs/a/logs/b",
         ):
             assert not ignore.is_ignored_file(str(REPO / name / file)), (name, file)
-
-
-def test_trap_31_raw_files_that_dvc_does_not_watch_are_counted(organized: Project) -> None:
-    raw = organized / "corpora/raw"
-    (raw / "other/.dvc").mkdir(parents=True)
-    for name in ("other/a.txt", "b.txt", "b.md", "c.tmp", "d.txt", "dvc.yaml"):
-        (raw / name).write_text("a")
-    with (organized / ".dvcignore").open("a") as file:
-        file.write("b.*\n")
-    line = len((organized / ".dvcignore").read_text().splitlines())
-    organized.set(raw_dir="corpora/raw")
-    output = organized.run("python", "-m", "scripts.check_raw", status=2).splitlines()
-    unnoticed = "warning: DVC does not notice edits of"
-    remedy = ": remove that pattern, or the .dvc in that directory, unless this is meant so"
-    assert sorted(output) == [
-        "error: corpora/raw/dvc.yaml is read by DVC as stages: name the directory corpora/raw in .gitignore",
-        f"{unnoticed} 1 files that organize reads (in sub_repo:other){remedy}",
-        f"{unnoticed} 2 files that organize reads (.dvcignore:{line}:b.*){remedy}",
-    ]
-    (organized / ".gitignore").write_text("/corpora/raw/\n")
-    assert "DVC can read all files in corpora/raw" in organized.run("python", "-m", "scripts.check_raw")
-    assert "organize: 5 files" in organized.run("dvc", "repro", "organize")
-
-
-def test_trap_04_nothing_can_be_hidden_outside_of_the_project(organized: Project, tmp_path: Path) -> None:
-    (tmp_path / "far").mkdir()
-    os.mkfifo(tmp_path / "far/pipe.txt")
-    organized.set(raw_dir=str(tmp_path / "far"))
-    output = organized.run("python", "-m", "scripts.check_raw", status=2)
-    assert output == (
-        f"error: {tmp_path}/far/pipe.txt is a pipe, for which DVC waits forever: "
-        "remove it (.dvcignore has no effect outside of the project)\n"
-    )
-    organized.set(raw_dir="")
-    assert "raw_dir is empty" in organized.run("python", "-m", "scripts.check_raw", status=2)
