@@ -147,16 +147,14 @@ def main() -> None:
     if args.model is not None:
         plan_model(args, params, extra, gpus)
         return
-    check_num_ranks(params, runtime.nproc_per_node and launched_ranks(runtime, gpus.num))
     if gpus.problem:
         print(f"warning: on this machine the training would not start: {gpus.problem}")
     with publish.lock(outputs.PLAN):
+        plan, warning = check(params, runtime, runtime.nproc_per_node and launched_ranks(runtime, gpus.num))
         model = ModelManifest.read()
-        plan = estimate(params, model, PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
         _print_summary(params, runtime, plan, model)
-        if message := check_disk(params, runtime, plan):
-            print(message)
-        check_extend_from(describe(params), runtime)
+        if warning:
+            print(f"warning: {warning}")
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
         here = launched_ranks(runtime, gpus.num)
         if here != num_ranks:
@@ -341,7 +339,7 @@ def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> str | 
             "lower runtime.keep_checkpoints, or set CHECKPOINT_ROOT to a larger disk, and run again"
         )
     if free < most * plan.checkpoint_bytes + model:
-        return f"warning: {disk} has {format_gib(free)} free; set CHECKPOINT_ROOT to a larger disk"
+        return f"{disk} has {format_gib(free)} free; set CHECKPOINT_ROOT to a larger disk"
     return None
 
 
@@ -352,6 +350,11 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
         f"{plan.parameters:,} parameters: {format_gib(plan.training_state_bytes)} of weights, gradients and optimizer "
         f"state over the ranks that share a copy of it; {format_gib(disk)} of disk for checkpoints and model"
     )
+    if runtime.nproc_per_node is None:
+        print(
+            f"plan: the number of ranks must divide {params.total_batch_size // params.batch_size}, the quotient of "
+            "total_batch_size and batch_size (runtime.nproc_per_node is null: one per GPU, or 2 on CPUs)"
+        )
     if plan.rows_per_validation:
         print(
             f"plan: {plan.validations:,} validations of {plan.rows_per_validation:,} rows: about "
@@ -380,21 +383,32 @@ def inputs_digest(params: TrainParams) -> str:
     return publish.sha256_json([identity.params, dataclasses.asdict(identity.data), identity.model])
 
 
+def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> tuple[Plan, str | None]:
+    """What a training with this number of ranks needs, except memory; None: it is not known before the training.
+
+    Returns:
+        The plan, and a warning where there is little space for checkpoints.
+
+    Raises:
+        StageError: the training would be refused.
+    """
+    check_num_ranks(params, num_ranks)
+    plan = estimate(params, ModelManifest.read(), PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
+    check_extend_from(describe(params), runtime)
+    return plan, check_disk(params, runtime, plan)
+
+
 def check_num_ranks(params: TrainParams, num_ranks: int | None) -> None:
     """Check that this number of ranks can train; None: it is not known before the training.
 
     Raises:
         StageError: they cannot share `total_batch_size` evenly, or be grouped as `fsdp` asks.
     """
-    if num_ranks is not None:
+    if num_ranks is None:
+        params.check_any_num_ranks()
+    else:
         params.grad_accum_steps(num_ranks)
         params.fsdp.mesh_shape(num_ranks, num_ranks)
-        return
-    params.check_any_num_ranks()
-    print(
-        f"plan: the number of ranks must divide {params.total_batch_size // params.batch_size}, the quotient of "
-        "total_batch_size and batch_size (runtime.nproc_per_node is null: one per GPU, or 2 on CPUs)"
-    )
 
 
 def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, validation: PackedTokens) -> Plan:
