@@ -17,19 +17,19 @@ many ranks as the launcher chooses here: the bits are those of the same number o
 import dataclasses
 import hashlib
 import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from dvc.dependency import ParamsDependency
+from dvc.exceptions import DvcException
+from dvc.repo import Repo
 
 from stages.artifacts import code, command, outputs, publish
 from stages.artifacts.dataset import Dataset
@@ -37,18 +37,19 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.identity import RunIdentity
 from stages.artifacts.model_files import CARD, LINEAGE
 from stages.artifacts.origin import RECORDS
-from stages.artifacts.params_file import PARAMS_FILE, PIPELINE_FILE, load_params
+from stages.artifacts.params_file import PARAMS_FILE, PIPELINE_FILE, flatten, load_params
 from stages.checkpointing import layout
-from stages.corpus import splits, tree
-from stages.corpus.formats import suffixes
+from stages.corpus import splits
 from stages.export.provenance import Lineage
 from stages.model.manifest import MANIFEST, ModelManifest
+from stages.organize import OrganizeParams
 from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
+from stages.training import run
 from stages.training.params import TrainParams
-from stages.training.run import ENTRIES
 
 STAGES = ("organize", "extract", "download", "pack", "plan", "train", "consolidate", "evaluate")
 CORPUS = Path("data/corpus")
+_SUMMARY = RECORDS["organize"]
 
 _MODULES = {"train": "stages.launch"}
 """What runs a stage, where it is not the module of its name."""
@@ -67,13 +68,6 @@ class Finding(NamedTuple):
     """`equal`, `different` or `missing`."""
     name: str
     detail: str = ""
-
-
-@dataclass(frozen=True)
-class RawDir:
-    """The one parameter that a lineage does not have: where the raw files are on this machine."""
-
-    raw_dir: str
 
 
 def main() -> None:
@@ -108,204 +102,132 @@ def verify(directory: Path, rerun: Iterable[str] = ()) -> Iterator[Finding]:
     # From the model directory alone: lineage.json itself was edited if these do not fit each other.
     identity = RunIdentity(lineage.params, lineage.data, lineage.model.manifest, lineage.code)
     run_id = publish.sha256_json(dataclasses.asdict(identity))[:16]
-    yield _compared("run_id of parameters, data, model and code", lineage.run_id, run_id)
-    yield _checkpoint(lineage)
-    yield from _model(lineage)
-    yield _code(lineage)
-    yield from _params(lineage)
-    yield from _packages(lineage)
-    for tokens, digest in ((TRAIN, lineage.data.train), (VALIDATION, lineage.data.validation)):
-        yield _guarded(str(tokens), tokens, partial(_tokens, tokens, digest))
+    yield _check("run_id of parameters, data, model and code", directory, lineage.run_id, lambda: run_id)
+    root = layout.checkpoint_root(lineage.params["experiment_name"])
+    checkpoint = root / lineage.run_id / layout.step_name(lineage.step)
+    yield _check(
+        f"checkpoint {checkpoint}", checkpoint, lineage.checkpoint, lambda: layout.verify(checkpoint).result_sha256
+    )
+    yield _file(f"{MANIFEST} of {lineage.model.name}", MANIFEST, lineage.model.manifest)
+    yield from _initial_model()
+    yield _check("code of train", Path(), lineage.code, lambda: code.digest(*run.ENTRIES))
+    yield from _params_and_packages(lineage)
+    yield _check(str(TRAIN), TRAIN, lineage.data.train, lambda: _tokens(TRAIN))
+    yield _check(str(VALIDATION), VALIDATION, lineage.data.validation, lambda: _tokens(VALIDATION))
     if lineage.corpus is not None:
-        yield _guarded(str(CORPUS), CORPUS, partial(_corpus, lineage.corpus))
+        yield _check(str(CORPUS), CORPUS, lineage.corpus, _corpus)
     if lineage.splits is not None:
-        yield _file(str(RECORDS["organize"]), RECORDS["organize"], lineage.splits)
-        if RECORDS["organize"].is_file():
-            yield from _raw_files()
+        yield _file(str(_SUMMARY), _SUMMARY, lineage.splits)
+        yield from _raw_files()
     for stage in rerun:
         yield from _rerun(stage, lineage)
 
 
-def _compared(name: str, recorded: object, found: object) -> Finding:
-    if recorded == found:
+def _check(name: str, path: Path, recorded: Any, find: Callable[[], Any]) -> Finding:
+    """Compare what a lineage records with what there is.
+
+    Args:
+        name: Of both.
+        path: What must be here for that.
+        recorded: In the lineage.
+        find: The same of what is here; a StageError says what is damaged.
+    """
+    if not path.exists():
+        return Finding("missing", name, f"it would be {path.absolute()}")
+    try:
+        found = find()
+    except StageError as error:
+        return Finding("different", name, str(error).splitlines()[0])
+    if found == recorded:
         return Finding("equal", name)
-    return Finding("different", name, f"{recorded!r} in {LINEAGE}, {found!r} here")
-
-
-def _missing(name: str, path: Path) -> Finding:
-    return Finding("missing", name, f"it would be {path.absolute()}")
+    if not isinstance(recorded, Mapping):
+        return Finding("different", name, f"{recorded} in {LINEAGE}, {found} here")
+    there, here = dict(flatten(recorded)), dict(flatten(found))
+    different = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
+    values = [f"{key} {there.get(key)!r} in {LINEAGE}, {here.get(key)!r} here" for key in different]
+    return Finding("different", name, "; ".join(values))
 
 
 def _file(name: str, path: Path, digest: str) -> Finding:
-    if not path.is_file():
-        return _missing(name, path)
-    found = publish.sha256_file(path)
-    return Finding("equal", name) if found == digest else Finding("different", name, f"SHA-256 {found}, not {digest}")
+    return _check(name, path, f"SHA-256 {digest}", lambda: f"SHA-256 {publish.sha256_file(path)}")
 
 
 def _model_directory(directory: Path, listed: Mapping[str, str]) -> Iterator[Finding]:
     """Compare a model with its digests. A file too many may be loaded too: an adapter, code, other weights."""
+    here = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()}
+    for name in sorted(here - {*listed, *_NOT_LISTED}):
+        yield Finding("different", str(directory / name), f"{LINEAGE} does not list it")
     for name, digest in listed.items():
-        path = directory / name
-        yield _file(str(path), path, digest) if path.is_file() else Finding("different", str(path), "it is missing")
-    for path in sorted(directory.rglob("*")):
-        name = str(path.relative_to(directory))
-        if name not in listed and name not in _NOT_LISTED and (path.is_symlink() or not path.is_dir()):
-            yield Finding("different", str(path), f"{LINEAGE} does not list it")
+        found = _file(str(directory / name), directory / name, digest)
+        yield found._replace(state="different") if found.state == "missing" else found
 
 
-def _guarded(name: str, path: Path, check: Callable[[], Finding]) -> Finding:
-    """A check of what is at a path: `missing` without it, `different` where it cannot be read."""
-    if not path.exists():
-        return _missing(name, path)
-    try:
-        return check()
-    except StageError as error:
-        return Finding("different", name, str(error).splitlines()[0])
-
-
-def _checkpoint(lineage: Lineage) -> Finding:
-    root = layout.checkpoint_root(lineage.params["experiment_name"])
-    path = root / lineage.run_id / layout.step_name(lineage.step)
-
-    def check() -> Finding:
-        return _compared(f"checkpoint {path}", lineage.checkpoint, layout.verify(path).result_sha256)
-
-    return _guarded(f"checkpoint {path}", path / layout.MANIFEST, check)
-
-
-def _model(lineage: Lineage) -> Iterator[Finding]:
-    yield _file(f"{MANIFEST} of {lineage.model.name}", MANIFEST, lineage.model.manifest)
-    with suppress(StageError):  # missing or damaged: the line above
+def _initial_model() -> Iterator[Finding]:
+    with suppress(StageError):  # its manifest is missing or damaged, which is another line
         manifest = ModelManifest.read()
         name = f"files of the initial model {manifest.model_name}"
         try:
-            where = manifest.directory()
+            directory = manifest.directory()
         except StageError as error:
             yield Finding("missing", name, str(error))
-            return
-
-        def check() -> Finding:
-            manifest.verify()
-            return Finding("equal", name)
-
-        yield _guarded(name, where, check)
+        else:
+            yield _check(name, directory, directory, manifest.verify)
 
 
-def _code(lineage: Lineage, num_commits: int = 50) -> Finding:
-    """Compare the code of the training with that which runs here, then with the last commits."""
-    name = "code of train"
-    if lineage.code == code.digest(*ENTRIES):
-        return Finding("equal", name)
-    listed = ["git", "log", f"-{num_commits}", "--format=%H", "--", "stages"]
-    # No repository, or no git: then there is nothing to search.
-    commits = subprocess.run(listed, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False).stdout
-    for commit in commits.split():
-        with tempfile.TemporaryDirectory() as directory:
-            archive = subprocess.run(["git", "archive", commit, "stages"], capture_output=True, check=False).stdout
-            subprocess.run(["tar", "-x", "-C", directory], input=archive, capture_output=True, check=False)
-            # A commit that does not run, or with the relative imports that `code` asserts there are none of.
-            with suppress(SyntaxError, AssertionError):
-                if lineage.code == code.digest(*ENTRIES, project=Path(directory)):
-                    detail = f"it is that of commit {commit[:12]}: check it out to train again"
-                    return Finding("different", name, detail)
-    return Finding("different", name, "nor is it that of one of the last commits here")
+def _params_and_packages(lineage: Lineage) -> Iterator[Finding]:
+    def params_of(params: Mapping[str, Any]) -> dict[str, Any]:
+        values = yaml.safe_load(PARAMS_FILE.read_text(encoding="utf-8"))
+        return {name: values.get(name) for name in params}
+
+    yield _check(
+        f"parameters of train in {PARAMS_FILE}", PARAMS_FILE, lineage.params,
+        lambda: dataclasses.asdict(load_params(TrainParams)),
+    )  # fmt: skip
+    for stage, origin in lineage.origins.items():
+        here = partial(params_of, origin.params)
+        yield _check(f"parameters of {stage} in {PARAMS_FILE}", PARAMS_FILE, origin.params, here)
+    yield _check("packages of train", Path(), lineage.packages, run.packages)
+    for stage, origin in lineage.origins.items():
+        yield _check(f"packages of {stage}", Path(), origin.packages, partial(code.packages, f"stages.{stage}"))
 
 
-def _params(lineage: Lineage) -> Iterator[Finding]:
-    if not PARAMS_FILE.is_file():
-        yield _missing("parameters", PARAMS_FILE)
-        return
-    here = dataclasses.asdict(load_params(TrainParams))
-    values = yaml.safe_load(PARAMS_FILE.read_text(encoding="utf-8"))
-    recorded = {"train": lineage.params, **{stage: origin.params for stage, origin in lineage.origins.items()}}
-    for stage, params in recorded.items():
-        found = here if stage == "train" else {name: values.get(name) for name in params}
-        different = [
-            f"{name} {there!r} in {LINEAGE}, {now!r} here" for name, there, now in _leaves_that_differ(params, found)
-        ]
-        name = f"parameters of {stage} in {PARAMS_FILE}"
-        yield Finding("different", name, "; ".join(different)) if different else Finding("equal", name)
-
-
-def _leaves_that_differ(
-    there: Mapping[str, Any], here: Mapping[str, Any], prefix: str = ""
-) -> Iterator[tuple[str, Any, Any]]:
-    for name in sorted(there.keys() | here.keys()):
-        one, other = there.get(name), here.get(name)
-        if isinstance(one, dict) and isinstance(other, dict):
-            yield from _leaves_that_differ(one, other, f"{prefix}{name}.")
-        elif one != other:
-            yield prefix + name, one, other
-
-
-def _packages(lineage: Lineage) -> Iterator[Finding]:
-    recorded = {"train": lineage.packages, **{stage: origin.packages for stage, origin in lineage.origins.items()}}
-    for stage, packages in recorded.items():
-        found = {name: _version(name) for name in packages}
-        different = [f"{name} {there}, {found[name]} here" for name, there in packages.items() if there != found[name]]
-        name = f"packages of {stage}"
-        yield Finding("different", name, "; ".join(different)) if different else Finding("equal", name)
-
-
-def _version(package: str) -> str:
-    if package == "python":
-        return "{}.{}".format(*sys.version_info)
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _tokens(directory: Path, fingerprint: str) -> Finding:
+def _tokens(directory: Path) -> str:
     tokens = PackedTokens.read(directory)
     tokens.verify()
-    return _compared(str(directory), fingerprint, tokens.fingerprint)
+    return tokens.fingerprint
 
 
-def _corpus(fingerprint: str) -> Finding:
+def _corpus() -> str:
     dataset = Dataset.read(CORPUS, "extract")
     for shard in dataset.shards:
         path = CORPUS / shard.filename
         if not path.is_file() or publish.sha256_file(path) != shard.sha256:
-            return Finding("different", str(CORPUS), f"{path} is missing or was changed")
-    return _compared(str(CORPUS), fingerprint, dataset.fingerprint)
+            raise StageError(f"{path} is missing or was changed")
+    return dataset.fingerprint
 
 
 def _raw_files() -> Iterator[Finding]:
-    """Compare manifests and raw files with the summary, and look for raw files that it does not know."""
-    name = f"manifests in {splits.SPLITS}"
-    try:
-        summary = splits.read_summary(splits.SPLITS)
-        files = [
-            file for part in summary.splits for file in splits.read_manifest(splits.SPLITS / part.manifest, part.digest)
-        ]
-    except StageError as error:
-        yield Finding("different", name, str(error))
-        return
-    yield Finding("equal", name)
-    if not PARAMS_FILE.is_file():
-        yield Finding("missing", "raw files", f"no {PARAMS_FILE} names raw_dir")
-        return
-    root = Path(load_params(RawDir).raw_dir)
-    name = f"raw files in {root}"
-    if not root.is_dir():
-        yield _missing(name, root)
-        return
-    changed = {splits.printable(file.path) for file in files if _raw_digest(root / file.path, file.part) != file.digest}
-    known = {splits.printable(file.path) for file in files} | {file.path for file in summary.duplicates}
-    # Not those that were passed over for another reason, as a broken link: `organize` would read them now.
-    known |= {item.path for item in summary.passed_over if item.reason.startswith("unreadable")}
-    here, _ = tree.walk(root, lambda path: suffixes.find(path) is not None)
-    new = {splits.printable(path) for path in here} - known
-    different = [f"{_some(changed)} missing or changed"] * bool(changed)
-    different += [f"not in the lineage: {_some(new)}"] * bool(new)
-    yield Finding("different", name, "; ".join(different)) if different else Finding("equal", name)
+    """Compare the manifests with the summary, and the raw files with the manifests."""
+    files: list[splits.RawFile] = []
+
+    def read() -> None:
+        for part in splits.read_summary(splits.SPLITS).splits:
+            files.extend(splits.read_manifest(splits.SPLITS / part.manifest, part.digest))
+
+    manifests = _check(f"manifests in {splits.SPLITS}", _SUMMARY, None, read)
+    yield manifests
+    if manifests.state == "equal" and PARAMS_FILE.is_file():
+        root = Path(load_params(OrganizeParams).raw_dir)
+        yield _check(f"raw files in {root}", root, None, lambda: _compare_raw(root, files))
 
 
-def _some(names: Set[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{', '.join(sorted(names)[:_LISTED])}{more}"
+def _compare_raw(root: Path, files: Iterable[splits.RawFile]) -> None:
+    names = sorted(
+        {splits.printable(file.path) for file in files if _raw_digest(root / file.path, file.part) != file.digest}
+    )
+    if names:
+        more = f" and {len(names) - _LISTED} more" * (len(names) > _LISTED)
+        raise StageError(f"{', '.join(names[:_LISTED])}{more} missing or changed")
 
 
 def _raw_digest(path: Path, part: splits.Part | None) -> str | None:
@@ -327,91 +249,67 @@ def _raw_digest(path: Path, part: splits.Part | None) -> str | None:
 
 def _rerun(stage: str, lineage: Lineage) -> Iterator[Finding]:
     """Run a stage in an empty directory with links to its inputs, and compare its outputs with those here."""
-    if not (PIPELINE_FILE.is_file() and PARAMS_FILE.is_file()):
-        raise StageError(f"--rerun needs {PIPELINE_FILE} and {PARAMS_FILE}: run it from the root of the project")
     inputs, outs = _inputs_and_outs(stage)
+    problem = ""
     if missing := [path for path in inputs if not path.exists()]:
-        yield Finding("different", f"rerun of {stage}", f"its input {missing[0]} is missing: `dvc pull` may bring it")
+        problem = f"its input {missing[0]} is missing: `dvc pull` may bring it"
+    elif stage == "train" and (lineage.adopted or lineage.params.get("extend_from")):
+        problem = "it continued from a checkpoint of another run, so it cannot run alone"
+    if problem:
+        yield Finding("different", f"rerun of {stage}", problem)
         return
-    if stage == "train" and (lineage.adopted or lineage.params.get("extend_from")):
-        yield Finding(
-            "different", "rerun of train", "it continued from a checkpoint of another run, so it cannot run alone"
-        )
-        return
+    kept = ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"]
     if stage == "consolidate":  # the checkpoint, which is no dep of DVC
         inputs.append(layout.checkpoint_root(lineage.params["experiment_name"]))
-    outputs.OUTPUTS.mkdir(exist_ok=True)
+        kept.append("CHECKPOINT_ROOT")
     project = Path.cwd()
+    # Without DVC_ROOT, so that no stored result is used. Relative paths are those of the project.
+    environment = {name: value for name, value in os.environ.items() if name not in ("DVC_ROOT", "CHECKPOINT_ROOT")}
+    environment |= {name: str(project / os.environ[name]) for name in kept if os.environ.get(name)}
+    outputs.OUTPUTS.mkdir(exist_ok=True)
     # On the disk of the outputs: /tmp may be small, or in memory.
     with tempfile.TemporaryDirectory(prefix=".rerun-", dir=outputs.OUTPUTS) as temporary:
         # As deep as the project, so that `raw_dir: ../corpus` is a link in there too.
         directory = Path(temporary, *project.parts[1:]).resolve()
-        directory.mkdir(parents=True)
         for path in inputs:
-            if not path.is_absolute() and path.exists():
-                _link(project / path, directory / path)
-        # Without DVC_ROOT, so that no stored result is used. Relative paths are those of the project.
-        environment = {name: value for name, value in os.environ.items() if name not in ("DVC_ROOT", "CHECKPOINT_ROOT")}
-        kept = ["CHECKPOINT_ROOT"] * (stage == "consolidate") + ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"]
-        environment |= {name: str(project / os.environ[name]) for name in kept if os.environ.get(name)}
-        module = _MODULES.get(stage, f"stages.{stage}")
-        result = subprocess.run(
-            [sys.executable, "-m", module],
-            cwd=directory,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+            if not path.is_absolute():
+                (directory / path).parent.mkdir(parents=True, exist_ok=True)
+                (directory / path).symlink_to(project / path)
+        arguments = [sys.executable, "-m", _MODULES.get(stage, f"stages.{stage}")]
+        result = subprocess.run(arguments, cwd=directory, env=environment, stdout=-1, stderr=-2, text=True)
         if result.returncode:
             last = "; ".join(line for line in result.stdout.splitlines() if line.startswith("error: "))
             yield Finding("different", f"rerun of {stage}", last or f"exit status {result.returncode}")
             return
         for path in outs:
-            name = f"rerun of {stage}: {path}"
-            if not path.exists():
-                yield Finding("different", name, f"it is missing: it would be {path.absolute()}")
-            elif different := _files_that_differ(path, directory / path):
-                yield Finding("different", name, ", ".join(different[:_LISTED]))
-            else:
-                yield Finding("equal", name)
+            there, here = _digests(directory / path), _digests(path)
+            different = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
+            detail = ", ".join(str(path / name) for name in different[:_LISTED])
+            yield Finding("different" if different else "equal", f"rerun of {stage}: {path}", detail)
 
 
 def _inputs_and_outs(stage: str) -> tuple[list[Path], list[Path]]:
-    """What a stage reads, and what it writes, as dvc.yaml declares it, and the directories that params.yaml names."""
-    values = yaml.safe_load(PARAMS_FILE.read_text(encoding="utf-8"))
-
-    def paths(*sections: str) -> list[Path]:
-        named = [path for section in sections for path in declared.get(section, [])]
-        return [Path(re.sub(r"\$\{(\w+)\}", lambda found: str(values[found[1]]), path)) for path in named]
-
-    declared = yaml.safe_load(PIPELINE_FILE.read_text(encoding="utf-8"))["stages"][stage]
-    # As one, so that the digest of the code is that of the same files.
-    inputs = {path for path in paths("deps") if path.parts[0] != "stages"}
-    inputs |= {Path("stages"), PARAMS_FILE, PIPELINE_FILE}
+    """What a stage reads, and what it writes, as DVC knows it, and the directories that params.yaml names."""
+    try:
+        with Repo() as repo:
+            [found] = repo.stage.collect(stage)
+    except DvcException as problem:
+        raise StageError(f"--rerun runs in the root of a project, and DVC finds none ({problem})") from None
+    # The code as one, so that its digest is that of the same files.
+    inputs = {Path(dep.def_path) for dep in found.deps if not isinstance(dep, ParamsDependency)}
+    inputs = {path for path in inputs if path.parts[0] != "stages"} | {Path("stages"), PARAMS_FILE, PIPELINE_FILE}
     # Read by stages that depend on a record of them.
+    values = yaml.safe_load(PARAMS_FILE.read_text(encoding="utf-8"))
     places = (values["raw_dir"], values["model_name"], ".hf")
     inputs |= {Path(place) for place in places if Path(place).is_dir()}
     inputs = {path for path in inputs if not inputs & {*path.parents}}  # a link to a directory has all that is in it
-    return sorted(inputs), [path for path in paths("outs", "metrics") if str(path) not in _MEASURED]
+    return sorted(inputs), [Path(out.def_path) for out in found.outs if out.def_path not in _MEASURED]
 
 
-def _link(target: Path, link: Path) -> None:
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(target)
-
-
-def _files_that_differ(one: Path, other: Path) -> list[str]:
-    """The files below two directories whose bytes are not the same, or that only one of them has."""
-    if one.is_file():
-        return [] if other.is_file() and publish.sha256_file(one) == publish.sha256_file(other) else [str(one)]
-    names = {path.relative_to(top) for top in (one, other) for path in top.rglob("*") if path.is_file()}
-    return [
-        str(one / name)
-        for name in sorted(names)
-        if not ((one / name).is_file() and (other / name).is_file())
-        or publish.sha256_file(one / name) != publish.sha256_file(other / name)
-    ]
+def _digests(path: Path) -> dict[str, str]:
+    """SHA-256 of a file, or of each file below a directory, by its name there."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return {str(each.relative_to(path)): publish.sha256_file(each) for each in files}
 
 
 if __name__ == "__main__":

@@ -58,6 +58,18 @@ class PackParams:
     fast_encoder: bool = True
     """Encode with `corpus.fast_tokenizer`, where that gives the same tokens."""
 
+    def check_splits(self, num_splits: int) -> None:
+        """Check that there are splits to train on.
+
+        Raises:
+            StageError: all are held out.
+        """
+        if self.validation_splits >= num_splits:
+            raise StageError(
+                f"validation_splits is {self.validation_splits} of num_splits = {num_splits} splits, which leaves none "
+                "to train on: lower it"
+            )
+
 
 @dataclass(frozen=True)
 class PackRuntime(workers.Runtime):
@@ -229,11 +241,7 @@ def read_corpus(params: PackParams) -> list[Shard]:
     shards = arrow.read_shards(CORPUS)
     if not any(shard.rows for shard in shards):
         raise StageError(f"{CORPUS} contains no text: put files with text into raw_dir, or lower min_chars")
-    if params.validation_splits >= len(shards):
-        raise StageError(
-            f"validation_splits is {params.validation_splits} of num_splits = {len(shards)} splits, which leaves none "
-            "to train on: lower it"
-        )
+    params.check_splits(len(shards))
     num_train = len(shards) - params.validation_splits
     held_out = f"the last validation_splits = {params.validation_splits} of num_splits = {len(shards)} splits"
     if not any(shard.rows for shard in shards[:num_train]):

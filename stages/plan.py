@@ -55,16 +55,9 @@ MAX_VALIDATION_SHARE = 0.2
 """Of the compute of a training; `plan` warns of more."""
 
 _FIND_GPUS = """
-import json, sys
+import json
 from torch import cuda
-from stages.artifacts.errors import StageError
-from stages.training.distributed import check_devices
-problem = None
-try:
-    check_devices(json.loads(sys.argv[1]))
-except StageError as error:
-    problem = str(error)
-print(json.dumps([[cuda.get_device_properties(index).total_memory for index in range(cuda.device_count())], problem]))
+print(json.dumps([cuda.get_device_properties(index).total_memory for index in range(cuda.device_count())]))
 """
 
 _NUM_SHOWN = 3
@@ -88,17 +81,6 @@ class PlanParams:
     plan: Cluster
     seq_length: PositiveInt
     """Tokens per row; with `--model`, as otherwise the tokens have it."""
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """Those of this machine."""
-
-    num: int
-    memory: int | None
-    """Bytes, of the smallest one; null where there is none."""
-    problem: str | None
-    """Why a training would not start on them. It may be planned for another machine."""
 
 
 @dataclass(frozen=True)
@@ -138,31 +120,27 @@ class Plan(Record):
 
 
 def main() -> None:
-    args = _parser().parse_args()
+    args = _arguments()
     params, extra = load_params(TrainParams), load_params(PlanParams)
     runtime = load_params(TrainRuntime, "runtime")
-    gpus = find_gpus(runtime.nproc_per_node)
+    gpus = find_gpus()
     # After they were counted. What is written must not depend on this machine, so to torch it has no GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     if args.model is not None:
         plan_model(args, params, extra, gpus)
         return
-    check_num_ranks(params, runtime.nproc_per_node and launched_ranks(runtime, gpus.num))
-    if gpus.problem:
-        print(f"warning: on this machine the training would not start: {gpus.problem}")
     with publish.lock(outputs.PLAN):
+        plan, warning = check(params, runtime, runtime.nproc_per_node and launched_ranks(runtime, len(gpus)))
         model = ModelManifest.read()
-        plan = estimate(params, model, PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
         _print_summary(params, runtime, plan, model)
-        if message := check_disk(params, runtime, plan):
-            print(message)
-        check_extend_from(describe(params), runtime)
+        if warning:
+            print(f"warning: {warning}")
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
-        here = launched_ranks(runtime, gpus.num)
+        here = launched_ranks(runtime, len(gpus))
         if here != num_ranks:
             print(f"plan: a launch here starts {here} ranks: for their memory, set plan.num_ranks to {here}")
         # Another number of ranks will have other GPUs, on other machines.
-        limit = int(gpu_gib * 2**30) if gpu_gib else gpus.memory if here == num_ranks else None
+        limit = int(gpu_gib * 2**30) if gpu_gib else min(gpus, default=None) if here == num_ranks else None
         source = "plan.gpu_memory_gb" if gpu_gib else "of this machine"
         peak, table = measure_memory(model, params, num_ranks, extra.seq_length, limit)
         if peak is not None and limit is not None:
@@ -177,35 +155,23 @@ def main() -> None:
     print(f"plan: the first rows of the training, also in {outputs.ROWS}:\n{shown}", end="")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _arguments() -> argparse.Namespace:
     parser = command.parser(__doc__)
     group = parser.add_argument_group("the memory of any model; what is not given is as in params.yaml")
     group.add_argument("--model", metavar="DIR_OR_ID", help="a directory with a config.json, or a Hub id in HF_HOME")
-    group.add_argument("--ranks", type=_positive_int, help="of the training, on all machines")
-    group.add_argument("--batch-size", type=_positive_int, help="rows per device and forward pass")
-    group.add_argument("--seq-length", type=_positive_int, help="tokens per row")
+    group.add_argument("--ranks", type=int, help="of the training, on all machines")
+    group.add_argument("--batch-size", type=int, help="rows per device and forward pass")
+    group.add_argument("--seq-length", type=int, help="tokens per row")
     help_text = f"memory of each GPU, in GiB; batch sizes up to {_LARGEST} are tried"
-    group.add_argument("--gpu-memory-gb", type=_positive_float, help=help_text)
-    return parser
+    group.add_argument("--gpu-memory-gb", type=float, help=help_text)
+    args = parser.parse_args()
+    for value in (args.ranks, args.batch_size, args.seq_length, args.gpu_memory_gb):
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"{value} is not a positive number")
+    return args
 
 
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
-def _positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
-
-
-def plan_model(args: argparse.Namespace, params: TrainParams, extra: PlanParams, gpus: Gpus) -> None:
+def plan_model(args: argparse.Namespace, params: TrainParams, extra: PlanParams, gpus: list[int]) -> None:
     """Print the memory that training any model needs, from its config alone.
 
     Raises:
@@ -229,7 +195,7 @@ def plan_model(args: argparse.Namespace, params: TrainParams, extra: PlanParams,
     total = max(2 * batch_size, _LARGEST) * num_ranks
     params = dataclasses.replace(params, batch_size=batch_size, total_batch_size=total)
     gib = extra.plan.gpu_memory_gb if args.gpu_memory_gb is None else args.gpu_memory_gb
-    limit = int(gib * 2**30) if gib else gpus.memory
+    limit = int(gib * 2**30) if gib else min(gpus, default=None)
     print(f"plan: {model.architecture}, {model.num_parameters:,} parameters")
     measure_memory(model, params, num_ranks, seq_length, limit)
 
@@ -275,16 +241,14 @@ def measure_memory(
     return peak, table
 
 
-def find_gpus(num_ranks: int | None) -> Gpus:
-    """The GPUs that a training with `num_ranks` ranks here would use; None: with one for each GPU."""
+def find_gpus() -> list[int]:
+    """The bytes of memory of each GPU of this machine that torch can use."""
     if not num_devices():
-        return Gpus(0, None, None)
+        return []
     # In a process of its own: this one must not see them.
-    output = subprocess.run(
-        [sys.executable, "-c", _FIND_GPUS, json.dumps(num_ranks)], stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
-    sizes, problem = json.loads(output)
-    return Gpus(len(sizes), min(sizes, default=None), problem)
+    output = subprocess.run([sys.executable, "-c", _FIND_GPUS], stdout=subprocess.PIPE, text=True, check=True).stdout
+    sizes: list[int] = json.loads(output)
+    return sizes
 
 
 def preview(params: TrainParams, model: ModelManifest) -> str:
@@ -341,7 +305,7 @@ def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> str | 
             "lower runtime.keep_checkpoints, or set CHECKPOINT_ROOT to a larger disk, and run again"
         )
     if free < most * plan.checkpoint_bytes + model:
-        return f"warning: {disk} has {format_gib(free)} free; set CHECKPOINT_ROOT to a larger disk"
+        return f"{disk} has {format_gib(free)} free; set CHECKPOINT_ROOT to a larger disk"
     return None
 
 
@@ -352,6 +316,11 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
         f"{plan.parameters:,} parameters: {format_gib(plan.training_state_bytes)} of weights, gradients and optimizer "
         f"state over the ranks that share a copy of it; {format_gib(disk)} of disk for checkpoints and model"
     )
+    if runtime.nproc_per_node is None:
+        print(
+            f"plan: the number of ranks must divide {params.total_batch_size // params.batch_size}, the quotient of "
+            "total_batch_size and batch_size (runtime.nproc_per_node is null: one per GPU, or 2 on CPUs)"
+        )
     if plan.rows_per_validation:
         print(
             f"plan: {plan.validations:,} validations of {plan.rows_per_validation:,} rows: about "
@@ -380,21 +349,32 @@ def inputs_digest(params: TrainParams) -> str:
     return publish.sha256_json([identity.params, dataclasses.asdict(identity.data), identity.model])
 
 
+def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> tuple[Plan, str | None]:
+    """What a training with this number of ranks needs, except memory; None: it is not known before the training.
+
+    Returns:
+        The plan, and a warning where there is little space for checkpoints.
+
+    Raises:
+        StageError: the training would be refused.
+    """
+    check_num_ranks(params, num_ranks)
+    plan = estimate(params, ModelManifest.read(), PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
+    check_extend_from(describe(params), runtime)
+    return plan, check_disk(params, runtime, plan)
+
+
 def check_num_ranks(params: TrainParams, num_ranks: int | None) -> None:
     """Check that this number of ranks can train; None: it is not known before the training.
 
     Raises:
         StageError: they cannot share `total_batch_size` evenly, or be grouped as `fsdp` asks.
     """
-    if num_ranks is not None:
+    if num_ranks is None:
+        params.check_any_num_ranks()
+    else:
         params.grad_accum_steps(num_ranks)
         params.fsdp.mesh_shape(num_ranks, num_ranks)
-        return
-    params.check_any_num_ranks()
-    print(
-        f"plan: the number of ranks must divide {params.total_batch_size // params.batch_size}, the quotient of "
-        "total_batch_size and batch_size (runtime.nproc_per_node is null: one per GPU, or 2 on CPUs)"
-    )
 
 
 def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, validation: PackedTokens) -> Plan:

@@ -1,17 +1,15 @@
 """`python -m stages.lineage`: what differs from the lineage of a model is named, and stages that run again agree."""
 
-import errno
 import json
-import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from stages import lineage, organize
+from stages import lineage
 from stages.artifacts.errors import StageError
-from stages.corpus import tree
 from stages.corpus.splits import Part
 from tests.pipeline import STAGES
 from tests.project import Project, flip_bit
@@ -32,10 +30,6 @@ def differing(*rerun: str) -> list[str]:
     return [finding.name for finding in lineage.verify(MODEL, rerun) if finding.state == "different"]
 
 
-def raw_files() -> lineage.Finding:
-    return list(lineage._raw_files())[-1]
-
-
 def test_everything_is_equal_after_a_run_and_organize_gives_the_same_bytes_again(project: Project) -> None:
     findings = list(lineage.verify(MODEL, ["organize"]))
     assert {finding.state for finding in findings} == {"equal"}, findings
@@ -47,48 +41,16 @@ def test_everything_is_equal_after_a_run_and_organize_gives_the_same_bytes_again
     assert not list((project / "outputs").glob(".rerun-*"))
 
 
-def test_a_changed_raw_file_is_found_and_so_is_a_new_one(project: Project) -> None:
+def test_a_changed_raw_file_is_found_and_organize_again_finds_a_new_one(project: Project) -> None:
     raw = project / "data/raw/folder0/0.txt"
     text = raw.read_text()
     raw.write_text(text.replace("number", "numbed"))
-    assert differing() == ["raw files in data/raw"]
+    [finding] = [finding for finding in lineage.verify(MODEL) if finding.state == "different"]
+    assert finding == ("different", "raw files in data/raw", "folder0/0.txt missing or changed")
     raw.write_text(text)
     (raw.parent / "new.txt").write_text("a new one")
     (raw.parent / "new.doc").write_text("which organize does not read")
-    assert differing("organize") == ["raw files in data/raw", "rerun of organize: data/splits"]
-    assert raw_files() == ("different", "raw files in data/raw", "not in the lineage: folder0/new.txt")
-    raw.unlink()
-    assert raw_files().detail == "folder0/0.txt missing or changed; not in the lineage: folder0/new.txt"
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_raw_files_that_organize_left_out_or_cannot_name_are_not_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    raw = Path("data/raw")
-    raw.mkdir(parents=True)
-    for name in ("a.txt", "again.txt", os.fsdecode(b"caf\xe9.txt"), "closed.txt", "other.doc", ".hidden.txt"):
-        (raw / name).write_bytes(os.fsencode("a.txt" if name == "again.txt" else name))
-    (raw / "lines.jsonl").write_text('{"text": "x"}\n' * 9)
-    (raw / "broken.txt").symlink_to("missing.txt")
-    Path("params.yaml").write_text("raw_dir: data/raw\n")
-    measure = tree.measure
-
-    def refuse(path: str) -> tuple[int, str]:
-        if path.endswith("closed.txt"):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return measure(path)
-
-    monkeypatch.setattr(tree, "measure", refuse)  # root may read each file
-    smallest = 1 << 20 if is_whole else 20
-    organize.organize(
-        organize.OrganizeParams(2, "data/raw", True), organize.OrganizeRuntime(num_workers=1), smallest_part=smallest
-    )
-    assert raw_files().state == "equal"
-    (raw / "broken.txt").unlink()
-    (raw / "broken.txt").write_text("a link no more")
-    assert raw_files().detail == "not in the lineage: broken.txt"
+    assert differing("organize") == ["rerun of organize: data/splits"]
 
 
 @pytest.mark.parametrize(
@@ -138,9 +100,9 @@ def test_a_model_has_the_files_that_its_lineage_lists_and_no_others(project: Pro
     (MODEL / "README.md").write_text("edited")
     found = [finding for finding in lineage.verify(MODEL) if finding.state == "different"]
     assert found == [
-        ("different", f"{MODEL}/config.json", "it is missing"),
         ("different", f"{MODEL}/adapter/adapter_config.json", "lineage.json does not list it"),
         ("different", f"{MODEL}/modeling.py", "lineage.json does not list it"),
+        ("different", f"{MODEL}/config.json", f"it would be {project.path / MODEL}/config.json"),
     ]
 
 
@@ -187,8 +149,8 @@ def test_a_model_directory_alone_is_enough(project: Project, tmp_path: Path, mon
     assert {finding.state for finding in findings} == {"equal", "missing"}
     missing = {finding.name: finding.detail for finding in findings if finding.state == "missing"}
     assert missing["data/corpus"] == f"it would be {tmp_path}/elsewhere/data/corpus"
-    assert len(missing) == 7
-    with pytest.raises(StageError, match="run it from the root of the project"):
+    assert missing.keys() >= {"data/model.json of models/nano", "data/tokens/train", "data/splits/summary.json"}
+    with pytest.raises(StageError, match="--rerun runs in the root of a project"):
         list(lineage.verify(Path("model"), ["pack"]))
 
 
@@ -220,15 +182,11 @@ def test_the_command_fails_where_something_differs(project: Project) -> None:
     assert "different" not in project.run(*arguments)
 
 
-def test_other_code_is_found_and_so_is_the_commit_that_has_it(project: Project) -> None:
-    commit = project.run("git", "log", "-1", "--format=%h", "--abbrev=12", "--", "stages").strip()
+def test_other_code_is_found(project: Project) -> None:
     module = project / "stages/training/schedule.py"
-    text = module.read_text()
-    for edit in ("edited = ", "from . import edited", "edited = 1"):  # the first ones are passed over
-        module.write_text(f"{text}\n{edit}\n")
-        project.run("git", "commit", "-qam", edit)
+    module.write_text(f"{module.read_text()}\nedited = 1\n")
     output = project.run("python", "-m", "stages.lineage", "verify", str(MODEL), status=2)
-    assert f"different  code of train: it is that of commit {commit}: check it out" in output
+    assert re.search(r"different  code of train: \w+ in lineage.json, \w+ here", output)
 
 
 def change_raw(project: Project) -> None:

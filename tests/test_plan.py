@@ -70,11 +70,6 @@ def test_ranks_that_cannot_be_grouped_are_refused(params: TrainParams) -> None:
         plan.check_num_ranks(dataclasses.replace(params, fsdp=groups_of_three), 2)
 
 
-def test_an_unknown_number_of_ranks_is_stated(params: TrainParams, capsys: pytest.CaptureFixture[str]) -> None:
-    plan.check_num_ranks(dataclasses.replace(params, batch_size=2, total_batch_size=12), None)
-    assert "the number of ranks must divide 6" in capsys.readouterr().out
-
-
 def test_layers_to_wrap_that_the_model_lacks_are_refused(params: TrainParams, llama: ModelManifest) -> None:
     for names in (None, "LlamaMLP, LlamaDecoderLayer"):
         estimate(params, llama, fsdp=dataclasses.replace(params.fsdp, wrap_layer_cls=names))
@@ -251,7 +246,7 @@ def test_any_model_is_planned_from_its_config_alone(
     with pytest.raises(StageError, match="rows of 2049 tokens are too long for model: it allows 2048"):
         plan.main()
     capsys.readouterr()
-    for option in ("--ranks=0", "--batch-size=-1", "--seq-length=x", "--gpu-memory-gb=nan", "--gpu-memory-gb=0"):
+    for option in ("--ranks=0", "--batch-size=-1", "--gpu-memory-gb=nan", "--gpu-memory-gb=0"):
         monkeypatch.setattr("sys.argv", ["plan", "--model", "model", option])
         with pytest.raises(SystemExit):
             plan.main()
@@ -269,11 +264,10 @@ def test_a_plan_is_the_same_on_each_machine(
     assert json.loads(files[0])["peak"]["total"] > 0
     assert json.loads(files[0])["inputs"] == plan.inputs_digest(plan.load_params(TrainParams))
     training.set(runtime={"nproc_per_node": 4})
-    monkeypatch.setattr(plan, "find_gpus", lambda _: plan.Gpus(4, 80 * GIB, "2 ranks need 2 GPUs"))
+    monkeypatch.setattr(plan, "find_gpus", lambda: 4 * [80 * GIB])
     plan.main()
     output = capsys.readouterr().out
     assert "starts 4 ranks: for their memory, set plan.num_ranks to 4" in output
-    assert "warning: on this machine the training would not start: 2 ranks need 2 GPUs" in output
     assert files == [(training / name).read_bytes() for name in ("outputs/plan.json", "outputs/rows.txt")]
     training.set(plan={"gpu_memory_gb": 0.001})
     monkeypatch.setattr(peak_memory, "measure", lambda *_: PeakMemory(2 * GIB, False, *[0] * 7))
@@ -317,13 +311,15 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(
     free(4)
     assert plan.check_disk(small, runtime, needs) is None
     free(2)  # those of steps 2 and 4; `ckpt_minutes` may ask for more
-    assert "warning: " in str(plan.check_disk(small, runtime, needs))
+    assert "set CHECKPOINT_ROOT to a larger disk" in str(plan.check_disk(small, runtime, needs))
     free(1.9)
     with pytest.raises(StageError, match=r"2 checkpoints and the model need .* CHECKPOINT_ROOT to a larger disk"):
         plan.check_disk(small, runtime, needs)
     long = plan.load_params(TrainParams)
     free(3)  # two, and the one that is being written; the best one may be among them
-    assert "warning: " in str(plan.check_disk(long, runtime, plan.estimate(long, model, rows, rows)))
+    assert "set CHECKPOINT_ROOT to a larger disk" in str(
+        plan.check_disk(long, runtime, plan.estimate(long, model, rows, rows))
+    )
     free(2.9)
     with pytest.raises(StageError, match="3 checkpoints and the model need"):
         plan.check_disk(long, runtime, plan.estimate(long, model, rows, rows))

@@ -1,43 +1,44 @@
-"""GPUs, their driver, the build of torch, and how ranks exchange tensors."""
+"""GPUs, their driver, and what a training needs of them and of the memory of this machine."""
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
-import torch.distributed as dist
 
+from stages.artifacts import outputs
 from stages.artifacts.command import format_gib
-from stages.artifacts.errors import StageError
-from stages.checks.findings import Finding, error, ok, warning
+from stages.checks.findings import Found, error, ok, warning
+from stages.model.manifest import ModelManifest
+from stages.plan import Plan
+from stages.tokens.document_mask import choose_attention
+from stages.tokens.loss_probe import choose_loss
 from stages.training.devices import DEVICES, num_devices
-from stages.training.distributed import check_devices, interface_towards, loopback_interface, use_gpu
-from stages.training.memory_plan import USABLE, PeakMemory
+from stages.training.distributed import check_devices, device_type, use_gpu
+from stages.training.memory import memory_limit
+from stages.training.memory_plan import USABLE, check_fits
+from stages.training.params import TrainParams, TrainRuntime
+from stages.training.precision import check_precision, compute_dtype
 
 
-def check_gpus(nproc_per_node: int | None, devices: Path = DEVICES) -> Iterator[Finding]:
+def check_gpus(nproc_per_node: int | None, devices: Path = DEVICES) -> Found[None]:
     """The build of torch, and each GPU: it must compute."""
     build = f"torch {torch.__version__}"
-    if num_usable := check_devices(nproc_per_node, devices):
+    num_usable = check_devices(nproc_per_node, devices)
+    for index in range(num_usable):
+        use_gpu(index)
+    if num_usable:
         names = {torch.cuda.get_device_name(index) for index in range(num_usable)}
-        for index in range(num_usable):
-            use_gpu(index)
         yield ok(f"{build} computes on {num_usable} GPUs ({', '.join(sorted(names))})")
-    elif num_found := num_devices(devices):  # `check_devices` accepts that only where somebody has hidden them
+    elif torch.version.cuda is None and not num_devices(devices):
+        yield ok(f"{build} is the CPU build, and this machine has no GPU: it trains on CPUs")
+    else:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         yield warning(
-            f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides {num_found} GPUs",
-            "unset it to train on them; in a job of Slurm, ask for GPUs (--gpus-per-node)",
+            f"{build} finds no GPU, of {num_devices(devices)} (CUDA_VISIBLE_DEVICES is {visible!r}): it trains on CPUs",
+            "for GPUs, run the doctor on their node (`srun --gpus=1 make doctor`), without that variable",
         )
-    elif torch.version.cuda is not None:
-        yield warning(
-            f"{build} is a CUDA build, and this machine has no GPU",
-            "here it trains on CPUs; for GPUs, run the doctor on their node (`srun --gpus=1 make doctor`)",
-        )
-    else:
-        yield ok(f"{build} is the CPU build, and this machine has no GPU: it trains on CPUs")
 
 
 def find_driver() -> int | None:
@@ -52,7 +53,7 @@ def find_driver() -> int | None:
 
 def check_driver(
     devices: Path = DEVICES, build: str | None = torch.version.cuda, driver: Callable[[], int | None] = find_driver
-) -> Iterator[Finding]:
+) -> Found[None]:
     """Whether the driver of the GPUs can run what torch was built with."""
     if not num_devices(devices) or build is None:
         return
@@ -62,108 +63,61 @@ def check_driver(
             "this machine has GPUs, but libcuda.so.1 of their driver cannot be loaded",
             "install the driver; in a container, start it with GPUs (apptainer --nv, docker --gpus all)",
         )
+        return
+    what = f"the driver supports CUDA {found // 1000}.{found % 1000 // 10}, and torch was built with {build}"
     # Within a major version of CUDA, an older driver runs what was built with a newer minor version.
-    elif found // 1000 < int(build.partition(".")[0]):
-        yield error(
-            f"the driver supports CUDA {found // 1000}.{found % 1000 // 10}, and torch was built with CUDA {build}",
-            "update the driver, or install a torch for the older CUDA",
-        )
-    else:
-        yield ok(f"the driver supports CUDA {found // 1000}.{found % 1000 // 10}; torch was built with {build}")
-
-
-def usable_memory() -> list[int]:
-    """Bytes of memory of each GPU that torch can use; none where one does not work, which `check_gpus` reports."""
-    try:
-        return [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
-    except RuntimeError:
-        return []
-
-
-def check_memory(peak: PeakMemory, memory: int) -> Iterator[Finding]:
-    """What the plan needs of each GPU, compared with the `memory` in bytes of the smallest."""
-    what = f"each rank needs {peak.total / 2**30:.3f} of the {format_gib(memory)} of a GPU"
-    remedy = "`python -m stages.plan` prints which batch_size and activation_checkpointing fit"
-    if peak.total > memory and not peak.is_upper_bound:
-        yield error(what, remedy)
-    elif peak.total > USABLE * memory:
-        yield warning(what, remedy)
+    if found // 1000 < int(build.partition(".")[0]):
+        yield error(what, "update the driver, or install a torch for the older CUDA")
     else:
         yield ok(what)
 
 
-def check_backends(needs_nccl: bool, available: Mapping[str, Callable[[], bool]] | None = None) -> Iterator[Finding]:
-    """Whether torch has what exchanges tensors: gloo, and NCCL for GPUs."""
-    available = available or {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
-    needed = ["gloo", "nccl"] if needs_nccl else ["gloo"]
-    if missing := [name for name in needed if not available[name]()]:
-        yield error(
-            f"torch {torch.__version__} has no {' and no '.join(missing)}", "install the lock with `make setup`"
+def num_gpus() -> int:
+    """Those that torch can use."""
+    return torch.cuda.device_count()
+
+
+def check_training(params: TrainParams, seq_length: int, model: ModelManifest) -> Found[None]:
+    """What a rank refuses on this machine, of what params.yaml names; `auto` is decided by the training."""
+    check_precision(params, seq_length)
+    dtype, directory = compute_dtype(params.precision), model.directory()
+    if params.attention != "auto":
+        choose_attention(params.attention, directory, params.document_mask, seq_length, dtype, device_type())
+    if params.loss != "auto":
+        choose_loss(params.loss, directory, dtype, device_type())
+    yield ok(f"precision {params.precision}, attention {params.attention} and loss {params.loss} work here")
+
+
+def check_memory(plan: Plan, params: TrainParams, runtime: TrainRuntime, num_ranks: int, num_nodes: int) -> Found[None]:
+    """What the plan needs of GPUs and CPUs, if it is of as many ranks as a launch here starts, on so many nodes."""
+    peak = plan.peak
+    if num_ranks != plan.num_ranks or peak is None:
+        yield warning(
+            f"{outputs.PLAN} has the memory of {plan.num_ranks if peak else 'no'} ranks, and a launch here starts "
+            f"{num_ranks}",
+            f"set plan.num_ranks to {num_ranks}",
+        )
+        return
+    on_cpu = peak.staging * runtime.async_checkpoint
+    if params.fsdp.resolved().cpu_offload:
+        on_cpu += peak.weights + peak.gradients + peak.optimizer
+    if num_gpus():
+        memory = min(torch.cuda.get_device_properties(index).total_memory for index in range(num_gpus()))
+        check_fits(peak, plan.peaks or {}, memory, "of this machine")
+        what = f"each rank needs {format_gib(peak.total)} of the {format_gib(memory)} of a GPU"
+        if peak.total > USABLE * memory:
+            yield warning(what, "`python -m stages.plan` prints which batch_size and activation_checkpointing fit")
+        else:
+            yield ok(what)
+    else:
+        on_cpu += peak.total
+    needed, total = num_ranks // num_nodes * on_cpu, memory_limit()
+    what = f"the ranks of this machine need {format_gib(needed)} of its {format_gib(total)} of memory"
+    if needed > USABLE * total:
+        yield (error if needed > total else warning)(
+            what,
+            "fewer ranks on each node (runtime.nproc_per_node), a smaller batch_size, runtime.async_checkpoint: false, "
+            "or more memory for the job (`sbatch --mem=0`)",
         )
     else:
-        version = f" {'.'.join(map(str, torch.cuda.nccl.version()))}" if needs_nccl else ""
-        yield ok(f"torch has {' and '.join(needed)}{version}")
-
-
-def check_interface(num_nodes: int, needs_nccl: bool, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether the network interface exists and is up through which ranks reach each other, as the training chooses it.
-
-    Args:
-        num_nodes: On one node the training always uses loopback.
-        needs_nccl: Whether there are GPUs.
-        environment: With GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and the address of the launcher's node.
-    """
-    loopback = loopback_interface()
-    interfaces = psutil.net_if_stats()
-    listed = f"the interfaces here are {', '.join(sorted(interfaces))}"
-    if num_nodes == 1:
-        chosen = [loopback]
-    else:
-        nccl, gloo = environment.get("NCCL_SOCKET_IFNAME"), environment.get("GLOO_SOCKET_IFNAME")
-        if needs_nccl and nccl and not _matches_nccl(nccl, list(interfaces)):
-            yield error(
-                f"NCCL_SOCKET_IFNAME is {nccl!r}, which matches no interface", f"{listed}; unset it or name one"
-            )
-        found = gloo or interface_towards(environment.get("SLURM_LAUNCH_NODE_IPADDR", ""))
-        if not found:
-            yield error(
-                "no interface towards the node of the launcher was found",
-                f"set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to one that all nodes share; {listed}",
-            )
-            return
-        chosen = found.split(",")  # gloo uses all of them
-        if loopback in chosen:
-            name = "GLOO_SOCKET_IFNAME names" if gloo else "the interface towards the launcher is"
-            yield error(f"{name} {loopback}, which other nodes do not reach", f"set it to another one; {listed}")
-            return
-    for name in chosen:
-        if name not in interfaces:
-            yield error(
-                f"GLOO_SOCKET_IFNAME names {name!r}, which does not exist", f"{listed}; unset it or name one of them"
-            )
-        elif not interfaces[name].isup:
-            yield error(f"the interface {name} is down", f"`ip link set {name} up`")
-        else:
-            _open_gloo(name)
-            yield ok(f"ranks reach each other through {name}")
-
-
-def _matches_nccl(pattern: str, names: list[str]) -> bool:
-    """Whether one of the interfaces is among those that NCCL_SOCKET_IFNAME selects.
-
-    That is a list of prefixes, after `=` of whole names, after `^` or `^=` of those that are not to be used.
-    """
-    is_negated, pattern = pattern.startswith("^"), pattern.removeprefix("^")
-    is_exact, parts = pattern.startswith("="), tuple(pattern.removeprefix("=").split(","))
-    return any((name in parts if is_exact else name.startswith(parts)) != is_negated for name in names)
-
-
-def _open_gloo(interface: str) -> None:
-    try:
-        dist.ProcessGroupGloo.create_device(interface=interface)  # binds to its address
-    except RuntimeError as problem:
-        reason = " ".join(str(problem).split())[-200:]
-        raise StageError(
-            f"gloo cannot use the interface {interface} ({reason}): give it an address, or name another one in "
-            "GLOO_SOCKET_IFNAME"
-        ) from None
+        yield ok(what)

@@ -3,10 +3,12 @@
 Only of the standard library, so that the doctor can report that a package is missing.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Generator
+from typing import Literal, NamedTuple, TypeVar
 
 from stages.artifacts.errors import StageError, describe
+
+T = TypeVar("T")
 
 
 class Finding(NamedTuple):
@@ -22,7 +24,8 @@ class Finding(NamedTuple):
         return f"{self.level:<8} {self.what}" + (f": {self.remedy}" if self.remedy else "")
 
 
-Check = Callable[[], Iterable[Finding]]
+Found = Generator[Finding, None, T]
+"""What a check is: it yields its findings, and may return what other checks need."""
 
 
 def ok(what: str) -> Finding:
@@ -40,10 +43,10 @@ def error(what: str, remedy: str) -> Finding:
     return Finding("error", what, remedy)
 
 
-def collect(check: Check) -> Iterator[Finding]:
-    """The findings of a check. What it raises for people is an error, too, and never ends the other checks."""
+def collect(check: Callable[[], Found[T]]) -> Found[T | None]:
+    """The findings of a check, and what it returns; None after an error, which never ends the other checks."""
     try:
-        yield from check()
+        return (yield from check())
     except StageError as problem:
         yield from (Finding("error", line) for line in str(problem).splitlines())
     except OSError as problem:
@@ -54,3 +57,4 @@ def collect(check: Check) -> Iterator[Finding]:
     except Exception as problem:  # of a file that is damaged in a way that nobody has thought of
         what = f"a check failed with {type(problem).__name__} ({' '.join(str(problem).split())[:200]})"
         yield error(what, "the lines above may have the cause; compare the file that it reads with `git diff`")
+    return None

@@ -1,12 +1,8 @@
-"""Several nodes of Slurm: whether they see the same files and locks, have the same packages, and agree on the time.
+"""Several nodes of Slurm: whether they see the same files and locks, and have the same packages.
 
 All is exchanged through files in a directory that the nodes must share anyway; no connection is opened. The node of
-index 0 makes the directory, holds a lock in it, and answers the others:
-
-    node 0    facts.json, lock       what it has, written while it holds the lock
-    node 1    1.asks                 that it has looked at its clock
-    node 0    1.answer               its own time, as soon as it has seen the question
-    node 1    1.done                 node 0 removes the directory when all nodes have written that
+index 0 makes the directory, writes what it has while it holds a lock there, and removes the directory when all other
+nodes have compared themselves with that.
 """
 
 import fcntl
@@ -15,7 +11,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import distributions
@@ -24,14 +20,12 @@ from pathlib import Path
 from stages.artifacts import publish
 from stages.artifacts.file_lock import flock, open_lock
 from stages.artifacts.shared_disk import refresh
-from stages.checks.findings import Finding, error, ok, warning
+from stages.checks.findings import Found, error, ok
 
 _FACTS = "facts.json"
 _SAME_FILES = ("params.yaml", "dvc.yaml", "dvc.lock", "data/model.json", "data/tokens/train/state.json",
                "data/tokens/validation/state.json")  # fmt: skip
 _POLL_SECONDS = 0.05
-MAX_CLOCK_SECONDS = 1.0
-"""By which clocks may differ."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +63,7 @@ def facts(project: Path = Path()) -> dict[str, str]:
     return found
 
 
-def check_nodes(
-    node: Node, own: Mapping[str, str], shared: Path, seconds: float, clock: Callable[[], float] = time.time
-) -> Iterator[Finding]:
+def check_nodes(node: Node, own: Mapping[str, str], shared: Path, seconds: float) -> Found[None]:
     """Compare the nodes; called on each of them.
 
     Args:
@@ -79,19 +71,13 @@ def check_nodes(
         own: Its facts.
         shared: A directory that all nodes must see.
         seconds: To wait for the others.
-        clock: Seconds since 1970, as this node has them.
     """
     directory = shared / f".doctor-{node.step}"
     end = time.monotonic() + seconds
-    if node.index == 0:
-        yield from _answer(node, own, directory, end, clock)
-    else:
-        yield from _ask(node, own, directory, end, clock)
+    yield from (_answer if node.index == 0 else _compare)(node, own, directory, end)
 
 
-def _answer(
-    node: Node, own: Mapping[str, str], directory: Path, end: float, clock: Callable[[], float]
-) -> Iterator[Finding]:
+def _answer(node: Node, own: Mapping[str, str], directory: Path, end: float) -> Found[None]:
     waiting = set(range(1, node.num_nodes))
     directory.mkdir(parents=True, exist_ok=True)
     try:
@@ -99,13 +85,9 @@ def _answer(
             flock(lock, fcntl.LOCK_EX)
             publish.write_json(directory / _FACTS, {"node": node.name, "facts": own})  # who sees it finds the lock held
             while waiting and time.monotonic() < end:
-                refresh([directory])
-                for index in sorted(waiting):
-                    if (directory / f"{index}.done").exists():
-                        waiting.discard(index)
-                    elif (directory / f"{index}.asks").exists() and not (directory / f"{index}.answer").exists():
-                        publish.write_json(directory / f"{index}.answer", clock())
                 time.sleep(_POLL_SECONDS)
+                refresh([directory])
+                waiting = {index for index in waiting if not (directory / f"{index}.done").exists()}
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     if waiting:
@@ -118,42 +100,28 @@ def _answer(
         yield ok(f"all {node.num_nodes} nodes see the same {directory.parent}")
 
 
-def _ask(
-    node: Node, own: Mapping[str, str], directory: Path, end: float, clock: Callable[[], float]
-) -> Iterator[Finding]:
-    if not _wait(directory / _FACTS, end):
-        yield error(
-            f"this node does not see what the node of SLURM_NODEID 0 writes into {directory.parent}",
-            "put the project, or CHECKPOINT_ROOT, on a disk that all nodes share",
-        )
-        return
-    try:
-        yield from _compare(node, own, directory, end, clock)
-    except FileNotFoundError:  # what is written here makes no directory, so none stays
-        yield error("this node is late: the check of the node of SLURM_NODEID 0 has ended", "raise --wait")
-    finally:
-        with suppress(FileNotFoundError):
-            (directory / f"{node.index}.done").touch()
-
-
-def _compare(
-    node: Node, own: Mapping[str, str], directory: Path, end: float, clock: Callable[[], float]
-) -> Iterator[Finding]:
-    """Compare this node with the first one.
-
-    Raises:
-        FileNotFoundError: that has waited long enough, and removed the directory.
-    """
+def _compare(node: Node, own: Mapping[str, str], directory: Path, end: float) -> Found[None]:
+    while not (directory / _FACTS).exists():
+        if time.monotonic() > end:
+            yield error(
+                f"this node does not see what the node of SLURM_NODEID 0 writes into {directory.parent}",
+                "put the project, or CHECKPOINT_ROOT, on a disk that all nodes share; or raise --wait",
+            )
+            return
+        time.sleep(_POLL_SECONDS)
+        refresh([directory])
     first = publish.read_json(directory / _FACTS)
     name, theirs = first["node"], first["facts"]
     with (directory / "lock").open("r+") as lock:
-        if flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            yield error(
-                f"this node does not see a lock that {name} holds in {directory.parent}",
-                "mount its file system with locks that all nodes see (docs/shared-disks.md)",
-            )
-        else:
-            yield ok(f"this node sees files and locks of {name} in {directory.parent}")
+        is_locked = not flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (directory / f"{node.index}.done").touch()
+    if is_locked:
+        yield ok(f"this node sees files and locks of {name} in {directory.parent}")
+    else:
+        yield error(
+            f"this node does not see a lock that {name} holds in {directory.parent}",
+            "mount its file system with locks that all nodes see (docs/shared-disks.md)",
+        )
     different = sorted(fact for fact in {*own, *theirs} if own.get(fact) != theirs.get(fact))
     if different:
         yield error(
@@ -162,34 +130,3 @@ def _compare(
         )
     else:
         yield ok(f"the same packages, code and manifests as on {name}")
-    yield from _check_clock(node, name, directory, end, clock)
-
-
-def _check_clock(node: Node, name: str, directory: Path, end: float, clock: Callable[[], float]) -> Iterator[Finding]:
-    asked = clock()
-    (directory / f"{node.index}.asks").touch()
-    if not _wait(directory / f"{node.index}.answer", end):
-        yield warning(f"{name} has not answered, so the clocks are not compared", "raise --wait")
-        return
-    answered = publish.read_json(directory / f"{node.index}.answer")
-    # The other node has looked at its clock between two moments of this one, so the difference has these bounds.
-    least, most = asked - answered, clock() - answered
-    difference = max(least, -most)
-    if difference > MAX_CLOCK_SECONDS:
-        direction = "ahead of" if least > 0 else "behind"
-        yield warning(
-            f"the clock is {difference:.1f} s {direction} that of {name}",
-            "start chrony or ntpd on both: logs would be out of order, and after minutes munge refuses jobs",
-        )
-    else:
-        yield ok(f"the clock agrees with that of {name}")
-
-
-def _wait(path: Path, end: float) -> bool:
-    """Whether this node sees a file at the latest at `end`."""
-    while not path.exists():
-        if time.monotonic() > end:
-            return False
-        time.sleep(_POLL_SECONDS)
-        refresh([path.parent])
-    return True

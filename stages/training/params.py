@@ -172,18 +172,20 @@ class TrainParams(ScheduleParams):
             )
 
     def check_packages(self) -> None:
-        """Check that torchao is installed where something needs it, without importing it.
+        """Check that the packages are installed which some values need, without importing them.
 
         Raises:
-            StageError: it is not.
+            StageError: one is not.
         """
-        for name, value, needs_torchao, other in (
-            ("optimizer", self.optimizer, "adamw_8bit", "adamw"),
-            ("precision", self.precision, "fp8", "bf16"),
+        for name, value, needing, package, other in (
+            ("optimizer", self.optimizer, "adamw_8bit", "torchao", "adamw"),
+            ("precision", self.precision, "fp8", "torchao", "bf16"),
+            ("attention", self.attention, "flash_attention_2", "flash_attn", "auto"),
         ):
-            if value == needs_torchao and importlib.util.find_spec("torchao") is None:
+            if value == needing and importlib.util.find_spec(package) is None:
                 raise StageError(
-                    f"{name} {value} needs torchao, which is not installed: run `pip install torchao`, or use {other}"
+                    f"{name} {value} needs {package}, which is not installed: run `pip install {package}`, or use "
+                    f"{other}"
                 )
 
     def total_steps(self, num_rows: int) -> int:

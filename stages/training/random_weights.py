@@ -3,7 +3,7 @@
 The model's own rules are run once on the meta device, where they compute nothing and only their operations are
 recorded. Nearly all of them fill a parameter element by element, so a rank repeats them for its rows alone: block by
 block, from seeds that depend on the parameter and the block. A model of 70 billion parameters needs nine minutes
-on each rank that makes all of it, but 0.5 s on each of 1 024 that share (docs/scale.md).
+on each rank that makes all of it, but 0.5 s on each of 1 024 that share.
 """
 
 import hashlib

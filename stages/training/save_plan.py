@@ -4,7 +4,7 @@ By default torch.distributed.checkpoint has each rank send its plan to rank 0, w
 back: for a model of 723 parameters 0.8 MB of pickled objects per rank. That is 15 s of rank 0's time with 64 ranks, and
 would be four minutes with 1 024. But all ranks run the same program: each knows who else has the same rows, and so does
 its share alone. Rank 0 only learns where the rows are in the files, five numbers per tensor and rank, which is all that
-`.metadata` needs. The file itself remains one that torch reads. docs/scale.md has what is left.
+`.metadata` needs. The file itself remains one that torch reads.
 """
 
 import dataclasses

@@ -28,7 +28,7 @@ def test_the_doctor_compares_the_nodes(cluster: Cluster, tmp_path: Path) -> None
     lines = Path(fields["StdOut"]).read_text().splitlines()
     assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "1:0"), lines  # tmp_path has no project
     assert "n1: ok       all 2 nodes see the same outputs" in lines
-    assert "n2: ok       the clock agrees with that of n1" in lines
+    assert "n2: ok       this node sees files and locks of n1 in outputs" in lines
     for node in NODES:  # once, although each has two tasks
         assert lines.count(f"{node}: error    params.yaml is missing: run from the root of the project") == 1
 
