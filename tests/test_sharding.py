@@ -426,6 +426,7 @@ def test_presets_can_be_overridden(tmp_path: Path) -> None:
         resolved = loaded(tmp_path, preset=name).resolved()
         values = dataclasses.asdict(resolved)
         assert {key: values[key] for key in preset} == preset
+        ({"sync_batchnorm": True}, "fsdp.sync_batchnorm is True: no decoder has BatchNorm"),
         assert [key for key, value in values.items() if value is None] == ["size", "wrap_layer_cls"]
     changed = loaded(tmp_path, preset="multi_node_fsdp", sharding_strategy="SHARD_GRAD_OP", forward_prefetch=False)
     assert (changed.resolved().sharding_strategy, changed.resolved().forward_prefetch) == ("SHARD_GRAD_OP", False)
@@ -488,13 +489,6 @@ def test_layers_to_wrap_are_found_in_the_model() -> None:
     assert meta.module_classes(model) == ["Embedding", "Linear", "ModuleList", "Strange"]
     with pytest.raises(StageError, match=r"embedding.weight and head.weight separately, but they are one weight"):
         sharding.modules_to_wrap(model, ["Strange", "Embedding"])
-
-
-def test_batchnorm_cannot_be_synchronized_on_cpus(tmp_path: Path, params: TrainParams, mesh: DeviceMesh) -> None:
-    changed = with_fsdp(params, sync_batchnorm=True)
-    sharding.shard(nn.Sequential(nn.Linear(2, 2)), [], changed, mesh)
-    with pytest.raises(StageError, match="torch synchronizes BatchNorm on GPUs only"):
-        sharding.shard(nn.Sequential(nn.BatchNorm1d(2)), [], changed, mesh)
 
 
 @pytest.mark.parametrize(("precision", "num_skipped"), [("fp16", 16), ("bf16", 0)])
