@@ -3,12 +3,12 @@
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stages.artifacts.errors import StageError
 from stages.tokens.batch import make_batch
@@ -17,7 +17,6 @@ from stages.training import sharded_model
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
 from stages.training.precision import make_grad_scaler
-from stages.training.random_weights import BLOCK, Operation, fill_rows, record
 from stages.training.step import train_step
 from stages.training.timers import Timers
 from tests.models import CONFIGS, MIXTRAL, full_value, manifest_of
@@ -89,77 +88,29 @@ def test_random_weights_depend_only_on_the_seed_and_follow_the_rules_of_the_mode
     assert len({tuple(matrix.flatten()[:4].tolist()) for matrix in matrices}) == len(matrices)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 1024])
-def test_each_rank_makes_its_own_rows_of_random_weights_and_no_others(num_ranks: int) -> None:
-    shape, aten = torch.Size((130, 700)), torch.ops.aten
-    operations = [
-        Operation(aten.normal_.default, (0.0, 0.02), None),
-        Operation(aten.clamp_.default, (-0.04, 0.04), None),
-        Operation(aten.zero_.default, (), 77),
-    ]
-    expected = torch.empty(shape)
-    fill_rows(expected, 0, shape, operations, "seed")
-    assert not expected[77].any() and expected[76].std().item() == pytest.approx(0.0175, rel=0.2)
-    parts, drawn = [], []
-    for rank in range(num_ranks):
-        rows = range(130)[rank * -(-130 // num_ranks) :][: -(-130 // num_ranks)]
-        parts.append(torch.empty(len(rows), 700))
-        with CountedNumbers() as counted:
-            fill_rows(parts[-1], rows.start, shape, operations, "seed")
-        drawn.append(counted.drawn)
-    assert torch.equal(torch.cat(parts), expected)
-    assert max(drawn) <= -(-130 // num_ranks) * 700 + 2 * BLOCK
-
-
-class CountedNumbers(TorchDispatchMode):
-    drawn = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.normal_.default:
-            self.drawn += args[0].numel()
-        return func(*args, **(kwargs or {}))
-
-
-def test_only_parameters_with_rules_of_their_own_are_made_in_full(
-    mesh: DeviceMesh, params: TrainParams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_parameter_of_any_model_gets_its_random_weights(
+    mesh: DeviceMesh, params: TrainParams, tmp_path: Path
 ) -> None:
-    full: list[int] = []
-    filled = sharded_model._fill
-    monkeypatch.setattr(sharded_model, "_fill", lambda *args: full.append(args[1].numel()) or filled(*args))
-    others = {"mamba": transformers.MambaConfig(vocab_size=101, hidden_size=24, num_hidden_layers=2, eos_token_id=0)}
-    for name, config in {**CONFIGS, "mixtral": MIXTRAL, **others}.items():
+    mamba = transformers.MambaConfig(vocab_size=101, hidden_size=24, num_hidden_layers=2, eos_token_id=0)
+    for name, config in {**CONFIGS, "mixtral": MIXTRAL, "mamba": mamba}.items():
         config.save_pretrained(tmp_path / name)
-        model = sharded_model.build(manifest_of(tmp_path / name, with_weights=False), params, mesh, initialize=True)
+        note = mock.Mock()  # for the watchdog: a large layer may need a minute
+        model = sharded_model.build(manifest_of(tmp_path / name, with_weights=False), params, mesh, True, note)
+        assert note.call_count == model.config.num_hidden_layers + 1
         assert not any(full_value(param.detach()).isnan().any() for param in model.parameters()), name
-        assert bool(full) == (name == "mamba"), name
-    # The state matrix and the bias of the time steps: of a layer 16 x 48 and 48 values.
-    assert sorted(full) == [48, 48, 768, 768]
 
 
-def test_rules_that_the_meta_device_ignores_and_views_are_followed_too() -> None:
-    config = transformers.ModernBertDecoderConfig(
-        vocab_size=101, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        pad_token_id=3, eos_token_id=0, bos_token_id=0, cls_token_id=0, sep_token_id=0, tie_word_embeddings=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        reference = transformers.ModernBertDecoderForCausalLM(config)
-    theirs = transformers.ModernBertDecoderForCausalLM(config)
-    operations = record(reference)
-    for name, param in theirs.named_parameters():
-        values = torch.empty_like(param)
-        fill_rows(values, 0, param.shape, operations[name], "seed")
-        assert values.std().item() == pytest.approx(param.std().item(), rel=0.1, abs=1e-6), name
-        assert values.max().item() == pytest.approx(param.max().item(), rel=0.1, abs=1e-6), name  # truncated
-
-    class ThroughData(transformers.ModernBertDecoderForCausalLM):
-        def _init_weights(self, module: torch.nn.Module) -> None:
-            if isinstance(module, torch.nn.Embedding):
-                torch.nn.init.normal_(module.weight)
-                torch.nn.init.zeros_(module.weight.data[3])
-
-    with torch.device("meta"):
-        (name, found), *_ = record(ThroughData(config)).items()
-    assert [operation.row for operation in found] == [None, 3], name
+def test_random_weights_of_a_parameter_do_not_depend_on_the_others(
+    mesh: DeviceMesh, params: TrainParams, tmp_path: Path
+) -> None:
+    weights = []
+    for num_layers in (1, 2):
+        config = transformers.LlamaConfig(**{**CONFIGS["llama"].to_dict(), "num_hidden_layers": num_layers})
+        config.save_pretrained(tmp_path / str(num_layers))
+        manifest = manifest_of(tmp_path / str(num_layers), with_weights=False)
+        model = sharded_model.build(manifest, params, mesh, initialize=True)
+        weights.append({name: full_value(param.detach()) for name, param in model.named_parameters()})
+    assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
 
 
 def test_activation_checkpointing_changes_no_gradient(

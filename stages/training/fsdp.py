@@ -99,8 +99,8 @@ class FsdpParams:
     """FSDP2 never does."""
     wrap_layer_cls: str | None
     """Classes of the modules to wrap, separated by commas; null: the decoder's layers."""
-    sync_batchnorm: bool | None
-    """Whether BatchNorm layers compute their statistics over all ranks."""
+    sync_batchnorm: Annotated[bool | None, _refuse(True, "no decoder has BatchNorm layers: use false or null")]
+    """Nothing to synchronize."""
 
     def check(self) -> None:
         """Refuse values that contradict each other.

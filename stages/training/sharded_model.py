@@ -1,7 +1,7 @@
 """Building the model, sharded over the ranks with FSDP2.
 
 It is built on the meta device, sharded there, and only then allocated, so that no rank ever holds the full model. Each
-rank reads its own bytes of the safetensors, or makes its own rows of random weights on the CPU, by the model's own
+rank reads its own bytes of the safetensors, or makes random weights on the CPU, layer by layer, by the model's own
 rules and from seeds that do not depend on the rank: the weights are the same on any number of ranks. With two ranks and
 100 million parameters, each reads half of the bytes and needs 58 % of the memory (347 of 594 MiB) that the Trainer of
 transformers needs, which reads all of them on each rank (docs/benchmarks.md).
@@ -25,8 +25,7 @@ from stages.training.activation_checkpointing import checkpoint_activations
 from stages.training.distributed import run_on_rank0
 from stages.training.float8 import convert_linears
 from stages.training.params import TrainParams
-from stages.training.random_weights import fill_by_rows
-from stages.training.sharded_weights import read_weights, rebuild_buffers, seeded
+from stages.training.sharded_weights import SeededRows, read_weights, rebuild_buffers, seeded
 from stages.training.verification import find_damaged
 
 _RECOMPILE_LIMIT = 64
@@ -49,7 +48,7 @@ def build(
         mesh: The ranks of each copy of the model are its last axis.
         initialize: Whether to fill the parameters, pretrained or random. A checkpoint fills them otherwise; what no
             checkpoint holds, the buffers, is made in both cases.
-        note: Called while the files of pretrained weights are verified, to note progress for the watchdog.
+        note: Called while weights are made, or their files verified, to note progress for the watchdog.
     """
     directory = manifest.directory()
     model = prepare(manifest, params, mesh)
@@ -57,8 +56,7 @@ def build(
     reference = meta.build(directory)
     rebuild_buffers(model, reference, params.seed)
     if initialize and not manifest.weights:
-        done = fill_by_rows(model, reference, params.seed)
-        _fill_by_layers(model, reference, manifest.layer_classes, params.seed, done)
+        _fill_by_layers(model, reference, manifest.layer_classes, params.seed, note)
     elif initialize:
         _verify_weights(manifest, note)  # before they are read
         read_weights(model, directory, meta.check_headers(reference, headers.read(directory, manifest.weights)))
@@ -96,38 +94,34 @@ def _verify_weights(manifest: ModelManifest, note: Callable[[], None]) -> None:
         raise changed_file(path)
 
 
-@torch.no_grad()
-def _fill(param: Tensor, whole: Tensor) -> None:
-    assert isinstance(param, DTensor)
-    param.to_local().copy_(whole[sharding.local_rows(param)])
-
-
 def _fill_by_layers(
-    model: nn.Module, reference: PreTrainedModel, layer_classes: list[str], seed: int, done: set[str]
+    model: nn.Module, reference: PreTrainedModel, layer_classes: list[str], seed: int, note: Callable[[], None]
 ) -> None:
-    """Initialize all parameters but those in `done` randomly, one layer at a time, which each rank makes in full."""
+    """Initialize all parameters randomly, one layer at a time, of which each rank keeps its own rows."""
     params = dict(model.named_parameters())
     names = {module: name for name, module in reference.named_modules()}
+    done: set[str] = set()
     for unit, modules in _units(reference, layer_classes):
-        own = {
-            (module, key): name
-            for module in modules
-            for key, _ in module.named_parameters(recurse=False)
-            # else it is tied to one that is a parameter of the model
-            if (name := f"{names[module]}.{key}".lstrip(".")) in params and name not in done
-        }
-        if not own:
-            continue
+        note()
         for module in modules:
             module.to_empty(device="cpu", recurse=False)
         if not unit:
             reference.tie_weights()  # `to_empty` has replaced the parameters, so those that were one are now two
-        with seeded(f"{seed}/{unit}"), torch.no_grad():
+        own: dict[Tensor, str] = {
+            param: name
+            for module in modules
+            for key, param in module.named_parameters(recurse=False)
+            # else it is tied to one that is a parameter of the model
+            if (name := f"{names[module]}.{key}".lstrip(".")) in params
+        }
+        with seeded(f"{seed}/{unit}"), SeededRows(own, seed), torch.no_grad():
             for module in modules:
                 reference._init_weights(module)
-        for (module, key), name in own.items():
-            _fill(params[name], module.get_parameter(key))
-            done.add(name)
+            for param, name in own.items():
+                sharded = params[name]
+                assert isinstance(sharded, DTensor)
+                sharded.to_local().copy_(param[sharding.local_rows(sharded)])
+        done |= set(own.values())
         for module in modules:
             module.to_empty(device="meta", recurse=False)  # frees it: only one layer at a time is in memory
     assert done == set(params), sorted(set(params) - done)

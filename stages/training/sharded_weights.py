@@ -3,18 +3,23 @@
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from stages.model.headers import StoredTensor
 from stages.training import sharding
+
+_SEEDED_ELEMENTS = 1 << 15
+"""Of the rows of a parameter that share a seed."""
 
 
 @torch.no_grad()
@@ -46,11 +51,37 @@ def read_weights(model: nn.Module, directory: Path, stored: dict[str, list[Store
 @contextmanager
 def seeded(seed: str) -> Iterator[None]:
     """Have the generator of the CPU give the same numbers on all ranks."""
-    digest = hashlib.sha256(seed.encode()).digest()
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would seed the GPUs too, which are not forked
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))
+        torch.default_generator.manual_seed(_number(seed))
         yield
+
+
+def _number(seed: str) -> int:
+    return int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big")
+
+
+class SeededRows(TorchFunctionMode):
+    """Have `nn.init.normal_` fill parameters from seeds of their own, so that no other parameter changes their values.
+
+    The values of a model and a seed thus stay those of all versions.
+    """
+
+    def __init__(self, names: Mapping[Tensor, str], seed: int) -> None:
+        super().__init__()
+        self._names, self._seed = names, seed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensor = kwargs.get("tensor")
+        if func is not nn.init.normal_ or tensor not in self._names:
+            return func(*args, **kwargs)
+        generator = torch.Generator()
+        size = max(1, _SEEDED_ELEMENTS // max(1, math.prod(tensor.shape[1:])))
+        for number, rows in enumerate(torch.atleast_1d(tensor).split(size)):
+            generator.manual_seed(_number(f"{self._seed}/{self._names[tensor]}/{number * size}"))
+            rows.normal_(kwargs["mean"], kwargs["std"], generator=generator)
+        return tensor
 
 
 def rebuild_buffers(model: nn.Module, reference: PreTrainedModel, seed: int) -> None:

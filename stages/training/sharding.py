@@ -30,9 +30,6 @@ def shard(model: nn.Module, wrapped_classes: list[str], params: TrainParams, mes
         mesh: The ranks of each copy of the model are its last axis.
     """
     fsdp = params.fsdp.resolved()
-    # Before sharding, as it replaces modules.
-    if fsdp.sync_batchnorm:
-        _sync_batchnorm(model, mesh)
     layers = modules_to_wrap(model, wrapped_classes)
     first, last = ([module for module in modules if module not in layers] for modules in untied_embeddings(model))
     wrapped = {*first, *layers, *last}
@@ -141,11 +138,3 @@ def _innermost(model: nn.Module, modules: list[nn.Module], name: str) -> nn.Modu
     path = name.split(".")[:-1]
     ancestors = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), 0, -1)]
     return next((module for module in ancestors if module in modules), model)
-
-
-def _sync_batchnorm(model: nn.Module, mesh: DeviceMesh) -> None:
-    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        return
-    if mesh.device_type == "cpu":
-        raise StageError("fsdp.sync_batchnorm: torch synchronizes BatchNorm on GPUs only: set it to false")
-    nn.SyncBatchNorm.convert_sync_batchnorm(model)
