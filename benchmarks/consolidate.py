@@ -4,10 +4,10 @@
 
 It needs `pip install .[bench]`, three times the largest size on the disk of DIR, and once as memory. Four ranks save a
 model of fp32 matrices of 64 MiB. Each program then makes whole tensors of it, in a process of its own, in turn; `cp`
-copies the bytes of the checkpoint, and `sha256sum` hashes them. In addition to the others, `consolidate` compares
-the SHA-256 of each shard, and computes those of each file and tensor. Each program finds what it reads in the page
-cache, as far as it fits, and nothing else that is of this benchmark. Nothing is synced to the disk in the time that is
-measured. The peak of memory is that of the process minus what it needed after its imports.
+copies the bytes of the checkpoint, and `sha256sum` hashes them. In addition to the others, `consolidate` hashes each
+shard first, to compare it with the manifest, and computes the SHA-256 of each file and tensor. Each program finds what
+it reads in the page cache, as far as it fits, and nothing else that is of this benchmark. Nothing is synced to the disk
+in the time that is measured. The peak of memory is that of the process minus what it needed after its imports.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
 from benchmarks import tables
+from stages.artifacts import publish
 from stages.export import stream
 
 NUM_RANKS = 4
@@ -143,6 +145,8 @@ def prepare(program: str, checkpoint: Path, output: Path) -> Callable[[], object
         dtype = torch.bfloat16 if options.endswith("bf16") else torch.float32
 
         def ours() -> None:
+            with ThreadPoolExecutor(number) as threads:  # as `layout.verify` does
+                list(threads.map(publish.sha256_file, shards.glob("*.distcp")))
             weights = stream.ShardedTensors(shards)
             stream.write_safetensors(weights, weights.specs(), output, number, dtype=dtype, max_shard_bytes=5e9)
 

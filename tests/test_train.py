@@ -517,3 +517,11 @@ def test_a_rank_whose_peer_ends_before_they_connect_has_lost_the_connection(
     assert statuses == [2, 1], output
     assert "error: rank 1 lost the connection to another rank" in output
     assert "Traceback" not in output
+
+
+def test_a_step_has_one_collective_of_numbers(training: Project, ranks: Ranks) -> None:
+    training.set(max_steps=9)
+    ranks.run(training, f"count rank 0 at {training / 'collectives'}")
+    collectives = [line.split() for line in (training / "collectives").read_text().splitlines()]
+    sums = [size for name, size in collectives if name == "all_reduce"]
+    assert sums.count("40") == 9 + 3  # before each step, before each validation and the end
