@@ -119,7 +119,8 @@ def project(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path / "project")
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
-    for name, value in {"NO_INDEX": "1", "FIND_LINKS": f"{original}/../packages", "CONFIG_FILE": os.devnull}.items():
+    settings = {"NO_INDEX": "1", "INDEX_URL": "https://absent.invalid", "FIND_LINKS": f"{original}/../packages"}
+    for name, value in (settings | {"CONFIG_FILE": os.devnull}).items():
         monkeypatch.setenv(f"PIP_{name}", value)
     return tmp_path / "project"
 
