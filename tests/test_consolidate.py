@@ -588,7 +588,7 @@ def test_the_card_has_the_evaluation_of_this_very_step() -> None:
     assert "rounded" not in str(found)
 
     # With the bytes of the text there are bits per byte; of other tokens they are unknown.
-    part, encoder = PartMetrics(1, 48, 48, 12, 4.0, 0.0, 0, 1), EncoderMetrics("", 0, 0, None)
+    part, encoder = PartMetrics(1, 48, 48, 12, 4.0, 0.0, 0, 1), EncoderMetrics("", 0, None)
     for tokens, expected in ((fingerprint("t", "v"), 2.25 / math.log(2) / 4), ("other", None)):
         PackMetrics(part, part, {}, encoder, "", tokens, Origin({}, {})).write(RECORDS["pack"])
         consolidate.main()
@@ -730,7 +730,7 @@ def test_the_lineage_names_what_encoded_the_data() -> None:
     make_model(CONFIGS["llama-tied"])
     make_checkpoint(trained_tensors(CONFIGS["llama-tied"]))
     part = PartMetrics(1, 1, 1, 1, None, None, 0, 0)
-    encoding = EncoderMetrics("tokenizers 1", 1, 0, None)
+    encoding = EncoderMetrics("tokenizers 1", 0, None)
     for validation, encoder in ((None, None), ("v", "tokenizers 1"), ("of other data", None)):
         if validation:
             tokens = fingerprint("t", validation)
@@ -755,7 +755,7 @@ def test_the_lineage_names_how_the_data_was_made_and_every_file(capsys: pytest.C
     origins = {"organize": {"num_splits": 4}, "extract": {"min_chars": 1}, "pack": {"seq_length": 32}}
     digests: dict[str, dict[str, Any]] = {"organize": {}, "extract": {"fingerprint": "f"}}
     text = dataclasses.asdict(PartMetrics(1, 48, 48, 12, 4.0, 0.0, 0, 1))
-    encoder = dataclasses.asdict(EncoderMetrics("", 0, 0, None))
+    encoder = dataclasses.asdict(EncoderMetrics("", 0, None))
     digests["pack"] = {
         "train": text, "validation": text, "held_out": {}, "encoder": encoder,
         "source": "f", "fingerprint": fingerprint("t", "v"),

@@ -122,7 +122,7 @@ def write_rows(num_rows: int, length: int = LENGTH, splits: tuple[int, ...] = ()
         held_out[f"split_{len(tokens) - 1}"] = SplitMetrics(tokens[-1], tokens[-1])
     num_bytes = sum(split.bytes for split in held_out.values())
     part = PartMetrics(1, num_bytes, num_bytes, sum(tokens), 1.0, 0.0, 0, num_rows)
-    PackMetrics(part, part, held_out, EncoderMetrics("", 0, 0, None), "", "", Origin({}, {})).write(METRICS)
+    PackMetrics(part, part, held_out, EncoderMetrics("", 0, None), "", "", Origin({}, {})).write(METRICS)
     if MODEL.exists():
         write_lineage()
 
