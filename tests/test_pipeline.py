@@ -54,15 +54,6 @@ def test_make_deps_repairs_a_list_with_a_module_too_many_or_too_few() -> None:
     assert deps.with_deps(too_few) == deps.with_deps(too_many) == text
 
 
-def test_the_picture_in_the_readme_is_that_of_dvc(tmp_path: Path) -> None:
-    for name in ("dvc.yaml", "params.yaml"):
-        shutil.copy(REPO / name, tmp_path / name)
-    project = Project(tmp_path)
-    project.run("dvc", "init", "--no-scm", "--quiet")
-    drawn = project.run("dvc", "dag", "--mermaid").replace("\t", "    ").strip()
-    assert f"```mermaid\n{drawn}\n```" in (REPO / "README.md").read_text()
-
-
 def test_dvc_edits_params_yaml_and_leaves_the_rest_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
     shutil.copy(REPO / "params.yaml", path)
