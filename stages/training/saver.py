@@ -167,22 +167,24 @@ class Saver:
         if self._thread is None:
             self._publish(directory, tensors, small)
         else:
-            self._pending = self._thread.submit(self._publish, directory, self._stage(tensors), small)
+            self._pending = self._thread.submit(self._publish_copy, directory, *self._copy(tensors), small)
 
-    def _stage(self, tensors: _Tensors) -> _Tensors:
-        staged: _Tensors = {}
+    def _copy(self, tensors: _Tensors) -> tuple[_Tensors, StageError | None]:
+        try:
+            return cast(_Tensors, self._stager.stage(tensors)), None
+        except (MemoryError, RuntimeError) as error:  # the second one is torch's, for memory of both kinds
+            return {}, StageError(
+                f"could not copy the weights and the optimizer state for an asynchronous save: {error!r}; set "
+                "runtime.async_checkpoint to false, which needs no copy"
+            )
 
-        def stage() -> None:
-            try:
-                staged.update(cast(_Tensors, self._stager.stage(tensors)))
-            except (MemoryError, RuntimeError) as error:  # the second one is torch's, for memory of both kinds
-                raise StageError(
-                    f"could not copy the weights and the optimizer state for an asynchronous save: {error!r}; set "
-                    "runtime.async_checkpoint to false, which needs no copy"
-                ) from None
+    def _publish_copy(self, directory: Path, tensors: _Tensors, problem: StageError | None, small: _Small) -> None:
+        def check() -> None:
+            if problem:
+                raise problem
 
-        run_on_all_ranks(stage)
-        return staged
+        run_on_all_ranks(check, self._group)  # in the thread, so that the training does not wait for other ranks
+        self._publish(directory, tensors, small)
 
     def _publish(self, directory: Path, tensors: _Tensors, small: _Small) -> None:
         """Publish a checkpoint, again where the file system fails in a way that may pass."""

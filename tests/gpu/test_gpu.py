@@ -132,7 +132,7 @@ saver = Saver(load_params(TrainRuntime, "runtime"))
 for step in range(1, 6):
     for _ in range(20):
         weight += 1
-    tensors = saver._stage({"model": {"weight": weight}})
+    tensors, _ = saver._copy({"model": {"weight": weight}})
     weight += 1000  # of the next step
     directory = Path(f"{step}/model")
     saver._write_tensors(directory, tensors["model"])
