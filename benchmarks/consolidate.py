@@ -90,7 +90,7 @@ def save(rank: int, store: str, checkpoint: Path, names: list[str]) -> None:
     }
     # One after the other: each needs as much memory as the shard.
     for state, writer in (
-        ({"model": tensors}, dcp.FileSystemWriter(checkpoint / "dcp", single_file_per_rank=True, thread_count=1)),
+        (tensors, dcp.FileSystemWriter(checkpoint / "dcp/model", single_file_per_rank=True, thread_count=1)),
         (tensors, dcp.HuggingFaceStorageWriter(str(checkpoint / "hf"), save_distributed=True)),
     ):
         dcp.save(state, storage_writer=writer)
@@ -134,7 +134,7 @@ def prepare(program: str, checkpoint: Path, output: Path) -> Callable[[], object
     name, _, options = program.partition(", ")
     shards = checkpoint / "dcp"
     if name in ("cp", "sha256sum"):
-        files = [str(path) for path in sorted(shards.glob("*.distcp"))]
+        files = [str(path) for path in sorted(shards.rglob("*.distcp"))]
         return lambda: subprocess.run(
             [name, *files, *([str(output)] if name == "cp" else [])], check=True, stdout=subprocess.DEVNULL
         )
@@ -150,11 +150,11 @@ def prepare(program: str, checkpoint: Path, output: Path) -> Callable[[], object
     if name == "dcp_to_torch_save":
         from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-        return lambda: dcp_to_torch_save(shards, output / "model.pt")
+        return lambda: dcp_to_torch_save(shards / "model", output / "model.pt")
     if name == "accelerate merge-weights":
         from accelerate.utils.fsdp_utils import merge_fsdp_weights
 
-        return lambda: merge_fsdp_weights(str(shards), str(output))
+        return lambda: merge_fsdp_weights(str(shards / "model"), str(output))
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
     names = stream.ShardedTensors(shards).specs()

@@ -28,7 +28,7 @@ from stages.artifacts.origin import RECORDS, find_records
 from stages.artifacts.outputs import ExperimentName
 from stages.artifacts.params_file import load_params
 from stages.checkpointing import layout
-from stages.checkpointing.layout import METADATA, SCHEDULER, TensorEntry
+from stages.checkpointing.layout import METADATA, MODEL, OPTIMIZER, SCHEDULER, TensorEntry
 from stages.checkpointing.lock import read_lock
 from stages.checkpointing.pointer import RunPointer, resolve
 from stages.export import card
@@ -160,7 +160,9 @@ def export(
     dtype = export_dtype(params, model)
     # All inputs are verified before the first byte is written: an error costs no time, and names its cause. The shards
     # are hashed while they are read; those of the optimizer are not.
-    manifest = layout.verify(checkpoint, names=[METADATA, history.HISTORY, SCHEDULER])
+    kinds = [MODEL, OPTIMIZER] if with_optimizer else [MODEL]
+    names = [*(f"{kind}/{METADATA}" for kind in kinds), history.HISTORY, SCHEDULER]
+    manifest = layout.verify(checkpoint, names=names)
     # Not the old index: it would name the files of the initial model's weights.
     copied = [file for file in model.files if file not in model.weights and file != WEIGHTS_INDEX]
     source, terms = model.verify(copied), ModelLicense.read()
@@ -175,14 +177,15 @@ def export(
     }
     # Twice, because the manifest lists what the training meant to save, and the shards contain what it did save.
     _check_listed(checkpoint / layout.MANIFEST, manifest.tensors, expected)
-    weights = stream.ShardedTensors(checkpoint)
+    sharded = {kind: stream.ShardedTensors(checkpoint, kind) for kind in kinds}
+    weights, states = sharded[MODEL], sharded.get(OPTIMIZER)
     weights.check(expected)
-    states = stream.ShardedTensors(checkpoint, "optimizer") if with_optimizer else None
-    layout.verify(checkpoint, contents=False, names=[*weights.files, *(states.files if states else ())])
+    names = [f"{kind}/{file}" for kind, tensors in sharded.items() for file in tensors.files]
+    layout.verify(checkpoint, contents=False, names=names)
     num_workers = runtime.num_workers or len(os.sched_getaffinity(0))
 
     def check_digest(path: Path, sha256: str) -> None:
-        if sha256 != manifest.files[path.name].sha256:
+        if sha256 != manifest.files[str(path.relative_to(checkpoint))].sha256:
             raise layout.wrong_digest(path)
 
     # The directory gets its final name after its last file, so a killed run leaves no model that looks finished.

@@ -11,10 +11,10 @@ runs it at the start of each rank, given the `environment` of the faults.
     stop rank 1 at step 5            SIGSTOP, only the first time that it reaches the step
     kill rank 0 at file 17           before its 17th access to a file of a checkpoint, counted from the first write
     kill rank 0 at os.rename:.*tmp$  before the first access whose event (see Python's audit events) and path match
-    kill rank 0 in write of __0_model  by the kernel, after 100 000 bytes of a file whose path matches
+    kill rank 0 in write of model/__0_0  by the kernel, after 100 000 bytes of a file whose path matches
     full rank 0 at state.json        the disk is full for files whose path matches
-    limit rank 0 at __0_model        a file size limit of 100 000 bytes, from the first file whose path matches
-    EROFS rank 0 at open:.*__0_model the first such access fails with this error of the operating system
+    limit rank 0 at model/__0_0        a file size limit of 100 000 bytes, from the first file whose path matches
+    EROFS rank 0 at open:.*model/__0_0 the first such access fails with this error of the operating system
     directory rank 1 at PATH         it runs in another directory, so it reads other files
     log rank 0 at FILE               writes each access to a checkpoint into FILE, one a line
     count rank 0 at FILE             writes each collective but FSDP's into FILE: its name and its bytes, one a line

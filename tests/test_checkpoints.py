@@ -8,12 +8,14 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 import pytest
 import torch
 from dvc.repo import Repo
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 from torch.testing._internal.two_tensor import TwoTensor
@@ -34,7 +36,7 @@ from stages.checkpointing.layout import (
 )
 from stages.checkpointing.lock import rank_lock, read_lock, try_delete_lock, try_writer_lock, writer_lock
 from stages.checkpointing.pointer import RunPointer, resolve
-from stages.training import save_plan, shard_file
+from stages.export.stream import ShardedTensors, write_safetensors
 from stages.training.params import TrainRuntime
 from stages.training.saver import Saver, load
 from tests.project import REPO, Project, flip_bit, wait_for
@@ -113,35 +115,20 @@ def test_all_files_are_synced_before_the_rename_and_the_manifest_is_last(
 
     published = events.index(("rename", "step-00000001"))
     written = events.index(("rename", "step-00000001.tmp/manifest.json"))
-    files = {path.name for path in (tmp_path / "step-00000001").iterdir()}
-    assert len(files) == 8
+    checkpoint = tmp_path / "step-00000001"
+    files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*")}
+    assert len(files) == 11
     synced = {path for kind, path in events[written:published] if kind == "sync"}
     assert synced >= {"step-00000001.tmp", *(f"step-00000001.tmp/{name}" for name in files)}
     assert events[published + 1] == ("sync", ".")
 
 
-class Counting(Saver):
-    """Counts the calls of torch's Python functions in the thread that saves."""
-
-    num_calls = 0
-
-    def _publish(self, *args: Any) -> None:
-        def count(frame: FrameType, event: str, argument: object) -> None:
-            self.num_calls += event == "call" and "/torch/" in frame.f_code.co_filename
-
-        sys.setprofile(count)
-        try:
-            super()._publish(*args)
-        finally:
-            sys.setprofile(None)
-
-
 class Odd(torch.nn.Module):
-    """Tensors of all kinds, `num_layers` times."""
+    """Tensors of all kinds."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 3) for _ in range(num_layers)])
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 3) for _ in range(2)])
         for name, buffer in {
             "scalar": torch.tensor(1.5, dtype=torch.bfloat16), "empty": torch.zeros(0, 3),
             "transposed": torch.arange(6.0).view(2, 3).T, "part": torch.arange(9)[3:5], "bool": torch.tensor([True]),
@@ -158,70 +145,78 @@ class Odd(torch.nn.Module):
             buffer.copy_(~buffer if buffer.dtype == torch.bool else buffer + 1)
 
 
-def save_thrice(directory: Path, num_layers: int, asynchronous: bool) -> tuple[dict[str, bytes], int]:
-    """The tensor files of the last of three saves, and how many functions of torch were called to publish it."""
+def save_thrice(directory: Path, asynchronous: bool) -> list[bytes]:
+    """The tensor files of the last of three saves."""
     torch.manual_seed(0)
-    model = Odd(num_layers)
+    model = Odd()
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = LambdaLR(optimizer, lambda _: 1.0)
     model.step(optimizer)
     runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
-    with Counting(dataclasses.replace(runtime, async_checkpoint=asynchronous)) as saver:
+    with Saver(dataclasses.replace(runtime, async_checkpoint=asynchronous)) as saver:
         for step in (1, 2, 3):
-            saver.num_calls = 0
             path = directory / step_name(step)
             saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest(step=step))
             model.step(optimizer)  # while it is saved
-    return {file.name: file.read_bytes() for file in path.glob("*.distcp")}, saver.num_calls
+    return [file.read_bytes() for file in sorted(path.rglob("*.distcp"))]
 
 
 def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(mesh: DeviceMesh, tmp_path: Path) -> None:
-    (synchronous, _), (asynchronous, _) = (
-        save_thrice(tmp_path / str(is_asynchronous), 2, is_asynchronous) for is_asynchronous in (False, True)
-    )
-    # Read as torch does: the bytes of a tensor that is not contiguous may be in another order.
-    assert asynchronous.keys() == synchronous.keys() == {save_plan.file_name(0, part) for part in save_plan.PARTS}
-    states = []
-    for name in ("False", "True"):
-        model = Odd(2)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model.step(optimizer)
-        with torch.serialization.safe_globals([TwoTensor]):
-            load(tmp_path / name / step_name(3), model, optimizer, LambdaLR(optimizer, lambda _: 1.0))
-        moments = [value for state in optimizer.state.values() for value in state.values()]
-        states.append([*model.parameters(), *model.buffers(), *moments])
+    synchronous, asynchronous = (save_thrice(tmp_path / str(kind), kind) for kind in (False, True))
+    assert len(synchronous) == 2 and asynchronous == synchronous
+    path = tmp_path / "True" / step_name(3)
+    verify(path)
+    torch.manual_seed(0)
+    expected, found = Odd(), Odd()
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in (expected, found)]
+    for _ in range(3):
+        expected.step(optimizers[0])
+    with torch.serialization.safe_globals([TwoTensor]):
+        load(path, found, optimizers[1], LambdaLR(optimizers[1], lambda _: 1.0))
+    states = [
+        [
+            *model.parameters(),
+            *model.buffers(),
+            *(value for state in optimizer.state.values() for value in state.values()),
+        ]
+        for model, optimizer in zip((expected, found), optimizers, strict=True)
+    ]
     assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
-    verify(tmp_path / "True" / step_name(3))
 
 
-def test_the_thread_that_saves_leaves_the_interpreter_to_the_training(mesh: DeviceMesh, tmp_path: Path) -> None:
-    small, large = (save_thrice(tmp_path / str(num), num, asynchronous=True)[1] for num in (1, 9))
-    # Of 64 tensors more, for each of which torch itself would call hundreds. What the garbage collector runs varies.
-    assert 0 < large < small + 500
+def test_the_bytes_of_a_tensor_are_in_the_order_of_its_elements(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("transposed", torch.arange(6.0).view(2, 3).T)
+    optimizer = torch.optim.AdamW(model.parameters())
+    runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
+    path = tmp_path / step_name(1)
+    for asynchronous in (False, True):
+        with Saver(dataclasses.replace(runtime, async_checkpoint=asynchronous)) as saver:
+            scheduler = LambdaLR(optimizer, lambda _: 1.0)
+            saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest())
+        weights = ShardedTensors(path)
+        write_safetensors(weights, weights.specs(), path, num_workers=1)
+        assert torch.equal(load_file(path / "model.safetensors")["transposed"], model.get_buffer("transposed"))
+        shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_metadata_is_made_once_for_all_saves(
-    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+def test_the_plan_of_a_save_is_kept_for_the_next(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[None] = []
-    make_metadata = save_plan.make_metadata
-    monkeypatch.setattr(save_plan, "make_metadata", lambda *args: made.append(None) or make_metadata(*args))
-    save_thrice(tmp_path, 1, asynchronous)
-    assert len(made) == 1
-    [content] = {(path / ".metadata").read_bytes() for path in list_checkpoints(tmp_path)}
-    assert content
+    save_thrice(tmp_path / "before", asynchronous=False)
+    monkeypatch.setattr(DefaultSavePlanner, "_create_global_plan", pytest.fail)
+    save_thrice(tmp_path, asynchronous=False)
 
 
 def test_memory_that_does_not_suffice_for_an_asynchronous_save_is_a_clear_error(
     mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(*_: Any) -> int:
+    def stage(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(shard_file._Unclosed, "write", write, raising=False)
-    with pytest.raises(StageError, match=r"rank 0 .* MemoryError.* set runtime\.async_checkpoint to false"):
-        save_thrice(tmp_path, 1, asynchronous=True)
+    monkeypatch.setattr(DefaultStager, "stage", stage)
+    with pytest.raises(StageError, match=r"rank 0: .* MemoryError.* set runtime\.async_checkpoint to false"):
+        save_thrice(tmp_path, asynchronous=True)
 
 
 def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp_path: Path) -> None:
@@ -229,7 +224,7 @@ def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp
     make(tmp_path, 2)
     dataclasses.replace(CheckpointManifest.read(tmp_path / step_name(2)), format=99).write(tmp_path / step_name(2))
     with pytest.raises(
-        UnsupportedFormat, match=r"has the format 99, this version reads format 1: continue the run with"
+        UnsupportedFormat, match=r"has the format 99, this version reads format 2: continue the run with"
     ):
         latest_valid(list_checkpoints(tmp_path), pytest.fail)
 
@@ -362,13 +357,13 @@ def test_checkpoints_travel_to_another_clone(
     with pytest.raises(StageError, match=r"does not exist: run `python -m stages\.checkpoints pull`"):
         resolve("test")
     stored = remote / "checkpoints/test" / last.parent.name / last.name
-    flip_bit(stored / "__1_model_0.distcp", 100)
+    flip_bit(stored / "model/__1_0.distcp", 100)
     with pytest.raises(StageError, match="is damaged, or was not transferred completely"):
         command(clone, "pull")
-    unchanged = (stored / "__0_model_0.distcp").stat().st_mtime_ns
+    unchanged = (stored / "model/__0_0.distcp").stat().st_mtime_ns
     command(project, "push")  # only what is missing or damaged
-    assert (stored / "__0_model_0.distcp").stat().st_mtime_ns == unchanged
-    flip_bit(clone.path / "outputs/test/checkpoints" / last.parent.name / "step-00000012.tmp/__1_model_0.distcp", 5)
+    assert (stored / "model/__0_0.distcp").stat().st_mtime_ns == unchanged
+    flip_bit(clone.path / "outputs/test/checkpoints" / last.parent.name / "step-00000012.tmp/model/__1_0.distcp", 5)
     assert "step-00000012 is valid" in command(clone, "pull")
     assert result(clone) == reference
     assert resolve("test")[1].resolve() == clone.checkpoints() / last.name
@@ -431,7 +426,7 @@ def test_checkpoints_are_listed_verified_and_pruned(training: Project, ranks: Ra
     assert retention.list_leftovers(unfinished) == []
     assert 8 in steps(unfinished)
 
-    shard = next((unfinished / "step-00000008").glob("*.distcp"))
+    shard = next((unfinished / "step-00000008").rglob("*.distcp"))
     flip_bit(shard, 100)
     assert "is damaged" in training.run(*COMMAND, "verify", status=2)
     training.run(*COMMAND, "prune", "--yes")

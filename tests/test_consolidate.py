@@ -16,7 +16,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,8 +25,14 @@ from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -61,7 +66,6 @@ from stages.export import card, stream
 from stages.export.provenance import InitialModel, Lineage
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.tokens.packed import EncoderMetrics, PackMetrics, PartMetrics, fingerprint
-from stages.training import save_plan
 from tests.models import LAYERS, SIZES, write_tokenizer
 from tests.project import REPO, flip_bit, start_stage, wait_for
 
@@ -118,9 +122,8 @@ def trained_tensors(config: PretrainedConfig) -> dict[str, Tensor]:
 def save(tensors: dict[str, Any], directory: Path, optimizer: dict[str, Any] | None = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        writer = dcp.FileSystemWriter(directory, thread_count=1)
-        state = optimizer or {"a": {"step": torch.tensor(3.0)}}
-        dcp.save({"model": tensors, "optimizer": state}, storage_writer=writer)
+        for kind, state in (("model", tensors), ("optimizer", optimizer or {"a": {"step": torch.tensor(3.0)}})):
+            dcp.save(state, checkpoint_id=directory / kind)
 
 
 def finish(tensors: dict[str, Tensor]) -> Path:
@@ -148,7 +151,11 @@ def write_manifest(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
         validation_loss=2.25,
         adopted=None,
         packages={"torch": torch.__version__},
-        files={path.name: FileEntry.of(path) for path in sorted(checkpoint.iterdir()) if path.name != layout.MANIFEST},
+        files={
+            str(path.relative_to(checkpoint)): FileEntry.of(path)
+            for path in sorted(checkpoint.rglob("*"))
+            if path.is_file() and path.name != layout.MANIFEST
+        },
         tensors={
             name: TensorEntry(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
             for name, tensor in tensors.items()
@@ -226,7 +233,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = str(tmp_path_factory.mktemp("store") / "store")
     # Spawned, as a fork of this process, which has threads of torch and others, may crash.
     mp.spawn(_save_sharded, (store, directory, trained_tensors(CONFIGS["llama-tied"])), nprocs=2)
-    assert len(list(directory.glob("*.distcp"))) == 2
+    assert len(list((directory / "model").glob("*.distcp"))) == 2
     return directory
 
 
@@ -262,7 +269,7 @@ def test_shards_of_two_ranks_become_several_files_with_an_index(sharded: tuple[P
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_truncated_or_flipped_shard_is_named(sharded: tuple[Path, dict[str, Tensor]], rank: int) -> None:
     checkpoint, _ = sharded
-    shard = checkpoint / f"__{rank}_0.distcp"
+    shard = checkpoint / f"model/__{rank}_0.distcp"
     content = shard.read_bytes()
 
     flip_bit(shard, len(content) // 2)
@@ -290,9 +297,9 @@ def test_a_tensor_with_a_missing_part_is_refused(sharded: tuple[Path, dict[str, 
     import pickle
 
     checkpoint, tensors = sharded
-    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
-    metadata.state_dict_metadata["model.model.norm.weight"].chunks.pop()
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    metadata = pickle.loads((checkpoint / "model/.metadata").read_bytes())
+    metadata.state_dict_metadata["model.norm.weight"].chunks.pop()
+    (checkpoint / "model/.metadata").write_bytes(pickle.dumps(metadata))
     write_manifest(checkpoint, tensors)
     assert_refused(r"model\.norm\.weight is incomplete: the shards contain 8 of 16 elements")
 
@@ -427,10 +434,10 @@ def test_each_file_is_read_once_and_as_many_are_open_as_the_system_allows(
 
     found = exported_rows(tmp_path, tensors, num_workers=1, check_digest=check)
     assert all(torch.equal(found[name], tensors[name]) for name in names)
-    assert sorted(opened) == sorted(digests) == [save_plan.file_name(rank, "model") for rank in range(num_ranks)]
+    assert sorted(opened) == sorted(digests) == [file_name(rank) for rank in range(num_ranks)]
     # At the end of what may be open at once, three blocks of the files before are not read yet.
     assert max(num_open) <= {resource.RLIM_INFINITY: num_ranks, stream._OTHER_FILES + 5: 5}.get(allowed, 4)
-    assert digests == {name: publish.sha256_file(tmp_path / name) for name in digests}
+    assert digests == {name: publish.sha256_file(tmp_path / "model" / name) for name in digests}
 
 
 def test_more_files_than_may_be_open_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +448,7 @@ def test_more_files_than_may_be_open_are_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(resource, "setrlimit", lambda _, both: limits.append(both))
     with pytest.raises(StageError, match=r"needs 106 open files, and 105 are allowed .* a larger max_shard_size"):
         exported_rows(tmp_path, tensors, num_workers=1, max_shard_bytes=1)
-    (tmp_path / "model").rmdir()  # empty
+    (tmp_path / "result").rmdir()  # empty
     exported_rows(tmp_path, tensors, num_workers=1)
     assert limits == [(105, 105)] * 2  # before a file is opened: 10 are too few
 
@@ -450,9 +457,9 @@ def test_more_files_than_may_be_open_are_refused(tmp_path: Path, monkeypatch: py
 def test_an_archive_that_is_not_where_the_metadata_says_is_named(tmp_path: Path, change: str) -> None:
     tensors = {"a": torch.randn(3, 2), "b": torch.randn(3, 4)}
     save_rows(tmp_path, tensors)
-    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-    index = MetadataIndex("model.b", [1, 0])
-    place, other = metadata.storage_data[index], metadata.storage_data[MetadataIndex("model.a", [1, 0])]
+    metadata = pickle.loads((tmp_path / "model/.metadata").read_bytes())
+    index = MetadataIndex("b", [1, 0])
+    place, other = metadata.storage_data[index], metadata.storage_data[MetadataIndex("a", [1, 0])]
     moved: dict[str, dict[str, int]] = {
         "smaller": {"offset": place.offset - 1},
         "larger": {"offset": place.offset + 1},
@@ -460,8 +467,8 @@ def test_an_archive_that_is_not_where_the_metadata_says_is_named(tmp_path: Path,
         "other": {"offset": other.offset, "length": other.length},
     }
     metadata.storage_data[index] = dataclasses.replace(place, **moved[change])
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(StageError, match=rf"{save_plan.file_name(1, 'model')} is damaged: b is not where \.metadata"):
+    (tmp_path / "model/.metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(StageError, match=rf"{file_name(1)} is damaged: b is not where \.metadata"):
         exported_rows(tmp_path, tensors)
 
 
@@ -473,7 +480,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_named(tmp_path: Path, m
 
     def shorten(file: int, buffers: list[memoryview], start: int) -> int:
         if start == 1 << 10:
-            os.truncate(tmp_path / save_plan.file_name(0, "model"), start)
+            os.truncate(tmp_path / "model" / file_name(0), start)
         return read(file, buffers, start)
 
     monkeypatch.setattr(os, "preadv", shorten)
@@ -483,8 +490,8 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_named(tmp_path: Path, m
 
 def test_tensors_that_are_sharded_in_columns_are_refused(tmp_path: Path) -> None:
     save_rows(tmp_path, {"a": torch.randn(2, 2)})
-    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-    entry = metadata.state_dict_metadata["model.a"]
+    metadata = pickle.loads((tmp_path / "model/.metadata").read_bytes())
+    entry = metadata.state_dict_metadata["a"]
     entry.chunks = [
         ChunkStorageMetadata(torch.Size(chunk.offsets[::-1]), torch.Size(chunk.sizes[::-1])) for chunk in entry.chunks
     ]
@@ -492,7 +499,7 @@ def test_tensors_that_are_sharded_in_columns_are_refused(tmp_path: Path) -> None
         dataclasses.replace(index, offset=torch.Size(index.offset[::-1])): place
         for index, place in metadata.storage_data.items()
     }
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / "model/.metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(StageError, match=r"a is not sharded in rows"):
         stream.ShardedTensors(tmp_path)
 
@@ -513,29 +520,36 @@ def test_a_part_without_a_place_is_refused(tmp_path: Path) -> None:
     """The table of chunks has it, so only the number of elements that were written shows it."""
     tensors = {"a": torch.randn(3, 2), "b": torch.randn(3, 2)}
     save_rows(tmp_path, tensors)
-    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
-    del metadata.storage_data[MetadataIndex("model.b", [1, 0])]
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    metadata = pickle.loads((tmp_path / "model/.metadata").read_bytes())
+    del metadata.storage_data[MetadataIndex("b", [1, 0])]
+    (tmp_path / "model/.metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(StageError, match=r"b is incomplete: \.metadata does not say where all of it is"):
         exported_rows(tmp_path, tensors)
 
 
+def file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
 def save_rows(directory: Path, tensors: dict[str, Tensor]) -> None:
     """A checkpoint of as many ranks as the tensors have rows, each with a row of each."""
-    items = [write_item(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    reports = []
+    (directory / "model").mkdir()
+    metadata = Metadata({}, storage_data={})
+    for name, tensor in tensors.items():
+        chunks = [
+            ChunkStorageMetadata(torch.Size([n, 0]), torch.Size([1, tensor.shape[1]])) for n in range(len(tensor))
+        ]
+        metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(), tensor.shape, chunks)
     for rank in range(next(iter(tensors.values())).shape[0]):
-        content, rows = io.BytesIO(), []
-        for number, tensor in enumerate(tensors.values()):
+        content = io.BytesIO()
+        for number, (name, tensor) in enumerate(tensors.items()):
             content.write(b"?" * number)  # at any place
             start = content.tell()
             torch.save(tensor[rank : rank + 1].clone(), content)
-            rows.append((number, rank, 1, start, content.tell() - start))
-        (directory / save_plan.file_name(rank, "model")).write_bytes(content.getvalue())
-        reports.append(np.array(rows))
-    metadata = save_plan.make_metadata(items, reports)
-    metadata.planner_data = {f"model.{name}": ("model", name) for name in tensors}
-    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+            place = _StorageInfo(file_name(rank), start, content.tell() - start)
+            metadata.storage_data[MetadataIndex(name, [rank, 0])] = place
+        (directory / "model" / file_name(rank)).write_bytes(content.getvalue())
+    (directory / "model/.metadata").write_bytes(pickle.dumps(metadata))
 
 
 def exported_rows(
@@ -545,15 +559,9 @@ def exported_rows(
     weights = stream.ShardedTensors(directory)
     specs = {name: stream.TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     weights.check(specs)
-    (directory / "model").mkdir()
-    stream.write_safetensors(weights, specs, directory / "model", num_workers, dtype=dtype, **options)
-    return load_file(directory / "model/model.safetensors")
-
-
-def write_item(name: str, size: tuple[int, ...]) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))
-    data = TensorWriteData(chunk, TensorProperties(), torch.Size(size))
-    return WriteItem(MetadataIndex(f"model.{name}"), WriteItemType.SHARD, tensor_data=data)
+    (directory / "result").mkdir()
+    stream.write_safetensors(weights, specs, directory / "result", num_workers, dtype=dtype, **options)
+    return load_file(directory / "result/model.safetensors")
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 16])

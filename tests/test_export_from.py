@@ -169,12 +169,12 @@ def test_a_missing_or_damaged_best_checkpoint_is_named(rising: Project, ranks: R
     ranks.run(rising)
     write_outs()
     best = rising.checkpoints() / step_name(BEST)
-    flip_bit(best / "__1_model_0.distcp", 100)
+    flip_bit(best / "model/__1_0.distcp", 100)
     write_outs(contents=False)  # only sizes
     Path("outputs/test/run.json").unlink()
     output = rising.run(*LAUNCH, status=2)
     assert f"error: export_from is best, and that is step {BEST}, but " in output
-    assert "__1_model_0.distcp is damaged" in output and "train the run again" in output
+    assert "model/__1_0.distcp is damaged" in output and "train the run again" in output
     assert "Traceback" not in output
     shutil.rmtree(best)
     with pytest.raises(StageError, match=rf"that is step {BEST}, but .*{best.name} is not a valid checkpoint"):

@@ -116,7 +116,7 @@ def test_another_version_of_a_package_is_found(
     [
         ("outputs/test/model/model.safetensors", "outputs/test/model/model.safetensors"),
         ("outputs/test/model/tokenizer.json", "outputs/test/model/tokenizer.json"),
-        ("outputs/test/checkpoints/*/step-00000012/__0_model_0.distcp", "checkpoint"),
+        ("outputs/test/checkpoints/*/step-00000012/model/__0_0.distcp", "checkpoint"),
         ("data/tokens/train/*.arrow", "data/tokens/train"),
         ("data/corpus/*.arrow", "data/corpus"),
         ("data/splits/split_01.jsonl", "manifests in data/splits"),

@@ -42,10 +42,10 @@ def test_10_11_12_a_training_killed_many_times_ends_with_the_same_result(fresh: 
     project.set(runtime={"async_checkpoint": False})
     ranks.run(project, "kill rank 1 at step 3", KILLED)
     assert "resuming from step 2 of 12" in ranks.run(project, "kill rank 0 in update 5", KILLED)
-    ranks.run(project, "kill rank 1 in write of step-00000006.tmp/__1_optimizer_0", -signal.SIGXFSZ)
+    ranks.run(project, "kill rank 1 in write of step-00000006.tmp/optimizer/__1_0", -signal.SIGXFSZ)
     assert published(project) == names(2, 4)
     project.set(runtime={"async_checkpoint": True})
-    ranks.run(project, "kill rank 0 in write of step-00000006.tmp/__0_model_0", -signal.SIGXFSZ)
+    ranks.run(project, "kill rank 0 in write of step-00000006.tmp/model/__0_0", -signal.SIGXFSZ)
     ranks.run(project, "kill rank 0 at open:.*step-00000006.tmp/manifest.json.tmp", KILLED)
     ranks.run(project, "kill rank 0 at os.rename:.*step-00000006.tmp$", KILLED)
     assert published(project) == names(2, 4)
@@ -113,9 +113,9 @@ def test_11_a_kill_at_any_point_of_a_save_leaves_valid_checkpoints(
 @pytest.mark.parametrize(
     ("name", "rank"),
     [
-        ("__1_model_0.distcp", 1),
-        pytest.param("__0_model_0.distcp", 0, marks=pytest.mark.slow),
-        pytest.param(".metadata", 0, marks=pytest.mark.slow),
+        ("model/__1_0.distcp", 1),
+        pytest.param("model/__0_0.distcp", 0, marks=pytest.mark.slow),
+        pytest.param("model/.metadata", 0, marks=pytest.mark.slow),
         pytest.param("lr_scheduler.pt", 0, marks=pytest.mark.slow),
         pytest.param("state.json", 0, marks=pytest.mark.slow),
         pytest.param("history.tsv", 0, marks=pytest.mark.slow),
@@ -133,9 +133,8 @@ def test_18_19_20_a_failed_save_ends_the_training_and_damages_no_checkpoint(
         ranks.start(project, f"full rank {rank} at step-00000012.tmp/{re.escape(name)}")
         statuses, output = ranks.wait()
         assert statuses == [REFUSED, REFUSED], output
-        assert "No space left on device" in output
-        if asynchronous:
-            assert re.search(rf"step-00000012.tmp/{re.escape(name)}\S*: No space .*: free some space", output)
+        # torch does not say which of its files it was.
+        assert re.search(rf"step-00000012.tmp/{Path(name).parts[0]}\S*: No space .*: free some space", output)
         assert "Traceback" not in output
         assert published(project) == names(10)
     if "distcp" in name:
@@ -162,7 +161,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "flip": lambda path: flip_bit(path, path.stat().st_size // 2),
     "truncate": lambda path: os.truncate(path, path.stat().st_size - 2),
 }
-QUICK = [("manifest.json", "truncate"), ("__1_model_0.distcp", "flip")]
+QUICK = [("manifest.json", "truncate"), ("model/__1_0.distcp", "flip")]
 
 
 @pytest.mark.parametrize(
@@ -171,9 +170,9 @@ QUICK = [("manifest.json", "truncate"), ("__1_model_0.distcp", "flip")]
         pytest.param(name, damage, marks=() if (name, damage) in QUICK else pytest.mark.slow)
         for name in (
             "manifest.json",
-            ".metadata",
-            "__1_model_0.distcp",
-            "__0_optimizer_0.distcp",
+            "model/.metadata",
+            "model/__1_0.distcp",
+            "optimizer/__0_0.distcp",
             "lr_scheduler.pt",
             "state.json",
             "history.tsv",
@@ -256,7 +255,7 @@ def test_ranks_share_a_verification_by_size(tmp_path: Path) -> None:
 
 def test_22_without_a_valid_checkpoint_the_training_does_not_start_over(finished: Given, ranks: Ranks) -> None:
     project, _ = finished
-    for shard in project.checkpoints().glob("*/*.distcp"):
+    for shard in project.checkpoints().glob("*/*/*.distcp"):
         os.truncate(shard, shard.stat().st_size - 1)
     output = ranks.run(project, status=REFUSED)
     assert "no checkpoint in" in output and "is valid; to start over, set runtime.resume=never" in output

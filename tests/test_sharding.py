@@ -111,13 +111,10 @@ class Training:
         own_loss, grad_norm = unread.read()
         return unread.result(*all_reduce_sum(own_loss), grad_norm)
 
-    def save(self, directory: Path) -> int:
-        """Save; returns how many bytes this rank copied to CPU memory for it."""
+    def save(self, directory: Path) -> None:
         state = train_state(self.step, scaler_state(self.scaler))
         self.saver.save(directory, self.model, self.optimizer, self.scheduler, state, {}, checkpoint_manifest())
         self.saver.wait()
-        assert self.saver._shard_file
-        return sum(place.nbytes for _, places in self.saver._shard_file._places for place in places)
 
     def load(self, directory: Path) -> None:
         state = saver.load(directory, self.model, self.optimizer, self.scheduler)
@@ -179,10 +176,7 @@ def checkpoints_across_strategies(directory: Path, params: TrainParams) -> dict[
         one = Training(directory / "llama", with_fsdp(params, **STRATEGIES[saving]))
         one.train(1)
         path = directory / f"{saving}-{loading}" / "step-00000001"
-        copied = one.save(path)
-        once = sum(full_value(value).nbytes for param in one.model.parameters()
-                   for value in (param, *one.optimizer.state[param].values()))  # fmt: skip
-        written = sum(file.stat().st_size for file in path.glob("*.distcp"))
+        one.save(path)
         two = Training(directory / "llama", with_fsdp(params, **STRATEGIES[loading]), initialize=False)
         two.load(path)
         values = [
@@ -191,7 +185,7 @@ def checkpoints_across_strategies(directory: Path, params: TrainParams) -> dict[
                                  (f"{param_name} exp_avg", training.optimizer.state[param]["exp_avg"]))}
             for training in (one, two)
         ]  # fmt: skip
-        results[saving] = {"values": values, "copied": copied, "once": once, "written": written}
+        results[saving] = {"values": values}
     return results
 
 
@@ -206,7 +200,7 @@ def resumed_and_not(directory: Path, params: TrainParams) -> dict[str, Any]:
         if name.startswith("fp16"):  # so high that steps overflow before and after the checkpoint
             load_scaler_state(straight.scaler, ScalerState(scale=2.0**23, good_steps=0))
         steps = []
-        for number in (1, 2):  # the first save makes the file in memory, the second one fills it
+        for number in (1, 2):  # the first save allocates the memory of the copy, the second one fills it
             steps += straight.train(1)
             path = directory / f"resumed-{name}" / f"step-{number:08}"
             straight.save(path)
@@ -368,14 +362,6 @@ def test_embeddings_of_their_own_are_gathered_once_per_forward_pass(results: lis
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
-def test_a_save_copies_each_tensor_once(results: list[dict[str, Any]], name: str) -> None:
-    found = [rank["checkpoints_across_strategies"][name] for rank in results]
-    copied, once, written = [result["copied"] for result in found], found[0]["once"], found[0]["written"]
-    assert sum(copied) == once < written  # which includes a header for each tensor
-    assert max(copied) < 0.6 * once
-
-
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_training_equals_an_uninterrupted_one(results: list[dict[str, Any]], name: str) -> None:
     for rank in results:
@@ -426,7 +412,6 @@ def test_presets_can_be_overridden(tmp_path: Path) -> None:
         resolved = loaded(tmp_path, preset=name).resolved()
         values = dataclasses.asdict(resolved)
         assert {key: values[key] for key in preset} == preset
-        ({"sync_batchnorm": True}, "fsdp.sync_batchnorm is True: no decoder has BatchNorm"),
         assert [key for key, value in values.items() if value is None] == ["size", "wrap_layer_cls"]
     changed = loaded(tmp_path, preset="multi_node_fsdp", sharding_strategy="SHARD_GRAD_OP", forward_prefetch=False)
     assert (changed.resolved().sharding_strategy, changed.resolved().forward_prefetch) == ("SHARD_GRAD_OP", False)
@@ -441,6 +426,7 @@ def test_presets_can_be_overridden(tmp_path: Path) -> None:
         ({"use_orig_params": False}, "fsdp.use_orig_params is False: in FSDP2 each"),
         ({"sync_module_states": False}, "fsdp.sync_module_states is False: all ranks start with the same weights"),
         ({"flatten_parameters": True}, "fsdp.flatten_parameters is True: in FSDP2 every parameter is"),
+        ({"sync_batchnorm": True}, "fsdp.sync_batchnorm is True: no decoder has BatchNorm"),
         ({"strategy": "ddp", "sharding_strategy": "FULL_SHARD"}, "strategy ddp shards nothing, but fsdp.sharding_str"),
         ({"sharding_strategy": "NO_SHARD", "size": 2}, "NO_SHARD shards nothing, but fsdp.size is 2"),
     ],

@@ -26,9 +26,9 @@ from tests.trainings import Given, checkpoint_manifest, result
 FAULTS = {
     False: """\
 EROFS rank 0 at os.mkdir:.*step-00000002.tmp$
-ESTALE rank 1 at open:.*step-00000004.tmp/__1_model_0""",
+ESTALE rank 1 at open:.*step-00000004.tmp/model/__1_0""",
     True: """\
-EIO rank 1 at open:.*step-00000006.tmp/__1_optimizer_0
+EIO rank 1 at open:.*step-00000006.tmp/optimizer/__1_0
 ETIMEDOUT rank 0 at os.rename:.*step-00000008.tmp$""",
 }
 """Of synchronous and asynchronous saves."""

@@ -40,7 +40,7 @@ from tests.trainings import checkpoint_manifest, newest_checkpoint
 
 def content(path: Path) -> dict[str, bytes]:
     """The weights and the optimizer of a checkpoint, and its history."""
-    return {file.name: file.read_bytes() for file in (*path.glob("*.distcp"), path / "history.tsv")}
+    return {str(file.relative_to(path)): file.read_bytes() for file in (*path.rglob("*.distcp"), path / "history.tsv")}
 
 
 def test_the_order_has_every_row_once_in_each_epoch() -> None:

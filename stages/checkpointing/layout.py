@@ -1,9 +1,9 @@
 """Where checkpoints are on the disk, what a checkpoint consists of, and when it is valid.
 
     outputs/<experiment_name>/checkpoints/<run_id>/step-00000150/
-        __0_model_0.distcp, __0_optimizer_0.distcp ...
-                            tensors, as torch.distributed.checkpoint writes them, two files per rank
-        .metadata           which tensor is in which file
+        model/, optimizer/  tensors, as torch.distributed.checkpoint writes them: an export reads only the model's
+            __0_0.distcp ...  a file of each rank
+            .metadata         which tensor is in which file
         lr_scheduler.pt  state.json  history.tsv  speed.tsv
         manifest.json       size and SHA-256 of every file above, and of itself; written last: a checkpoint exists
                             when its manifest does
@@ -31,9 +31,10 @@ from stages.artifacts.record import FileEntry, first_problem
 from stages.artifacts.shared_disk import MAY_PASS, refresh
 
 MANIFEST = "manifest.json"
+MODEL, OPTIMIZER = "model", "optimizer"
 METADATA = ".metadata"
 SCHEDULER = "lr_scheduler.pt"
-FORMAT = 1
+FORMAT = 2
 """Of the manifest and of the files that it lists. Another one is refused."""
 
 # Eight digits, so that names sort as their steps do: "newest" is decided by name.
@@ -185,12 +186,13 @@ def verify(checkpoint: Path, contents: bool = True, names: Collection[str] | Non
             raise DamagedCheckpoint(f"{path} is missing") from None
         if size != entry.size:
             raise DamagedCheckpoint(f"{path} has {size} bytes instead of {entry.size}: it was truncated or changed")
-    paths = [checkpoint / name for name in files] if contents else []
+    hashed = files if contents else {}
     threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))  # hashing leaves the interpreter to other threads
     try:
-        for path, digest in zip(paths, threads.map(sha256_file, paths), strict=True):
-            if digest != manifest.files[path.name].sha256:
-                raise wrong_digest(path)
+        digests = threads.map(sha256_file, [checkpoint / name for name in hashed])
+        for (name, entry), digest in zip(hashed.items(), digests, strict=True):
+            if digest != entry.sha256:
+                raise wrong_digest(checkpoint / name)
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
     return manifest

@@ -67,7 +67,8 @@ class Store:
         """
         entries = verify(checkpoint).files | {MANIFEST: FileEntry.of(checkpoint / MANIFEST)}
         target = self.path(experiment_name, checkpoint.parent.name, checkpoint.name)
-        self.fs.makedirs(target)
+        for directory in {self.fs.parent(self.fs.join(target, name)) for name in entries}:
+            self.fs.makedirs(directory)
         # The manifest of another checkpoint by this name, as of a run that was started over, describes other files.
         manifest = self.fs.join(target, MANIFEST)
         if self.fs.exists(manifest) and not self._has(manifest, entries[MANIFEST]):
@@ -91,12 +92,13 @@ class Store:
         self.fs.get_file(self.fs.join(source, MANIFEST), str(temporary / MANIFEST))
         files = CheckpointManifest.read(temporary).files
         for name, entry in files.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
             if not ((temporary / name).is_file() and FileEntry.of(temporary / name) == entry):
                 if not self.fs.exists(self.fs.join(source, name)):
                     raise StageError(f"{self.fs.join(source, name)} is missing: push the checkpoint again")
                 self.fs.get_file(self.fs.join(source, name), str(temporary / name))
-        for path in temporary.iterdir():  # a save that was killed at this step may have left files of more ranks
-            if path.name not in files and path.name != MANIFEST:
+        for path in temporary.rglob("*"):  # a save that was killed at this step may have left files of more ranks
+            if path.is_file() and str(path.relative_to(temporary)) not in {*files, MANIFEST}:
                 path.unlink()
         try:
             verify(temporary)

@@ -91,14 +91,10 @@ class ShardedTensors:
 
     def __init__(self, checkpoint: Path, kind: str = "model") -> None:
         """Read what `.metadata` says of them."""
-        self.directory = checkpoint
+        self.directory = checkpoint / kind
         with paused_collector():
-            metadata = dcp.FileSystemReader(checkpoint).read_metadata()
-        self._entries: dict[str, Any] = {
-            name.removeprefix(f"{kind}."): entry
-            for name, entry in metadata.state_dict_metadata.items()
-            if name.startswith(f"{kind}.")
-        }
+            metadata = dcp.FileSystemReader(self.directory).read_metadata()
+        self._entries: dict[str, Any] = {**metadata.state_dict_metadata}
         self.files: dict[str, list[_Stored]] = {}
         """What is in each file, in the order of the file."""
         chunks = {
@@ -108,10 +104,9 @@ class ShardedTensors:
             for chunk in entry.chunks
         }
         for index, place in metadata.storage_data.items():
-            name = index.fqn.removeprefix(f"{kind}.")
-            if index.fqn != name and (chunk := chunks.get((name, tuple(index.offset or ())))):
-                first, count = _elements(name, tuple(self._entries[name].size), chunk)
-                stored = _Stored(place.offset, place.length, name, first, count)
+            if chunk := chunks.get((index.fqn, tuple(index.offset or ()))):
+                first, count = _elements(index.fqn, tuple(self._entries[index.fqn].size), chunk)
+                stored = _Stored(place.offset, place.length, index.fqn, first, count)
                 self.files.setdefault(place.relative_path, []).append(stored)
         for parts in self.files.values():
             parts.sort()

@@ -12,36 +12,35 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stages.artifacts import publish
-from stages.artifacts.errors import StageError, Unavailable, naming
+from stages.artifacts.errors import StageError, Unavailable, describe, naming
 from stages.artifacts.garbage import paused_collector
 from stages.artifacts.record import FileEntry
 from stages.artifacts.shared_disk import MAY_PASS, refresh, wait_for_file
 from stages.checkpointing import retention
-from stages.checkpointing.layout import SCHEDULER, CheckpointManifest, TensorEntry
+from stages.checkpointing.layout import MODEL, OPTIMIZER, SCHEDULER, CheckpointManifest, TensorEntry
 from stages.training.console import print_line
 from stages.training.distributed import gather_on_rank0, run_on_all_ranks, run_on_rank0
 from stages.training.optimizer import set_lr
 from stages.training.params import TrainRuntime
 from stages.training.rng import rng_state, set_rng_state
-from stages.training.save_plan import PARTS, Planner, Writer, file_name
-from stages.training.shard_file import ShardFile
 from stages.training.state import STATE, TrainState
 
 _SWITCH_INTERVAL = 0.0005
@@ -51,6 +50,20 @@ the training would wait after each of its operations while a checkpoint is being
 
 _SHARED_SECONDS = 60
 """After so long at most, NFS shows a node what another one has written."""
+
+_Tensors = dict[str, dict[str, Any]]
+"""Of the model and of the optimizer, by their names."""
+
+
+class _ModelPlanner(dcp.DefaultSavePlanner):
+    """torch keeps the plan of a save for the next one by the name of the planner's class."""
+
+
+class _OptimizerPlanner(dcp.DefaultSavePlanner):
+    """The same for the other save of a checkpoint."""
+
+
+_PLANNERS = {MODEL: _ModelPlanner, OPTIMIZER: _OptimizerPlanner}
 
 
 class _Small(NamedTuple):
@@ -67,11 +80,10 @@ class _Small(NamedTuple):
 class Saver:
     """Publishes the state of all ranks, one checkpoint at a time; a context manager that exits when all is published.
 
-    Asynchronous saves exchange memory for time: training waits only for a copy of the state in CPU memory
-    (stages/training/shard_file.py), which is kept for the next save. The rest happens in a thread that hardly uses the
-    interpreter; docs/benchmarks.md has what it costs. The collectives of the thread use a process group of their own:
-    the collectives of one group must come in the same order on all ranks, and the thread runs in no order with the
-    training.
+    Asynchronous saves exchange memory for time: training waits only until torch's stager has copied the state of this
+    rank into CPU memory, which is kept for the next save. The rest happens in a thread; docs/benchmarks.md has what it
+    costs. The collectives of the thread use a process group of their own: the collectives of one group must come in the
+    same order on all ranks, and the thread runs in no order with the training.
     """
 
     def __init__(self, runtime: TrainRuntime, confirm_lock: Callable[[], None] = lambda: None) -> None:
@@ -90,8 +102,11 @@ class Saver:
         # A new thread uses the first GPU, whichever is this rank's.
         setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
         self._thread = ThreadPoolExecutor(1, "saver", *setup) if runtime.async_checkpoint else None
-        self._shard_file: ShardFile | None = None  # in asynchronous mode, from the first save on
-        self._writer = Writer("", sync_files=True)  # in synchronous mode; it keeps `.metadata` for the next save
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+            )
+        )
         self._pending: Future[None] | None = None
         self._switch_interval = sys.getswitchinterval()
 
@@ -139,36 +154,39 @@ class Saver:
             StageError: this save, or the one before it, failed; on all ranks alike.
         """
         self.wait()
-        model_state = _model_state(model)
+        # Contiguous: `consolidate` takes the bytes in the files for the elements in their order.
+        model_state = {name: tensor.contiguous() for name, tensor in _model_state(model).items()}
         shapes = {
             name: TensorEntry(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             for name, tensor in model_state.items()
         }
         manifest = dataclasses.replace(manifest, tensors=shapes)
-        tensors = {"model": model_state, "optimizer": _optimizer_state(model, optimizer)}
+        tensors = {MODEL: model_state, OPTIMIZER: _optimizer_state(model, optimizer)}
         # Now, not in the thread: by then the training has drawn more random numbers and changed the scheduler.
         small = _Small(copy.deepcopy(scheduler.state_dict()), state, rng_state(), tables, manifest)
         if self._thread is None:
             self._publish(directory, tensors, small)
         else:
-            self._pending = self._thread.submit(self._publish, directory, self._copy(directory, tensors), small)
+            self._pending = self._thread.submit(self._publish_copy, directory, *self._copy(tensors), small)
 
-    def _copy(self, directory: Path, tensors: dict[str, Any]) -> ShardFile:
-        torch.serialization.set_crc32_options(False)  # of this thread; the manifest has the SHA-256 of each file
-        if self._shard_file is not None:
-            self._shard_file.fill(tensors)
-            return self._shard_file
+    def _copy(self, tensors: _Tensors) -> tuple[_Tensors, StageError | None]:
         try:
-            self._shard_file = ShardFile(directory.parent, tensors, self._group)
-        except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            raise StageError(
-                f"rank {rank} could not copy the weights and the optimizer state for an asynchronous save: {cause!r}; "
-                "set runtime.async_checkpoint to false, which needs no copy"
-            ) from None
-        return self._shard_file
+            return cast(_Tensors, self._stager.stage(tensors)), None
+        except (MemoryError, RuntimeError) as error:  # the second one is torch's, for memory of both kinds
+            return {}, StageError(
+                f"could not copy the weights and the optimizer state for an asynchronous save: {error!r}; set "
+                "runtime.async_checkpoint to false, which needs no copy"
+            )
 
-    def _publish(self, directory: Path, tensors: dict[str, Any] | ShardFile, small: _Small) -> None:
+    def _publish_copy(self, directory: Path, tensors: _Tensors, problem: StageError | None, small: _Small) -> None:
+        def check() -> None:
+            if problem:
+                raise problem
+
+        run_on_all_ranks(check, self._group)  # in the thread, so that the training does not wait for other ranks
+        self._publish(directory, tensors, small)
+
+    def _publish(self, directory: Path, tensors: _Tensors, small: _Small) -> None:
         """Publish a checkpoint, again where the file system fails in a way that may pass."""
         for pause in self._pauses:
             try:
@@ -179,7 +197,7 @@ class Saver:
                 time.sleep(pause)
         self._publish_once(directory, tensors, small)
 
-    def _publish_once(self, directory: Path, tensors: dict[str, Any] | ShardFile, small: _Small) -> None:
+    def _publish_once(self, directory: Path, tensors: _Tensors, small: _Small) -> None:
         temporary = directory.with_name(directory.name + retention.TEMPORARY)
 
         def prepare() -> bool:
@@ -195,14 +213,12 @@ class Saver:
         if run_on_rank0(prepare, self._group):
             return
         refresh([temporary])
-        if not isinstance(tensors, ShardFile):
-            self._write_tensors(temporary, directory, tensors)
+        for kind, part in tensors.items():
+            self._write_tensors(temporary / kind, part)
 
         def write() -> tuple[dict[str, FileEntry], dict[str, Any]]:
-            if isinstance(tensors, ShardFile):
-                return tensors.write(temporary), small.rng
             # Each rank hashes what it wrote: its files are still in its page cache, and all of them do it at once.
-            return _entries([temporary / file_name(dist.get_rank(), part) for part in PARTS]), small.rng
+            return _entries(temporary, temporary.glob(f"*/__{dist.get_rank()}_*.distcp")), small.rng
 
         # A barrier as well: rank 0 lists the directory only when all ranks have written their files.
         written = gather_on_rank0(write, self._group)
@@ -218,7 +234,8 @@ class Saver:
                         )
             _write_small(temporary, small, list(rng))
             files = {name: entry for part in shards for name, entry in part.items()}
-            files |= _entries([path for path in temporary.iterdir() if path.name not in files])
+            rest = (path for path in temporary.rglob("*") if str(path.relative_to(temporary)) not in files)
+            files |= _entries(temporary, rest)
             manifest = dataclasses.replace(small.manifest, files=dict(sorted(files.items())))
             # The order is what makes it safe against a power cut: all files are on the disk before the manifest names
             # them, and the manifest is before the rename makes the checkpoint exist. The rename itself is on the disk
@@ -234,13 +251,13 @@ class Saver:
         # it publishes, and a failure here must end all of them.
         run_on_rank0(finish, self._group)
 
-    def _write_tensors(self, temporary: Path, directory: Path, tensors: dict[str, Any]) -> None:
+    def _write_tensors(self, directory: Path, tensors: dict[str, Any]) -> None:
         torch.serialization.set_crc32_options(False)  # of this thread; the manifest has the SHA-256 of each file
+        # Nothing is copied ahead, so that the tensors are in the same order whether they are on a GPU or staged.
+        writer = dcp.FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=0)
+        planner = _PLANNERS[directory.name](enable_plan_caching=True)
         try:
-            dcp.save(
-                tensors, checkpoint_id=temporary, storage_writer=self._writer, planner=Planner(),
-                process_group=self._group,
-            )  # fmt: skip
+            dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
         except CheckpointException as error:
             raise _save_error(directory, error) from None
 
@@ -252,7 +269,7 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRS
     no state for each rank.
     """
     optimizer_state = get_optimizer_state_dict(model, optimizer)
-    tensors = {"model": _model_state(model), "optimizer": optimizer_state["state"]}
+    tensors = {MODEL: _model_state(model), OPTIMIZER: optimizer_state["state"]}
     run_on_all_ranks(lambda: _read_tensors(directory, tensors))
     set_optimizer_state_dict(model, optimizer, optimizer_state)
     scheduler.load_state_dict(torch.load(directory / SCHEDULER, weights_only=True))
@@ -265,7 +282,7 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRS
     return state
 
 
-def _read_tensors(directory: Path, tensors: dict[str, Any]) -> None:
+def _read_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
     """Read into `tensors` in place; each rank reads the parts that it needs, whoever saved them.
 
     Each by itself: otherwise torch has rank 0 collect what all ranks want to read, and send it back unchanged.
@@ -273,10 +290,11 @@ def _read_tensors(directory: Path, tensors: dict[str, Any]) -> None:
     try:
         with warnings.catch_warnings(), paused_collector():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+            for kind, part in tensors.items():
+                dcp.load(part, storage_reader=dcp.FileSystemReader(checkpoint / kind), no_dist=True)
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
-        raise StageError(f"could not read {directory}: {cause}") from None
+        raise StageError(f"could not read {checkpoint}: {cause}") from None
 
 
 def _write_small(temporary: Path, small: _Small, rng: list[dict[str, Any]]) -> None:
@@ -304,16 +322,19 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
 
 
-def _entries(paths: list[Path]) -> dict[str, FileEntry]:
-    return {path.name: FileEntry.of(path) for path in paths}
+def _entries(checkpoint: Path, paths: Iterable[Path]) -> dict[str, FileEntry]:
+    return {str(path.relative_to(checkpoint)): FileEntry.of(path) for path in paths if path.is_file()}
 
 
 def _save_error(directory: Path, error: CheckpointException) -> StageError:
     rank, (cause, _) = next(iter(error.failures.items()))
-    # After a failed write, torch's zip writer may only complain about a wrong position in the file.
-    hint = "" if isinstance(cause, OSError) else " (is the disk full, or a limit of the file size reached?)"
     kind = Unavailable if isinstance(cause, OSError) and cause.errno in MAY_PASS else StageError
-    return kind(f"rank {rank} could not save {directory}: {cause}{hint}; the checkpoint before it is still valid")
+    if isinstance(cause, OSError):
+        cause.filename = cause.filename or str(directory)
+        problem = describe(cause)
+    else:  # after a failed write, torch's zip writer may only complain about a wrong position in the file
+        problem = f"{directory}: {cause} (is the disk full, or a limit of the file size reached?)"
+    return kind(f"rank {rank} could not save a checkpoint; the one before it is still valid: {problem}")
 
 
 def _pauses(seconds: float) -> Iterator[float]:

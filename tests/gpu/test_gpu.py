@@ -122,21 +122,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from stages.training.shard_file import ShardFile
+from stages.artifacts.params_file import load_params
+from stages.training.params import TrainRuntime
+from stages.training.saver import Saver
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-tensors = {"model": {"weight": torch.zeros(1 << 26, device="cuda")}, "optimizer": {"step": torch.zeros(())}}
-weight = tensors["model"]["weight"]
-file = ShardFile(Path("run"), tensors, dist.group.WORLD)
+weight = torch.zeros(1 << 26, device="cuda")
+saver = Saver(load_params(TrainRuntime, "runtime"))
 for step in range(1, 6):
     for _ in range(20):
         weight += 1
-    file.fill(tensors)
-    weight += 1000  # of the next step; queued before the copy was made
-    file.write(Path("."))
+    tensors, _ = saver._copy({"model": {"weight": weight}})
+    weight += 1000  # of the next step
+    directory = Path(f"{step}/model")
+    saver._write_tensors(directory, tensors["model"])
     weight -= 1000
-    found = {"model": {"weight": torch.empty(1 << 26)}}
-    dcp.load(found, storage_reader=dcp.FileSystemReader("."))
-    assert (found["model"]["weight"] == 20 * step).all(), step
+    found = {"weight": torch.empty(1 << 26)}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(directory))
+    assert (found["weight"] == 20 * step).all(), step
 print("all equal")
 """
 
