@@ -476,4 +476,5 @@ def _share(items: Sequence[T], is_sharded: bool) -> tuple[list[T], int]:
 
 
 if __name__ == "__main__":
-    command.run(main)
+    with handoff.rank():
+        command.run(main)
