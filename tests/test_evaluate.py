@@ -15,6 +15,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ from stages.tokens import document_mask
 from stages.tokens.loss import LossHead
 from stages.tokens.packed import METRICS, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics, SplitMetrics
 from stages.tokens.rows import TokenRows
-from stages.training import distributed
+from stages.training import distributed, watchdog
 from stages.training.watchdog import Heartbeat
 from tests.models import write_tokenizer
 from tests.project import REPO, flip_bit, is_alive, start_stage, wait_for
@@ -637,9 +638,9 @@ def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "is_rank", "status", "message"),
     [
-        (signal.SIGKILL, True, 1, r"error: rank 1 was killed by signal 9: writing sample \d+ of 200 \(if the machine "
-         r"ran out of memory, use eval_batch_size 1 \(of the training too, which then runs again\), fewer ranks than 2 "
-         r"\(runtime\.nproc_per_node\), or a machine with more memory: the weights need .* GiB were free\)\n"),
+        (signal.SIGKILL, True, 1, r"=+\nstages\.measure FAILED\n(?s:.*) : Signal 9 \(SIGKILL\) (?s:.*)\n"
+         r"error: the measurement failed as shown above; if a rank was killed by signal 9 because memory ran out, use "
+         r"eval_batch_size 1 \(of the training too, which then runs again\), fewer ranks than 2 .*\n"),
         (signal.SIGTERM, False, 143, "interrupted: run it again\n"),
         (signal.SIGKILL, False, -9, ""),
     ],
@@ -650,21 +651,18 @@ def test_a_signal_ends_all_ranks_with_one_message_and_nothing_is_written(
     write_rows(200)
     write_params(eval_samples=200)  # so many that no rank is done before it is stopped
     process = start_stage("evaluate")
-    wait_for(lambda: len(process.children()) == 2)
-    ranks = sorted(process.children(), key=lambda rank: rank.environ().get("RANK", ""))
-    directory = Path(ranks[1].environ()["TRAINING_DIRECTORY"])
 
-    def is_at(rank: int, activity: bytes) -> bool:
-        path = directory / f"heartbeat-{rank}"
-        return path.exists() and activity in path.read_bytes()
+    def ranks() -> list[psutil.Process]:
+        started = process.children(recursive=True)
+        return [rank for rank in started if rank.cmdline()[-1:] == ["stages.measure"] and "RANK" in rank.environ()]
 
-    wait_for(lambda: is_at(1, b"writing" if is_rank else b"loading"))
-    if is_rank:  # while the other one waits for it
-        ranks[1].send_signal(signal.SIGSTOP)
-        wait_for(lambda: is_at(0, b"collecting"))
-    (ranks[1] if is_rank else process).send_signal(number)
-    process.wait(timeout=30)
-    wait_for(lambda: not any(map(is_alive, ranks)), seconds=1)  # left alone they would need longer
+    wait_for(lambda: len(ranks()) == 2)
+    started = sorted(ranks(), key=lambda rank: rank.environ()["RANK"])
+    directory = Path(started[1].environ()["TRAINING_DIRECTORY"])
+    wait_for((directory / "store").exists)  # they are finding each other
+    (started[1] if is_rank else process).send_signal(number)
+    process.wait(timeout=60)
+    wait_for(lambda: not any(map(is_alive, started)), seconds=1)  # left alone they would need longer
     _, errors = process.communicate()
     assert process.returncode == status
     assert re.fullmatch(message, errors), errors
@@ -679,13 +677,14 @@ def test_out_of_memory_is_one_clear_error(error: Exception, monkeypatch: pytest.
         raise error
 
     request().write(tmp_path / measure.REQUEST)
-    environment = {"TRAINING_LAUNCHER_PID": "1", "TRAINING_DIRECTORY": str(tmp_path), "RANK": "1", "WORLD_SIZE": "2"}
+    environment = {"TRAINING_DIRECTORY": str(tmp_path), "RANK": "1", "WORLD_SIZE": "2"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["measure"])
     monkeypatch.setattr(measure.process, "die_with_parent", lambda *args: None)
     monkeypatch.setattr(signal, "signal", lambda *args: None)
     monkeypatch.setattr(distributed, "process_group", lambda timeout: contextlib.nullcontext())
+    monkeypatch.setattr(watchdog, "watched", lambda *args: contextlib.nullcontext())
     monkeypatch.setattr(measure, "measure", fail)
     expected = (
         r"rank 1 is out of memory.*: use eval_batch_size 1 .*, fewer ranks than 2 .* weights need 0\.000 GiB in fp32"

@@ -238,7 +238,7 @@ def test_a_pipeline_with_data_checkpoints_and_cache_on_nfs_is_killed_and_resumed
     for rank in ranks_of(process):
         rank.kill()
     output, _ = process.communicate(timeout=300)
-    assert process.returncode and "was killed by signal 9" in output and "Traceback" not in output, output
+    assert process.returncode and "Signal 9 (SIGKILL)" in output and "Traceback" not in output, output
     local = project.copy(tmp_path / "local")
     shutil.rmtree(local / "outputs/test/checkpoints")
     ranks.run(local)
