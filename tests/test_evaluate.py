@@ -42,6 +42,7 @@ from stages.tokens.loss import LossHead
 from stages.tokens.packed import METRICS, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics, SplitMetrics
 from stages.tokens.rows import TokenRows
 from stages.training import distributed, watchdog
+from stages.training.state import TrainMetrics
 from stages.training.watchdog import Heartbeat
 from tests.models import write_tokenizer
 from tests.project import REPO, flip_bit, is_alive, start_stage, wait_for
@@ -65,6 +66,10 @@ def project(empty_project: Path, mesh: object) -> None:
     write_rows(7)
     write_model(LLAMA)
     write_history(untrained=4.5)
+    # For the report.
+    TrainMetrics().write(outputs.TRAIN_METRICS)
+    outputs.SPEED.write_text("step\n")
+    outputs.ROWS.touch()
 
 
 def write_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, **lineage: Any) -> None:
@@ -466,15 +471,12 @@ def test_a_prompt_is_at_most_half_of_the_longest_document_that_begins_in_a_row(
     assert measure.find_prompt(packed, indices, EOS, 3).tolist() == expected
 
 
-def test_without_held_out_rows_there_is_no_loss_and_no_sample(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_held_out_rows_there_is_no_loss_and_no_sample(capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(0)
     write_history()
     evaluation = run_stage()
     assert evaluation.validation is evaluation.exported is evaluation.untrained is evaluation.trained is None
     assert (evaluation.by_split, evaluation.samples) == ({}, [])
-    monkeypatch.setattr("stages.export.report.write", lambda *_: None)
     evaluate.write(evaluation, load_params(EvaluateParams))
     assert set(publish.read_json(outputs.METRICS).values()) == {None}
     assert "evaluate: no rows are held out to measure a loss on; see" in capsys.readouterr().out

@@ -54,7 +54,6 @@ _STYLE: Any = {
     "axes.axisbelow": True,
     "axes.xmargin": 0.01,
     "axes.formatter.limits": (-2, 5),
-    "axes.formatter.use_mathtext": True,
     "grid.color": _LIGHT["line"],
     "grid.linewidth": 0.7,
     "xtick.color": _LIGHT["grey"],

@@ -18,7 +18,7 @@ from stages.export.evaluation import Evaluation
 from stages.export.provenance import Lineage
 
 _NUM_COMMITS = 10
-"""Of those that changed dvc.lock, how many are looked at. Each takes a third of a second."""
+"""Of those that changed dvc.lock, how many are looked at. Each takes half a second of DVC."""
 
 Number = tuple[float | None, str]
 """A value and its format; None: it is not known."""
