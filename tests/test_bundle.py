@@ -8,9 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from stages.model.manifest import ModelManifest
 from tests.project import REPO, Project, flip_bit, make_pipeline
 
 PYTHON = f"3.{sys.version_info.minor}"
-OTHER_USER = 12345
 SETUP = f"""#!/usr/bin/env bash
 # Notes how it was called, and makes an environment that has nothing of its own.
 echo "$PYTHON $PIP_NO_INDEX $PIP_FIND_LINKS ${{PIP_INDEX_URL:-none}}" > .setup.log
@@ -383,38 +381,11 @@ def test_a_lock_is_read_for_the_python_and_platform_of_the_other_machine() -> No
         bundle.platform_tags("win32")
 
 
-@pytest.fixture
-def open_directory() -> Iterator[Path]:
-    """A directory that other users can enter, unlike those of pytest."""
-    with tempfile.TemporaryDirectory() as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
-
-
-def other_side(home: Path) -> tuple[list[str], str]:
-    """How to run a command as on another machine, and the Python there.
-
-    It runs without a network and environment, and where possible as another user.
-    """
-    environment = ["env", "-i", f"HOME={home}", "USER=other", "PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"]
-    isolated = ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh"]
-    if os.getuid() != 0:
-        return [isolated[0], "--map-root-user", *isolated[1:], *environment], sys._base_executable  # type: ignore[attr-defined]
-    other_user = ["setpriv", f"--reuid={OTHER_USER}", f"--regid={OTHER_USER}", "--clear-groups"]
-    os.chown(home, OTHER_USER, OTHER_USER)
-    for directory in (str(Path(sys._base_executable).parent), "/usr/local/bin", "/usr/bin"):  # type: ignore[attr-defined]
-        python = f"{directory}/python{PYTHON}"
-        command = [*isolated, *other_user, *environment]
-        if subprocess.run([*command, python, "-c", "import ensurepip"], capture_output=True).returncode == 0:
-            return command, python
-    pytest.skip(f"no Python {PYTHON} that another user can run, with the module ensurepip")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
-def test_make_repro_passes_on_the_other_side(open_directory: Path) -> None:
-    near, made, home = (open_directory / name for name in ("near", "bundle", "home"))
+def test_make_repro_passes_on_the_other_side(tmp_path: Path) -> None:
+    near, made, target = (tmp_path / name for name in ("near", "bundle", "elsewhere"))
     make_pipeline(Project(near))
     Project(near).set(max_steps=10)
     git("init", "--quiet", cwd=near)
@@ -423,10 +394,10 @@ def test_make_repro_passes_on_the_other_side(open_directory: Path) -> None:
     build = Path(sys.prefix, ".setup").read_text().split()[1]
     command = [sys.executable, "-m", "scripts.bundle", "--raw", "--build", build, "--to", made]
     subprocess.run(command, cwd=near, check=True)
-    home.mkdir()
-    there, python = other_side(home)
-    target = home / "elsewhere"
-    subprocess.run([*there, python, made / "unbundle.py", target], cwd=open_directory, check=True)
+    environment = [f"HOME={tmp_path}", "USER=other", "PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"]
+    there = ["unshare", "-rn", "sh", "-c", 'ip link set lo up; exec "$@"', "sh", "env", "-i", *environment]
+    python = sys._base_executable  # type: ignore[attr-defined]
+    subprocess.run([*there, python, made / "unbundle.py", target], check=True)
     subprocess.run([*there, "make", "-C", target, "repro"], check=True)
     assert (target / "outputs/report/report.html").is_file()
     subprocess.run([*there, "make", "-C", target, "unbundle", f"BUNDLE={made}"], check=True)
