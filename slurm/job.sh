@@ -50,8 +50,8 @@ start_dask() {
     # --overlap: the workers stay until the job ends, and must not keep the nodes from the training.
     # --cpus-per-task: srun does not inherit it from sbatch.
     srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$cpus" \
-        dask worker --scheduler-file "$file" --no-dashboard "${interface[@]}" --nthreads "$cpus" \
-        --local-directory "${TMPDIR:-/tmp}" 9>&- &
+        dask worker --scheduler-file "$file" --no-dashboard "${interface[@]}" --nworkers "$cpus" --nthreads 1 \
+        --memory-limit 0 --local-directory "${TMPDIR:-/tmp}" 9>&- &
     PIPELINE_RUNTIME=$(file=$file python -c "import os, yaml
 given = yaml.safe_load(os.environ.get('PIPELINE_RUNTIME') or '{}')
 print(yaml.safe_dump({'executor': 'dask', 'dask_scheduler': os.environ['file'], **given}))")

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -32,7 +32,6 @@ from stages.export.evaluation import Evaluation, Loss, bits_per_byte, perplexity
 from stages.export.provenance import Lineage
 from stages.measure import MEASUREMENTS, REQUEST, Measurements, Part, Request, remedies, stored_dtype
 from stages.model.manifest import MANIFEST, ModelManifest
-from stages.tokens.attention_names import Attention
 from stages.tokens.packed import METRICS, VALIDATION, PackedTokens, PackMetrics, PartMetrics, SplitMetrics
 
 BATCH_TOKENS = 8192
@@ -57,14 +56,10 @@ class EvaluateParams:
     """Rows per forward pass."""
     document_mask: bool
     """Whether tokens attend within their own document only, as in training."""
-    attention: Attention
-    """The attention function of the training."""
     eval_rows: PositiveInt | None
     """Held-out rows that the training measured; null for all."""
     eval_samples: NonNegativeInt
     """How many texts the model continues; 0 for none."""
-    loss: Literal["auto", "fused", "plain"]
-    """How it is computed, as in training."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +147,6 @@ def evaluate(
             eval_rows=params.eval_rows,
             batch_size=min(params.eval_batch_size or params.batch_size, max(1, BATCH_TOKENS // rows.seq_length)),
             document_mask=params.document_mask,
-            attention=params.attention,
-            loss=params.loss,
             num_samples=params.eval_samples,
             timeout_minutes=runtime.timeout_minutes,
         ),

@@ -17,10 +17,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from stages.artifacts import command, process
 from stages.artifacts.command import USER_ERROR, format_gib
@@ -30,7 +29,7 @@ from stages.artifacts.publish import read_json
 from stages.artifacts.record import Record
 from stages.export.evaluation import Sample
 from stages.model import headers
-from stages.tokens.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
+from stages.tokens.attention_names import IMPLEMENTATIONS, NEED_LENGTHS
 from stages.tokens.packed import VALIDATION
 from stages.training import handoff
 
@@ -83,8 +82,6 @@ class Request(Record):
     batch_size: int
     """Rows per forward pass."""
     document_mask: bool
-    attention: Attention
-    loss: Literal["auto", "fused", "plain"]
     num_samples: int
     timeout_minutes: float
     """After this time without an answer another rank counts as lost."""
@@ -181,7 +178,7 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
         On rank 0, what all ranks have found; on the others, what they have found themselves.
 
     Raises:
-        StageError: `request` does not fit the rows, or asks for an attention or a loss that the model does not allow.
+        StageError: `request` does not fit the rows, or no attention keeps the model's documents apart.
     """
     import torch.distributed as dist
 
@@ -194,7 +191,7 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
         is_sharded = must_shard(request)
     heartbeat.note("loading the model")
     model, tokenizer = load(request, is_sharded)
-    with training_attention(model, request, rows.seq_length) as lengths:
+    with rows_attention(model, request, rows.seq_length) as lengths:
         sums = measure_batches(model, rows, batches, request, lengths, heartbeat, is_sharded)
     samples = generate_samples(model, tokenizer, rows, request, heartbeat, is_sharded)
     heartbeat.note("collecting what the ranks have found")
@@ -326,7 +323,7 @@ def load(request: Request, is_sharded: bool) -> tuple["PreTrainedModel", Any]:
     from stages.training.distributed import device_mesh, device_type, is_rank0, run_on_rank0
 
     dtype = computed_dtype(request)
-    loss = run_on_rank0(lambda: choose_loss(request.loss, request.directory, dtype, device_type()))
+    loss = run_on_rank0(lambda: choose_loss("auto", request.directory, dtype, device_type()))
     if is_rank0() and loss.reason:
         print(f"evaluate: loss {loss.name}, because {loss.reason}")
     if is_sharded:
@@ -340,32 +337,21 @@ def load(request: Request, is_sharded: bool) -> tuple["PreTrainedModel", Any]:
 
 
 @contextmanager
-def training_attention(model: "PreTrainedModel", request: Request, seq_length: int) -> Iterator[bool]:
-    """Have a model use the attention function of the training; yields whether it needs the lengths of documents.
+def rows_attention(model: "PreTrainedModel", request: Request, seq_length: int) -> Iterator[bool]:
+    """Have a model use the fastest attention function for rows of documents; yields whether it needs their lengths.
 
-    The exported weights may have another dtype than the training computed in, in which its function may not work: then
-    it is the one that `auto` stands for. All that are accepted give the same loss, up to rounding. A collective.
+    Not that of the training: it may not work in the dtype of the exported weights. All that are accepted give the same
+    loss, up to rounding. A collective.
     """
     from stages.tokens.attention import activate_kernels
     from stages.tokens.document_mask import choose_attention
     from stages.training.distributed import run_on_rank0
 
-    choose = partial(
-        choose_attention, directory=request.directory, document_mask=request.document_mask, seq_length=seq_length,
-        dtype=model.dtype, device=model.device.type,
-    )  # fmt: skip
-
-    def choice() -> Attention:
-        try:
-            return choose(request.attention)
-        except StageError:
-            if request.attention == "auto":
-                raise
-            attention = choose("auto")
-            print(f"evaluate: attention {request.attention} does not work in {model.dtype} here, {attention} is used")
-            return attention
-
-    attention = run_on_rank0(choice)
+    attention = run_on_rank0(
+        lambda: choose_attention(
+            "auto", request.directory, request.document_mask, seq_length, model.dtype, model.device.type
+        )
+    )
     if attention == "varlen":
         activate_kernels()
     own = model.config._attn_implementation

@@ -136,7 +136,7 @@ def write_rows(num_rows: int, length: int = LENGTH, splits: tuple[int, ...] = ()
 def write_params(**changed: Any) -> None:
     """Write params.yaml, and the lineage of a training with these parameters if there is a model."""
     values = {"experiment_name": "exp", "batch_size": 2, "eval_batch_size": None, "document_mask": True, "eval_rows": 3,
-              "attention": "auto", "loss": "auto", "eval_samples": 3, **changed}  # fmt: skip
+              "eval_samples": 3, **changed}  # fmt: skip
     values["runtime"] = {"nproc_per_node": 2, "timeout_minutes": 5}
     Path("params.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()))
     if MODEL.exists():
@@ -195,14 +195,9 @@ def reference_loss(document_mask: bool, first: int = 0, last: int | None = None)
 
 
 @pytest.mark.parametrize("document_mask", [True, False])
-@pytest.mark.parametrize(
-    ("eval_batch_size", "attention"),
-    [(None, "auto"), (7, "varlen"), (100, "flex")],  # flex: not on CPUs
-)
-def test_loss_and_perplexity_are_those_of_each_document_alone(
-    document_mask: bool, eval_batch_size: int | None, attention: str
-) -> None:
-    write_params(document_mask=document_mask, eval_batch_size=eval_batch_size, attention=attention)
+@pytest.mark.parametrize("eval_batch_size", [None, 7, 100])
+def test_loss_and_perplexity_are_those_of_each_document_alone(document_mask: bool, eval_batch_size: int | None) -> None:
+    write_params(document_mask=document_mask, eval_batch_size=eval_batch_size)
     evaluation = run_stage()
     found = evaluation.validation
     loss, tokens = reference_loss(document_mask)
@@ -397,13 +392,9 @@ def test_the_model_computes_the_loss_itself_where_that_gives_the_same(capsys: py
     model, _ = measure.load(request(), is_sharded=False)
     assert not isinstance(model.get_output_embeddings(), LossHead)
     assert "evaluate: loss plain, because it changes logits after its output embedding" in capsys.readouterr().out
-    with pytest.raises(StageError, match="loss fused is not possible with GraniteForCausalLM"):
-        measure.load(request(loss="fused"), is_sharded=False)
 
 
-def test_an_attention_that_does_not_work_in_the_exported_dtype_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_attention_is_one_that_works_in_the_exported_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = document_mask.refusal
     monkeypatch.setattr(
         document_mask,
@@ -413,16 +404,12 @@ def test_an_attention_that_does_not_work_in_the_exported_dtype_is_replaced(
         ),
     )
     model, _ = measure.load(request(), is_sharded=False)
-    with measure.training_attention(model, request(attention="varlen"), LENGTH) as needs_lengths:
+    with measure.rows_attention(model, request(), LENGTH) as needs_lengths:
         assert (model.config._attn_implementation, needs_lengths) == ("sdpa", False)
-    expected = "evaluate: attention varlen does not work in torch.float32 here, sdpa is used\n"
-    assert expected in capsys.readouterr().out
-    with measure.training_attention(model.to(torch.bfloat16), request(attention="varlen"), LENGTH) as needs_lengths:
-        assert (model.config._attn_implementation, needs_lengths) == ("varlen", True)
     monkeypatch.setattr(document_mask, "refusal", lambda *args: "is broken")
     with (
         pytest.raises(StageError, match="no attention keeps the documents"),
-        measure.training_attention(model, request(), LENGTH),
+        measure.rows_attention(model, request(), LENGTH),
     ):
         pass
 
@@ -534,7 +521,7 @@ GPT2 = GPT2Config(**SIZES, n_embd=16, n_layer=2, n_head=2, n_positions=LENGTH + 
 """It has no embedding for a position beyond the last one."""
 CASES: dict[str, tuple[PreTrainedConfig, torch.dtype, dict[str, Any]]] = {
     "untied": (LLAMA, torch.float32, {}),
-    "tied, plain": (TIED, torch.bfloat16, {"loss": "plain", "attention": "varlen", "num_samples": 4}),
+    "tied": (TIED, torch.bfloat16, {"num_samples": 4}),
     "learned positions": (GPT2, torch.float32, {"batch_size": 1, "document_mask": False, "num_samples": 5}),
 }
 

@@ -13,14 +13,14 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -29,6 +29,9 @@ from stages.artifacts.errors import StageError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+
+PATIENCE = 60.0
+"""Seconds to wait for the scheduler's file, the scheduler, or any worker: they may start together with the stage."""
 
 
 def no_initializer() -> None:
@@ -52,14 +55,12 @@ class Runtime:
     off from 0.9 s. Above, even a single one is started: it can be killed in the middle of a task."""
 
 
-class Workers(Protocol):
+class Pool(NamedTuple):
     """What computes tasks."""
 
-    def submit(self, task: Any) -> Callable[[], Any]:
-        """Start a task, and return a function that waits for its result."""
-
-    def num_workers(self) -> int:
-        """The number of tasks that are computed at the same time."""
+    submit: Callable[[Any], "Future[Any]"]
+    num_workers: Callable[[], int]
+    """The number of tasks that are computed at the same time: that of a cluster may change."""
 
 
 def ordered_map(
@@ -86,28 +87,34 @@ def ordered_map(
         StageError: a worker was killed, or there is none.
     """
     num_workers = runtime.num_workers or _num_cores()
-    start: AbstractContextManager[Workers]
+    start: AbstractContextManager[Pool]
     if runtime.executor == "dask" and tasks:
         from stages.corpus import cluster
 
         start = cluster.connect(function, num_workers, runtime.dask_scheduler, initializer)
     elif tasks and seconds >= runtime.min_seconds:
-        start = _start_processes(function, min(num_workers, len(tasks)), initializer)
+        start = _processes(function, min(num_workers, len(tasks)), initializer)
     else:
         initializer()
         yield from map(function, tasks)
         return
     waiting = iter(tasks)
-    waits: deque[Callable[[], Result]] = deque()
-    with start as workers:
+    futures: deque[Future[Result]] = deque()
+    with start as pool:
         while True:
-            # The number of workers of a cluster may change at any time.
             # At least one: without any worker yet, no task in flight would look like the end of the tasks.
-            room = None if ahead is None else max(1, ahead * workers.num_workers() - len(waits))
-            waits.extend(map(workers.submit, itertools.islice(waiting, room)))
-            if not waits:
+            room = None if ahead is None else max(1, ahead * pool.num_workers() - len(futures))
+            futures.extend(map(pool.submit, itertools.islice(waiting, room)))
+            if not futures:
                 return
-            yield waits.popleft()()
+            # A task of any length is allowed; a cluster without workers would wait forever.
+            while not wait([futures[0]], PATIENCE).done:
+                if not pool.num_workers():
+                    raise StageError(
+                        f"there was no Dask worker for {PATIENCE:g} seconds; nothing was published: start some with "
+                        "`dask worker` and run again"
+                    )
+            yield futures.popleft().result()
 
 
 def threaded_map(function: Callable[[Task], Result], tasks: Sequence[Task]) -> Generator[Result, None, None]:
@@ -119,77 +126,62 @@ def threaded_map(function: Callable[[Task], Result], tasks: Sequence[Task]) -> G
         threads.shutdown(cancel_futures=True)  # by default all tasks are waited for, also after Ctrl-C
 
 
-class _Processes(NamedTuple):
-    """Processes on this machine that compute one function."""
-
-    processes: list[SpawnProcess]
-    idle: "SimpleQueue[Connection]"
-    """The pipes of those that compute nothing."""
-    threads: ThreadPoolExecutor
-    """One for each process: it gives tasks out while the stage is busy."""
-
-    def submit(self, task: Any) -> Callable[[], Any]:
-        return self.threads.submit(self._compute, task).result
-
-    def num_workers(self) -> int:
-        return len(self.processes)
-
-    def kill(self) -> None:
-        for each in self.processes:
-            each.kill()
-
-    def _compute(self, task: Any) -> Any:
-        pipe = self.idle.get()
-        try:
-            pipe.send(task)
-            result, error, trace = pipe.recv()
-        except (EOFError, OSError):  # which task needed the memory is not known: others may have been spared by chance
-            self.kill()
-            raise StageError(
-                "a worker process was killed, most often because memory ran out; nothing was published: "
-                f"lower runtime.num_workers, now {self.num_workers()}, and run again"
-            ) from None
-        finally:
-            self.idle.put(pipe)
-        if error is not None:
-            raise error from RuntimeError(trace)  # a traceback cannot be pickled, its text can
-        return result
-
-
 @contextmanager
-def _start_processes(
-    function: Callable[[Any], Any], num_workers: int, initializer: Callable[[], None]
-) -> Iterator[_Processes]:
+def _processes(function: Callable[[Any], Any], num_workers: int, initializer: Callable[[], None]) -> Iterator[Pool]:
     """Processes that end with the block, however it ends: at once, not after the tasks that run.
 
-    Not a ProcessPoolExecutor. It waits for tasks that run; and if its processes are killed, it may wait forever for the
-    rest of a result that one of them was sending (10 times of 10, with results of 50 MB).
+    Not a ProcessPoolExecutor, whose processes share a pipe for results: if one is killed while it sends, the stage may
+    wait forever for the rest (3 times of 6 with results of 200 kB, which `organize` has).
     """
     # Spawned, not forked: a fork copies the locks that other threads hold (of Arrow, of tqdm) but not these threads, so
     # the child may wait for a lock forever.
     context = multiprocessing.get_context("spawn")
-    started = _Processes([], SimpleQueue(), ThreadPoolExecutor(num_workers))
+    processes: list[SpawnProcess] = []
+    idle: SimpleQueue[Connection] = SimpleQueue()  # the pipes of those that compute nothing
+    threads = ThreadPoolExecutor(num_workers)  # one for each process: it gives tasks out while the stage is busy
+
+    def kill() -> None:
+        for each in processes:
+            each.kill()
+
+    def compute(task: Any) -> Any:
+        pipe = idle.get()
+        try:
+            pipe.send(task)
+            result, error, trace = pipe.recv()
+        except (EOFError, OSError):  # which task needed the memory is not known: others may have been spared by chance
+            kill()
+            raise StageError(
+                "a worker process was killed, most often because memory ran out; nothing was published: "
+                f"lower runtime.num_workers, now {num_workers}, and run again"
+            ) from None
+        finally:
+            idle.put(pipe)
+        if error is not None:
+            raise error from RuntimeError(trace)  # a traceback cannot be pickled, its text can
+        return result
+
     try:
-        with _unreached_by_interrupts():
+        with unreached_by_interrupts():
             for _ in range(num_workers):
                 pipe, end = context.Pipe()
                 # A daemon: Python kills it at its end if this thread could not.
                 worker = context.Process(target=_serve, args=(end, function, initializer, os.getpid()), daemon=True)
                 worker.start()
-                started.processes.append(worker)
-                started.idle.put(pipe)
+                processes.append(worker)
+                idle.put(pipe)
                 end.close()  # only the process has it now, so that the pipe ends with it
-        yield started
+        yield Pool(lambda task: threads.submit(compute, task), lambda: num_workers)
     finally:
         with process.uninterrupted():
-            started.kill()
-            for worker in started.processes:  # until then they write where the caller cleans up next
+            kill()
+            for worker in processes:  # until then they write where the caller cleans up next
                 worker.join()
-            started.threads.shutdown(cancel_futures=True)
+            threads.shutdown(cancel_futures=True)
 
 
 @contextmanager
-def _unreached_by_interrupts() -> Iterator[None]:
+def unreached_by_interrupts() -> Iterator[None]:
     """Start processes that Ctrl-C does not reach.
 
     The terminal sends it to all processes. Only the parent handles it and ends its workers: a traceback from each of

@@ -37,7 +37,7 @@ while not os.path.exists(runtime["dask_scheduler"]):
     time.sleep(0.2)
 from distributed import Client
 client = Client(scheduler_file=runtime["dask_scheduler"])
-client.wait_for_workers(2, timeout=60)
+client.wait_for_workers(4, timeout=60)
 nodes = client.run(lambda: __import__("os").environ["SLURMD_NODENAME"])
 print("dask:", *sorted(nodes.values()), *client.nthreads().values(), runtime["nproc_per_node"], flush=True)
 subprocess.run(["srun", "--overlap", "--nodes=2", "--ntasks=2", "echo", "training"], check=True)
@@ -180,7 +180,7 @@ def test_a_job_on_two_nodes_has_a_dask_cluster_on_both_beside_the_training(scrip
     script.submit("--nodes=2", "--cpus-per-task=2", "slurm/pipeline.sbatch", **variables)
     state, _, log = script.end()
     assert state == "COMPLETED", log
-    assert "dask: n1 n2 2 2 1\n" in log
+    assert "dask: n1 n1 n2 n2 1 1 1 1 1\n" in log
     assert log.count("training\n") == 2
     assert [path.name for path in (script.directory / ".dvc/tmp").iterdir()] == ["job.lock"]
 
