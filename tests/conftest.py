@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,16 @@ if TYPE_CHECKING:
 
 # A shell without job control starts commands in the background with SIGINT ignored, which all processes would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype() -> Iterator[None]:
+    """A test leaves the default dtype of torch as it was: the next one may compare with it."""
+    yield
+    if torch := sys.modules.get("torch"):
+        found = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        assert found == torch.float32, f"the default dtype is {found} after this test"
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
 from stages.tokens.batch import make_batch
 from stages.tokens.loss import loss_sum
-from stages.training import sharded_model
+from stages.training import sharded_model, torchrun
 from stages.training.activation_checkpointing import _contexts
 from stages.training.distributed import check_devices, use_gpu
 from stages.training.environment import set_environment
@@ -212,36 +213,21 @@ def test_the_environment_is_that_of_the_parameters_unless_a_person_has_set_it(
     assert environment(deterministic=True) == theirs
 
 
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """Launch the training of the current directory; returns the environment of the ranks, which are not started."""
-    found = []
-
-    def run_ranks(*args: object) -> tuple[int, str]:
-        found.append(dict(os.environ))
-        return 0, ""
-
-    monkeypatch.setattr(launch, "run_ranks", run_ranks)
-    monkeypatch.setattr(launch, "on_stop_signal", lambda call: None)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    run, runtime = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
-    assert launch._train(run, runtime, lambda status: None) == 0
-    return found
-
-
 def test_the_launcher_sets_the_environment_of_the_ranks(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(training.path)
     training.set(deterministic=True)
-    [environment] = launched(monkeypatch)
-    assert environment["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    found: dict[str, str] = {}
 
+    def run(*args: object) -> int:
+        found.update(os.environ)
+        return 0
 
-def test_a_launch_of_fp8_on_cpus_ends_before_the_ranks_start(
-    training: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(training.path)
-    training.set(precision="fp8")
-    with pytest.raises(StageError, match=r"^precision fp8 needs GPUs of compute capability"):
-        launched(monkeypatch)
+    monkeypatch.setattr(torchrun, "run", run)
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    described, runtime = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
+    assert launch._train(described, runtime, lambda status: None) == 0
+    assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 @pytest.fixture

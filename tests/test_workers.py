@@ -417,6 +417,8 @@ def test_machines_that_lack_the_project_are_named(empty_project: Path, monkeypat
         list(ordered_map(abs, range(2), Runtime(num_workers=None, executor="dask", dask_scheduler="scheduler.json")))
     for process in (*worker.children(recursive=True), worker, scheduler):
         process.kill()
+    for process in (worker, scheduler):
+        process.wait(10)
 
 
 @pytest.mark.parametrize(

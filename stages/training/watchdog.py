@@ -30,8 +30,9 @@ from stages.training.distributed import run_on_rank0
 
 _LOG = logging.getLogger(__name__)
 
-_CHECKS = 20
-"""How often the notes are looked at within the limit."""
+_CHECKS = 60
+"""How often the notes are looked at within the limit. A ninth of it is left until the timeout of the process group; it
+contains the up to five intervals until rank 0 has seen it and all have obeyed."""
 
 _SILENT = 10
 """A rank that has published nothing in so many of these intervals is stopped, or its node is lost."""
