@@ -110,7 +110,7 @@ def test_a_training_that_is_interrupted_ends_with_the_same_weights(
 def test_a_training_whose_node_is_lost_continues_when_there_are_enough_nodes(
     cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str], node: str
 ) -> None:
-    """The node of the launcher, which Slurm itself must notice, or another one, which the launcher notices."""
+    """The node of the launcher, or another one: Slurm starts the job again, by itself or when the launcher names it."""
     job = submit(cluster, reproduced, "--nodes=2", *TRAIN, **slow(4))
     wait_for(lambda: steps(reproduced, seed=1), 120)
     cluster.kill_node(node)
@@ -120,7 +120,6 @@ def test_a_training_whose_node_is_lost_continues_when_there_are_enough_nodes(
         cluster.start_node(node)
     output = completed(cluster, job, *LOST)
     assert "resuming from step" in output, output
-    assert ("node n2 was lost" in output) == (node == "n2")
     assert weights(reproduced) == uninterrupted
 
 
