@@ -167,6 +167,8 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
             )
         if status != torchrun.CRASHED:
             return status
+        if stopping.is_set():
+            break
     if_killed = f"; if a rank was killed by signal 9 because memory ran out, use {remedies(run.params, ranks.total)}"
     print(f"error: the training failed as shown above; {_next_launch(runtime)}{if_killed}", file=sys.stderr)
     return status

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from stages.artifacts.command import USER_ERROR
 from stages.checkpointing.lock import writer_lock
 from stages.training.signals import INTERRUPTED
+from stages.training.torchrun import CRASHED
 from tests.faults import environment
 from tests.project import LAUNCH, Project, is_alive, ranks_of, wait_for
 from tests.ranks import Ranks
@@ -116,6 +118,23 @@ def test_16_17_a_launcher_that_gets_two_signals_saves_and_stops(fresh: Given, ra
     assert published(project) == names(4, 5)
     assert "resuming from step 5" in ranks.run(project)
     assert result(project) == reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [("kill rank 0 at os.rename:.*step-00000005.tmp$", CRASHED), ("full rank 0 at step-00000005", USER_ERROR)],
+)
+def test_16_a_signal_does_not_hide_that_there_was_no_save(fresh: Given, fault: str, status: int) -> None:
+    project, _ = fresh
+    project.set(runtime={"max_restarts": 1})
+    process = project.popen(*LAUNCH, **environment(f"delay rank 1 at step 5\n{fault}"))
+    wait_for(lambda: list(project.path.glob("outputs/test/checkpoints/*/step-00000004")))
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == status, output
+    assert "restart 1" not in output
+    assert published(project) == names(2, 4)
 
 
 @pytest.mark.slow

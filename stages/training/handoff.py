@@ -28,7 +28,7 @@ STDERR = "TRAINING_STDERR"
 of interest only where no rank has said why it ended. torchrun passes on no descriptors but 0, 1 and 2."""
 
 _LAUNCH = "TRAINING_LAUNCH"
-_ENDED = "ended-"
+_ENDED, _TRAINING = "ended-", "training"
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,17 @@ def tell_launcher(status: int) -> None:
 def told_statuses(directory: Path) -> set[int]:
     """The statuses with which ranks have exited by their own decision."""
     return {int(path.name.removeprefix(_ENDED)) for path in directory.glob(f"{_ENDED}*")}
+
+
+def tell_training() -> None:
+    """Tell the launcher, if there is one, that from here on a signal to stop is followed by a save."""
+    if directory := os.environ.get(DIRECTORY):
+        Path(directory, _TRAINING).touch()
+
+
+def was_training(directory: Path) -> bool:
+    """Whether a rank has begun to train."""
+    return Path(directory, _TRAINING).exists()
 
 
 def claim_error(message: str) -> bool:

@@ -31,6 +31,7 @@ class StopSignal:
 
     def training_starts(self) -> None:
         """From here on, signals are remembered."""
+        handoff.tell_training()
         with self._lock:
             self._is_training = True
 

@@ -188,10 +188,12 @@ def run(
         return 0
     refresh([directory])  # other nodes have written into it
     told = handoff.told_statuses(directory)
-    if INTERRUPTED in told or (stopping is not None and stopping.is_set()):
+    for status in (INTERRUPTED, USER_ERROR):  # the others lost the connection, or were ended
+        if status in told:
+            return status
+    # A signal may end torchrun, or a rank, before it can say a word: then no rank has trained a step.
+    if stopping is not None and stopping.is_set() and not handoff.was_training(directory):
         return INTERRUPTED
-    if USER_ERROR in told:
-        return USER_ERROR
     for line in _reports(directory):
         print(line, file=sys.stderr, flush=True)
     return CRASHED
