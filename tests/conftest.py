@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from stages.artifacts import file_lock
+from tests.network import CAN_UNSHARE, IN_A_NAMESPACE
 from tests.project import REPO, SMALL, Project, make_nano, make_pipeline
 from tests.ranks import Ranks
 from tests.trainings import Given, result, weights
@@ -124,17 +125,26 @@ def _reproduced(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 def make_reproduced(project: Project) -> None:
     make_pipeline(project)
+    repro = (*(IN_A_NAMESPACE if CAN_UNSHARE else ()), "dvc", "repro")
     for command in (
         ("git", "init", "-q"),
         ("git", "config", "user.name", "test"),
         ("git", "config", "user.email", "test@example.com"),
         ("git", "add", "."),
         ("git", "commit", "-qm", "start"),
-        ("dvc", "repro"),
+        repro,
         ("git", "add", "."),
         ("git", "commit", "-qm", "reproduced"),
     ):
-        project.run(*command)
+        output = project.run(*command)
+        if command is repro:
+            project.path.with_suffix(".log").write_text(output)
+
+
+@pytest.fixture
+def repro_log(_reproduced: Project) -> str:
+    """What that `dvc repro` printed, and where it was possible, what `tests.network` observed."""
+    return _reproduced.path.with_suffix(".log").read_text()
 
 
 @pytest.fixture

@@ -14,6 +14,12 @@ import threading
 import time
 from contextlib import suppress
 
+CAN_UNSHARE = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode == 0
+"""Whether this machine allows network namespaces."""
+
+IN_A_NAMESPACE = ("unshare", "-rn", "python", __file__)
+"""What comes before a command that is to be observed."""
+
 _LISTENING = "0A"  # a state in /proc/net/tcp
 _LOOPBACK = ("0100007F", "0" * 24 + "01000000")  # 127.0.0.1 and ::1, as it writes them
 

@@ -30,6 +30,7 @@ from stages.model.manifest import MANIFEST, ModelManifest
 from tests import hub_server
 from tests.hub_server import TOKEN, Hub
 from tests.models import LAYERS, SIZES, write_tokenizer
+from tests.network import CAN_UNSHARE
 from tests.project import REPO, flip_bit, wait_for
 
 pytestmark = pytest.mark.usefixtures("empty_project")
@@ -79,7 +80,6 @@ def set_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("HF_HOME", str(home))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -934,9 +934,6 @@ def test_a_cache_without_list_is_mentioned(
         assert (mentioned in capsys.readouterr().out) == expected
 
 
-can_unshare = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode == 0
-
-
 def test_the_stage_fills_an_empty_cache_and_then_needs_no_network(served: Hub) -> None:
     """The process is killed and started again; at last there is no network interface at all."""
     served.endless.add(WEIGHTS)
@@ -957,7 +954,7 @@ def test_the_stage_fills_an_empty_cache_and_then_needs_no_network(served: Hub) -
     text = Path("output").read_text() + manifest.decode()
     assert "SENTINEL" not in text
     assert "%|" not in text  # no progress bars, except in a terminal
-    if can_unshare:
+    if CAN_UNSHARE:
         MANIFEST.unlink()
         env["HF_HUB_OFFLINE"] = "1"
         subprocess.run(["unshare", "-rn", *stage], env=env, check=True)
