@@ -31,10 +31,6 @@ from stages.artifacts.model_files import (
 from stages.model import hub_cache
 from stages.model.license import is_license_file
 
-# Xet needs other servers than the Hub's, which firewalls refuse more often: huggingface_hub then tries for minutes. It
-# reads this when it is imported; nothing here imports it earlier.
-os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
-
 _PATTERNS = (
     CONFIG, GENERATION_CONFIG, "chat_template*", LINEAGE, WEIGHTS_INDEX,
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
@@ -183,6 +179,9 @@ def _fetch(repo: str, revision: str, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.utils import tqdm
 
+    # Xet needs other servers than the Hub's, which firewalls refuse more often: huggingface_hub then tries for minutes.
+    if "HF_HUB_DISABLE_XET" not in os.environ:
+        constants.HF_HUB_DISABLE_XET = True
     stop = threading.Event()
 
     class Progress(tqdm):
