@@ -1,9 +1,9 @@
 """Runs a command and prints what it asks nameservers, and where it listens; in a network namespace of its own.
 
-    unshare -rn python tests/network.py COMMAND...
+    unshare -rnu python tests/network.py COMMAND...
 
 The only interface there is loopback, which answers for all addresses: so each query to a nameserver arrives here,
-whichever one the machine uses. No name is found.
+whichever one the machine uses. No name is found, and /etc/hosts does not have that of this machine.
 """
 
 import json
@@ -14,10 +14,10 @@ import threading
 import time
 from contextlib import suppress
 
-CAN_UNSHARE = subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode == 0
+CAN_UNSHARE = subprocess.run(["unshare", "-rnu", "true"], capture_output=True, check=False).returncode == 0
 """Whether this machine allows network namespaces."""
 
-IN_A_NAMESPACE = ("unshare", "-rn", "python", __file__)
+IN_A_NAMESPACE = ("unshare", "-rnu", "python", __file__)
 """What comes before a command that is to be observed."""
 
 _LISTENING = "0A"  # a state in /proc/net/tcp
@@ -25,6 +25,7 @@ _LOOPBACK = ("0100007F", "0" * 24 + "01000000")  # 127.0.0.1 and ::1, as it writ
 
 
 def main() -> None:
+    socket.sethostname("without-address")
     for arguments in ("link set lo up", "route add local default dev lo"):
         subprocess.run(["ip", *arguments.split()], check=True)
     server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

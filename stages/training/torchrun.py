@@ -1,8 +1,7 @@
 """torchrun starts the ranks, ends all when one fails, and passes signals on: here, or with srun on nodes of Slurm.
 
-On one machine torchrun and the ranks find each other through files, and bind sockets to 127.0.0.1 alone. (torchrun also
-looks up the name of its own machine: where /etc/hosts does not have it, the nameserver is asked.) On several nodes the
-first one has torchrun's store, at the address that srun gives to the tasks.
+On one machine torchrun and the ranks find each other through files, bind sockets to 127.0.0.1 alone, and look up no
+name. On several nodes the first one has torchrun's store, at the address that srun gives to the tasks.
 
 A rank that decides itself to end says so (`handoff.tell_launcher`). Otherwise torchrun's report is shown.
 """
@@ -148,7 +147,8 @@ def run(
     # Several ranks with one thread per core each would compete for the cores.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _num_cpus() // ranks.num_local)))
     torchrun = [
-        sys.executable, "-m", "torch.distributed.run", f"--nnodes={ranks.num_nodes or 1}",
+        sys.executable, "-m", "torch.distributed.run" if ranks.num_nodes else "stages.training.torchrun",
+        f"--nnodes={ranks.num_nodes or 1}",
         f"--nproc-per-node={ranks.num_local}", "--rdzv-backend=c10d", f"--log-dir={directory}",
         f"--signals-to-handle={','.join(sorted(number.name for number in STOP_SIGNALS))}",
     ]  # fmt: skip
@@ -250,3 +250,11 @@ def _num_cpus() -> int:
     """The CPUs that this process may use: of its affinity, and of Slurm's job where Slurm does not enforce them."""
     own = len(os.sched_getaffinity(0))
     return min(own, int(os.environ.get("SLURM_CPUS_ON_NODE", own)))
+
+
+if __name__ == "__main__":  # torchrun of one machine
+    from torch.distributed.run import main
+
+    # It records the full name of the machine with its events. Where /etc/hosts lacks it, nameservers would be asked.
+    socket.getfqdn = lambda name="": name or socket.gethostname()
+    main()
