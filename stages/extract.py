@@ -16,13 +16,14 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, Field
+from tqdm import tqdm
 
 from stages.artifacts import code, command, publish, reuse
 from stages.artifacts.dataset import Dataset, Shard
@@ -30,7 +31,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import Record
-from stages.corpus import costs, progress, splits, workers
+from stages.corpus import costs, splits, workers
 from stages.corpus.formats import suffixes
 from stages.corpus.formats.readers import READERS
 from stages.corpus.limits import LIMITS, Limits, naming_files
@@ -172,8 +173,6 @@ class Task(NamedTuple):
     store: reuse.Store[StoredSplit]
     key: str
     """Of the split's result in the store."""
-    progress: Path | None = None
-    """The file of its `progress.Meter`, which shows how many bytes were read."""
 
 
 class SplitResult(NamedTuple):
@@ -225,7 +224,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             )
             for index, part in enumerate(parts)
         ]
-        results = run(tasks, directory / "progress", runtime)
+        results = run(tasks, runtime)
         # The manifest has other digests than the files now: this text would mix two states of raw_dir.
         if changed := [*{path: None for result in results for path in result.changed}]:  # parts: each file once
             raise StageError(
@@ -296,19 +295,20 @@ def key(manifest_digest: str, params: ExtractParams, limits: Limits, code_digest
     return publish.sha256_json(["extract", manifest_digest, decisive, dataclasses.asdict(limits), code_digest])
 
 
-def run(tasks: Sequence[Task], directory: Path, runtime: workers.Runtime) -> list[SplitResult]:
-    """Extract all splits; return the results in their order. The largest begins first, so that none ends late.
-
-    `directory` is for the files of the progress bar.
-    """
+def run(tasks: Sequence[Task], runtime: workers.Runtime) -> list[SplitResult]:
+    """Extract all splits; return the results in their order. The largest begins first, so that none ends late."""
     order = sorted(range(len(tasks)), key=lambda index: -tasks[index].num_bytes)
-    total = sum(task.num_bytes for task in tasks)
-    with progress.show(directory, total, desc="extract", unit="B", unit_scale=True) as bar:
-        ordered = [tasks[index]._replace(progress=bar and bar / str(index)) for index in order]
-        seconds = estimate(ordered, runtime.min_seconds) if runtime.executor == "processes" else math.inf
-        extracted = workers.ordered_map(extract_split, ordered, runtime, seconds=seconds)
-        # By index: the corpus keeps the order of the splits.
-        results = dict(zip(order, extracted, strict=True))
+    ordered = [tasks[index] for index in order]
+    seconds = estimate(ordered, runtime.min_seconds) if runtime.executor == "processes" else math.inf
+    num_bytes = sum(task.num_bytes for task in tasks)
+    results: dict[int, SplitResult] = {}  # by index: the corpus keeps the order of the splits
+    with (
+        tqdm(total=num_bytes, desc="extract", unit="B", unit_scale=True, disable=None) as bar,
+        closing(workers.ordered_map(extract_split, ordered, runtime, seconds=seconds)) as extracted,
+    ):
+        for index, result in zip(order, extracted, strict=True):
+            results[index] = result
+            bar.update(tasks[index].num_bytes)
     return [results[index] for index in range(len(tasks))]
 
 
@@ -327,12 +327,10 @@ def estimate(tasks: Sequence[Task], enough: float) -> float:
 
 def extract_split(task: Task) -> SplitResult:
     """Write the shard of one split, or fetch it from the store."""
-    meter = progress.Meter(task.progress)
     if found := task.store.fetch(task.key, task.shard):
-        meter.set(task.num_bytes, is_end=True)
         shard = Shard(task.shard.name, found.rows, found.sha256)
         return SplitResult(shard, Counter(found.counts), found.rejected, [], is_reused=True)
-    result = read_split(task, meter)
+    result = read_split(task)
     if not result.changed:  # the key has the digests of the files as organized, and these are others
         _, rows, sha256 = result.shard
         stored = StoredSplit(rows=rows, sha256=sha256, counts=result.counts, rejected=result.rejected)
@@ -340,7 +338,7 @@ def extract_split(task: Task) -> SplitResult:
     return result
 
 
-def read_split(task: Task, meter: progress.Meter) -> SplitResult:
+def read_split(task: Task) -> SplitResult:
     """Write the shard of one split from its raw files."""
     from stages.corpus import arrow, json_values
     from stages.corpus.writer import TextWriter
@@ -350,15 +348,11 @@ def read_split(task: Task, meter: progress.Meter) -> SplitResult:
     changed: list[str] = []
     path = ""  # printable, of the current file
     rejections: list[Rejection] = []  # of the current file, or part
-    num_bytes = 0  # of the files before
 
     def report(what: Rejected) -> None:
         counts[f"rejected {what.reason}"] += 1
         if len(rejections) < task.limits.num_listed:  # a JSON Lines file in a wrong format has millions
             rejections.append(Rejection(path=path, position=what.position, reason=what.reason, detail=what.detail))
-
-    def show(position: int) -> None:
-        meter.set(num_bytes + position)
 
     json_values.fill_array_cache()  # before the first large array (see there)
     params = task.params
@@ -376,19 +370,15 @@ def read_split(task: Task, meter: progress.Meter) -> SplitResult:
             raw = os.path.join(params.raw_dir, file.path)
             try:
                 with Source(raw, compression, file.digest, params.fallback_encoding, task.limits, file.part) as source:
-                    source.on_read = show
                     counts["fallback_encoded_files"] += source.used_fallback
                     READERS[format](source, writer)
             except Rejected as reason:
                 writer.reject(reason)
             except Changed:  # continue: one run finds all files that changed
                 changed.append(path)
-            num_bytes += file.size
-            meter.set(num_bytes)
             if rejections:
                 rejected.append(RejectedFile((path, offset), rejections))
         shard = writer.close()
-    meter.set(task.num_bytes, is_end=True)
     # |= keeps the larger of two counts, and these names have none yet.
     counts |= Counter(records=writer.records, strings=shard.rows, characters=writer.characters)
     return SplitResult(shard, counts, rejected, changed, is_reused=False)

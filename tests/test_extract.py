@@ -41,7 +41,6 @@ from stages.corpus.formats import json as json_format
 from stages.corpus.formats import jsonl, readers, sink, suffixes
 from stages.corpus.formats import yaml as yaml_format
 from stages.corpus.limits import LIMITS, Limits
-from stages.corpus.progress import Meter
 from stages.corpus.source import Rejected
 from stages.corpus.writer import TextWriter
 from stages.extract import ExtractParams, ExtractRuntime, extract
@@ -1422,18 +1421,6 @@ def test_trap_24_the_disk_has_each_shard_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 # The stage
-
-
-@pytest.mark.parametrize("largest_held", [10, 1 << 20], ids=["streamed", "held"])
-def test_the_bar_moves_within_a_split_and_a_large_file(largest_held: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(Meter, "set", lambda meter, done, is_end=False: seen.append(done))
-    text = json.dumps([f"value {index}" for index in range(10_000)])
-    put({"a.json": text, "b.json.gz": gzip.compress(text.encode()), "c.jsonl": text.replace(", ", "\n"), "d.txt": "d"})
-    run(limits=Limits(largest_held=largest_held, chunk=1000), max_rejected_files=1)
-    assert seen == sorted(seen)
-    assert seen[-1] == sum(path.stat().st_size for path in Path("data/raw").iterdir())
-    assert len(set(seen)) > (100 if largest_held == 10 else 4)  # without streaming, four files and several parts
 
 
 def test_too_many_rejected_files_fail_after_all_were_read() -> None:

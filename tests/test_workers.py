@@ -1,11 +1,9 @@
 """Tasks in other processes, on this machine and on a Dask cluster: the same results in the same order."""
 
 import contextlib
-import io
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -26,7 +24,7 @@ import yaml
 from stages.artifacts.errors import StageError
 from stages.artifacts.process import INTERRUPTS, raise_on_interrupt
 from stages.artifacts.reuse import Store
-from stages.corpus import arrow, cluster, progress, workers
+from stages.corpus import arrow, cluster, workers
 from stages.corpus.workers import Runtime, no_initializer, ordered_map, threaded_map
 from stages.extract import ExtractRuntime, extract
 from tests import tasks
@@ -131,47 +129,6 @@ def test_each_process_is_prepared_before_its_first_task(
     runtime = Runtime(num_workers=num_workers, executor=executor)
     assert not any(ordered_map(tasks.is_prepared, range(3), runtime))
     assert all(ordered_map(tasks.is_prepared, range(3), runtime, initializer=tasks.prepare))
-
-
-class Terminal(io.StringIO):
-    """Where a progress bar is shown."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def percentages(output: str) -> list[int]:
-    return list(map(int, re.findall(r"(\d+)%", output)))
-
-
-@pytest.mark.parametrize(("executor", "num_workers"), [("processes", 1), ("processes", 2), ("dask", 2)])
-def test_a_bar_moves_while_tasks_run(executor: str, num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with progress.show(Path("progress"), 200, desc="test") as bar:
-        assert bar
-        files = [bar / str(number) for number in range(2)]
-        list(ordered_map(tasks.count, files, Runtime(num_workers=num_workers, executor=executor)))
-    shown = percentages(terminal.getvalue())
-    assert shown == sorted(shown)
-    assert shown[-1] == 100
-    assert len(set(shown) - {0, 50, 100}) >= 2
-    assert not Path("progress").exists()
-
-
-def test_a_bar_costs_nothing_where_it_is_not_shown() -> None:
-    with progress.show(Path("progress"), 200, desc="test") as bar:
-        assert bar is None
-        assert not Path("progress").exists()
-
-
-def test_a_repeated_task_does_not_move_the_bar_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with progress.show(Path("progress"), 200, desc="test", mininterval=0) as bar:
-        assert bar
-        for content in ("70", "5", "", "100"):
-            Path(bar, "0").write_text(content)
-            time.sleep(0.6)
-    assert [*dict.fromkeys(percentages(terminal.getvalue()))] == [0, 35, 50]
 
 
 def test_only_the_requested_number_of_tasks_runs_at_a_time(tmp_path: Path, dask_cluster: DaskCluster) -> None:

@@ -12,7 +12,7 @@ import io
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -93,8 +93,6 @@ class Source:
         self.limits = limits
         self.first_line = part.line if part else 1
         """The number in the file of the first line that is read."""
-        self.on_read: Callable[[int], None] = lambda position: None
-        """Called with the number of stored bytes that readers of a large file have been given."""
         self._path, self._compression, self._digest, self._part = path, compression, digest, part
         self._given: list[_Stored] = []  # what readers read
         self.size = 0
@@ -144,7 +142,6 @@ class Source:
     def _utf8(self, stored: "_Stored") -> Iterator[bytes]:
         decoder = codecs.getincrementaldecoder(self._encoding)()
         for piece in _decompressed(stored, self._compression, self.limits.chunk):
-            self.on_read(stored.position)
             yield piece if self._encoding == "utf-8" else decoder.decode(piece).encode()
         yield decoder.decode(b"", final=True).encode()
 
