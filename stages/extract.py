@@ -12,7 +12,6 @@ twice").
 import codecs
 import dataclasses
 import gc
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,7 +30,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import Record
-from stages.corpus import costs, splits, workers
+from stages.corpus import splits, workers
 from stages.corpus.formats import suffixes
 from stages.corpus.formats.readers import READERS
 from stages.corpus.limits import LIMITS, Limits, naming_files
@@ -163,7 +162,6 @@ class Task(NamedTuple):
     manifest: Path
     digest: str
     """Of the manifest."""
-    num_files: int
     num_bytes: int
     """Of its files, as they are stored."""
     shard: Path
@@ -213,7 +211,6 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             Task(
                 manifest=splits.SPLITS / part.manifest,
                 digest=part.digest,
-                num_files=part.files,
                 num_bytes=part.bytes,
                 # Under another name first, as `deduplicate` cannot drop rows from the file that it reads.
                 shard=directory / (f"whole-{index}" if params.deduplicate_strings else shard_names[index]),
@@ -267,15 +264,15 @@ def deduplicate(
     sources = [task.shard for task in tasks]
     num_at_once = tasks[0].limits.digests
     splits_to_digest = [duplicates.Split(source, num_at_once) for source in sources]
-    seconds = costs.of_comparing(sum(shard.rows for shard in shards), sum(path.stat().st_size for path in sources))
-    digests = list(workers.ordered_map(duplicates.write_digests, splits_to_digest, runtime, seconds=seconds))
+    num_bytes = sum(path.stat().st_size for path in sources)
+    digests = list(workers.ordered_map(duplicates.write_digests, splits_to_digest, runtime, num_bytes=num_bytes))
     # In the stage, not by workers: what occurs first depends on all splits.
     flags = duplicates.find(digests, [shard.rows for shard in shards], num_at_once)
     filters = [
         duplicates.Filter(source, target, features, flag)
         for source, target, flag in zip(sources, targets, flags, strict=True)
     ]
-    filtered = list(workers.ordered_map(duplicates.drop, filters, runtime, seconds=seconds))
+    filtered = list(workers.ordered_map(duplicates.drop, filters, runtime, num_bytes=num_bytes))
     for path in chain(sources, *digests):  # `publish.directory` publishes whatever is in the directory
         path.unlink()
     for result in filtered:  # splits are stored and counted with their duplicates
@@ -299,30 +296,16 @@ def run(tasks: Sequence[Task], runtime: workers.Runtime) -> list[SplitResult]:
     """Extract all splits; return the results in their order. The largest begins first, so that none ends late."""
     order = sorted(range(len(tasks)), key=lambda index: -tasks[index].num_bytes)
     ordered = [tasks[index] for index in order]
-    seconds = estimate(ordered, runtime.min_seconds) if runtime.executor == "processes" else math.inf
     num_bytes = sum(task.num_bytes for task in tasks)
     results: dict[int, SplitResult] = {}  # by index: the corpus keeps the order of the splits
     with (
         tqdm(total=num_bytes, desc="extract", unit="B", unit_scale=True, disable=None) as bar,
-        closing(workers.ordered_map(extract_split, ordered, runtime, seconds=seconds)) as extracted,
+        closing(workers.ordered_map(extract_split, ordered, runtime, num_bytes=num_bytes)) as extracted,
     ):
         for index, result in zip(order, extracted, strict=True):
             results[index] = result
             bar.update(tasks[index].num_bytes)
     return [results[index] for index in range(len(tasks))]
-
-
-def estimate(tasks: Sequence[Task], enough: float) -> float:
-    """The seconds that splits take one process; if that is more than `enough`, perhaps too few."""
-    missing = [task for task in tasks if not (task.store.path / task.key).exists()]
-    num_bytes = sum(task.num_bytes for task in missing)
-    seconds = costs.of_fetching(sum(task.num_bytes for task in tasks) - num_bytes)
-    at_least = costs.of_measuring(sum(task.num_files for task in missing), num_bytes)
-    if seconds + at_least > enough:  # manifests of millions of files are not read only for this
-        return seconds + at_least
-    return seconds + sum(
-        costs.of_reading(splits.read_manifest(task.manifest, task.digest), task.params.keep_source) for task in missing
-    )
 
 
 def extract_split(task: Task) -> SplitResult:

@@ -9,6 +9,7 @@ With --materialize the splits are not made but laid out: data/materialized/split
 tools that need directories.
 """
 
+import math
 import os
 import shutil
 from collections import Counter
@@ -17,7 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, ClassVar, Literal, NoReturn
 
 from pydantic import Field
 from tqdm import tqdm
@@ -26,7 +27,7 @@ from stages.artifacts import command, publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
-from stages.corpus import assignment, costs, parts, splits, tree, workers
+from stages.corpus import assignment, parts, splits, tree, workers
 from stages.corpus.formats import suffixes
 
 MATERIALIZED = Path("data/materialized")
@@ -52,6 +53,9 @@ class OrganizeParams:
 @dataclass(frozen=True)
 class OrganizeRuntime(workers.Runtime):
     """What changes no result."""
+
+    min_bytes: ClassVar[float] = 128 << 20
+    """A byte is only hashed."""
 
 
 def main() -> None:
@@ -182,8 +186,8 @@ def cut_all(
     """
     tasks = {path: parts.tasks(root / path, size, part_size, bytes_per_task) for path, size in large.items()}
     cut: dict[str, File] = {}
-    seconds = costs.of_measuring(0, sum(large.values()))
-    measuring = workers.ordered_map(parts.measure, [*chain.from_iterable(tasks.values())], runtime, seconds=seconds)
+    num_bytes = sum(large.values())
+    measuring = workers.ordered_map(parts.measure, [*chain.from_iterable(tasks.values())], runtime, num_bytes=num_bytes)
     with closing(measuring) as results:
         for path in tasks:
             measured = [next(results) for _ in tasks[path]]
@@ -203,10 +207,9 @@ def measure_all(
     # Thousands of files a task: to pass a task to a process costs more than to read a small file.
     tasks = [(str(root), paths[start : start + files_per_task]) for start in range(0, len(paths), files_per_task)]
     # Results come in the order of the tasks, so the number of workers does not change the order of the files.
-    seconds = costs.of_measuring(len(paths), 0)
-    if seconds < runtime.min_seconds:  # a million files are spared the next line
-        seconds += costs.of_measuring(0, sum(tree.size(os.path.join(root, path)) for path in paths))
-    with closing(workers.ordered_map(measure, tasks, runtime, seconds=seconds)) as results:
+    # Many files are worth processes however small they are: a million of them are spared this sum.
+    num_bytes = math.inf if len(tasks) > 4 else sum(tree.size(os.path.join(root, path)) for path in paths)
+    with closing(workers.ordered_map(measure, tasks, runtime, num_bytes=num_bytes)) as results:
         for (_, batch), measured in zip(tasks, results, strict=True):
             for path, found in zip(batch, measured, strict=True):
                 if isinstance(found, str):

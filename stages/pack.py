@@ -26,7 +26,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
 from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
-from stages.corpus import arrow, comparison, costs, encoding, fast_tokenizer, packing, vocabulary, workers
+from stages.corpus import arrow, comparison, encoding, fast_tokenizer, packing, vocabulary, workers
 from stages.corpus.splits import manifest_name
 from stages.model.manifest import ModelManifest
 from stages.tokens.packed import (
@@ -350,7 +350,7 @@ def encode_missing(
         packing.encode,
         [*chain.from_iterable(tasks.values())],
         runtime,
-        seconds=costs.of_encoding(sum(split.shard.stat().st_size for split in splits), spec.is_fast),
+        num_bytes=sum(split.shard.stat().st_size for split in splits),
         ahead=AHEAD,
         initializer=encoding.use_one_thread,
     )

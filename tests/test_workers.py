@@ -324,13 +324,13 @@ def test_a_worker_that_is_killed_while_it_sends_a_result_is_a_clear_error() -> N
 
 
 def test_processes_are_started_only_for_work_that_is_worth_it() -> None:
-    def processes(num_workers: int, seconds: float) -> set[int]:
-        places = ordered_map(tasks.place, range(4), Runtime(num_workers=num_workers), seconds=seconds)
+    def processes(num_workers: int, num_bytes: int) -> set[int]:
+        places = ordered_map(tasks.place, range(4), Runtime(num_workers=num_workers), num_bytes=num_bytes)
         return {process for _, process, _ in places}
 
-    assert processes(2, 0.5) == {os.getpid()}
-    assert os.getpid() not in processes(2, 5)
-    assert os.getpid() not in processes(1, 5)  # but in one that can be killed
+    assert processes(2, 1 << 20) == {os.getpid()}
+    assert os.getpid() not in processes(2, 1 << 30)
+    assert os.getpid() not in processes(1, 1 << 30)  # but in one that can be killed
 
 
 def test_small_corpora_are_organized_and_extracted_without_processes(monkeypatch: pytest.MonkeyPatch) -> None:

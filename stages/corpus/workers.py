@@ -50,9 +50,9 @@ class Runtime:
     dask_scheduler: Annotated[str, Field(pattern=r"^\w+://[^/]+:\d+$|\.json$")] | None = None
     """The cluster's address, or the file that its scheduler writes; None: one of `num_workers` on this machine."""
 
-    min_seconds: ClassVar[float] = 1.0
-    """Less work is done without starting processes. One costs 0.45 s, most of it for imports, so that two of them pay
-    off from 0.9 s. Above, even a single one is started: it can be killed in the middle of a task."""
+    min_bytes: ClassVar[float] = 8 << 20
+    """Less data is worked on without starting processes. One costs 0.45 s, most of it for imports, and 8 MiB of YAML
+    take a second. Above, even a single one is started: it can be killed in the middle of a task."""
 
 
 class Pool(NamedTuple):
@@ -68,7 +68,7 @@ def ordered_map(
     tasks: Sequence[Task],
     runtime: Runtime,
     *,
-    seconds: float = math.inf,
+    num_bytes: float = math.inf,
     ahead: int | None = None,
     initializer: Callable[[], None] = no_initializer,
 ) -> Generator[Result, None, None]:
@@ -77,8 +77,8 @@ def ordered_map(
     Args:
         function: A module's function, so that it can be pickled by name.
         tasks: Pickled, as the results are.
-        runtime: Where they are computed; `processes` means this process if `seconds` are less than `min_seconds`.
-        seconds: That all tasks need in one process, estimated.
+        runtime: Where they are computed; `processes` means this process if `num_bytes` are less than `min_bytes`.
+        num_bytes: That all tasks read.
         ahead: Tasks per worker that are started before their results are asked for, which bounds the memory of results;
             None: all.
         initializer: A module's function that each process calls before its first task.
@@ -92,7 +92,7 @@ def ordered_map(
         from stages.corpus import cluster
 
         start = cluster.connect(function, num_workers, runtime.dask_scheduler, initializer)
-    elif tasks and seconds >= runtime.min_seconds:
+    elif tasks and num_bytes >= runtime.min_bytes:
         start = _processes(function, min(num_workers, len(tasks)), initializer)
     else:
         initializer()
