@@ -4,21 +4,17 @@ Reads    raw_dir: .txt .md .csv .json .jsonl .ndjson .yaml .yml, each also as .g
 Writes   data/splits/split_00.jsonl ...: a line a file, or part of one, with its path, size in bytes and SHA-256
          data/splits/summary.json: counts, and which files were passed over and why
 Command  python -m stages.organize
-
-With --materialize the splits are not made but laid out: data/materialized/split_00/ ... with the files themselves, for
-tools that need directories.
 """
 
 import math
 import os
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, NoReturn
+from typing import Annotated, ClassVar, NoReturn
 
 from pydantic import Field
 from tqdm import tqdm
@@ -30,8 +26,7 @@ from stages.artifacts.params_file import load_params
 from stages.corpus import assignment, parts, splits, tree, workers
 from stages.corpus.formats import suffixes
 
-MATERIALIZED = Path("data/materialized")
-WRITTEN = (splits.SPLITS, MATERIALIZED, *map(Path, ("data/corpus", "data/tokens", "data/.reuse", "outputs")))
+WRITTEN = (splits.SPLITS, *map(Path, ("data/corpus", "data/tokens", "data/.reuse", "outputs")))
 """The directories that stages write."""
 
 File = Sequence[splits.RawFile]
@@ -60,14 +55,9 @@ class OrganizeRuntime(workers.Runtime):
 
 def main() -> None:
     """Run the stage."""
-    parser = command.parser(__doc__)
-    parser.add_argument("--materialize", choices=("hardlink", "copy"), help="lay out the splits that exist")
-    method = parser.parse_args().materialize
-    with publish.lock(MATERIALIZED if method else splits.SPLITS):
-        if method:
-            print(materialize(load_params(OrganizeParams), method))
-        else:
-            print(organize(load_params(OrganizeParams), load_params(OrganizeRuntime, "runtime")))
+    command.parser(__doc__).parse_args()
+    with publish.lock(splits.SPLITS):
+        print(organize(load_params(OrganizeParams), load_params(OrganizeRuntime, "runtime")))
 
 
 def organize(
@@ -286,65 +276,6 @@ def deduplicate(files: Sequence[File]) -> tuple[list[File], list[splits.Duplicat
             path, of = splits.printable(path_of(file)), splits.printable(path_of(first))
             duplicates.append(splits.Duplicate(path=path, of=of))
     return list(first_of.values()), duplicates
-
-
-def materialize(
-    params: OrganizeParams,
-    method: Literal["hardlink", "copy"],
-    source: Path = splits.SPLITS,
-    target: Path = MATERIALIZED,
-) -> str:
-    """Lay out the files of each split in a directory of its own; return a line with their number.
-
-    A hard link is the raw file itself: writing to one writes to both. Parts of files are always copied.
-
-    Raises:
-        StageError: there are no splits, a file was changed since they were made, or it cannot be linked.
-    """
-    summary = splits.read_summary(source)
-    with publish.directory(target) as directory:
-        for split in summary.splits:
-            split_directory = directory / Path(split.manifest).stem
-            split_directory.mkdir()
-            for file in splits.read_manifest(source / split.manifest, split.digest):
-                # The real path: a hard link to a symbolic link would be one itself, and broken in its new place.
-                origin = os.path.realpath(Path(params.raw_dir, file.path))
-                name = materialized_name(file)
-                place = split_directory / name
-                if place.exists():
-                    raise StageError(f"{splits.printable(name)} is a raw file and the name of a part: rename the file")
-                place.parent.mkdir(parents=True, exist_ok=True)
-                if file.part:
-                    parts.copy(Path(origin), file.part, place)
-                else:
-                    link_or_copy(origin, place, method)
-                # After it is in its place: a change while it was copied is found, too.
-                if tree.measure(place) != (file.size, file.digest):
-                    raise StageError(
-                        f"{splits.printable(file.path)} was changed after organize: run `dvc repro organize`"
-                    )
-    return f"organize: {summary.files} files laid out in {target}"
-
-
-def materialized_name(file: splits.RawFile) -> str:
-    """Where a file is in the directory of its split. The name of a part has the offset of its first byte."""
-    stem, suffix = os.path.splitext(file.path)
-    return f"{stem}.{file.part.start:012d}{suffix}" if file.part else file.path
-
-
-def link_or_copy(origin: str, place: Path, method: Literal["hardlink", "copy"]) -> None:
-    """Put a file at another place."""
-    if method == "copy":
-        shutil.copyfile(origin, place)
-        return
-    try:
-        os.link(origin, place)
-    except FileNotFoundError:  # the file is gone: copying would fail as well
-        raise
-    except OSError as error:
-        raise StageError(
-            f"{splits.printable(origin)} cannot be linked ({error.strerror}): use --materialize copy"
-        ) from None
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Memory holds a piece of a part, however long the part and its lines are.
 
 import codecs
 import hashlib
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -95,16 +94,6 @@ def name(file: RawFile, size: int) -> str:
     """By which a part is assigned to a split: it stays the same when the lines in it, or after it, change."""
     assert file.part
     return f"{file.path}\0{file.part.start // size}"  # NUL is in no path
-
-
-def copy(file: Path, part: Part, target: Path) -> None:
-    """Copy a part to a file of its own."""
-    with open(tree.open_regular(file), "rb") as source, target.open("wb") as copied:
-        source.seek(part.start)
-        left = math.inf if part.end is None else part.end - part.start
-        while left and (piece := source.read(int(min(_CHUNK, left)))):
-            copied.write(piece)
-            left -= len(piece)
 
 
 def _line_start(file: BinaryIO, place: int, limit: int | None = None) -> int:
