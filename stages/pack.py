@@ -352,7 +352,6 @@ def encode_missing(
         runtime,
         num_bytes=sum(split.shard.stat().st_size for split in splits),
         ahead=AHEAD,
-        initializer=encoding.use_one_thread,
     )
     # Generators: a split is joined and stored while workers encode the next ones, up to AHEAD batches.
     with (

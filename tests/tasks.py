@@ -9,16 +9,6 @@ from pathlib import Path
 from stages.artifacts.errors import StageError
 
 
-def prepare() -> None:
-    """Set a variable for `is_prepared`."""
-    os.environ["TEST_PREPARED"] = "yes"
-
-
-def is_prepared(_: int) -> bool:
-    """Whether `prepare` was called in this process."""
-    return "TEST_PREPARED" in os.environ
-
-
 def place(_: int) -> tuple[str, int, int]:
     """Where a task runs: the working directory, the process, and its parent."""
     return os.getcwd(), os.getpid(), os.getppid()

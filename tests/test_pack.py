@@ -676,17 +676,13 @@ def test_a_long_word_is_encoded_at_once_where_windows_cannot_be_joined() -> None
     assert documents[1][900:] == [1, 1, 1, 2]  # also for `</s>`, which is EOS
 
 
-@pytest.mark.parametrize(
-    ("fast_encoder", "setting", "is_one"),
-    [(False, "pass", False), (False, "use_one_thread()", True), (True, "pass", True)],
-)
-def test_a_worker_encodes_with_one_thread(fast_encoder: bool, setting: str, is_one: bool) -> None:
+@pytest.mark.parametrize("fast_encoder", [False, True])
+def test_a_worker_encodes_with_one_thread(fast_encoder: bool) -> None:
     make_model()
     script = f"""
 import psutil, pyarrow
-from stages.corpus.encoding import Encoder, use_one_thread
+from stages.corpus.encoding import Encoder
 from stages.pack import PackParams, find_tokenizer_spec
-{setting}
 spec = find_tokenizer_spec(PackParams(seq_length=4, validation_splits=0, fast_encoder={fast_encoder}))
 encoder, process = Encoder(spec), psutil.Process()
 before = process.num_threads()
@@ -696,15 +692,7 @@ print(process.num_threads() - before)
     environment = {**os.environ, "PYTHONPATH": str(REPO), "RAYON_NUM_THREADS": "3"}
     environment.pop("TOKENIZERS_PARALLELISM", None)
     output = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
-    assert (int(output) == 0) == is_one
-
-
-def test_the_stage_disables_the_threads_of_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    make_model()
-    make_corpus([["train " * 5], ["validation"]])
-    run()
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+    assert int(output) == 0
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.process import INTERRUPTS, raise_on_interrupt
 from stages.artifacts.reuse import Store
 from stages.corpus import arrow, cluster, workers
-from stages.corpus.workers import Runtime, no_initializer, ordered_map, threaded_map
+from stages.corpus.workers import Runtime, ordered_map, threaded_map
 from stages.extract import ExtractRuntime, extract
 from tests import tasks
 from tests.corpus import CORPUS, PARAMS, SPLITS, content_of, organize_raw, put, put_large_file, put_slow_files
@@ -118,17 +118,6 @@ def test_results_come_in_the_order_of_the_tasks(executor: str, capfd: pytest.Cap
     runtime = Runtime(num_workers=2, executor=executor)
     assert list(ordered_map(tasks.be_slow, range(5), runtime, ahead=1)) == [0, -1, -2, -3, -4]
     assert "task 3" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(("executor", "num_workers"), [("processes", 1), ("processes", 2), ("dask", 2)])
-def test_each_process_is_prepared_before_its_first_task(
-    executor: str, num_workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TEST_PREPARED", "")  # so that it is removed after the test
-    monkeypatch.delenv("TEST_PREPARED")
-    runtime = Runtime(num_workers=num_workers, executor=executor)
-    assert not any(ordered_map(tasks.is_prepared, range(3), runtime))
-    assert all(ordered_map(tasks.is_prepared, range(3), runtime, initializer=tasks.prepare))
 
 
 def test_only_the_requested_number_of_tasks_runs_at_a_time(tmp_path: Path, dask_cluster: DaskCluster) -> None:
@@ -390,7 +379,7 @@ def test_a_scheduler_that_cannot_be_reached_is_a_clear_error(
 ) -> None:
     monkeypatch.setattr(workers, "PATIENCE", 1)
     start = time.monotonic()
-    with pytest.raises(StageError, match=message), cluster.connect(abs, 1, scheduler, no_initializer):
+    with pytest.raises(StageError, match=message), cluster.connect(abs, 1, scheduler):
         pass
     assert time.monotonic() - start < 10
 

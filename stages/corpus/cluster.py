@@ -33,16 +33,13 @@ _SETTINGS: dict[str, list[str]] = {
 
 
 @contextmanager
-def connect(
-    function: Callable[[Any], Any], num_workers: int, scheduler: str | None, initializer: Callable[[], None]
-) -> Iterator[workers.Pool]:
+def connect(function: Callable[[Any], Any], num_workers: int, scheduler: str | None) -> Iterator[workers.Pool]:
     """Yield what computes `function`, a module's function, on a cluster.
 
     Args:
         function: What to compute.
         num_workers: Processes of a cluster on this machine.
         scheduler: Address of a scheduler, or the file that it writes; None: a cluster on this machine.
-        initializer: A module's function that is called before each task.
 
     Raises:
         StageError: Dask, the scheduler or its workers are missing or were lost, or a worker cannot run the project.
@@ -78,7 +75,7 @@ def connect(
         def submit(task: Any) -> "concurrent.futures.Future[Any]":
             # fifo_timeout: by default Dask only roughly keeps the order. A result that is late keeps all later ones in
             # memory.
-            return executor.submit(compute, pickle.dumps((function, initializer, task)), fifo_timeout=0)  # type: ignore[no-any-return]
+            return executor.submit(compute, pickle.dumps((function, task)), fifo_timeout=0)  # type: ignore[no-any-return]
 
         def count() -> int:
             try:
@@ -130,8 +127,7 @@ def compute(pickled: bytes, module: str, digest: str) -> Any:
         )
     # A stage runs as __main__, so the pickle may name its functions and classes as `__main__.x`.
     sys.modules["__main__"] = importlib.import_module(module)
-    function, initializer, task = pickle.loads(pickled)
-    initializer()
+    function, task = pickle.loads(pickled)
     return function(task)
 
 

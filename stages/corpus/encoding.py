@@ -75,15 +75,6 @@ class EncoderLimits(NamedTuple):
 DEFAULT_LIMITS = EncoderLimits()
 
 
-def use_one_thread() -> None:
-    """Keep the tokenizers of this process from starting a thread per core.
-
-    The stage has a process per core already, and `num_workers: 1` means one core. `tokenizers` has no argument for it
-    and reads this variable at each batch.
-    """
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
 class Piece(NamedTuple):
     """A part of the tokens of some documents, and counts of characters of these documents, each counted once."""
 
@@ -115,6 +106,8 @@ class Encoder:
         Raises:
             Differs: the fast one cannot be used.
         """
+        # Workers use all cores already, and `num_workers: 1` means one. `tokenizers` reads this at each batch.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._spec = spec
         self._limits = limits
         content, names = vocabulary.rename(spec.path, spec.special_tokens)

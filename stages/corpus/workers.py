@@ -34,10 +34,6 @@ PATIENCE = 60.0
 """Seconds to wait for the scheduler's file, the scheduler, or any worker: they may start together with the stage."""
 
 
-def no_initializer() -> None:
-    """Prepare nothing: the function needs no settings of its process."""
-
-
 @dataclass(frozen=True)
 class Runtime:
     """Where tasks are computed, which changes no result."""
@@ -70,7 +66,6 @@ def ordered_map(
     *,
     num_bytes: float = math.inf,
     ahead: int | None = None,
-    initializer: Callable[[], None] = no_initializer,
 ) -> Generator[Result, None, None]:
     """Yield `function(task)` for each task, in order.
 
@@ -81,7 +76,6 @@ def ordered_map(
         num_bytes: That all tasks read.
         ahead: Tasks per worker that are started before their results are asked for, which bounds the memory of results;
             None: all.
-        initializer: A module's function that each process calls before its first task.
 
     Raises:
         StageError: a worker was killed, or there is none.
@@ -91,11 +85,10 @@ def ordered_map(
     if runtime.executor == "dask" and tasks:
         from stages.corpus import cluster
 
-        start = cluster.connect(function, num_workers, runtime.dask_scheduler, initializer)
+        start = cluster.connect(function, num_workers, runtime.dask_scheduler)
     elif tasks and num_bytes >= runtime.min_bytes:
-        start = _processes(function, min(num_workers, len(tasks)), initializer)
+        start = _processes(function, min(num_workers, len(tasks)))
     else:
-        initializer()
         yield from map(function, tasks)
         return
     waiting = iter(tasks)
@@ -127,7 +120,7 @@ def threaded_map(function: Callable[[Task], Result], tasks: Sequence[Task]) -> G
 
 
 @contextmanager
-def _processes(function: Callable[[Any], Any], num_workers: int, initializer: Callable[[], None]) -> Iterator[Pool]:
+def _processes(function: Callable[[Any], Any], num_workers: int) -> Iterator[Pool]:
     """Processes that end with the block, however it ends: at once, not after the tasks that run.
 
     Not a ProcessPoolExecutor, whose processes share a pipe for results: if one is killed while it sends, the stage may
@@ -166,7 +159,7 @@ def _processes(function: Callable[[Any], Any], num_workers: int, initializer: Ca
             for _ in range(num_workers):
                 pipe, end = context.Pipe()
                 # A daemon: Python kills it at its end if this thread could not.
-                worker = context.Process(target=_serve, args=(end, function, initializer, os.getpid()), daemon=True)
+                worker = context.Process(target=_serve, args=(end, function, os.getpid()), daemon=True)
                 worker.start()
                 processes.append(worker)
                 idle.put(pipe)
@@ -196,12 +189,11 @@ def unreached_by_interrupts() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _serve(pipe: Connection, function: Callable[[Any], Any], initializer: Callable[[], None], parent: int) -> None:
+def _serve(pipe: Connection, function: Callable[[Any], Any], parent: int) -> None:
     """Compute the tasks of a pipe, in a process of its own."""
     # A killed parent cannot end its workers, which would finish their tasks, writing where the next run writes, and
     # then wait forever.
     process.die_with_parent(signal.SIGKILL, parent)
-    initializer()
     while True:
         task = pipe.recv()
         try:
