@@ -18,8 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-import zstandard
-
 from stages.corpus import tree
 from stages.corpus.limits import LIMITS, Limits
 from stages.corpus.splits import Part
@@ -39,7 +37,6 @@ _LAYOUTS = (
     ("UTF-32LE", (2, 3), (0,)),
     ("UTF-32BE", (0, 1), (3,)),
 )
-_LARGEST_WINDOW = 128 << 20  # bytes of memory: `zstd -d` without `--long` has the same limit
 _CHUNK = 1 << 20  # bytes that are read at once to verify the rest of a file
 _MORE = 1 << 12  # bytes by which a file may have grown while it is read
 
@@ -191,8 +188,10 @@ class Source:
             stored.verify(self._digest)
 
 
-class _Stored(io.RawIOBase):
-    """The stored bytes of a file, or of a part of one, which are hashed while they are read."""
+class _Stored:
+    """The stored bytes of a file, or of a part of one, which are hashed while they are read, and closed by `with`."""
+
+    closed = False
 
     def __init__(self, descriptor: int, part: Part | None) -> None:
         self.position = 0
@@ -204,12 +203,16 @@ class _Stored(io.RawIOBase):
         if start:
             os.lseek(descriptor, start, os.SEEK_SET)
 
-    def close(self) -> None:
-        if not self.closed:
-            os.close(self._file)
-        super().close()
+    def __enter__(self) -> "_Stored":
+        return self
 
-    def read(self, size: int, /) -> bytes:  # type: ignore[override]  # `all of it` is never asked for
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def close(self) -> None:
+        """Called when pyarrow has decompressed all that it was asked for: perhaps not all is verified yet."""
+
+    def read(self, size: int, /) -> bytes:
         """At most `size` bytes; none at the end.
 
         Raises:
@@ -334,43 +337,23 @@ def _decompressed(stored: _Stored, compression: str, size: int) -> Iterator[byte
     Raises:
         Rejected: it is damaged.
     """
+    import pyarrow as pa  # not above: `--help` needs nothing of it
+
+    content: Any = stored
+    if compression == ".gz":  # continues with the next member, and passes over zeros at the end, which pyarrow refuses
+        content = gzip.GzipFile(fileobj=stored, mode="rb")  # type: ignore[call-overload]
+    elif compression == ".zst":
+        content = pa.CompressedInputStream(pa.PythonFile(stored, "r"), "zstd")
     try:
-        if compression == ".zst":
-            yield from _zstandard(stored, size)
-        else:
-            # GzipFile continues with the next member, and raises EOFError if one is cut.
-            content = gzip.GzipFile(fileobj=stored, mode="rb") if compression == ".gz" else stored
-            while piece := content.read(size):
-                yield piece
+        while piece := content.read(size):
+            yield piece
         if compression and not stored.position:  # without even a header, which compressed emptiness has
             raise EOFError("the file is empty")
-    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+    except (EOFError, OSError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk: damage has no number
+            raise
         if "requires too much memory" in str(error):
             remedy = "recompress it: `zstd -dc --long=31 FILE | zstd -o NEW`"
-            detail = f"it was written by `zstd --long`, with more than {_LARGEST_WINDOW >> 20} MiB: {remedy}"
+            detail = f"it was written by `zstd --long`, with more than 128 MiB: {remedy}"
             raise Rejected("window too large", detail) from None
         raise Rejected("damaged compression", str(error)) from None
-
-
-def _zstandard(stored: _Stored, size: int) -> Iterator[bytes]:
-    # python-zstandard's own reader is not used: it takes the end of a truncated file for the end of the content.
-    frame = None
-    pieces: list[bytes] = []
-    num_bytes = 0
-    step = size // 1024 or 1  # few: one call decompresses all that it is given, up to 32 KiB for each byte
-    while block := stored.read(size):
-        for start in range(0, len(block), step):
-            rest = block[start : start + step]
-            while rest:
-                # Each frame needs a new object.
-                frame = frame or zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
-                pieces.append(frame.decompress(rest))
-                num_bytes += len(pieces[-1])
-                rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-                if num_bytes >= size:
-                    yield b"".join(pieces)
-                    pieces, num_bytes = [], 0
-    if frame:
-        raise EOFError("the file ends before its last frame does")
-    if num_bytes:
-        yield b"".join(pieces)
