@@ -30,7 +30,7 @@ _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-# The places of four bytes in a row where most are below 9, and where hardly any are.
+# Encodings in which, of four bytes in a row, most are below 9 at some places, and hardly any are at others.
 _LAYOUTS = (
     ("UTF-16LE", (1, 3), (0, 2)),
     ("UTF-16BE", (0, 2), (1, 3)),
@@ -121,16 +121,6 @@ class Source:
         """The content as UTF-8, without byte order mark, to be read in pieces."""
         return io.BytesIO(self.data) if self.data is not None else self._stream_large()
 
-    def text(self) -> str:
-        """The entire content.
-
-        Raises:
-            Rejected: it is too large to be held.
-        """
-        if self.data is None:
-            raise Rejected("file too large", f"{self.size} bytes; at most {self.limits.largest_held} are read at once")
-        return self.data.decode()
-
     def _stream_large(self) -> BinaryIO:
         stored = _Stored(_open(self._path), self._part)
         self._given.append(stored)
@@ -144,23 +134,29 @@ class Source:
 
     def _check(self, fallback: str | None) -> bytes | None:
         """Find the size and the encoding; return the content as it is stored, unless it is large."""
+        import numpy as np  # not above: `--help` needs nothing of it
+
         kept: list[bytes] | None = []
-        marked, trial, layout = None, _Trial("utf-8"), _Layout(self._part.start if self._part else 0)
+        marked, trial = None, _Trial("utf-8")
+        start = self._part.start if self._part else 0  # perhaps inside of a character
+        num_controls = np.zeros(4, np.int64)  # by their position modulo 4
         for piece in self._pieces():
             # A mark inside a file is a character like others. Parts, which are UTF-8, begin with no other mark.
-            if not self.size and (self._part is None or self._part.start == 0):
+            if not self.size and start == 0:
                 marked = next((name for mark, name in _BYTE_ORDER_MARKS if piece.startswith(mark)), None)
                 trial = _Trial(marked or "utf-8")
             trial.add(piece)
-            if not marked:
-                layout.add(piece)
+            controls = np.flatnonzero(np.frombuffer(piece, np.uint8) < 9)  # without tabs and line ends
+            if len(controls):
+                num_controls += np.bincount((start + self.size + controls) % 4, minlength=4)
             self.size += len(piece)
             if self.size > self.limits.largest_held:
                 kept = None
             if kept is not None:
                 kept.append(piece)
         trial.end()
-        if not marked and (guess := layout.encoding()):  # before `fallback`: single-byte encodings accept NULs, too
+        # Before `fallback`: single-byte encodings accept NULs, too.
+        if not marked and (guess := self._unmarked(num_controls.tolist())):
             remedy = f"convert it with `iconv -f {guess} -t UTF-8`"
             raise Rejected("unknown encoding", f"looks like {guess} without a byte order mark: {remedy}")
         objections = [trial.objection]
@@ -176,6 +172,19 @@ class Source:
             raise Rejected("unknown encoding", "; ".join(objections))
         self._encoding, self.utf8_size = trial.encoding, trial.utf8_size
         return None if kept is None else b"".join(kept)
+
+    def _unmarked(self, num_controls: list[int]) -> str | None:
+        """The encoding that is not UTF-8, although the content may be valid as such, by its control characters.
+
+        In UTF-16, the first or second byte of every letter of the Latin, Greek, Cyrillic, Hebrew and Arabic scripts is
+        below 9, as are NUL and seven control characters that occur in hardly any text.
+        """
+        for name, most, hardly_any in _LAYOUTS:
+            # Half of the bytes are at the places `most`. More than half of them, and few others.
+            inside, outside = (sum(num_controls[place] for place in places) for places in (most, hardly_any))
+            if inside > max(1, self.size / 4) and outside < self.size / 8:
+                return name
+        return None
 
     def _pieces(self) -> Iterator[bytes]:
         """The content as it is stored, in pieces. If it ends without an error, the file is unchanged and complete."""
@@ -275,40 +284,6 @@ class _Trial:
     def end(self) -> None:
         """All pieces were added: a character that is cut off at the end of the file is an error only here."""
         self.add(b"", is_last=True)
-
-
-class _Layout:
-    """How control characters are distributed over a file, which is given in pieces.
-
-    In UTF-16, the first or second byte of every letter of the Latin, Greek, Cyrillic, Hebrew and Arabic scripts is
-    below 9, as are NUL and seven control characters that occur in hardly any text. Such a file may be valid UTF-8.
-    """
-
-    def __init__(self, position: int) -> None:
-        self._start = self._position = position  # in the file: a part may begin inside a character
-        self._counts = [0, 0, 0, 0]  # of control characters, by position modulo 4
-
-    def add(self, piece: bytes) -> None:
-        """The next piece."""
-        import numpy as np  # not above: `--help` needs nothing of it
-
-        is_control = np.frombuffer(piece, np.uint8) < 9  # without tabs and line ends
-        if np.count_nonzero(is_control):  # `any` takes longer for small files
-            for place in range(4):
-                self._counts[(self._position + place) % 4] += np.count_nonzero(is_control[place::4])
-        self._position += len(piece)
-
-    def encoding(self) -> str | None:
-        """The encoding that has this layout, if there is one."""
-        size = self._position - self._start
-        if not any(self._counts):  # most files
-            return None
-        for name, most, hardly_any in _LAYOUTS:
-            # Half of the bytes are at the places `most`. More than half of them, and few others.
-            inside, outside = (sum(self._counts[place] for place in places) for places in (most, hardly_any))
-            if inside > max(1, size / 4) and outside < size / 8:
-                return name
-        return None
 
 
 class _Pieces(io.RawIOBase):
