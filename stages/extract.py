@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, Field
 from tqdm import tqdm
@@ -35,9 +35,6 @@ from stages.corpus.formats import suffixes
 from stages.corpus.formats.readers import READERS
 from stages.corpus.limits import LIMITS, Limits, naming_files
 from stages.corpus.source import Changed, Rejected, Source
-
-if TYPE_CHECKING:
-    from stages.corpus.arrow import Features
 
 CORPUS = Path("data/corpus")
 METRICS = Path("data/extract.json")
@@ -88,8 +85,6 @@ class ExtractParams:
     """The directory of raw files, relative to the root of the project, or absolute."""
     deduplicate_strings: bool
     """Of equal strings only the first is kept, in the order of the splits and their rows."""
-    keep_source: bool
-    """Keep for each string, in a second column `source`, its file and its place in the file."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +199,6 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     store = reuse.Store(reuse.root(), StoredSplit)
     # With the versions of packages, unlike run_id: another parser may read other text, and a split costs only minutes.
     code_digest = code.digest_with_packages("stages.extract")
-    features = arrow.TEXT_AND_SOURCE if params.keep_source else arrow.TEXT
     shard_names = [arrow.shard_name(index, len(parts)) for index in range(len(parts))]
     with publish.directory(CORPUS) as directory:
         tasks = [
@@ -232,11 +226,11 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         shards = [result.shard for result in results]
         if params.deduplicate_strings:
             targets = [directory / name for name in shard_names]
-            shards = deduplicate(tasks, shards, targets, features, runtime, counts)
+            shards = deduplicate(tasks, shards, targets, runtime, counts)
         rejected = join_parts(chain.from_iterable(result.rejected for result in results), limits.num_listed)
         counts["rejected_files"] = len({entry.path for entry in rejected})
         # Before the error, which refers the user to this file for all rejections.
-        dataset = Dataset(features, shards)
+        dataset = Dataset(arrow.TEXT, shards)
         metrics(params, counts, rejected, dataset.fingerprint).write(METRICS)
         if counts["rejected_files"] > params.max_rejected_files:
             raise StageError(too_many(counts["rejected_files"], rejected, params.max_rejected_files))
@@ -254,7 +248,6 @@ def deduplicate(
     tasks: Sequence[Task],
     shards: Sequence[Shard],
     targets: Sequence[Path],
-    features: "Features",
     runtime: ExtractRuntime,
     counts: Counter[str],
 ) -> list[Shard]:
@@ -269,8 +262,7 @@ def deduplicate(
     # In the stage, not by workers: what occurs first depends on all splits.
     flags = duplicates.find(digests, [shard.rows for shard in shards], num_at_once)
     filters = [
-        duplicates.Filter(source, target, features, flag)
-        for source, target, flag in zip(sources, targets, flags, strict=True)
+        duplicates.Filter(source, target, flag) for source, target, flag in zip(sources, targets, flags, strict=True)
     ]
     filtered = list(workers.ordered_map(duplicates.drop, filters, runtime, num_bytes=num_bytes))
     for path in chain(sources, *digests):  # `publish.directory` publishes whatever is in the directory
@@ -288,7 +280,7 @@ def key(manifest_digest: str, params: ExtractParams, limits: Limits, code_digest
     It leaves out where the raw files are, as the manifest has their digests, and how many may be rejected. Duplicate
     strings are dropped afterwards, as that depends on all splits.
     """
-    decisive = {name: getattr(params, name) for name in ("fallback_encoding", "keep_source", "min_chars")}
+    decisive = {name: getattr(params, name) for name in ("fallback_encoding", "min_chars")}
     return publish.sha256_json(["extract", manifest_digest, decisive, dataclasses.asdict(limits), code_digest])
 
 
@@ -339,12 +331,11 @@ def read_split(task: Task) -> SplitResult:
 
     json_values.fill_array_cache()  # before the first large array (see there)
     params = task.params
-    features = arrow.TEXT_AND_SOURCE if params.keep_source else arrow.TEXT
-    with naming_files(lambda: path), without_collector(), arrow.StreamWriter(task.shard, features) as stream:
-        writer = TextWriter(stream, params.min_chars, report, params.keep_source, task.limits)
+    with naming_files(lambda: path), without_collector(), arrow.StreamWriter(task.shard, arrow.TEXT) as stream:
+        writer = TextWriter(stream, params.min_chars, report, task.limits)
         for file in splits.read_manifest(task.manifest, task.digest):
             rejections = []
-            writer.path = path = splits.printable(file.path)
+            path = splits.printable(file.path)
             found = suffixes.find(file.path)
             assert found, "organize lists no other files"
             format, compression = found

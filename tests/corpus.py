@@ -26,7 +26,6 @@ PARAMS = ExtractParams(
     min_chars=1,
     raw_dir="data/raw",
     deduplicate_strings=False,
-    keep_source=False,
 )
 
 

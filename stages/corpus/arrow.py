@@ -32,8 +32,6 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # a message of length 0, w
 
 TEXT: Features = {"text": {"dtype": "string", "_type": "Value"}}
 """The features of a corpus."""
-TEXT_AND_SOURCE: Features = {**TEXT, "source": TEXT["text"]}
-"""The same with `keep_source`."""
 
 
 def token_features(seq_length: int) -> Features:
@@ -93,23 +91,22 @@ class StreamWriter:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def write(self, *columns: pa.Array) -> None:
+    def write(self, rows: pa.Array) -> None:
         """Append a record batch."""
-        self.rows += len(columns[0])
+        self.rows += len(rows)
         # `serialize` copies, so the caller may fill its buffer again.
-        self._append(pa.record_batch(list(columns), schema=self.schema).serialize())
+        self._append(pa.record_batch([rows], schema=self.schema).serialize())
 
-    def write_text(self, pieces: Iterable[bytes], size: int, *others: str) -> int:
-        """Append a record batch of one row, whose first string comes in pieces of UTF-8; return its characters.
+    def write_text(self, pieces: Iterable[bytes], size: int) -> int:
+        """Append a record batch of one string, which comes in pieces of UTF-8; return its characters.
 
         The bytes are those that `write` would append, but memory holds a piece.
 
         Args:
             pieces: Of the string.
             size: Of all pieces, in bytes; at least 1.
-            others: The strings of the other columns.
         """
-        before, after = self._message(size, *others)
+        before, after = self._message(size)
         self._append(before)
         num_characters = 0
         for piece in pieces:
@@ -119,11 +116,11 @@ class StreamWriter:
         self.rows += 1
         return num_characters
 
-    def _message(self, size: int, *others: str) -> tuple[bytes, bytes]:
-        """What precedes and what follows the first string in a record batch of one row."""
+    def _message(self, size: int) -> tuple[bytes, bytes]:
+        """What precedes and what follows the string in a record batch of one."""
         zeros = pa.py_buffer(mmap.mmap(-1, size))  # in place of the string: never read, so they need no memory
         text = pa.StringArray.from_buffers(1, pa.py_buffer(struct.pack("<ii", 0, size)), zeros)
-        batch = pa.record_batch([text, *([other] for other in others)], schema=self.schema)
+        batch = pa.record_batch([text], schema=self.schema)
         sink = _WithoutBuffer(zeros)
         with pa.ipc.new_stream(pa.PythonFile(sink, "w"), self.schema) as stream:
             stream.write_batch(batch)
@@ -235,7 +232,7 @@ def changed(path: Path) -> StageError:
 
 
 def read_text(path: Path, offset: int) -> Iterator[bytes]:
-    """The first string of a record batch of one row, in pieces.
+    """The string of a record batch of one row, in pieces.
 
     They are read, not mapped: what was touched of a mapped file stays in memory while it is mapped.
     """

@@ -40,8 +40,6 @@ class Filter(NamedTuple):
 
     source: Path
     target: Path
-    features: arrow.Features
-    """Of both."""
     is_first: NDArray[np.bool_]
     """Which rows stay: (rows,)."""
 
@@ -152,10 +150,10 @@ def _is_first(entries: NDArray[np.void]) -> NDArray[np.bool_]:
 
 def drop(task: Filter) -> Filtered:
     """Write the target of a filter."""
-    source, target, features, is_first = task
+    source, target, is_first = task
     row = characters = 0
     offsets = arrow.batch_offsets(source)
-    with naming_files(lambda: source), arrow.StreamWriter(target, features) as stream:
+    with naming_files(lambda: source), arrow.StreamWriter(target, arrow.TEXT) as stream:
         for offset, end in pairwise([*offsets, arrow.end_of_batches(source)]):
             batch = arrow.read_batch(source, offset)
             keep = pa.array(is_first[row : row + len(batch)])
@@ -169,5 +167,5 @@ def drop(task: Filter) -> Filtered:
             # The sum of nothing is null.
             characters += pc.sum(pc.utf8_length(batch["text"].filter(pc.invert(keep)))).as_py() or 0
             if kept := batch.filter(keep):  # a batch of no rows is not written
-                stream.write(*kept.columns)
+                stream.write(kept.column(0))
         return Filtered(stream.close(), row - stream.rows, characters)

@@ -26,8 +26,6 @@ class Limits:
     """Bytes of UTF-8 of a string in JSON or YAML, which is in memory several times while it is read."""
     longest_text: int = 2**31 - 1
     """Bytes of UTF-8 of a text file, which is never in memory: the offsets of Arrow's `string` have 32 bits."""
-    longest_place: int = 1 << 16
-    """Characters of the place of a string in its file, with `keep_source`: it is repeated for each string."""
     num_listed: int = 1000
     """Rejections of one file that are listed in data/extract.json. All are counted."""
 

@@ -2,8 +2,8 @@ r"""JSON: all string values at any depth, in the order of the file. Keys, number
 
 Two readers give the same strings. A document that msgspec finds valid is cut (`json_values.py`), which is fast. msgspec
 rejects lone surrogates, which RFC 8259 permits, and what occurs although the RFC forbids it (NaN, several documents in
-a row). For these, for files too large to be held, and where the place of each string is needed, there is `scan`: fifty
-times slower, but it reads in pieces and at any depth.
+a row). For these, and for files too large to be held, there is `scan`: fifty times slower, but it reads in pieces, at
+any depth.
 
 ijson would lose text. Its fast backend, yajl2_c, rejects documents with NaN, an integer above 64 bits or 1e999, reads
 "\ud800" as "?" without an error, and reports no position. Of a file of 200 MB it reads 80 MB/s and `scan` 15 MB/s, in
@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from stages.corpus.formats.sink import Place, Sink
+from stages.corpus.formats.sink import Sink
 from stages.corpus.limits import LIMITS, Limits
 from stages.corpus.source import Rejected, Source
 
@@ -50,7 +50,7 @@ class Stream(Protocol):
 
 def read(source: Source, sink: Sink) -> None:
     """Put the strings of a file into `sink`; the file may contain several documents in a row."""
-    if source.data is not None and not sink.keep_source and is_document(source.data, source.limits):
+    if source.data is not None and is_document(source.data, source.limits):
         sink.add_json(source.data)
     else:
         scan(source.stream(), sink, limits=source.limits)
@@ -79,7 +79,7 @@ def scan(stream: Stream, sink: Sink, line: int | None = None, limits: Limits = L
 
     Args:
         stream: UTF-8.
-        sink: Receives the strings, with their places if it keeps these.
+        sink: Receives the strings.
         line: Which line of a file this is: one record, even of several documents. None: an entire file, in which each
             document is a record.
         limits: Size of the pieces, and of the longest string.
@@ -89,33 +89,25 @@ def scan(stream: Stream, sink: Sink, line: int | None = None, limits: Limits = L
     """
     tokens, record = _Tokens(stream, limits), _Record(sink, limits)
     next_token, longest_string = tokens.next, limits.longest_string  # local names, as this runs for each token
-    where = Place(line or 1, limits) if sink.keep_source else None
     is_record = False  # whether the line has a document
     brackets = bytearray([_OUTSIDE])  # those that are open: a byte each, as a file may be nothing but brackets
-    deepest = limits.longest_place if where else limits.longest_string
     expected = _VALUE
     while True:
         is_key = expected in (_KEY, _KEY_OR_END)
-        is_needed = record.rejected is None and (where is not None or not is_key)
+        is_needed = record.rejected is None and not is_key
         kind, string = next_token(expected, longest_string if is_needed else 0)
         if not kind:  # the end, or an error: `check_end` finds out which
             break
-        if where and expected in (_VALUE, _VALUE_OR_END) and brackets[-1] == _LIST:
-            where.item()
         if kind == '"':
             if is_key:
-                if where and is_needed:
-                    where.key(" " * (limits.longest_place + 1) if string is None else string)  # the place is too long
                 expected = _COLON
                 continue
             if is_needed:
-                record.add(string, where, tokens)
+                record.add(string, tokens)
         elif kind in "[{":
             brackets.append(ord(kind))
-            if len(brackets) > deepest:
-                raise Rejected("nested too deep", f"{deepest} levels or more", f"line {tokens.line()}")
-            if where:
-                where.enter()
+            if len(brackets) > longest_string:
+                raise Rejected("nested too deep", f"{longest_string} levels or more", f"line {tokens.line()}")
             expected = _VALUE_OR_END if kind == "[" else _KEY_OR_END
             continue
         elif kind in ",:":
@@ -123,15 +115,11 @@ def scan(stream: Stream, sink: Sink, line: int | None = None, limits: Limits = L
             continue
         elif kind in "]}":
             brackets.pop()
-            if where:
-                where.leave()
         expected = _AFTER_VALUE[brackets[-1]]  # a value is complete
         if len(brackets) == 1:  # so is the document
             is_record = True
             if line is None:  # an error further on does not drop its strings
                 record.end()
-                if where:
-                    where.record += 1
     if record.rejected:
         raise record.rejected
     tokens.check_end(is_complete=len(brackets) == 1)
@@ -148,24 +136,18 @@ class _Record:
         self._sink, self._limits = sink, limits
         self._begin()
 
-    def add(self, string: str | None, where: Place | None, tokens: "_Tokens") -> None:
-        """The last one of `tokens` is a string, None if it is too long, and its place is `where`."""
+    def add(self, string: str | None, tokens: "_Tokens") -> None:
+        """The last one of `tokens` is a string, None if it is too long."""
         longest = self._limits.longest_string
         if string is None:
             detail = f"a string has more than {longest} bytes of UTF-8: split it"
             self.rejected = Rejected("string too long", detail, f"line {tokens.line()}")
-        elif where and where.is_too_long:
-            self.rejected = where.rejected(tokens.line())
         else:
-            place = str(where) if where else ""
-            size = len(string) + len(place)
-            if self._size + size > self._limits.chunk:
-                self._sink.add(self._strings, self._places)
+            if self._size + len(string) > self._limits.chunk:
+                self._sink.add(self._strings)
                 self._begin()
-            self._size += size
+            self._size += len(string)
             self._strings.append(string)
-            if where:
-                self._places.append(place)
 
     def end(self) -> None:
         """The record is complete, and the next one begins."""
@@ -173,14 +155,13 @@ class _Record:
             self._sink.reject(self.rejected)
             self.rejected = None
         else:
-            self._sink.add(self._strings, self._places)
+            self._sink.add(self._strings)
             self._sink.end()
         self._begin()
 
     def _begin(self) -> None:
         self._strings: list[str] = []
-        self._places: list[str] = []  # of these
-        self._size = 0  # characters of both
+        self._size = 0  # characters
 
 
 class _Tokens:

@@ -18,7 +18,7 @@ def read(source: Source, sink: Sink) -> None:
     # With a limit: a line may be longer than the memory.
     for number, begin in enumerate(iter(partial(stream.readline, limits.largest_held), b""), source.first_line):
         is_entire = begin.endswith(b"\n") or len(begin) < limits.largest_held
-        if is_entire and not sink.keep_source and json.is_document(begin, limits):
+        if is_entire and json.is_document(begin, limits):
             sink.add_json(begin)
             continue
         line = io.BytesIO(begin) if is_entire else _Line(begin, stream)

@@ -12,14 +12,13 @@ libyaml refuses is read as JSON if all of it is.
 
 import io
 import re
-from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import yaml
 from yaml._yaml import CParser
 
 from stages.corpus.formats import json
-from stages.corpus.formats.sink import Place, Sink
+from stages.corpus.formats.sink import Sink
 from stages.corpus.limits import Limits
 from stages.corpus.source import Rejected, Source
 
@@ -168,8 +167,6 @@ def _read(text: _Text, sink: Sink, limits: Limits) -> None:
     get_event, restore = CParser(text).get_event, text.restore
     strings: list[str] = []
     size = 0  # characters of these
-    places: list[str] = []  # of these
-    where = Place(1, limits) if sink.keep_source else None
     scalar = yaml.ScalarEvent  # a local name, as this runs for each scalar
     is_key: bool | None = None  # the next node, if the innermost open collection is a mapping
     outer: list[bool | None] = []  # the same of the collections around it
@@ -178,8 +175,6 @@ def _read(text: _Text, sink: Sink, limits: Limits) -> None:
         event: Any = get_event()
         text.mark = event.end_mark
         kind = type(event)
-        if where:
-            _follow(where, event, is_key, restore)
         if kind is scalar:
             if is_key:
                 is_key = False
@@ -189,14 +184,9 @@ def _read(text: _Text, sink: Sink, limits: Limits) -> None:
             if not key_depth and is_string(event):  # not inside of a key such as `? [a, b]`
                 strings.append(restore(event.value))
                 size += len(event.value)
-                if where:
-                    if where.is_too_long:
-                        raise where.rejected(event.start_mark.line + 1)
-                    places.append(str(where))
-                    size += len(places[-1])
                 if size > limits.chunk:  # a document may be the entire file
-                    sink.add(strings, places)
-                    strings, places, size = [], [], 0
+                    sink.add(strings)
+                    strings, size = [], 0
         elif kind is yaml.MappingStartEvent or kind is yaml.SequenceStartEvent:
             outer.append(None if is_key is None else not is_key)
             if is_key and not key_depth:
@@ -213,8 +203,8 @@ def _read(text: _Text, sink: Sink, limits: Limits) -> None:
             if is_key is not None:
                 is_key = not is_key
         elif kind is yaml.DocumentEndEvent:
-            sink.add(strings, places)
-            strings, places, size = [], [], 0
+            sink.add(strings)
+            strings, size = [], 0
             sink.end()
             text.num_records += 1
         elif kind is yaml.DocumentStartEvent:
@@ -224,20 +214,3 @@ def _read(text: _Text, sink: Sink, limits: Limits) -> None:
                 )
         elif kind is yaml.StreamEndEvent:
             return
-
-
-def _follow(where: Place, event: Any, is_key: bool | None, restore: Callable[[str], str]) -> None:
-    """Move `where` to the node that an event begins. A key that is not a scalar is `?`, or `*` and its anchor."""
-    if isinstance(event, yaml.NodeEvent):
-        if is_key is None:
-            where.item()
-        elif is_key:
-            is_alias = isinstance(event, yaml.AliasEvent)
-            key = event.value if isinstance(event, yaml.ScalarEvent) else f"*{event.anchor}" if is_alias else "?"
-            where.key(restore(key))
-        if isinstance(event, yaml.CollectionStartEvent):
-            where.enter()
-    elif isinstance(event, yaml.CollectionEndEvent):
-        where.leave()
-    elif isinstance(event, yaml.DocumentEndEvent):
-        where.record += 1
