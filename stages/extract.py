@@ -33,7 +33,7 @@ from stages.artifacts.record import Record
 from stages.corpus import splits, workers
 from stages.corpus.formats import suffixes
 from stages.corpus.formats.readers import READERS
-from stages.corpus.limits import LIMITS, Limits, naming_files
+from stages.corpus.limits import LIMITS, Limits
 from stages.corpus.source import Changed, Rejected, Source
 
 CORPUS = Path("data/corpus")
@@ -331,7 +331,7 @@ def read_split(task: Task) -> SplitResult:
 
     json_values.fill_array_cache()  # before the first large array (see there)
     params = task.params
-    with naming_files(lambda: path), without_collector(), arrow.StreamWriter(task.shard, arrow.TEXT) as stream:
+    with without_collector(), arrow.StreamWriter(task.shard, arrow.TEXT) as stream:
         writer = TextWriter(stream, params.min_chars, report, task.limits)
         for file in splits.read_manifest(task.manifest, task.digest):
             rejections = []

@@ -630,18 +630,6 @@ def test_texts_in_pieces_have_the_bytes_that_arrow_writes(empty_project: Path) -
         assert [path.read_bytes() for path in paths] == [paths[0].read_bytes()] * 3
 
 
-def test_memory_that_runs_out_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    put({"a.txt": "a", "b.json": '["b"]'})
-
-    def read(source: source.Source, sink: TextWriter) -> None:
-        raise MemoryError
-
-    monkeypatch.setitem(readers.READERS, "json", read)
-    with pytest.raises(StageError, match=r"memory ran out at b.json.*runtime.num_workers"):
-        run()
-    assert not CORPUS.exists()
-
-
 def test_trap_13_large_content_is_not_in_memory() -> None:
     put({"a.txt": "0123456789", "b.txt": "0123456789!"})
     limits = Limits(largest_held=10, longest_string=10)

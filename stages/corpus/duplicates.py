@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from stages.artifacts.dataset import Shard
 from stages.corpus import arrow
-from stages.corpus.limits import naming_files
 
 # 24 bytes. Little-endian, since on a cluster one machine may read what another one wrote.
 _ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("row", "<u8")])
@@ -58,11 +57,6 @@ def write_digests(split: Split) -> list[Path]:
 
     Those of a part are sorted, each is there once, with its first row in the shard.
     """
-    with naming_files(lambda: split.shard):
-        return _write_digests(split)
-
-
-def _write_digests(split: Split) -> list[Path]:
     targets: list[Path] = []
     row = 0
     for digests in _digests(split.shard, split.num_at_once):
@@ -153,7 +147,7 @@ def drop(task: Filter) -> Filtered:
     source, target, is_first = task
     row = characters = 0
     offsets = arrow.batch_offsets(source)
-    with naming_files(lambda: source), arrow.StreamWriter(target, arrow.TEXT) as stream:
+    with arrow.StreamWriter(target, arrow.TEXT) as stream:
         for offset, end in pairwise([*offsets, arrow.end_of_batches(source)]):
             batch = arrow.read_batch(source, offset)
             keep = pa.array(is_first[row : row + len(batch)])

@@ -1,10 +1,6 @@
 """Sizes that bound the memory of `extract`. They are passed as an argument, so that a test can set small ones."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-
-from stages.artifacts.errors import StageError
 
 
 @dataclass(frozen=True)
@@ -32,19 +28,3 @@ class Limits:
 
 LIMITS = Limits()
 """Those of the stage."""
-
-
-@contextmanager
-def naming_files(path: Callable[[], object]) -> Iterator[None]:
-    """Turn a `MemoryError` into an error that names the file that is read, which `path` returns.
-
-    Raises:
-        StageError: there was no more memory, although the limits bound it: the system gives less.
-    """
-    try:
-        yield
-    except MemoryError:
-        raise StageError(
-            f"memory ran out at {path()}; nothing was published: lower runtime.num_workers, or raise the limit of "
-            "memory (ulimit -v, or that of the job); each worker needs up to 1 GiB"
-        ) from None
