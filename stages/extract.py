@@ -141,16 +141,6 @@ class Metrics(Record):
     origin: Origin
 
 
-@dataclass(frozen=True)
-class StoredSplit:
-    """What the store keeps beside the shard of a split."""
-
-    rows: int
-    sha256: str
-    counts: dict[str, int]
-    rejected: list[RejectedFile]
-
-
 class Task(NamedTuple):
     """One split."""
 
@@ -163,12 +153,13 @@ class Task(NamedTuple):
     """The Arrow file to write."""
     params: ExtractParams
     limits: Limits
-    store: reuse.Store[StoredSplit]
+    store: "reuse.Store[SplitResult]"
     key: str
     """Of the split's result in the store."""
 
 
-class SplitResult(NamedTuple):
+@dataclass(frozen=True)
+class SplitResult:
     """The shard of a split, and what was counted."""
 
     shard: Shard
@@ -176,8 +167,8 @@ class SplitResult(NamedTuple):
     """`rejected` and a reason, for each reason; otherwise named as in `Metrics`."""
     rejected: list[RejectedFile]
     changed: list[str]
-    """Files that are not those that were organized. If there are any, the result is not used."""
-    is_reused: bool
+    """Files that are not those that were organized. If there are any, the result is not used, and not stored."""
+    is_reused: bool = False
 
 
 def main() -> None:
@@ -196,7 +187,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     from stages.corpus import arrow
 
     parts = splits.read_summary(splits.SPLITS).splits
-    store = reuse.Store(reuse.root(), StoredSplit)
+    store = reuse.Store(reuse.root(), SplitResult)
     # With the versions of packages, unlike run_id: another parser may read other text, and a split costs only minutes.
     code_digest = code.digest_with_packages("stages.extract")
     shard_names = [arrow.shard_name(index, len(parts)) for index in range(len(parts))]
@@ -303,13 +294,11 @@ def run(tasks: Sequence[Task], runtime: workers.Runtime) -> list[SplitResult]:
 def extract_split(task: Task) -> SplitResult:
     """Write the shard of one split, or fetch it from the store."""
     if found := task.store.fetch(task.key, task.shard):
-        shard = Shard(task.shard.name, found.rows, found.sha256)
-        return SplitResult(shard, Counter(found.counts), found.rejected, [], is_reused=True)
+        shard = found.shard._replace(filename=task.shard.name)
+        return dataclasses.replace(found, shard=shard, is_reused=True)
     result = read_split(task)
     if not result.changed:  # the key has the digests of the files as organized, and these are others
-        _, rows, sha256 = result.shard
-        stored = StoredSplit(rows=rows, sha256=sha256, counts=result.counts, rejected=result.rejected)
-        task.store.put(task.key, task.shard, sha256, stored)
+        task.store.put(task.key, task.shard, result.shard.sha256, result)
     return result
 
 
@@ -355,7 +344,7 @@ def read_split(task: Task) -> SplitResult:
         shard = writer.close()
     # |= keeps the larger of two counts, and these names have none yet.
     counts |= Counter(records=writer.records, strings=shard.rows, characters=writer.characters)
-    return SplitResult(shard, counts, rejected, changed, is_reused=False)
+    return SplitResult(shard, counts, rejected, changed)
 
 
 @contextmanager
