@@ -87,23 +87,32 @@ def scan(stream: Stream, sink: Sink, line: int | None = None, limits: Limits = L
     Raises:
         Rejected: what follows the last complete document is not JSON; or the line cannot be read.
     """
-    tokens, record = _Tokens(stream, limits), _Record(sink, limits)
+    tokens = _Tokens(stream, limits)
     next_token, longest_string = tokens.next, limits.longest_string  # local names, as this runs for each token
+    strings: list[str] = []  # of the record, not yet in the sink
+    size = 0  # characters of these
+    rejected: Rejected | None = None  # why nothing is kept of the record, whose end is still to be found
     is_record = False  # whether the line has a document
     brackets = bytearray([_OUTSIDE])  # those that are open: a byte each, as a file may be nothing but brackets
     expected = _VALUE
     while True:
         is_key = expected in (_KEY, _KEY_OR_END)
-        is_needed = record.rejected is None and not is_key
-        kind, string = next_token(expected, longest_string if is_needed else 0)
+        kind, string = next_token(expected, 0 if is_key or rejected else longest_string)
         if not kind:  # the end, or an error: `check_end` finds out which
             break
         if kind == '"':
             if is_key:
                 expected = _COLON
                 continue
-            if is_needed:
-                record.add(string, tokens)
+            if string is not None:
+                if size + len(string) > limits.chunk:  # a record of any size needs the memory of a piece
+                    sink.add(strings)
+                    strings, size = [], 0
+                strings.append(string)
+                size += len(string)
+            elif not rejected:
+                detail = f"a string has more than {longest_string} bytes of UTF-8: split it"
+                rejected = Rejected("string too long", detail, f"line {tokens.line()}")
         elif kind in "[{":
             brackets.append(ord(kind))
             if len(brackets) > longest_string:
@@ -119,49 +128,18 @@ def scan(stream: Stream, sink: Sink, line: int | None = None, limits: Limits = L
         if len(brackets) == 1:  # so is the document
             is_record = True
             if line is None:  # an error further on does not drop its strings
-                record.end()
-    if record.rejected:
-        raise record.rejected
+                if rejected:
+                    sink.reject(rejected)
+                else:
+                    sink.add(strings)
+                    sink.end()
+                strings, size, rejected = [], 0, None
+    if rejected:
+        raise rejected
     tokens.check_end(is_complete=len(brackets) == 1)
     if line is not None and is_record:
-        record.end()
-
-
-class _Record:
-    """The strings of a record, which are handed to a sink in pieces: a document of any size needs the memory of one."""
-
-    def __init__(self, sink: Sink, limits: Limits) -> None:
-        self.rejected: Rejected | None = None
-        """Why nothing is kept of the record, whose end is still to be found."""
-        self._sink, self._limits = sink, limits
-        self._begin()
-
-    def add(self, string: str | None, tokens: "_Tokens") -> None:
-        """The last one of `tokens` is a string, None if it is too long."""
-        longest = self._limits.longest_string
-        if string is None:
-            detail = f"a string has more than {longest} bytes of UTF-8: split it"
-            self.rejected = Rejected("string too long", detail, f"line {tokens.line()}")
-        else:
-            if self._size + len(string) > self._limits.chunk:
-                self._sink.add(self._strings)
-                self._begin()
-            self._size += len(string)
-            self._strings.append(string)
-
-    def end(self) -> None:
-        """The record is complete, and the next one begins."""
-        if self.rejected:
-            self._sink.reject(self.rejected)
-            self.rejected = None
-        else:
-            self._sink.add(self._strings)
-            self._sink.end()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._strings: list[str] = []
-        self._size = 0  # characters
+        sink.add(strings)
+        sink.end()
 
 
 class _Tokens:
