@@ -57,18 +57,15 @@ def _encoding(name: str | None) -> str | None:
         return None
     try:
         "".encode(name)  # a LookupError for codecs such as `base64`, which codecs.lookup alone would accept
-        num_chars = len(_ESCAPES.decode(name, "replace"))
-    except UnicodeError:
-        num_chars = 0
+        # UTF-16, UTF-7, punycode, ...: what a byte means there depends on those before it.
+        if len(_ESCAPES.decode(name, "replace")) == len(_ESCAPES):
+            return codecs.lookup(name).name  # one name for all spellings, as it is part of the key in the store
     except (LookupError, ValueError):
-        raise ValueError("must be an encoding that Python knows, such as cp1252, or null") from None
-    # UTF-16, UTF-7, punycode, ...: what a byte means there depends on those before it.
-    if num_chars != len(_ESCAPES):
-        raise ValueError(
-            "must be null, or an encoding with one byte for each ASCII character, such as cp1252 or shift_jis: convert "
-            "files in other encodings with `iconv -t UTF-8`"
-        )
-    return codecs.lookup(name).name  # one name for all spellings, as it is part of the key in the store
+        pass
+    raise ValueError(
+        "must be null, or an encoding that Python knows with one byte for each ASCII character, such as cp1252 or "
+        "shift_jis: convert files in other encodings with `iconv -t UTF-8`"
+    )
 
 
 @dataclass(frozen=True)
