@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import distributed
 import numpy as np
 import psutil
 import pyarrow as pa
@@ -226,10 +227,11 @@ def test_trap_22_the_number_of_workers_and_the_executor_change_no_byte() -> None
     make_model()
     make_corpus([[f"document {split} {index} " * 9 for index in range(3)] for split in range(2)], batch_size=1)
     results = []
-    for num_workers, executor in ((1, "processes"), (3, "processes"), (2, "dask")):
-        runtime = with_processes(PackRuntime(num_workers=num_workers, reuse_gib=0, executor=executor))
-        pack(PackParams(seq_length=4, validation_splits=1), runtime)
-        results.append(content())
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster:
+        for num_workers, scheduler in ((1, None), (3, None), (None, cluster.scheduler_address)):
+            runtime = with_processes(PackRuntime(num_workers=num_workers, reuse_gib=0, dask_scheduler=scheduler))
+            pack(PackParams(seq_length=4, validation_splits=1), runtime)
+            results.append(content())
     assert results[0] == results[1] == results[2]
 
 

@@ -20,7 +20,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -41,10 +41,8 @@ class Runtime:
     num_workers: Annotated[int, Field(ge=1)] | None
     """Processes on this machine; None: one per core."""
     _: KW_ONLY
-    executor: Literal["processes", "dask"] = "processes"
-    """Processes on this machine, or a Dask cluster."""
     dask_scheduler: Annotated[str, Field(pattern=r"^\w+://[^/]+:\d+$|\.json$")] | None = None
-    """The cluster's address, or the file that its scheduler writes; None: one of `num_workers` on this machine."""
+    """Address of the scheduler of a Dask cluster that is used instead, or the file that it writes."""
 
     min_bytes: ClassVar[float] = 8 << 20
     """Less data is worked on without starting processes. One costs 0.45 s, most of it for imports, and 8 MiB of YAML
@@ -72,7 +70,7 @@ def ordered_map(
     Args:
         function: A module's function, so that it can be pickled by name.
         tasks: Pickled, as the results are.
-        runtime: Where they are computed; `processes` means this process if `num_bytes` are less than `min_bytes`.
+        runtime: Where they are computed; without Dask, in this process if `num_bytes` are less than `min_bytes`.
         num_bytes: That all tasks read.
         ahead: Tasks per worker that are started before their results are asked for, which bounds the memory of results;
             None: all.
@@ -82,10 +80,10 @@ def ordered_map(
     """
     num_workers = runtime.num_workers or _num_cores()
     start: AbstractContextManager[Pool]
-    if runtime.executor == "dask" and tasks:
+    if runtime.dask_scheduler and tasks:
         from stages.corpus import cluster
 
-        start = cluster.connect(function, num_workers, runtime.dask_scheduler)
+        start = cluster.connect(function, runtime.dask_scheduler)
     elif tasks and num_bytes >= runtime.min_bytes:
         start = _processes(function, min(num_workers, len(tasks)))
     else:
