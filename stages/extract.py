@@ -32,9 +32,7 @@ from stages.artifacts.params_file import load_params
 from stages.artifacts.record import Record
 from stages.corpus import splits, workers
 from stages.corpus.formats import suffixes
-from stages.corpus.formats.readers import READERS
 from stages.corpus.limits import LIMITS, Limits
-from stages.corpus.source import Changed, Rejected, Source
 
 CORPUS = Path("data/corpus")
 METRICS = Path("data/extract.json")
@@ -302,6 +300,8 @@ def extract_split(task: Task) -> SplitResult:
 def read_split(task: Task) -> SplitResult:
     """Write the shard of one split from its raw files."""
     from stages.corpus import arrow, json_values
+    from stages.corpus.formats.readers import READERS
+    from stages.corpus.source import Changed, Rejected, Source
     from stages.corpus.writer import TextWriter
 
     counts: Counter[str] = Counter()

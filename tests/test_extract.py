@@ -38,7 +38,7 @@ from stages.artifacts.params_file import load_params
 from stages.artifacts.publish import sha256_file
 from stages.corpus import arrow, json_values, source, writer
 from stages.corpus.formats import json as json_format
-from stages.corpus.formats import jsonl, readers, sink, suffixes
+from stages.corpus.formats import jsonl, readers, suffixes
 from stages.corpus.formats import yaml as yaml_format
 from stages.corpus.limits import LIMITS, Limits
 from stages.corpus.source import Rejected
@@ -133,7 +133,7 @@ class ListSink:
 def scanned(text: str | bytes, chunk: int = LIMITS.chunk) -> list[list[str]]:
     sink = ListSink()
     stream = io.BytesIO(text.encode() if isinstance(text, str) else text)
-    json_format.scan(stream, sink, limits=Limits(chunk=chunk))
+    json_format.scan(stream.read, sink, limits=Limits(chunk=chunk))
     return sink.documents
 
 
@@ -514,7 +514,7 @@ def test_trap_13_a_stream_has_one_piece_in_memory() -> None:
             self.most = max(self.most, sum(map(len, strings)))
 
     sink, pieces = Counter(), Pieces(300_000)
-    json_format.scan(pieces, sink)
+    json_format.scan(pieces.read, sink)
     assert sink.strings == 300_000
     assert sink.most <= pieces.most == LIMITS.chunk
 
@@ -1371,7 +1371,7 @@ def test_each_format_that_organize_lists_has_a_reader() -> None:
 
 def test_the_example_format_in_the_docs_works(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (REPO / "docs/data.md").read_text(encoding="utf-8")
-    scope: dict[str, Any] = {"Source": source.Source, "Sink": sink.Sink, "Rejected": Rejected}
+    scope: dict[str, Any] = {"Source": source.Source, "TextWriter": TextWriter, "Rejected": Rejected}
     exec(text.split("```python\n")[1].split("```")[0], scope)
     monkeypatch.setitem(suffixes.FORMATS, ".talk", "talk")
     monkeypatch.setitem(readers.READERS, "talk", scope["read"])

@@ -18,6 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+import numpy as np
+import pyarrow as pa
+
 from stages.corpus import tree
 from stages.corpus.limits import LIMITS, Limits
 from stages.corpus.splits import Part
@@ -134,8 +137,6 @@ class Source:
 
     def _check(self, fallback: str | None) -> bytes | None:
         """Find the size and the encoding; return the content as it is stored, unless it is large."""
-        import numpy as np  # not above: `--help` needs nothing of it
-
         kept: list[bytes] | None = []
         marked, trial = None, _Trial("utf-8")
         start = self._part.start if self._part else 0  # perhaps inside of a character
@@ -312,8 +313,6 @@ def _decompressed(stored: _Stored, compression: str, size: int) -> Iterator[byte
     Raises:
         Rejected: it is damaged.
     """
-    import pyarrow as pa  # not above: `--help` needs nothing of it
-
     content: Any = stored
     if compression == ".gz":  # continues with the next member, and passes over zeros at the end, which pyarrow refuses
         content = gzip.GzipFile(fileobj=stored, mode="rb")  # type: ignore[call-overload]

@@ -21,7 +21,7 @@ _AT_ONCE = 1000  # strings that are Python objects, which need up to 80 bytes ea
 
 
 class TextWriter:
-    """The `Sink` of the formats: a row a string. A rejected record leaves no row, not even a long one.
+    """Where the formats put strings, record by record: a row a string. A rejected record leaves no row.
 
     Strings of several records make one record batch of `limits.batch` characters. A record that is longer than that
     is written while it is read, so that memory holds a batch of it; if it is rejected, the stream is cut back.
@@ -49,7 +49,7 @@ class TextWriter:
         self._start: Mark | None = None  # in the stream, if parts of it are there
 
     def add(self, strings: list[str]) -> None:
-        """Add strings of the current record, in order.
+        """Add strings of the current record, in order; a record may need several calls.
 
         Raises:
             Rejected: one is too long.

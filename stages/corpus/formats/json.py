@@ -13,13 +13,14 @@ ijson would lose text. Its fast backend, yajl2_c, rejects documents with NaN, an
 import codecs
 import json
 import re
-from typing import Protocol
+from collections.abc import Callable
 
 import msgspec
 
-from stages.corpus.formats.sink import Sink
+from stages.corpus import json_values
 from stages.corpus.limits import LIMITS, Limits
 from stages.corpus.source import Rejected, Source
+from stages.corpus.writer import TextWriter
 
 # Unrolled: runs of ordinary characters between escapes, so that no string makes the regular expression backtrack.
 _CONTENT = r'[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*)*'  # of a string
@@ -41,19 +42,12 @@ _OUTSIDE, _LIST, _MAP = b" [{"
 _AFTER_VALUE = {_OUTSIDE: _VALUE, _LIST: ",]", _MAP: ",}"}  # by the innermost open bracket; after a document: another
 
 
-class Stream(Protocol):
-    """What `scan` reads."""
-
-    def read(self, size: int, /) -> bytes:
-        """The next bytes; fewer than `size`, perhaps, but none at the end only."""
-
-
-def read(source: Source, sink: Sink) -> None:
+def read(source: Source, sink: TextWriter) -> None:
     """Put the strings of a file into `sink`; the file may contain several documents in a row."""
     if source.data is not None and is_document(source.data, source.limits):
         sink.add_json(source.data)
     else:
-        scan(source.stream(), sink, limits=source.limits)
+        scan(source.stream().read, sink, limits=source.limits)
 
 
 def is_document(data: bytes, limits: Limits = LIMITS) -> bool:
@@ -69,16 +63,14 @@ def is_document(data: bytes, limits: Limits = LIMITS) -> bool:
         return False
     if len(data) <= limits.longest_string:
         return True
-    from stages.corpus import json_values  # here, as it imports pyarrow, which `--help` must not wait for
-
     return not json_values.has_longer(data, limits.longest_string, limits.chunk)
 
 
-def scan(stream: Stream, sink: Sink, line: int | None = None, limits: Limits = LIMITS) -> None:
+def scan(read: Callable[[int], bytes], sink: TextWriter, line: int | None = None, limits: Limits = LIMITS) -> None:
     """Put the strings of documents in a row into `sink`, with memory for one piece of the file and its longest string.
 
     Args:
-        stream: UTF-8.
+        read: Gives the next bytes of UTF-8: at most so many, and none at the end only.
         sink: Receives the strings.
         line: Which line of a file this is: one record, even of several documents. None: an entire file, in which each
             document is a record.
@@ -87,7 +79,7 @@ def scan(stream: Stream, sink: Sink, line: int | None = None, limits: Limits = L
     Raises:
         Rejected: what follows the last complete document is not JSON; or the line cannot be read.
     """
-    tokens = _Tokens(stream, limits)
+    tokens = _Tokens(read, limits)
     next_token, longest_string = tokens.next, limits.longest_string  # local names, as this runs for each token
     strings: list[str] = []  # of the record, not yet in the sink
     size = 0  # characters of these
@@ -145,8 +137,8 @@ def scan(stream: Stream, sink: Sink, line: int | None = None, limits: Limits = L
 class _Tokens:
     """The tokens of a text, of which a piece is in memory."""
 
-    def __init__(self, stream: Stream, limits: Limits) -> None:
-        self._stream, self._limits = stream, limits
+    def __init__(self, read: Callable[[int], bytes], limits: Limits) -> None:
+        self._read, self._limits = read, limits
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._is_last = False  # the piece
         self._text = ""
@@ -209,7 +201,7 @@ class _Tokens:
         rest = self._text[place:]  # a token that is cut
         self._characters_before = self._column(place)
         self._lines_before += self._text.count("\n", 0, place)
-        piece = self._stream.read(max(self._limits.chunk, len(rest)))  # at least doubled: each byte is moved twice
+        piece = self._read(max(self._limits.chunk, len(rest)))  # at least doubled: each byte is moved twice
         self._is_last = not piece
         self._text, self._place = rest + self._decoder.decode(piece, self._is_last), 0
         self._certain = len(self._text) + (1 if self._is_last else -_LONGEST_CUT)

@@ -8,11 +8,11 @@ from functools import partial
 from typing import BinaryIO
 
 from stages.corpus.formats import json
-from stages.corpus.formats.sink import Sink
 from stages.corpus.source import Rejected, Source
+from stages.corpus.writer import TextWriter
 
 
-def read(source: Source, sink: Sink) -> None:
+def read(source: Source, sink: TextWriter) -> None:
     """Put the strings of each line into `sink`."""
     stream, limits = source.stream(), source.limits
     # With a limit: a line may be longer than the memory.
@@ -24,7 +24,7 @@ def read(source: Source, sink: Sink) -> None:
         line = io.BytesIO(begin) if is_entire else _Line(begin, stream)
         try:
             # Also for lines that are not valid: the scanner finds out why, and may still accept NaN.
-            json.scan(line, sink, number, limits)
+            json.scan(line.read, sink, number, limits)
         except Rejected as rejected:
             sink.reject(Rejected(rejected.reason, rejected.detail, f"line {number}"))
             while line.read(limits.chunk):  # up to its end, where the next record begins

@@ -18,9 +18,9 @@ import yaml
 from yaml._yaml import CParser
 
 from stages.corpus.formats import json
-from stages.corpus.formats.sink import Sink
 from stages.corpus.limits import Limits
 from stages.corpus.source import Rejected, Source
+from stages.corpus.writer import TextWriter
 
 _NOT_STRING = re.compile(
     r"""null | Null | NULL | ~ |
@@ -63,7 +63,7 @@ def is_string(event: yaml.ScalarEvent) -> bool:
     return value != "" and not (value[0] in _FIRST_CHARACTERS and _NOT_STRING.fullmatch(value))
 
 
-def read(source: Source, sink: Sink) -> None:
+def read(source: Source, sink: TextWriter) -> None:
     """Put the strings of each document of a file into `sink`.
 
     Raises:
@@ -88,11 +88,11 @@ def read(source: Source, sink: Sink) -> None:
         raise Rejected("invalid YAML", *refused)
 
 
-def _is_json(source: Source, sink: Sink) -> bool:
+def _is_json(source: Source, sink: TextWriter) -> bool:
     """Whether all of a file is JSON; if so, its strings are a record of `sink`."""
     sink.drop()  # what libyaml has read
     try:
-        json.scan(source.stream(), sink, 1, source.limits)  # one record: none is kept if an error follows
+        json.scan(source.stream().read, sink, 1, source.limits)  # one record: none is kept if an error follows
     except Rejected:
         return False
     return True
@@ -162,7 +162,7 @@ class _Text:
             raise Rejected("invalid YAML", f"more than {_MOST_DIRECTIVES} %TAG directives")
 
 
-def _read(text: _Text, sink: Sink, limits: Limits) -> None:
+def _read(text: _Text, sink: TextWriter, limits: Limits) -> None:
     """Put the strings into `sink`, at most `limits.chunk` characters at once unless a string is longer."""
     get_event, restore = CParser(text).get_event, text.restore
     strings: list[str] = []
