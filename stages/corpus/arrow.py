@@ -59,6 +59,17 @@ def from_numpy(array: NDArray[Any]) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(array.dtype), len(array), [None, pa.py_buffer(array)])
 
 
+def slices(rows: pa.Array, lengths: pa.Array, size: int) -> Iterator[pa.Array]:
+    """Consecutive rows whose lengths are at most `size` together, or a single longer one."""
+    ends = np.cumsum(np.from_dlpack(lengths), dtype=np.int64)  # `to_numpy` would import pandas
+    first = 0
+    while first < len(ends):
+        limit = size + (ends[first - 1] if first else 0)
+        last = max(int(np.searchsorted(ends, limit, "right")), first + 1)
+        yield rows[first:last]
+        first = last
+
+
 class Mark(NamedTuple):
     """A place in a stream, to which it can be cut back."""
 

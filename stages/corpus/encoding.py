@@ -151,7 +151,7 @@ class Encoder:
             StageError: the tokenizer gives ids that the model does not know, or cannot encode a document.
             Differs: the fast tokenizer gives other tokens than the model's own.
         """
-        for batch in self._batches(documents):
+        for batch in arrow.slices(documents, pc.binary_length(documents), self._limits.batch):
             try:
                 yield from self._encode(batch)
             except Failed as error:
@@ -168,17 +168,6 @@ class Encoder:
                     f"{self._spec.path} cannot encode the document that begins with {beginning!r}: {error}. "
                     "Remove or change it in raw_dir, or give the model another tokenizer or eos_token_id"
                 ) from None
-
-    def _batches(self, documents: pa.StringArray) -> Iterator[pa.StringArray]:
-        """Consecutive documents of at most `limits.batch` bytes together, or a longer one alone."""
-        lengths = np.from_dlpack(pc.binary_length(documents))  # `to_numpy` would import pandas
-        ends = np.cumsum(lengths, dtype=np.int64)
-        first = 0
-        while first < len(documents):
-            limit = self._limits.batch + (ends[first - 1] if first else 0)
-            last = max(int(np.searchsorted(ends, limit, "right")), first + 1)
-            yield documents.slice(first, last - first)
-            first = last
 
     def _encode(self, batch: pa.StringArray) -> Iterator[Piece]:
         text = _text(batch)

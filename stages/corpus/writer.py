@@ -1,19 +1,16 @@
 """A shard of strings, written record by record, with memory for one record batch and one string."""
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import BinaryIO
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from stages.artifacts.dataset import Shard
 from stages.corpus import json_values
-from stages.corpus.arrow import Mark, StreamWriter
+from stages.corpus.arrow import Mark, StreamWriter, slices
 from stages.corpus.limits import LIMITS, Limits
 from stages.corpus.source import Rejected
 
@@ -203,14 +200,6 @@ class _Rows:
 
 def _batches(arrays: Sequence[pa.Array], lengths: Callable[[pa.Array], pa.Array], size: int) -> Iterator[pa.Array]:
     """Cut rows into record batches of at most `size`, as `lengths` measures strings, or of one row."""
-    if not arrays:
-        return
-    rows = pa.concat_arrays(arrays)
-    # `to_numpy` would import pandas.
-    ends: NDArray[np.int64] = np.cumsum(np.from_dlpack(lengths(rows)), dtype=np.int64)
-    first = 0
-    while first < len(ends):
-        limit = size + (ends[first - 1] if first else 0)
-        last = max(bisect_right(ends, limit, first), first + 1)
-        yield rows[first:last]
-        first = last
+    if arrays:
+        rows = pa.concat_arrays(arrays)
+        yield from slices(rows, lengths(rows), size)
