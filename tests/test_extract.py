@@ -946,7 +946,7 @@ def test_trap_15_yaml_that_begins_as_json_leaves_nothing() -> None:
     ],
 )  # fmt: skip
 def test_trap_13_what_was_read_leaves_the_memory_without_the_collector(name: str, content: str | bytes) -> None:
-    """`extract` disables it, so what is in a cycle would stay in memory to the end of a split."""
+    """What is in a cycle stays in memory until the collector looks at it, perhaps for many files."""
     path = Path(name)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     found = suffixes.find(name)

@@ -153,15 +153,22 @@ def _processes(function: Callable[[Any], Any], num_workers: int) -> Iterator[Poo
         return result
 
     try:
-        with unreached_by_interrupts():
-            for _ in range(num_workers):
-                pipe, end = context.Pipe()
-                # A daemon: Python kills it at its end if this thread could not.
-                worker = context.Process(target=_serve, args=(end, function, os.getpid()), daemon=True)
-                worker.start()
-                processes.append(worker)
-                idle.put(pipe)
-                end.close()  # only the process has it now, so that the pipe ends with it
+        resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks the signal
+        with process.uninterrupted():  # a process whose start is left half-way prints a traceback
+            # The terminal sends Ctrl-C to all processes, and a traceback from each would bury the stage's message. They
+            # inherit what is blocked, so not even one that is just starting prints one.
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                for _ in range(num_workers):
+                    pipe, end = context.Pipe()
+                    # A daemon: Python kills it at its end if this thread could not.
+                    worker = context.Process(target=_serve, args=(end, function, os.getpid()), daemon=True)
+                    worker.start()
+                    processes.append(worker)
+                    idle.put(pipe)
+                    end.close()  # only the process has it now, so that the pipe ends with it
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         yield Pool(lambda task: threads.submit(compute, task), lambda: num_workers)
     finally:
         with process.uninterrupted():
@@ -169,22 +176,6 @@ def _processes(function: Callable[[Any], Any], num_workers: int) -> Iterator[Poo
             for worker in processes:  # until then they write where the caller cleans up next
                 worker.join()
             threads.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def unreached_by_interrupts() -> Iterator[None]:
-    """Start processes that Ctrl-C does not reach.
-
-    The terminal sends it to all processes. Only the parent handles it and ends its workers: a traceback from each of
-    them would bury its message. Processes inherit what is blocked, so not even one that is just starting prints one.
-    """
-    resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks the signal
-    with process.uninterrupted():  # a process whose start is left half-way prints a traceback
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _serve(pipe: Connection, function: Callable[[Any], Any], parent: int) -> None:
