@@ -86,7 +86,9 @@ def connect(function: Callable[[Any], Any], scheduler: str) -> Iterator[workers.
             if isinstance(error, concurrent.futures.CancelledError):
                 raise lost from None
             if isinstance(error, concurrent.futures.BrokenExecutor):
-                raise StageError(f"a Dask worker cannot run {_ROOT}, which all machines must share: {error}") from None
+                raise StageError(
+                    f"a Dask worker cannot run {_ROOT} and {sys.prefix}, which all machines must share: {error}"
+                ) from None
             if isinstance(error, distributed.KilledWorker):
                 raise StageError(
                     "several Dask workers were killed during the same task, most often because memory ran out; nothing "
@@ -103,24 +105,18 @@ def _computing(root: str, directory: str, module: str, digest: str) -> Callable[
             if root not in sys.path:
                 sys.path.insert(0, root)
             cluster = importlib.import_module("stages.corpus.cluster")
+            # A stage runs as __main__, so the pickle may name its functions and classes as `__main__.x`.
+            sys.modules["__main__"] = importlib.import_module(module)
         except (OSError, ImportError) as error:
             raise concurrent.futures.BrokenExecutor(f"{socket.gethostname()}: {error}") from None
-        return cluster.compute(pickled, module, digest)
+        if cluster.code_digest() != digest:
+            raise concurrent.futures.BrokenExecutor(
+                f"{socket.gethostname()}: it has imported other code or packages; restart the workers, and run again"
+            )
+        function, task = pickle.loads(pickled)
+        return function(task)
 
     return compute
-
-
-def compute(pickled: bytes, module: str, digest: str) -> Any:
-    """Compute a task in a worker."""
-    if code_digest() != digest:
-        raise StageError(
-            f"a Dask worker on {socket.gethostname()} has imported other code or packages than the stage: let all "
-            f"machines share {_ROOT} and {sys.prefix}, restart the workers, and run again"
-        )
-    # A stage runs as __main__, so the pickle may name its functions and classes as `__main__.x`.
-    sys.modules["__main__"] = importlib.import_module(module)
-    function, task = pickle.loads(pickled)
-    return function(task)
 
 
 @cache  # in a worker, of the time when it began to import the project
