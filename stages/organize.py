@@ -65,7 +65,6 @@ def organize(
     runtime: OrganizeRuntime,
     target: Path = splits.SPLITS,
     files_per_task: int = 4096,
-    bytes_per_task: int = 64 << 20,
     smallest_part: int = parts.SMALLEST,
 ) -> str:
     """Write the manifests and the summary; return a line that describes them.
@@ -77,7 +76,7 @@ def organize(
     paths, passed_over = tree.walk(root, lambda name: suffixes.find(name) is not None)
     part_size, large = find_large(root, paths, params.num_splits, smallest_part)
     with tqdm(total=len(paths), desc="organize", unit="file", disable=None) as progress:
-        cut = cut_all(root, large, part_size, runtime, bytes_per_task, progress)
+        cut = cut_all(root, large, part_size, runtime, progress)
         others = [path for path in paths if path not in cut]
         whole, unreadable = measure_all(root, others, runtime, files_per_task, progress)
     files: list[File] = sorted([*whole, *cut.values()], key=path_of)
@@ -167,21 +166,20 @@ def cut_all(
     large: Mapping[str, int],
     part_size: int,
     runtime: OrganizeRuntime,
-    bytes_per_task: int,
     progress: "tqdm[NoReturn]",
 ) -> dict[str, File]:
     """The parts of each file that is cut, given the sizes in bytes of those that may be.
 
     A file that is not UTF-8 is not cut: its encoding depends on all of its bytes, so no part can be read alone.
     """
-    tasks = {path: parts.tasks(root / path, size, part_size, bytes_per_task) for path, size in large.items()}
+    tasks = {path: parts.tasks(root / path, size, part_size) for path, size in large.items()}
     cut: dict[str, File] = {}
     num_bytes = sum(large.values())
     measuring = workers.ordered_map(parts.measure, [*chain.from_iterable(tasks.values())], runtime, num_bytes=num_bytes)
     with closing(measuring) as results:
         for path in tasks:
             measured = [next(results) for _ in tasks[path]]
-            found = [*chain.from_iterable(filter(None, measured))]
+            found = [part for part in measured if part and part.start < part.end]
             if None not in measured and len(found) > 1:  # otherwise `measure_all` finds out what it is
                 cut[path] = parts.join(path, found)
                 progress.update()
