@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import mmap
+import os
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -138,12 +139,6 @@ class StreamWriter:
             [before, after] = sink.parts
         return before.removeprefix(self.schema.serialize()), after  # the schema is in the file already
 
-    def copy(self, path: Path, start: int, end: int, rows: int) -> None:
-        """Append a record batch of another stream of the same schema, given its place, with memory for a piece."""
-        for piece in _read(path, start, end):
-            self._append(piece)
-        self.rows += rows
-
     def mark(self) -> Mark:
         """The current end of the stream, for `cut`."""
         return Mark(self._file.tell(), self.rows, self._digest.copy())
@@ -217,11 +212,6 @@ def batch_offsets(path: Path) -> list[int]:
             offsets.append(offset)
 
 
-def end_of_batches(path: Path) -> int:
-    """The offset in bytes of the end of the last record batch of a shard."""
-    return path.stat().st_size - len(_END_OF_STREAM)
-
-
 def read_batch(path: Path, offset: int) -> pa.RecordBatch:
     """Read one record batch of a shard without copying it.
 
@@ -251,13 +241,7 @@ def read_text(path: Path, offset: int) -> Iterator[bytes]:
     with path.open("rb") as file:
         file.seek(offset)
         _, metadata = struct.unpack("<ii", file.read(8))
-    start = offset + 8 + metadata + 8  # the offsets of the string precede it: two of 32 bits
-    return _read(path, start, start + size)
-
-
-def _read(path: Path, start: int, end: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        file.seek(start)
+        end = file.seek(metadata + 8, os.SEEK_CUR) + size  # the offsets of the string precede it: two of 32 bits
         while piece := file.read(min(_PIECE, end - file.tell())):
             yield piece
 

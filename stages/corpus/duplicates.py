@@ -7,7 +7,7 @@ Then all these files are merged, one range of digests after the other: memory ho
 
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,17 +146,17 @@ def drop(task: Filter) -> Filtered:
     """Write the target of a filter."""
     source, target, is_first = task
     row = characters = 0
-    offsets = arrow.batch_offsets(source)
     with arrow.StreamWriter(target, arrow.TEXT) as stream:
-        for offset, end in pairwise([*offsets, arrow.end_of_batches(source)]):
+        for offset in arrow.batch_offsets(source):
             batch = arrow.read_batch(source, offset)
             keep = pa.array(is_first[row : row + len(batch)])
             row += len(batch)
             if len(batch) == 1:  # it may be too long for the memory
+                pieces = arrow.read_text(source, offset)
                 if keep[0].as_py():
-                    stream.copy(source, offset, end, rows=1)
+                    stream.write_text(pieces, pc.binary_length(batch["text"])[0].as_py())
                 else:
-                    characters += sum(map(arrow.count_characters, arrow.read_text(source, offset)))
+                    characters += sum(map(arrow.count_characters, pieces))
                 continue
             # The sum of nothing is null.
             characters += pc.sum(pc.utf8_length(batch["text"].filter(pc.invert(keep)))).as_py() or 0
