@@ -346,7 +346,10 @@ def read_split(task: Task) -> SplitResult:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Disable garbage collection: it would traverse the objects of a parsed file many times, and none is in a cycle."""
+    """Disable garbage collection, which traverses the objects of a parsed file many times: none is in a cycle.
+
+    With it, JSON with escapes and YAML take 15 to 25 % longer.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
