@@ -44,7 +44,7 @@ def main() -> None:
         flush=True,
     )
     context = get_context("spawn")
-    with ProcessPoolExecutor(args.processes, context, encoding.use_one_thread) as pool:
+    with ProcessPoolExecutor(args.processes, context) as pool:
         names = [*map(str, args.tokenizers), *KINDS, *MORE_KINDS]
         for row in pool.map(compare, names, [args.megabytes * MB] * len(names)):
             print(row, flush=True)

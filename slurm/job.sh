@@ -54,7 +54,7 @@ start_dask() {
         --memory-limit 0 --local-directory "${TMPDIR:-/tmp}" 9>&- &
     PIPELINE_RUNTIME=$(file=$file python -c "import os, yaml
 given = yaml.safe_load(os.environ.get('PIPELINE_RUNTIME') or '{}')
-print(yaml.safe_dump({'executor': 'dask', 'dask_scheduler': os.environ['file'], **given}))")
+print(yaml.safe_dump({'dask_scheduler': os.environ['file'], **given}))")
     export PIPELINE_RUNTIME
 }
 

@@ -12,17 +12,17 @@ twice").
 import codecs
 import dataclasses
 import gc
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, Field
+from tqdm import tqdm
 
 from stages.artifacts import code, command, publish, reuse
 from stages.artifacts.dataset import Dataset, Shard
@@ -30,14 +30,9 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import Record
-from stages.corpus import costs, progress, splits, workers
+from stages.corpus import splits, workers
 from stages.corpus.formats import suffixes
-from stages.corpus.formats.readers import READERS
-from stages.corpus.limits import LIMITS, Limits, naming_files
-from stages.corpus.source import Changed, Rejected, Source
-
-if TYPE_CHECKING:
-    from stages.corpus.arrow import Features
+from stages.corpus.limits import LIMITS, Limits
 
 CORPUS = Path("data/corpus")
 METRICS = Path("data/extract.json")
@@ -60,18 +55,15 @@ def _encoding(name: str | None) -> str | None:
         return None
     try:
         "".encode(name)  # a LookupError for codecs such as `base64`, which codecs.lookup alone would accept
-        num_chars = len(_ESCAPES.decode(name, "replace"))
-    except UnicodeError:
-        num_chars = 0
+        # UTF-16, UTF-7, punycode, ...: what a byte means there depends on those before it.
+        if len(_ESCAPES.decode(name, "replace")) == len(_ESCAPES):
+            return codecs.lookup(name).name  # one name for all spellings, as it is part of the key in the store
     except (LookupError, ValueError):
-        raise ValueError("must be an encoding that Python knows, such as cp1252, or null") from None
-    # UTF-16, UTF-7, punycode, ...: what a byte means there depends on those before it.
-    if num_chars != len(_ESCAPES):
-        raise ValueError(
-            "must be null, or an encoding with one byte for each ASCII character, such as cp1252 or shift_jis: convert "
-            "files in other encodings with `iconv -t UTF-8`"
-        )
-    return codecs.lookup(name).name  # one name for all spellings, as it is part of the key in the store
+        pass
+    raise ValueError(
+        "must be null, or an encoding that Python knows with one byte for each ASCII character, such as cp1252 or "
+        "shift_jis: convert files in other encodings with `iconv -t UTF-8`"
+    )
 
 
 @dataclass(frozen=True)
@@ -88,8 +80,6 @@ class ExtractParams:
     """The directory of raw files, relative to the root of the project, or absolute."""
     deduplicate_strings: bool
     """Of equal strings only the first is kept, in the order of the splits and their rows."""
-    keep_source: bool
-    """Keep for each string, in a second column `source`, its file and its place in the file."""
 
 
 @dataclass(frozen=True)
@@ -146,37 +136,25 @@ class Metrics(Record):
     origin: Origin
 
 
-@dataclass(frozen=True)
-class StoredSplit:
-    """What the store keeps beside the shard of a split."""
-
-    rows: int
-    sha256: str
-    counts: dict[str, int]
-    rejected: list[RejectedFile]
-
-
 class Task(NamedTuple):
     """One split."""
 
     manifest: Path
     digest: str
     """Of the manifest."""
-    num_files: int
     num_bytes: int
     """Of its files, as they are stored."""
     shard: Path
     """The Arrow file to write."""
     params: ExtractParams
     limits: Limits
-    store: reuse.Store[StoredSplit]
+    store: "reuse.Store[SplitResult]"
     key: str
     """Of the split's result in the store."""
-    progress: Path | None = None
-    """The file of its `progress.Meter`, which shows how many bytes were read."""
 
 
-class SplitResult(NamedTuple):
+@dataclass(frozen=True)
+class SplitResult:
     """The shard of a split, and what was counted."""
 
     shard: Shard
@@ -184,8 +162,8 @@ class SplitResult(NamedTuple):
     """`rejected` and a reason, for each reason; otherwise named as in `Metrics`."""
     rejected: list[RejectedFile]
     changed: list[str]
-    """Files that are not those that were organized. If there are any, the result is not used."""
-    is_reused: bool
+    """Files that are not those that were organized. If there are any, the result is not used, and not stored."""
+    is_reused: bool = False
 
 
 def main() -> None:
@@ -204,17 +182,15 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     from stages.corpus import arrow
 
     parts = splits.read_summary(splits.SPLITS).splits
-    store = reuse.Store(reuse.root(), StoredSplit)
+    store = reuse.Store(reuse.root(), SplitResult)
     # With the versions of packages, unlike run_id: another parser may read other text, and a split costs only minutes.
     code_digest = code.digest_with_packages("stages.extract")
-    features = arrow.TEXT_AND_SOURCE if params.keep_source else arrow.TEXT
     shard_names = [arrow.shard_name(index, len(parts)) for index in range(len(parts))]
     with publish.directory(CORPUS) as directory:
         tasks = [
             Task(
                 manifest=splits.SPLITS / part.manifest,
                 digest=part.digest,
-                num_files=part.files,
                 num_bytes=part.bytes,
                 # Under another name first, as `deduplicate` cannot drop rows from the file that it reads.
                 shard=directory / (f"whole-{index}" if params.deduplicate_strings else shard_names[index]),
@@ -225,7 +201,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             )
             for index, part in enumerate(parts)
         ]
-        results = run(tasks, directory / "progress", runtime)
+        results = run(tasks, runtime)
         # The manifest has other digests than the files now: this text would mix two states of raw_dir.
         if changed := [*{path: None for result in results for path in result.changed}]:  # parts: each file once
             raise StageError(
@@ -236,11 +212,11 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         shards = [result.shard for result in results]
         if params.deduplicate_strings:
             targets = [directory / name for name in shard_names]
-            shards = deduplicate(tasks, shards, targets, features, runtime, counts)
+            shards = deduplicate(tasks, shards, targets, runtime, counts)
         rejected = join_parts(chain.from_iterable(result.rejected for result in results), limits.num_listed)
         counts["rejected_files"] = len({entry.path for entry in rejected})
         # Before the error, which refers the user to this file for all rejections.
-        dataset = Dataset(features, shards)
+        dataset = Dataset(arrow.TEXT, shards)
         metrics(params, counts, rejected, dataset.fingerprint).write(METRICS)
         if counts["rejected_files"] > params.max_rejected_files:
             raise StageError(too_many(counts["rejected_files"], rejected, params.max_rejected_files))
@@ -258,7 +234,6 @@ def deduplicate(
     tasks: Sequence[Task],
     shards: Sequence[Shard],
     targets: Sequence[Path],
-    features: "Features",
     runtime: ExtractRuntime,
     counts: Counter[str],
 ) -> list[Shard]:
@@ -268,15 +243,14 @@ def deduplicate(
     sources = [task.shard for task in tasks]
     num_at_once = tasks[0].limits.digests
     splits_to_digest = [duplicates.Split(source, num_at_once) for source in sources]
-    seconds = costs.of_comparing(sum(shard.rows for shard in shards), sum(path.stat().st_size for path in sources))
-    digests = list(workers.ordered_map(duplicates.write_digests, splits_to_digest, runtime, seconds=seconds))
+    num_bytes = sum(path.stat().st_size for path in sources)
+    digests = list(workers.ordered_map(duplicates.write_digests, splits_to_digest, runtime, num_bytes=num_bytes))
     # In the stage, not by workers: what occurs first depends on all splits.
     flags = duplicates.find(digests, [shard.rows for shard in shards], num_at_once)
     filters = [
-        duplicates.Filter(source, target, features, flag)
-        for source, target, flag in zip(sources, targets, flags, strict=True)
+        duplicates.Filter(source, target, flag) for source, target, flag in zip(sources, targets, flags, strict=True)
     ]
-    filtered = list(workers.ordered_map(duplicates.drop, filters, runtime, seconds=seconds))
+    filtered = list(workers.ordered_map(duplicates.drop, filters, runtime, num_bytes=num_bytes))
     for path in chain(sources, *digests):  # `publish.directory` publishes whatever is in the directory
         path.unlink()
     for result in filtered:  # splits are stored and counted with their duplicates
@@ -292,57 +266,42 @@ def key(manifest_digest: str, params: ExtractParams, limits: Limits, code_digest
     It leaves out where the raw files are, as the manifest has their digests, and how many may be rejected. Duplicate
     strings are dropped afterwards, as that depends on all splits.
     """
-    decisive = {name: getattr(params, name) for name in ("fallback_encoding", "keep_source", "min_chars")}
+    decisive = {name: getattr(params, name) for name in ("fallback_encoding", "min_chars")}
     return publish.sha256_json(["extract", manifest_digest, decisive, dataclasses.asdict(limits), code_digest])
 
 
-def run(tasks: Sequence[Task], directory: Path, runtime: workers.Runtime) -> list[SplitResult]:
-    """Extract all splits; return the results in their order. The largest begins first, so that none ends late.
-
-    `directory` is for the files of the progress bar.
-    """
+def run(tasks: Sequence[Task], runtime: workers.Runtime) -> list[SplitResult]:
+    """Extract all splits; return the results in their order. The largest begins first, so that none ends late."""
     order = sorted(range(len(tasks)), key=lambda index: -tasks[index].num_bytes)
-    total = sum(task.num_bytes for task in tasks)
-    with progress.show(directory, total, desc="extract", unit="B", unit_scale=True) as bar:
-        ordered = [tasks[index]._replace(progress=bar and bar / str(index)) for index in order]
-        seconds = estimate(ordered, runtime.min_seconds) if runtime.executor == "processes" else math.inf
-        extracted = workers.ordered_map(extract_split, ordered, runtime, seconds=seconds)
-        # By index: the corpus keeps the order of the splits.
-        results = dict(zip(order, extracted, strict=True))
+    ordered = [tasks[index] for index in order]
+    num_bytes = sum(task.num_bytes for task in tasks)
+    results: dict[int, SplitResult] = {}  # by index: the corpus keeps the order of the splits
+    with (
+        tqdm(total=num_bytes, desc="extract", unit="B", unit_scale=True, disable=None) as bar,
+        closing(workers.ordered_map(extract_split, ordered, runtime, num_bytes=num_bytes)) as extracted,
+    ):
+        for index, result in zip(order, extracted, strict=True):
+            results[index] = result
+            bar.update(tasks[index].num_bytes)
     return [results[index] for index in range(len(tasks))]
-
-
-def estimate(tasks: Sequence[Task], enough: float) -> float:
-    """The seconds that splits take one process; if that is more than `enough`, perhaps too few."""
-    missing = [task for task in tasks if not (task.store.path / task.key).exists()]
-    num_bytes = sum(task.num_bytes for task in missing)
-    seconds = costs.of_fetching(sum(task.num_bytes for task in tasks) - num_bytes)
-    at_least = costs.of_measuring(sum(task.num_files for task in missing), num_bytes)
-    if seconds + at_least > enough:  # manifests of millions of files are not read only for this
-        return seconds + at_least
-    return seconds + sum(
-        costs.of_reading(splits.read_manifest(task.manifest, task.digest), task.params.keep_source) for task in missing
-    )
 
 
 def extract_split(task: Task) -> SplitResult:
     """Write the shard of one split, or fetch it from the store."""
-    meter = progress.Meter(task.progress)
     if found := task.store.fetch(task.key, task.shard):
-        meter.set(task.num_bytes, is_end=True)
-        shard = Shard(task.shard.name, found.rows, found.sha256)
-        return SplitResult(shard, Counter(found.counts), found.rejected, [], is_reused=True)
-    result = read_split(task, meter)
+        shard = found.shard._replace(filename=task.shard.name)
+        return dataclasses.replace(found, shard=shard, is_reused=True)
+    result = read_split(task)
     if not result.changed:  # the key has the digests of the files as organized, and these are others
-        _, rows, sha256 = result.shard
-        stored = StoredSplit(rows=rows, sha256=sha256, counts=result.counts, rejected=result.rejected)
-        task.store.put(task.key, task.shard, sha256, stored)
+        task.store.put(task.key, task.shard, result.shard.sha256, result)
     return result
 
 
-def read_split(task: Task, meter: progress.Meter) -> SplitResult:
+def read_split(task: Task) -> SplitResult:
     """Write the shard of one split from its raw files."""
     from stages.corpus import arrow, json_values
+    from stages.corpus.formats.readers import READERS
+    from stages.corpus.source import Changed, Rejected, Source
     from stages.corpus.writer import TextWriter
 
     counts: Counter[str] = Counter()
@@ -350,24 +309,19 @@ def read_split(task: Task, meter: progress.Meter) -> SplitResult:
     changed: list[str] = []
     path = ""  # printable, of the current file
     rejections: list[Rejection] = []  # of the current file, or part
-    num_bytes = 0  # of the files before
 
     def report(what: Rejected) -> None:
         counts[f"rejected {what.reason}"] += 1
         if len(rejections) < task.limits.num_listed:  # a JSON Lines file in a wrong format has millions
             rejections.append(Rejection(path=path, position=what.position, reason=what.reason, detail=what.detail))
 
-    def show(position: int) -> None:
-        meter.set(num_bytes + position)
-
     json_values.fill_array_cache()  # before the first large array (see there)
     params = task.params
-    features = arrow.TEXT_AND_SOURCE if params.keep_source else arrow.TEXT
-    with naming_files(lambda: path), without_collector(), arrow.StreamWriter(task.shard, features) as stream:
-        writer = TextWriter(stream, params.min_chars, report, params.keep_source, task.limits)
+    with without_collector(), arrow.StreamWriter(task.shard, arrow.TEXT) as stream:
+        writer = TextWriter(stream, params.min_chars, report, task.limits)
         for file in splits.read_manifest(task.manifest, task.digest):
             rejections = []
-            writer.path = path = splits.printable(file.path)
+            path = splits.printable(file.path)
             found = suffixes.find(file.path)
             assert found, "organize lists no other files"
             format, compression = found
@@ -376,27 +330,26 @@ def read_split(task: Task, meter: progress.Meter) -> SplitResult:
             raw = os.path.join(params.raw_dir, file.path)
             try:
                 with Source(raw, compression, file.digest, params.fallback_encoding, task.limits, file.part) as source:
-                    source.on_read = show
                     counts["fallback_encoded_files"] += source.used_fallback
                     READERS[format](source, writer)
             except Rejected as reason:
                 writer.reject(reason)
             except Changed:  # continue: one run finds all files that changed
                 changed.append(path)
-            num_bytes += file.size
-            meter.set(num_bytes)
             if rejections:
                 rejected.append(RejectedFile((path, offset), rejections))
         shard = writer.close()
-    meter.set(task.num_bytes, is_end=True)
     # |= keeps the larger of two counts, and these names have none yet.
     counts |= Counter(records=writer.records, strings=shard.rows, characters=writer.characters)
-    return SplitResult(shard, counts, rejected, changed, is_reused=False)
+    return SplitResult(shard, counts, rejected, changed)
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Disable garbage collection: it would traverse the objects of a parsed file many times, and none is in a cycle."""
+    """Disable garbage collection, which traverses the objects of a parsed file many times: none is in a cycle.
+
+    With it, JSON with escapes and YAML take 15 to 25 % longer.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -4,20 +4,17 @@ Reads    raw_dir: .txt .md .csv .json .jsonl .ndjson .yaml .yml, each also as .g
 Writes   data/splits/split_00.jsonl ...: a line a file, or part of one, with its path, size in bytes and SHA-256
          data/splits/summary.json: counts, and which files were passed over and why
 Command  python -m stages.organize
-
-With --materialize the splits are not made but laid out: data/materialized/split_00/ ... with the files themselves, for
-tools that need directories.
 """
 
+import math
 import os
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, ClassVar, NoReturn
 
 from pydantic import Field
 from tqdm import tqdm
@@ -26,11 +23,10 @@ from stages.artifacts import command, publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
-from stages.corpus import assignment, costs, parts, splits, tree, workers
+from stages.corpus import assignment, parts, splits, tree, workers
 from stages.corpus.formats import suffixes
 
-MATERIALIZED = Path("data/materialized")
-WRITTEN = (splits.SPLITS, MATERIALIZED, *map(Path, ("data/corpus", "data/tokens", "data/.reuse", "outputs")))
+WRITTEN = (splits.SPLITS, *map(Path, ("data/corpus", "data/tokens", "data/.reuse", "outputs")))
 """The directories that stages write."""
 
 File = Sequence[splits.RawFile]
@@ -53,17 +49,15 @@ class OrganizeParams:
 class OrganizeRuntime(workers.Runtime):
     """What changes no result."""
 
+    min_bytes: ClassVar[float] = 128 << 20
+    """A byte is only hashed."""
+
 
 def main() -> None:
     """Run the stage."""
-    parser = command.parser(__doc__)
-    parser.add_argument("--materialize", choices=("hardlink", "copy"), help="lay out the splits that exist")
-    method = parser.parse_args().materialize
-    with publish.lock(MATERIALIZED if method else splits.SPLITS):
-        if method:
-            print(materialize(load_params(OrganizeParams), method))
-        else:
-            print(organize(load_params(OrganizeParams), load_params(OrganizeRuntime, "runtime")))
+    command.parser(__doc__).parse_args()
+    with publish.lock(splits.SPLITS):
+        print(organize(load_params(OrganizeParams), load_params(OrganizeRuntime, "runtime")))
 
 
 def organize(
@@ -71,7 +65,6 @@ def organize(
     runtime: OrganizeRuntime,
     target: Path = splits.SPLITS,
     files_per_task: int = 4096,
-    bytes_per_task: int = 64 << 20,
     smallest_part: int = parts.SMALLEST,
 ) -> str:
     """Write the manifests and the summary; return a line that describes them.
@@ -83,7 +76,7 @@ def organize(
     paths, passed_over = tree.walk(root, lambda name: suffixes.find(name) is not None)
     part_size, large = find_large(root, paths, params.num_splits, smallest_part)
     with tqdm(total=len(paths), desc="organize", unit="file", disable=None) as progress:
-        cut = cut_all(root, large, part_size, runtime, bytes_per_task, progress)
+        cut = cut_all(root, large, part_size, runtime, progress)
         others = [path for path in paths if path not in cut]
         whole, unreadable = measure_all(root, others, runtime, files_per_task, progress)
     files: list[File] = sorted([*whole, *cut.values()], key=path_of)
@@ -173,21 +166,20 @@ def cut_all(
     large: Mapping[str, int],
     part_size: int,
     runtime: OrganizeRuntime,
-    bytes_per_task: int,
     progress: "tqdm[NoReturn]",
 ) -> dict[str, File]:
     """The parts of each file that is cut, given the sizes in bytes of those that may be.
 
     A file that is not UTF-8 is not cut: its encoding depends on all of its bytes, so no part can be read alone.
     """
-    tasks = {path: parts.tasks(root / path, size, part_size, bytes_per_task) for path, size in large.items()}
+    tasks = {path: parts.tasks(root / path, size, part_size) for path, size in large.items()}
     cut: dict[str, File] = {}
-    seconds = costs.of_measuring(0, sum(large.values()))
-    measuring = workers.ordered_map(parts.measure, [*chain.from_iterable(tasks.values())], runtime, seconds=seconds)
+    num_bytes = sum(large.values())
+    measuring = workers.ordered_map(parts.measure, [*chain.from_iterable(tasks.values())], runtime, num_bytes=num_bytes)
     with closing(measuring) as results:
         for path in tasks:
             measured = [next(results) for _ in tasks[path]]
-            found = [*chain.from_iterable(filter(None, measured))]
+            found = [part for part in measured if part and part.start < part.end]
             if None not in measured and len(found) > 1:  # otherwise `measure_all` finds out what it is
                 cut[path] = parts.join(path, found)
                 progress.update()
@@ -203,10 +195,9 @@ def measure_all(
     # Thousands of files a task: to pass a task to a process costs more than to read a small file.
     tasks = [(str(root), paths[start : start + files_per_task]) for start in range(0, len(paths), files_per_task)]
     # Results come in the order of the tasks, so the number of workers does not change the order of the files.
-    seconds = costs.of_measuring(len(paths), 0)
-    if seconds < runtime.min_seconds:  # a million files are spared the next line
-        seconds += costs.of_measuring(0, sum(tree.size(os.path.join(root, path)) for path in paths))
-    with closing(workers.ordered_map(measure, tasks, runtime, seconds=seconds)) as results:
+    # Many files are worth processes however small they are: a million of them are spared this sum.
+    num_bytes = math.inf if len(tasks) > 4 else sum(tree.size(os.path.join(root, path)) for path in paths)
+    with closing(workers.ordered_map(measure, tasks, runtime, num_bytes=num_bytes)) as results:
         for (_, batch), measured in zip(tasks, results, strict=True):
             for path, found in zip(batch, measured, strict=True):
                 if isinstance(found, str):
@@ -283,65 +274,6 @@ def deduplicate(files: Sequence[File]) -> tuple[list[File], list[splits.Duplicat
             path, of = splits.printable(path_of(file)), splits.printable(path_of(first))
             duplicates.append(splits.Duplicate(path=path, of=of))
     return list(first_of.values()), duplicates
-
-
-def materialize(
-    params: OrganizeParams,
-    method: Literal["hardlink", "copy"],
-    source: Path = splits.SPLITS,
-    target: Path = MATERIALIZED,
-) -> str:
-    """Lay out the files of each split in a directory of its own; return a line with their number.
-
-    A hard link is the raw file itself: writing to one writes to both. Parts of files are always copied.
-
-    Raises:
-        StageError: there are no splits, a file was changed since they were made, or it cannot be linked.
-    """
-    summary = splits.read_summary(source)
-    with publish.directory(target) as directory:
-        for split in summary.splits:
-            split_directory = directory / Path(split.manifest).stem
-            split_directory.mkdir()
-            for file in splits.read_manifest(source / split.manifest, split.digest):
-                # The real path: a hard link to a symbolic link would be one itself, and broken in its new place.
-                origin = os.path.realpath(Path(params.raw_dir, file.path))
-                name = materialized_name(file)
-                place = split_directory / name
-                if place.exists():
-                    raise StageError(f"{splits.printable(name)} is a raw file and the name of a part: rename the file")
-                place.parent.mkdir(parents=True, exist_ok=True)
-                if file.part:
-                    parts.copy(Path(origin), file.part, place)
-                else:
-                    link_or_copy(origin, place, method)
-                # After it is in its place: a change while it was copied is found, too.
-                if tree.measure(place) != (file.size, file.digest):
-                    raise StageError(
-                        f"{splits.printable(file.path)} was changed after organize: run `dvc repro organize`"
-                    )
-    return f"organize: {summary.files} files laid out in {target}"
-
-
-def materialized_name(file: splits.RawFile) -> str:
-    """Where a file is in the directory of its split. The name of a part has the offset of its first byte."""
-    stem, suffix = os.path.splitext(file.path)
-    return f"{stem}.{file.part.start:012d}{suffix}" if file.part else file.path
-
-
-def link_or_copy(origin: str, place: Path, method: Literal["hardlink", "copy"]) -> None:
-    """Put a file at another place."""
-    if method == "copy":
-        shutil.copyfile(origin, place)
-        return
-    try:
-        os.link(origin, place)
-    except FileNotFoundError:  # the file is gone: copying would fail as well
-        raise
-    except OSError as error:
-        raise StageError(
-            f"{splits.printable(origin)} cannot be linked ({error.strerror}): use --materialize copy"
-        ) from None
 
 
 if __name__ == "__main__":

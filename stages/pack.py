@@ -26,7 +26,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
 from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
-from stages.corpus import arrow, comparison, costs, encoding, fast_tokenizer, packing, vocabulary, workers
+from stages.corpus import arrow, comparison, encoding, fast_tokenizer, packing, vocabulary, workers
 from stages.corpus.splits import manifest_name
 from stages.model.manifest import ModelManifest
 from stages.tokens.packed import (
@@ -90,15 +90,6 @@ class Split(NamedTuple):
     """Of the tokens in the store."""
     tokens: Path
     """The file to write, in the form of `packing.encode`."""
-
-
-class EncodedSplit(NamedTuple):
-    """The tokens of a split."""
-
-    tokens: Path
-    """A file in the form of `packing.encode`."""
-    counts: packing.Counts
-    is_reused: bool
 
 
 class Part(NamedTuple):
@@ -290,8 +281,8 @@ def encode_splits(
     directory: Path,
     store: reuse.Store[packing.Counts],
     runtime: PackRuntime,
-) -> Generator[EncodedSplit, None, None]:
-    """Yield the tokens of each split, in order, from the store or newly encoded, as files in `directory`."""
+) -> Generator[tuple[Split, packing.Counts, bool], None, None]:
+    """Yield each split, in order, when its tokens are in `directory`; what was counted; whether the store had them."""
     code_digest = code.digest_with_packages("stages.pack")
     splits = [
         Split(
@@ -313,7 +304,7 @@ def encode_splits(
                     f"{CORPUS / STATE} lists {split.num_documents} rows of {split.shard.name}, and there are "
                     f"{counts.num_documents}: run `dvc repro -f -s extract`"
                 )
-            yield EncodedSplit(split.tokens, counts, split in reused)
+            yield split, counts, split in reused
 
 
 def key(shard_digest: str, spec: encoding.TokenizerSpec, code_digest: str) -> str:
@@ -350,9 +341,8 @@ def encode_missing(
         packing.encode,
         [*chain.from_iterable(tasks.values())],
         runtime,
-        seconds=costs.of_encoding(sum(split.shard.stat().st_size for split in splits), spec.is_fast),
+        num_bytes=sum(split.shard.stat().st_size for split in splits),
         ahead=AHEAD,
-        initializer=encoding.use_one_thread,
     )
     # Generators: a split is joined and stored while workers encode the next ones, up to AHEAD batches.
     with (
@@ -381,7 +371,7 @@ def tasks_of(split: Split, spec: encoding.TokenizerSpec) -> Iterator[packing.Tas
 
 
 def write_rows(
-    splits: Iterable[EncodedSplit],
+    splits: Iterable[tuple[Split, packing.Counts, bool]],
     directory: Path,
     spec: encoding.TokenizerSpec,
     params: PackParams,
@@ -395,13 +385,13 @@ def write_rows(
     # One shard: a row may begin in one split and end in the next.
     with arrow.StreamWriter(directory / arrow.shard_name(0, 1), features) as stream:
         writer = packing.RowWriter(stream, params.seq_length, max_batch_tokens)
-        for split in splits:
+        for split, of_split, is_reused in splits:
             num_before = writer.num_tokens
             writer.add_file(split.tokens, spec)
             split.tokens.unlink()  # the store keeps them
-            metrics.append(SplitMetrics(writer.num_tokens - num_before, split.counts.num_bytes))
-            counts += split.counts
-            num_reused += split.is_reused
+            metrics.append(SplitMetrics(writer.num_tokens - num_before, of_split.num_bytes))
+            counts += of_split
+            num_reused += is_reused
         shard = writer.close()
     dataset = Dataset(features, [shard])
     dataset.write(directory)

@@ -26,7 +26,6 @@ PARAMS = ExtractParams(
     min_chars=1,
     raw_dir="data/raw",
     deduplicate_strings=False,
-    keep_source=False,
 )
 
 
@@ -68,17 +67,17 @@ def write_params_of_extract(num_workers: int) -> None:
 
 def with_processes(runtime: AnyRuntime) -> AnyRuntime:
     """The same, but more than one worker means processes however small the work is."""
-    return runtime if runtime.num_workers == 1 else _with_min_seconds(runtime, 0.0)
+    return runtime if runtime.num_workers == 1 else _with_min_bytes(runtime, 0.0)
 
 
 def in_this_process(runtime: AnyRuntime) -> AnyRuntime:
     """The same without processes, however much work it is."""
-    return _with_min_seconds(runtime, math.inf)
+    return _with_min_bytes(runtime, math.inf)
 
 
-def _with_min_seconds(runtime: AnyRuntime, seconds: float) -> AnyRuntime:
+def _with_min_bytes(runtime: AnyRuntime, num_bytes: float) -> AnyRuntime:
     kind = type(runtime)
-    other: Any = type(kind.__name__, (kind,), {"min_seconds": seconds})
+    other: Any = type(kind.__name__, (kind,), {"min_bytes": num_bytes})
     changed: AnyRuntime = other(**vars(runtime))
     return changed
 

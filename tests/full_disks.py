@@ -28,7 +28,6 @@ class Stage(NamedTuple):
 
 STAGES = {
     "organize": Stage(["organize"], ["data/splits"]),
-    "materialize": Stage(["organize", "--materialize", "copy"], ["data/materialized"]),
     "extract": Stage(["extract"], ["data/corpus", "data/extract.json"]),
     "download": Stage(["download"], ["data/license.json", "data/model.json"]),
     "pack": Stage(["pack"], ["data/tokens", "data/pack.json"]),

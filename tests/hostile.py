@@ -4,7 +4,7 @@ Each file is generated. Its size is a number of units: of 1 MiB to try the limit
 smaller limits in seconds (`limits_of`).
 
     python -m tests.hostile all 16384    # names, bytes of a unit: prints the peak in MiB, and what was rejected
-    python -m tests.hostile large_key.json,longest.txt 1048576 keep_source
+    python -m tests.hostile large_key.json,longest.txt 1048576 min_chars
 """
 
 import codecs
@@ -31,7 +31,6 @@ Pieces = Iterator[bytes]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "keep_source": {"keep_source": True},
     "deduplicate_strings": {"deduplicate_strings": True},
     "min_chars": {"min_chars": 3},
     "no_fallback": {"fallback_encoding": None},
@@ -41,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def limits_of(unit: int) -> Limits:
     """The limits of the stage, in which a MiB is only `unit` bytes."""
-    names = ("chunk", "largest_held", "batch", "digests", "longest_string", "longest_place")
+    names = ("chunk", "largest_held", "batch", "digests", "longest_string")
     values = {name: getattr(LIMITS, name) * unit // MIB for name in names}
     values["longest_text"] = (LIMITS.longest_text + 1) * unit // MIB - 1
     return replace(LIMITS, **values)

@@ -7,17 +7,6 @@ import time
 from pathlib import Path
 
 from stages.artifacts.errors import StageError
-from stages.corpus.progress import Meter
-
-
-def prepare() -> None:
-    """Set a variable for `is_prepared`."""
-    os.environ["TEST_PREPARED"] = "yes"
-
-
-def is_prepared(_: int) -> bool:
-    """Whether `prepare` was called in this process."""
-    return "TEST_PREPARED" in os.environ
 
 
 def place(_: int) -> tuple[str, int, int]:
@@ -43,15 +32,6 @@ def wait(directory: Path) -> bool:
     while not (directory / "go").exists():
         time.sleep(0.02)
     return True
-
-
-def count(file: Path | None) -> None:
-    """Show a progress of a hundred, in steps that are slow enough to be seen."""
-    meter = Meter(file)
-    for number in range(0, 100, 5):
-        meter.set(number)
-        time.sleep(0.1)
-    meter.set(100, is_end=True)
 
 
 def be_slow(number: int) -> int:

@@ -100,12 +100,10 @@ def test_an_output_may_be_a_link_to_another_disk(empty_project: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("stage", [*STAGES, "materialize"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_trap_28_two_runs_of_each_stage_give_the_results_of_one(reproduced: Project, stage: str) -> None:
     reproduced.set(runtime={"num_workers": 2})
     command = ["launch"] if stage == "train" else [stage]
-    if stage == "materialize":
-        command, stage = ["organize", "--materialize", "copy"], "organize"
     expected = outputs_of(reproduced, stage)
     for _ in range(20):
         if stage != "consolidate":

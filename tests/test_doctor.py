@@ -524,7 +524,7 @@ def test_tokens_that_are_damaged(training: Project, monkeypatch: pytest.MonkeyPa
 
 def test_a_scheduler_that_the_data_stages_connect_to(ready: Project) -> None:
     pytest.importorskip("distributed")
-    ready.set(runtime={"executor": "dask", "dask_scheduler": "tcp://head:8786"})
+    ready.set(runtime={"dask_scheduler": "tcp://head:8786"})
     assert "the data stages connect to tcp://head:8786" in diagnose("warning")
 
 

@@ -5,7 +5,6 @@ import encodings
 import gc
 import gzip
 import io
-import itertools
 import json
 import os
 import pkgutil
@@ -38,10 +37,9 @@ from stages.artifacts.params_file import load_params
 from stages.artifacts.publish import sha256_file
 from stages.corpus import arrow, json_values, source, writer
 from stages.corpus.formats import json as json_format
-from stages.corpus.formats import jsonl, readers, sink, suffixes
+from stages.corpus.formats import jsonl, readers, suffixes
 from stages.corpus.formats import yaml as yaml_format
 from stages.corpus.limits import LIMITS, Limits
-from stages.corpus.progress import Meter
 from stages.corpus.source import Rejected
 from stages.corpus.writer import TextWriter
 from stages.extract import ExtractParams, ExtractRuntime, extract
@@ -67,16 +65,13 @@ pytestmark = pytest.mark.usefixtures("empty_project")
 
 def run(
     num_splits: int = 1, num_workers: int = 1, *, max_rejected_files: int = 0, fallback: str | None = "cp1252",
-    min_chars: int = 1, keep_source: bool = False, is_fresh: bool = True, limits: Limits = LIMITS,
+    min_chars: int = 1, is_fresh: bool = True, limits: Limits = LIMITS,
 ) -> dict[str, Any]:  # fmt: skip
     """Organize and extract, from nothing if `is_fresh`; return `data/extract.json`."""
     if is_fresh:
         shutil.rmtree("data/.reuse", ignore_errors=True)
     organize_raw(num_splits)
-    params = replace(
-        PARAMS, fallback_encoding=fallback, max_rejected_files=max_rejected_files, min_chars=min_chars,
-        keep_source=keep_source,
-    )  # fmt: skip
+    params = replace(PARAMS, fallback_encoding=fallback, max_rejected_files=max_rejected_files, min_chars=min_chars)
     extract(params, with_processes(ExtractRuntime(num_workers=num_workers, reuse_gib=1)), limits)
     metrics: dict[str, Any] = json.loads(Path("data/extract.json").read_text())
     return metrics
@@ -110,13 +105,11 @@ def rejection_of(name: str, content: str | bytes, **arguments: Any) -> dict[str,
 class ListSink:
     """A sink that keeps all documents."""
 
-    keep_source = False
-
     def __init__(self) -> None:
         self.documents: list[list[str]] = []
         self.current: list[str] = []
 
-    def add(self, strings: list[str], places: Sequence[str] = ()) -> None:
+    def add(self, strings: list[str]) -> None:
         self.current += strings
 
     def add_text(self, stream: BinaryIO, size: int) -> None:
@@ -139,7 +132,7 @@ class ListSink:
 def scanned(text: str | bytes, chunk: int = LIMITS.chunk) -> list[list[str]]:
     sink = ListSink()
     stream = io.BytesIO(text.encode() if isinstance(text, str) else text)
-    json_format.scan(stream, sink, limits=Limits(chunk=chunk))
+    json_format.scan(stream.read, sink, limits=Limits(chunk=chunk))
     return sink.documents
 
 
@@ -515,12 +508,12 @@ def test_trap_13_a_stream_has_one_piece_in_memory() -> None:
     class Counter(ListSink):
         strings = most = 0
 
-        def add(self, strings: list[str], places: Sequence[str] = ()) -> None:
+        def add(self, strings: list[str]) -> None:
             self.strings += len(strings)
             self.most = max(self.most, sum(map(len, strings)))
 
     sink, pieces = Counter(), Pieces(300_000)
-    json_format.scan(pieces, sink)
+    json_format.scan(pieces.read, sink)
     assert sink.strings == 300_000
     assert sink.most <= pieces.most == LIMITS.chunk
 
@@ -603,75 +596,37 @@ def test_strings_longer_than_a_piece_are_read_in_pieces(chunk: int) -> None:
 def test_trap_13_a_long_text_is_written_in_pieces() -> None:
     """A streamed text gives the bytes of one that is not."""
     for encoding in ("utf-8", "utf-16", "cp1252"):
-        for keep_source in (False, True):
-            put({"a.txt": "first", "b.txt": ("é€" * 123 + "a").encode(encoding), "c.txt": "last"})
-            metrics = run(keep_source=keep_source, limits=Limits(batch=5, chunk=7, largest_held=10))
-            assert rows() == ["first", "é€" * 123 + "a", "last"]
-            assert metrics["characters"] == 256
-            streamed = content_of(CORPUS)
-            run(keep_source=keep_source, limits=Limits(batch=200))
-            assert content_of(CORPUS) == streamed
+        put({"a.txt": "first", "b.txt": ("é€" * 123 + "a").encode(encoding), "c.txt": "last"})
+        metrics = run(limits=Limits(batch=5, chunk=7, largest_held=10))
+        assert rows() == ["first", "é€" * 123 + "a", "last"]
+        assert metrics["characters"] == 256
+        streamed = content_of(CORPUS)
+        run(limits=Limits(batch=200))
+        assert content_of(CORPUS) == streamed
     assert run(min_chars=248, limits=Limits(batch=5))["strings"] == 0
     assert rejection_of("a.txt", "a" * 101, limits=Limits(batch=5, longest_text=100))["rows"] == []
 
 
-@pytest.mark.parametrize("others", [(), ("a/b.txt",)])
-def test_texts_in_pieces_have_the_bytes_that_arrow_writes(others: tuple[str, ...], empty_project: Path) -> None:
-    features = arrow.TEXT_AND_SOURCE if others else arrow.TEXT
+def test_texts_in_pieces_have_the_bytes_that_arrow_writes(empty_project: Path) -> None:
     for size in (1, 7, 8, 9, 63, 64, 65, 100_001):
         text = "é" * (size // 2) + "a" * (size % 2)
-        paths = [Path("at_once"), Path("in_pieces"), Path("copied")]
-        streams = [arrow.StreamWriter(path, features) for path in paths]
-        for stream in streams[:2]:
-            stream.write(*(pa.array([string]) for string in ("before", *others)))
+        paths = [Path("at_once"), Path("in_pieces")]
+        streams = [arrow.StreamWriter(path, arrow.TEXT) for path in paths]
+        for stream in streams:
+            stream.write(pa.array(["before"]))
             if stream is streams[0]:
-                stream.write(*(pa.array([string]) for string in (text, *others)))
+                stream.write(pa.array([text]))
             else:
                 pieces = (text.encode()[start : start + 777] for start in range(0, size, 777))
-                assert stream.write_text(pieces, size, *others) == len(text)
-            stream.write(*(pa.array([string]) for string in ("after", *others)))
+                assert stream.write_text(pieces, size) == len(text)
+            stream.write(pa.array(["after"]))
             stream.close()
         offsets = arrow.batch_offsets(paths[1])
         assert b"".join(arrow.read_text(paths[1], offsets[1])) == text.encode()
-        for start, end in itertools.pairwise([*offsets, arrow.end_of_batches(paths[1])]):
-            streams[2].copy(paths[1], start, end, rows=1)
-        streams[2].close()
-        assert [path.read_bytes() for path in paths] == [paths[0].read_bytes()] * 3
+        assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
-def test_trap_13_a_place_that_is_too_long_is_not_repeated() -> None:
-    limits = Limits(longest_place=100, chunk=50, batch=1000)
-    key = "k" * 101
-    for name, value in {
-        "a.json": {key: ["a", "b"]}, "b.json": [{"a": {"b" * 60: {"c" * 60: "d"}}}], "c.yaml": {key: ["a"]},
-    }.items():  # fmt: skip
-        rejection = rejection_of(name, json.dumps(value), keep_source=True, limits=limits)
-        assert (rejection["reason"], rejection["position"]) == ("place too long", "line 1")
-        assert "keep_source" in rejection["detail"]
-        assert strings_of(name, json.dumps(value), limits=limits)
-    good = {key: 1, "b": "c", "d": {"e" * 97: "f"}}
-    assert strings_of("a.json", json.dumps(good), keep_source=True, limits=limits) == ["c", "f"]
-    assert sources() == ["a.json#1/b", f"a.json#1/d/{'e' * 97}"]
-    put({"a.jsonl": f'"a"\n{json.dumps({key: "b"})}\n"c"\n'})
-    assert run(keep_source=True, limits=limits, max_rejected_files=1)["rejections"][0]["position"] == "line 2"
-    assert rows()[-2:] == ["a", "c"]
-    deep = "[" * 101 + '"a"' + "]" * 101
-    assert rejection_of("a.json", deep, keep_source=True, limits=limits)["reason"] == "nested too deep"
-
-
-def test_memory_that_runs_out_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    put({"a.txt": "a", "b.json": '["b"]'})
-
-    def read(source: source.Source, sink: TextWriter) -> None:
-        raise MemoryError
-
-    monkeypatch.setitem(readers.READERS, "json", read)
-    with pytest.raises(StageError, match=r"memory ran out at b.json.*runtime.num_workers"):
-        run()
-    assert not CORPUS.exists()
-
-
-def test_trap_13_large_content_is_not_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trap_13_large_content_is_not_in_memory() -> None:
     put({"a.txt": "0123456789", "b.txt": "0123456789!"})
     limits = Limits(largest_held=10, longest_string=10)
     small, large = (
@@ -681,9 +636,6 @@ def test_trap_13_large_content_is_not_in_memory(monkeypatch: pytest.MonkeyPatch)
     assert small.data == b"0123456789"
     assert large.data is None
     assert large.stream().read() == b"0123456789!"
-    monkeypatch.setattr(source.Source, "stream", None)  # must not be called
-    with pytest.raises(Rejected, match="file too large"):
-        large.text()
 
 
 def test_trap_13_a_long_document_leaves_no_row_if_its_end_is_bad() -> None:
@@ -701,10 +653,10 @@ def test_small_records_are_not_joined_again_for_each_further_one(monkeypatch: py
     num_joined = 0
     batches = writer._batches
 
-    def counted(parts: Sequence[writer.Columns], *others: Any) -> Iterator[writer.Columns]:
+    def counted(arrays: Sequence[pa.Array], *others: Any) -> Iterator[pa.Array]:
         nonlocal num_joined
-        num_joined += sum(len(part[0]) for part in parts)
-        return batches(parts, *others)
+        num_joined += sum(map(len, arrays))
+        return batches(arrays, *others)
 
     monkeypatch.setattr(writer, "_batches", counted)
     put({"a.jsonl": '"b"\n[NaN,"c"]\n' * 2000})  # which two readers read in turn
@@ -742,49 +694,43 @@ def numbered_lines(number: int) -> list[dict[str, Any]]:
     return [{"a": f"line {line} é", "b": ["x" * (line % 50), line, "end"]} for line in range(number)]
 
 
-def sources() -> list[str]:
-    return list(datasets.load_from_disk(str(CORPUS))["source"])
+def strings_by_line(shard: Path) -> dict[int, list[str]]:
+    """The rows of a shard that are from `numbered_lines`, in their order."""
+    found: dict[int, list[str]] = {}
+    for offset in arrow.batch_offsets(shard):
+        for text in filter("b".__ne__, arrow.read_batch(shard, offset)["text"].to_pylist()):
+            if number := re.fullmatch(r"line (\d+) é", text):
+                strings = found[int(number[1])] = []
+            strings.append(text)
+    return found
 
 
 @pytest.mark.parametrize("limits", [LIMITS, Limits(largest_held=10, chunk=1000, batch=5000)], ids=["held", "streamed"])
 def test_trap_27_the_parts_of_a_file_give_its_strings_in_order(limits: Limits) -> None:
     values = numbered_lines(6000)
     put({"a/large.jsonl": "\r\n".join(json.dumps(value, ensure_ascii=False) for value in values), "b.txt": "b"})
-    metrics = run(num_splits=4, keep_source=True, limits=limits)
+    metrics = run(num_splits=4, limits=limits)
     assert (metrics["files"], metrics["records"]) == (2, 6001)
-    places = [source.partition("#")[2] for source in sources()]
-    found = [(int(place.split("/")[0]), text) for place, text in zip(places, rows(), strict=True) if place]
-    expected = [
-        (line, text)
-        for line, value in enumerate(values, 1)
-        for text in (value["a"], *value["b"])
-        if isinstance(text, str) and text
-    ]
-    assert sorted(found, key=lambda item: item[0]) == expected  # stable: in a line, and so in a part, as they are found
-    for shard in sorted(CORPUS.glob("*.arrow")):
-        lines = [line for line, _ in found[: arrow_rows(shard)]]
-        assert lines == sorted(lines)
-        assert len(set(lines)) > 500
-        del found[: len(lines)]
-
-
-def arrow_rows(shard: Path) -> int:
-    """The number of rows of a shard that are from a line."""
-    batches = [arrow.read_batch(shard, offset)["source"].to_pylist() for offset in arrow.batch_offsets(shard)]
-    return sum("#" in source for batch in batches for source in batch)
+    shards = list(map(strings_by_line, CORPUS.glob("*.arrow")))
+    found = {line: strings for shard in shards for line, strings in shard.items()}
+    assert found == {line: strings_in(value) for line, value in enumerate(values)}
+    assert sum(map(len, shards)) == len(found)  # no line is in two shards
+    for shard in shards:
+        assert list(shard) == sorted(shard)
+        assert len(shard) > 500
 
 
 def test_trap_27_the_parts_of_a_file_have_its_encoding() -> None:
     lines = [json.dumps(value, ensure_ascii=False) for value in numbered_lines(3000)]
     text = "\n".join(lines)
-    strings = [value for line in lines for value in re.findall(r'"([^"]+)"[],}]', line)]
+    expected = {line: strings_in(value) for line, value in enumerate(numbered_lines(3000))}
     for encoding, number in (("utf-8-sig", 0), ("utf-16", 0), ("cp1252", 1)):
         shutil.rmtree("data/raw", ignore_errors=True)
         put({"a.jsonl": text.encode(encoding)})
-        metrics = run(num_splits=4, keep_source=True)
+        metrics = run(num_splits=4)
         assert (metrics["files"], metrics["fallback_encoded_files"]) == (1, number)
-        found = zip(sources(), rows(), strict=True)
-        assert [row for _, row in sorted(found, key=lambda item: int(item[0].split("#")[1].split("/")[0]))] == strings
+        found = [pair for shard in CORPUS.glob("*.arrow") for pair in strings_by_line(shard).items()]
+        assert (dict(found), len(found)) == (expected, 3000)
     # A byte order mark is dropped at the beginning of the file only.
     middle = "\n".join([*lines[:-1], "\ufeff" + lines[-1]])
     put({"a.jsonl": middle.encode("utf-8-sig")})
@@ -873,42 +819,6 @@ def test_any_json_gives_exactly_its_strings_in_order(
             assert cut_out(text) is None
         else:
             assert cut_out(text, chunk) == strings_in(value)
-
-
-def test_each_string_has_its_source() -> None:
-    """`keep_source` gives the file, the number of the record in it, and a JSON pointer into that."""
-    value = {"a": "x", "": [1, "y", ["", "z"], {"b/c~d": "w"}], "n": {"m": None, "o": "v"}, "\n": "u"}
-    places = {"x": "/a", "y": "//1", "z": "//2/1", "w": "//3/b~1c~0d", "v": "/n/o", "u": "/\n"}
-    put({
-        "a.json": json.dumps(value) + '"second"',
-        "b.jsonl": f'["b"]\n\nbad\n{json.dumps(value)}\n',
-        "c.yaml": f"--- {json.dumps(value)}\n--- {{\u2028: third}}\n",
-        "d.txt": "text",
-    })  # fmt: skip
-    run(max_rejected_files=1, keep_source=True)
-    dataset = datasets.load_from_disk(str(CORPUS))
-    sources = {source: text for text, source in zip(dataset["text"], dataset["source"], strict=True)}
-    assert sources == {
-        **{f"a.json#1{place}": text for text, place in places.items()}, "a.json#2": "second",
-        "b.jsonl#1/0": "b", **{f"b.jsonl#4{place}": text for text, place in places.items()},
-        **{f"c.yaml#1{place}": text for text, place in places.items()}, "c.yaml#2/\u2028": "third",
-        "d.txt": "text",
-    }  # fmt: skip
-
-
-def test_sources_change_no_text() -> None:
-    limits = Limits(batch=20)  # several record batches
-    put(
-        {
-            "a.json": json.dumps([["one", "two"] * 20, {"k": "three"}]),
-            "b.yaml": "- {a: &x four, *x : five}\n- ? [a]\n  : sixth\n",
-        }
-    )
-    run(min_chars=4, limits=limits)
-    texts = rows()
-    run(min_chars=4, keep_source=True, limits=limits)
-    assert rows() == texts
-    assert datasets.load_from_disk(str(CORPUS))["source"][-3:] == ["b.yaml#1/0/a", "b.yaml#1/0/*x", "b.yaml#1/1/?"]
 
 
 # YAML
@@ -1032,7 +942,7 @@ def test_trap_15_yaml_that_begins_as_json_leaves_nothing() -> None:
     ],
 )  # fmt: skip
 def test_trap_13_what_was_read_leaves_the_memory_without_the_collector(name: str, content: str | bytes) -> None:
-    """`extract` disables it, so what is in a cycle would stay in memory to the end of a split."""
+    """What is in a cycle stays in memory until the collector looks at it, perhaps for many files."""
     path = Path(name)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     found = suffixes.find(name)
@@ -1424,18 +1334,6 @@ def test_trap_24_the_disk_has_each_shard_once(monkeypatch: pytest.MonkeyPatch) -
 # The stage
 
 
-@pytest.mark.parametrize("largest_held", [10, 1 << 20], ids=["streamed", "held"])
-def test_the_bar_moves_within_a_split_and_a_large_file(largest_held: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(Meter, "set", lambda meter, done, is_end=False: seen.append(done))
-    text = json.dumps([f"value {index}" for index in range(10_000)])
-    put({"a.json": text, "b.json.gz": gzip.compress(text.encode()), "c.jsonl": text.replace(", ", "\n"), "d.txt": "d"})
-    run(limits=Limits(largest_held=largest_held, chunk=1000), max_rejected_files=1)
-    assert seen == sorted(seen)
-    assert seen[-1] == sum(path.stat().st_size for path in Path("data/raw").iterdir())
-    assert len(set(seen)) > (100 if largest_held == 10 else 4)  # without streaming, four files and several parts
-
-
 def test_too_many_rejected_files_fail_after_all_were_read() -> None:
     put({f"{number:02d}.json": "[" for number in range(25)})
     put({"good.txt": "good", "x.yaml": "{"})
@@ -1469,7 +1367,7 @@ def test_each_format_that_organize_lists_has_a_reader() -> None:
 
 def test_the_example_format_in_the_docs_works(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (REPO / "docs/data.md").read_text(encoding="utf-8")
-    scope: dict[str, Any] = {"Source": source.Source, "Sink": sink.Sink, "Rejected": Rejected}
+    scope: dict[str, Any] = {"Source": source.Source, "TextWriter": TextWriter, "Rejected": Rejected}
     exec(text.split("```python\n")[1].split("```")[0], scope)
     monkeypatch.setitem(suffixes.FORMATS, ".talk", "talk")
     monkeypatch.setitem(readers.READERS, "talk", scope["read"])

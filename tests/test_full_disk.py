@@ -77,7 +77,7 @@ def can_mount() -> bool:
 @pytest.mark.parametrize(
     ("which", "step", "names"),
     [
-        ("project", 1, ["organize", "materialize", "extract", "pack"]),
+        ("project", 1, ["organize", "extract", "pack"]),
         ("store", 1, ["extract", "pack"]),
         ("project", 8, ["download", "plan", "train", "consolidate", "evaluate"]),
     ],

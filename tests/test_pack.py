@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import distributed
 import numpy as np
 import psutil
 import pyarrow as pa
@@ -226,10 +227,11 @@ def test_trap_22_the_number_of_workers_and_the_executor_change_no_byte() -> None
     make_model()
     make_corpus([[f"document {split} {index} " * 9 for index in range(3)] for split in range(2)], batch_size=1)
     results = []
-    for num_workers, executor in ((1, "processes"), (3, "processes"), (2, "dask")):
-        runtime = with_processes(PackRuntime(num_workers=num_workers, reuse_gib=0, executor=executor))
-        pack(PackParams(seq_length=4, validation_splits=1), runtime)
-        results.append(content())
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster:
+        for num_workers, scheduler in ((1, None), (3, None), (None, cluster.scheduler_address)):
+            runtime = with_processes(PackRuntime(num_workers=num_workers, reuse_gib=0, dask_scheduler=scheduler))
+            pack(PackParams(seq_length=4, validation_splits=1), runtime)
+            results.append(content())
     assert results[0] == results[1] == results[2]
 
 
@@ -676,17 +678,13 @@ def test_a_long_word_is_encoded_at_once_where_windows_cannot_be_joined() -> None
     assert documents[1][900:] == [1, 1, 1, 2]  # also for `</s>`, which is EOS
 
 
-@pytest.mark.parametrize(
-    ("fast_encoder", "setting", "is_one"),
-    [(False, "pass", False), (False, "use_one_thread()", True), (True, "pass", True)],
-)
-def test_a_worker_encodes_with_one_thread(fast_encoder: bool, setting: str, is_one: bool) -> None:
+@pytest.mark.parametrize("fast_encoder", [False, True])
+def test_a_worker_encodes_with_one_thread(fast_encoder: bool) -> None:
     make_model()
     script = f"""
 import psutil, pyarrow
-from stages.corpus.encoding import Encoder, use_one_thread
+from stages.corpus.encoding import Encoder
 from stages.pack import PackParams, find_tokenizer_spec
-{setting}
 spec = find_tokenizer_spec(PackParams(seq_length=4, validation_splits=0, fast_encoder={fast_encoder}))
 encoder, process = Encoder(spec), psutil.Process()
 before = process.num_threads()
@@ -696,15 +694,7 @@ print(process.num_threads() - before)
     environment = {**os.environ, "PYTHONPATH": str(REPO), "RAYON_NUM_THREADS": "3"}
     environment.pop("TOKENIZERS_PARALLELISM", None)
     output = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
-    assert (int(output) == 0) == is_one
-
-
-def test_the_stage_disables_the_threads_of_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    make_model()
-    make_corpus([["train " * 5], ["validation"]])
-    run()
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+    assert int(output) == 0
 
 
 @pytest.mark.slow

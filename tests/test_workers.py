@@ -1,11 +1,9 @@
 """Tasks in other processes, on this machine and on a Dask cluster: the same results in the same order."""
 
 import contextlib
-import io
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -26,8 +24,8 @@ import yaml
 from stages.artifacts.errors import StageError
 from stages.artifacts.process import INTERRUPTS, raise_on_interrupt
 from stages.artifacts.reuse import Store
-from stages.corpus import arrow, cluster, progress, workers
-from stages.corpus.workers import Runtime, no_initializer, ordered_map, threaded_map
+from stages.corpus import arrow, cluster, workers
+from stages.corpus.workers import Runtime, ordered_map, threaded_map
 from stages.extract import ExtractRuntime, extract
 from tests import tasks
 from tests.corpus import CORPUS, PARAMS, SPLITS, content_of, organize_raw, put, put_large_file, put_slow_files
@@ -76,13 +74,12 @@ def outputs() -> dict[str, bytes]:
     return {**content_of(SPLITS), **content_of(CORPUS), "": Path("data/extract.json").read_bytes()}
 
 
-def run(executor: str, address: str | None = None, *, deduplicate: bool = False) -> dict[str, bytes]:
+def run(address: str | None = None, *, deduplicate: bool = False) -> dict[str, bytes]:
     """Organize and extract with nothing kept of earlier runs; return all outputs."""
     shutil.rmtree("data/.reuse", ignore_errors=True)
-    where = {"executor": executor, "dask_scheduler": address}
-    organize_raw(num_splits=2, **where)
+    organize_raw(num_splits=2, dask_scheduler=address)
     params = replace(PARAMS, deduplicate_strings=deduplicate)
-    runtime = ExtractRuntime(num_workers=1, reuse_gib=1, **where)
+    runtime = ExtractRuntime(num_workers=1, reuse_gib=1, dask_scheduler=address)
     extract(params, runtime)
     return outputs()
 
@@ -91,13 +88,13 @@ def start_extract(**runtime: Any) -> psutil.Popen:
     """Start the stage as DVC does, with nothing kept of earlier runs."""
     shutil.rmtree("data/.reuse", ignore_errors=True)
     content = yaml.safe_load((REPO / "params.yaml").read_text()) | {"deduplicate_strings": True}
-    content["runtime"] |= runtime | {"executor": "dask"}
+    content["runtime"] |= runtime
     Path("params.yaml").write_text(yaml.safe_dump(content))
     return start_stage("extract", "-W", "error")
 
 
 def dask_runtime(dask_cluster: DaskCluster) -> Runtime:
-    return Runtime(num_workers=None, executor="dask", dask_scheduler=dask_cluster.address)
+    return Runtime(num_workers=None, dask_scheduler=dask_cluster.address)
 
 
 def task_processes() -> list[psutil.Process]:
@@ -115,63 +112,10 @@ def task_processes() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_results_come_in_the_order_of_the_tasks(executor: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_results_come_in_the_order_of_the_tasks(executor: str, dask_cluster: DaskCluster) -> None:
     """Few results are in memory at a time, and they have the order of the tasks."""
-    runtime = Runtime(num_workers=2, executor=executor)
+    runtime = Runtime(num_workers=2) if executor == "processes" else dask_runtime(dask_cluster)
     assert list(ordered_map(tasks.be_slow, range(5), runtime, ahead=1)) == [0, -1, -2, -3, -4]
-    assert "task 3" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(("executor", "num_workers"), [("processes", 1), ("processes", 2), ("dask", 2)])
-def test_each_process_is_prepared_before_its_first_task(
-    executor: str, num_workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TEST_PREPARED", "")  # so that it is removed after the test
-    monkeypatch.delenv("TEST_PREPARED")
-    runtime = Runtime(num_workers=num_workers, executor=executor)
-    assert not any(ordered_map(tasks.is_prepared, range(3), runtime))
-    assert all(ordered_map(tasks.is_prepared, range(3), runtime, initializer=tasks.prepare))
-
-
-class Terminal(io.StringIO):
-    """Where a progress bar is shown."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def percentages(output: str) -> list[int]:
-    return list(map(int, re.findall(r"(\d+)%", output)))
-
-
-@pytest.mark.parametrize(("executor", "num_workers"), [("processes", 1), ("processes", 2), ("dask", 2)])
-def test_a_bar_moves_while_tasks_run(executor: str, num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with progress.show(Path("progress"), 200, desc="test") as bar:
-        assert bar
-        files = [bar / str(number) for number in range(2)]
-        list(ordered_map(tasks.count, files, Runtime(num_workers=num_workers, executor=executor)))
-    shown = percentages(terminal.getvalue())
-    assert shown == sorted(shown)
-    assert shown[-1] == 100
-    assert len(set(shown) - {0, 50, 100}) >= 2
-    assert not Path("progress").exists()
-
-
-def test_a_bar_costs_nothing_where_it_is_not_shown() -> None:
-    with progress.show(Path("progress"), 200, desc="test") as bar:
-        assert bar is None
-        assert not Path("progress").exists()
-
-
-def test_a_repeated_task_does_not_move_the_bar_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with progress.show(Path("progress"), 200, desc="test", mininterval=0) as bar:
-        assert bar
-        for content in ("70", "5", "", "100"):
-            Path(bar, "0").write_text(content)
-            time.sleep(0.6)
-    assert [*dict.fromkeys(percentages(terminal.getvalue()))] == [0, 35, 50]
 
 
 def test_only_the_requested_number_of_tasks_runs_at_a_time(tmp_path: Path, dask_cluster: DaskCluster) -> None:
@@ -187,23 +131,20 @@ def test_only_the_requested_number_of_tasks_runs_at_a_time(tmp_path: Path, dask_
     assert list(results) == [True] * 8
 
 
-def test_processes_open_no_socket_and_a_local_cluster_listens_on_loopback_only() -> None:
+def test_processes_open_no_socket_and_write_nothing() -> None:
     def listening() -> set[Any]:
         return {socket.laddr for socket in psutil.Process().net_connections("inet") if socket.status == "LISTEN"}
 
-    seen, others = {}, listening()  # of other tests
-    for executor in EXECUTORS:
-        for _ in ordered_map(tasks.place, range(3), Runtime(num_workers=2, executor=executor)):
-            seen[executor] = {address.ip for address in listening() - others}
-    assert seen["processes"] == set()
-    assert seen["dask"] <= {"127.0.0.1"}
-    assert list(Path().iterdir()) == []  # and nothing is written
+    others = listening()  # of other tests
+    for _ in ordered_map(tasks.place, range(3), Runtime(num_workers=2)):
+        assert listening() <= others
+    assert list(Path().iterdir()) == []
 
 
 def test_extract_gives_the_same_bytes_on_a_cluster(dask_cluster: DaskCluster) -> None:
     put({f"{number}.json": json.dumps(["text", f"{number}"] * number) for number in range(30)})
     put({"ümlaut.txt": "ä", os.fsdecode(b"latin\xe4.txt"): "b", "c.csv": "c"})
-    expected = run("processes", deduplicate=True)
+    expected = run(deduplicate=True)
     shutil.rmtree("data/corpus")
     process = start_extract(dask_scheduler=str(dask_cluster.file))
     _, error = process.communicate(timeout=100)
@@ -217,7 +158,7 @@ def test_extract_gives_the_same_bytes_on_a_cluster(dask_cluster: DaskCluster) ->
 def test_the_work_of_a_killed_dask_worker_is_done_by_another(dask_cluster: DaskCluster) -> None:
     put_slow_files()
     put({"large.jsonl": "".join(f'"line {number}"\n' for number in range(60_000))})
-    expected = run("processes")
+    expected = run()
     assert '"part"' in Path("data/splits/split_00.jsonl").read_text()
     victims = []
 
@@ -228,20 +169,9 @@ def test_the_work_of_a_killed_dask_worker_is_done_by_another(dask_cluster: DaskC
 
     thread = threading.Thread(target=kill)
     thread.start()
-    assert run("dask", dask_cluster.address) == expected
+    assert run(dask_cluster.address) == expected
     thread.join()
     assert len(victims) == 1
-
-
-def test_task_processes_end_with_the_stage() -> None:
-    put_slow_files()
-    organize_raw(num_splits=2)
-    process = start_extract(num_workers=2)
-    wait_for(lambda: list(Path("data").glob("corpus.*.tmp/whole-*")) and len(task_processes()) == 2)
-    process.kill()
-    process.communicate()
-    wait_for(lambda: not task_processes())
-    assert not CORPUS.exists()
 
 
 STAGE = """
@@ -253,19 +183,19 @@ from tests import tasks
 
 def main():
     with publish.directory(Path("out")) as directory:
-        list(ordered_map(tasks.write_for_long, [directory] * 4, Runtime(num_workers=2, executor=sys.argv[1])))
+        list(ordered_map(tasks.write_for_long, [directory] * 4, Runtime(2, dask_scheduler=(sys.argv + [None])[1])))
 
 if __name__ == "__main__":
     command.run(main, "the next run continues")
 """
 
 
-def start_writing(executor: str) -> psutil.Popen:
+def start_writing(*scheduler: str) -> psutil.Popen:
     """Start a stage of two processes that write; return it when they do."""
     Path("stage.py").write_text(STAGE)
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
     pipe = subprocess.PIPE
-    command = [sys.executable, "stage.py", executor]
+    command = [sys.executable, "stage.py", *scheduler]
     stage = psutil.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe, start_new_session=True)
     wait_for(lambda: len({path.name.split("-")[0] for path in Path().glob("out.*.tmp/*")}) == 2)
     return stage
@@ -273,9 +203,11 @@ def start_writing(executor: str) -> psutil.Popen:
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_trap_21_an_interrupt_ends_the_tasks_and_others_change_nothing(executor: str, number: signal.Signals) -> None:
-    stage = start_writing(executor)
-    processes = stage.children(recursive=True)
+def test_trap_21_an_interrupt_ends_the_tasks_and_others_change_nothing(
+    executor: str, number: signal.Signals, dask_cluster: DaskCluster
+) -> None:
+    stage = start_writing(*[dask_cluster.address] * (executor == "dask"))
+    processes = task_processes() if executor == "dask" else stage.children(recursive=True)
     assert len(processes) >= 2
     for delay in (0, 0.02, 0.1, 0.3):
         time.sleep(delay)
@@ -367,13 +299,13 @@ def test_a_worker_that_is_killed_while_it_sends_a_result_is_a_clear_error() -> N
 
 
 def test_processes_are_started_only_for_work_that_is_worth_it() -> None:
-    def processes(num_workers: int, seconds: float) -> set[int]:
-        places = ordered_map(tasks.place, range(4), Runtime(num_workers=num_workers), seconds=seconds)
+    def processes(num_workers: int, num_bytes: int) -> set[int]:
+        places = ordered_map(tasks.place, range(4), Runtime(num_workers=num_workers), num_bytes=num_bytes)
         return {process for _, process, _ in places}
 
-    assert processes(2, 0.5) == {os.getpid()}
-    assert os.getpid() not in processes(2, 5)
-    assert os.getpid() not in processes(1, 5)  # but in one that can be killed
+    assert processes(2, 1 << 20) == {os.getpid()}
+    assert os.getpid() not in processes(2, 1 << 30)
+    assert os.getpid() not in processes(1, 1 << 30)  # but in one that can be killed
 
 
 def test_small_corpora_are_organized_and_extracted_without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +337,7 @@ def test_workers_with_other_code_or_packages_are_refused(
     dask_cluster: DaskCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster, "code_digest", lambda: "of other versions")
-    with pytest.raises(StageError, match=r"a Dask worker on \S+ has imported other code or packages than the stage"):
+    with pytest.raises(StageError, match=r"all machines must share: .*: it has imported other code or packages"):
         list(ordered_map(abs, range(2), dask_runtime(dask_cluster)))
 
 
@@ -413,8 +345,8 @@ def test_machines_that_lack_the_project_are_named(empty_project: Path, monkeypat
     monkeypatch.setattr(cluster, "_ROOT", "/elsewhere")
     scheduler = dask("scheduler", "--port", "0", "--scheduler-file", "scheduler.json", *LOCAL, cwd=empty_project)
     worker = dask("worker", "--scheduler-file", "scheduler.json", *LOCAL, cwd=empty_project)
-    with pytest.raises(StageError, match=r"/elsewhere, which all machines must share: .*No module named 'stages'"):
-        list(ordered_map(abs, range(2), Runtime(num_workers=None, executor="dask", dask_scheduler="scheduler.json")))
+    with pytest.raises(StageError, match=r"/elsewhere and .* all machines must share: .*No module named 'stages'"):
+        list(ordered_map(abs, range(2), Runtime(num_workers=None, dask_scheduler="scheduler.json")))
     for process in (*worker.children(recursive=True), worker, scheduler):
         process.kill()
     for process in (worker, scheduler):
@@ -424,7 +356,7 @@ def test_machines_that_lack_the_project_are_named(empty_project: Path, monkeypat
 @pytest.mark.parametrize(
     ("scheduler", "message"),
     [
-        ("tcp://127.0.0.1:9", r"tcp://127.0.0.1:9 within 1 seconds.*`dask scheduler`.*runtime.executor"),
+        ("tcp://127.0.0.1:9", r"tcp://127.0.0.1:9 within 1 seconds.*`dask scheduler`.*runtime.dask_scheduler"),
         ("missing.json", r"missing.json.*within 1 seconds.*`dask scheduler --scheduler-file`"),
     ],
 )
@@ -433,7 +365,7 @@ def test_a_scheduler_that_cannot_be_reached_is_a_clear_error(
 ) -> None:
     monkeypatch.setattr(workers, "PATIENCE", 1)
     start = time.monotonic()
-    with pytest.raises(StageError, match=message), cluster.connect(abs, 1, scheduler, no_initializer):
+    with pytest.raises(StageError, match=message), cluster.connect(abs, scheduler):
         pass
     assert time.monotonic() - start < 10
 
@@ -444,7 +376,7 @@ def test_a_cluster_without_workers_and_a_lost_one_are_clear_errors(
     scheduler = dask("scheduler", "--port", "0", "--scheduler-file", "scheduler.json", *LOCAL, cwd=empty_project)
     wait_for(Path("scheduler.json").exists)
     monkeypatch.setattr(workers, "PATIENCE", 3)
-    runtime = Runtime(num_workers=None, executor="dask", dask_scheduler="scheduler.json")
+    runtime = Runtime(num_workers=None, dask_scheduler="scheduler.json")
     with pytest.raises(StageError, match=r"no Dask worker for 3 seconds.*`dask worker`"):
         list(ordered_map(abs, [-1], runtime))
     timer = threading.Timer(2, scheduler.kill)
@@ -457,7 +389,7 @@ def test_a_cluster_without_workers_and_a_lost_one_are_clear_errors(
 def test_a_missing_dask_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(StageError, match=r"distributed is not installed: run `make setup`.*extra `dask`"):
-        list(ordered_map(abs, range(2), Runtime(num_workers=2, executor="dask")))
+        list(ordered_map(abs, range(2), Runtime(num_workers=2, dask_scheduler="tcp://head:8786")))
 
 
 def test_the_shard_of_a_lost_worker_is_not_written_to(tmp_path: Path) -> None:

@@ -56,13 +56,11 @@ def check_data(settings: Settings) -> Found[None]:
     """The raw files, the splits, and what runs the data stages."""
     settings.pack.check_splits(settings.organize.num_splits)
     yield ok(f"raw_dir is {find_root(settings.organize.raw_dir)}")
-    if settings.data_runtime.executor == "dask":
+    if scheduler := settings.data_runtime.dask_scheduler:
         importlib.import_module("distributed")
-        if (settings.data_runtime.dask_scheduler or "").startswith(("tcp://", "tls://")):
-            yield warning(
-                f"the data stages connect to {settings.data_runtime.dask_scheduler}",
-                "runtime.executor: processes keeps them on this machine",
-            )
+        yield warning(
+            f"the data stages connect to {scheduler}", "runtime.dask_scheduler: null keeps them on this machine"
+        )
 
 
 def check_packages(settings: Settings) -> Found[None]:

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import mmap
+import os
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import closing
@@ -32,8 +33,6 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # a message of length 0, w
 
 TEXT: Features = {"text": {"dtype": "string", "_type": "Value"}}
 """The features of a corpus."""
-TEXT_AND_SOURCE: Features = {**TEXT, "source": TEXT["text"]}
-"""The same with `keep_source`."""
 
 
 def token_features(seq_length: int) -> Features:
@@ -59,6 +58,17 @@ def shard_name(index: int, num_shards: int) -> str:
 def from_numpy(array: NDArray[Any]) -> pa.Array:
     """The same one-dimensional array for Arrow; no copy. `pa.array` would import pandas."""
     return pa.Array.from_buffers(pa.from_numpy_dtype(array.dtype), len(array), [None, pa.py_buffer(array)])
+
+
+def slices(rows: pa.Array, lengths: pa.Array, size: int) -> Iterator[pa.Array]:
+    """Consecutive rows whose lengths are at most `size` together, or a single longer one."""
+    ends = np.cumsum(np.from_dlpack(lengths), dtype=np.int64)  # `to_numpy` would import pandas
+    first = 0
+    while first < len(ends):
+        limit = size + (ends[first - 1] if first else 0)
+        last = max(int(np.searchsorted(ends, limit, "right")), first + 1)
+        yield rows[first:last]
+        first = last
 
 
 class Mark(NamedTuple):
@@ -93,23 +103,22 @@ class StreamWriter:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def write(self, *columns: pa.Array) -> None:
+    def write(self, rows: pa.Array) -> None:
         """Append a record batch."""
-        self.rows += len(columns[0])
+        self.rows += len(rows)
         # `serialize` copies, so the caller may fill its buffer again.
-        self._append(pa.record_batch(list(columns), schema=self.schema).serialize())
+        self._append(pa.record_batch([rows], schema=self.schema).serialize())
 
-    def write_text(self, pieces: Iterable[bytes], size: int, *others: str) -> int:
-        """Append a record batch of one row, whose first string comes in pieces of UTF-8; return its characters.
+    def write_text(self, pieces: Iterable[bytes], size: int) -> int:
+        """Append a record batch of one string, which comes in pieces of UTF-8; return its characters.
 
         The bytes are those that `write` would append, but memory holds a piece.
 
         Args:
             pieces: Of the string.
             size: Of all pieces, in bytes; at least 1.
-            others: The strings of the other columns.
         """
-        before, after = self._message(size, *others)
+        before, after = self._message(size)
         self._append(before)
         num_characters = 0
         for piece in pieces:
@@ -119,22 +128,16 @@ class StreamWriter:
         self.rows += 1
         return num_characters
 
-    def _message(self, size: int, *others: str) -> tuple[bytes, bytes]:
-        """What precedes and what follows the first string in a record batch of one row."""
+    def _message(self, size: int) -> tuple[bytes, bytes]:
+        """What precedes and what follows the string in a record batch of one."""
         zeros = pa.py_buffer(mmap.mmap(-1, size))  # in place of the string: never read, so they need no memory
         text = pa.StringArray.from_buffers(1, pa.py_buffer(struct.pack("<ii", 0, size)), zeros)
-        batch = pa.record_batch([text, *([other] for other in others)], schema=self.schema)
+        batch = pa.record_batch([text], schema=self.schema)
         sink = _WithoutBuffer(zeros)
         with pa.ipc.new_stream(pa.PythonFile(sink, "w"), self.schema) as stream:
             stream.write_batch(batch)
             [before, after] = sink.parts
         return before.removeprefix(self.schema.serialize()), after  # the schema is in the file already
-
-    def copy(self, path: Path, start: int, end: int, rows: int) -> None:
-        """Append a record batch of another stream of the same schema, given its place, with memory for a piece."""
-        for piece in _read(path, start, end):
-            self._append(piece)
-        self.rows += rows
 
     def mark(self) -> Mark:
         """The current end of the stream, for `cut`."""
@@ -209,11 +212,6 @@ def batch_offsets(path: Path) -> list[int]:
             offsets.append(offset)
 
 
-def end_of_batches(path: Path) -> int:
-    """The offset in bytes of the end of the last record batch of a shard."""
-    return path.stat().st_size - len(_END_OF_STREAM)
-
-
 def read_batch(path: Path, offset: int) -> pa.RecordBatch:
     """Read one record batch of a shard without copying it.
 
@@ -235,7 +233,7 @@ def changed(path: Path) -> StageError:
 
 
 def read_text(path: Path, offset: int) -> Iterator[bytes]:
-    """The first string of a record batch of one row, in pieces.
+    """The string of a record batch of one row, in pieces.
 
     They are read, not mapped: what was touched of a mapped file stays in memory while it is mapped.
     """
@@ -243,13 +241,7 @@ def read_text(path: Path, offset: int) -> Iterator[bytes]:
     with path.open("rb") as file:
         file.seek(offset)
         _, metadata = struct.unpack("<ii", file.read(8))
-    start = offset + 8 + metadata + 8  # the offsets of the string precede it: two of 32 bits
-    return _read(path, start, start + size)
-
-
-def _read(path: Path, start: int, end: int) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        file.seek(start)
+        end = file.seek(metadata + 8, os.SEEK_CUR) + size  # the offsets of the string precede it: two of 32 bits
         while piece := file.read(min(_PIECE, end - file.tell())):
             yield piece
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from stages.artifacts import code, process
@@ -26,51 +25,41 @@ from stages.corpus import workers
 
 _ROOT = str(Path(__file__).parents[2])
 _STAGES = ("stages.organize", "stages.extract", "stages.pack")
-_SETTINGS: dict[str, list[str]] = {
-    "distributed.scheduler.http.routes": [],
-    "distributed.worker.http.routes": [],
-}  # no pages
 
 
 @contextmanager
-def connect(
-    function: Callable[[Any], Any], num_workers: int, scheduler: str | None, initializer: Callable[[], None]
-) -> Iterator[workers.Pool]:
+def connect(function: Callable[[Any], Any], scheduler: str) -> Iterator[workers.Pool]:
     """Yield what computes `function`, a module's function, on a cluster.
 
     Args:
         function: What to compute.
-        num_workers: Processes of a cluster on this machine.
-        scheduler: Address of a scheduler, or the file that it writes; None: a cluster on this machine.
-        initializer: A module's function that is called before each task.
+        scheduler: Address of a scheduler, or the file that it writes.
 
     Raises:
         StageError: Dask, the scheduler or its workers are missing or were lost, or a worker cannot run the project.
     """
-    dask, distributed = _import("dask"), _import("distributed")
+    # In a way that `code.digest_with_packages` does not see: the version of Dask decides no result.
+    try:
+        distributed = importlib.import_module("distributed")
+    except ImportError:
+        raise StageError(
+            f"runtime.dask_scheduler is {scheduler}, but distributed is not installed: run `make setup`, or install "
+            "the extra `dask` of pyproject.toml"
+        ) from None
     module = function.__module__
     if module == "__main__" and (spec := sys.modules[module].__spec__):
         module = spec.name  # as in `python -m stages.extract`
     compute = _computing(_ROOT, os.getcwd(), module, code_digest())
     with ExitStack() as stack:
-        stack.enter_context(dask.config.set(_SETTINGS))
         # What matters is raised as an exception; Dask also logs each task that it cancels.
         stack.enter_context(importlib.import_module("distributed.utils").silence_logging_cmgr(logging.CRITICAL))
-        if scheduler is None:
-            with workers.unreached_by_interrupts():
-                cluster = distributed.LocalCluster(
-                    n_workers=num_workers, threads_per_worker=1, memory_limit=0, silence_logs=logging.CRITICAL,
-                    host="127.0.0.1", dashboard_address="127.0.0.1:0", worker_dashboard_address="127.0.0.1:0",
-                )  # fmt: skip
-            target: Any = stack.enter_context(cluster)
-        else:
-            target = _address(scheduler)
+        address = _address(scheduler)
         try:
-            client = stack.enter_context(distributed.Client(target, timeout=workers.PATIENCE, set_as_default=False))
+            client = stack.enter_context(distributed.Client(address, timeout=workers.PATIENCE, set_as_default=False))
         except OSError:
             raise StageError(
-                f"no Dask scheduler answered at {target} within {workers.PATIENCE:g} seconds: start one with `dask "
-                f"scheduler`, correct runtime.dask_scheduler, now {scheduler}, or set runtime.executor to processes"
+                f"no Dask scheduler answered at {address} within {workers.PATIENCE:g} seconds: start one with `dask "
+                f"scheduler`, correct runtime.dask_scheduler, now {scheduler}, or set it to null"
             ) from None
         lost = StageError("the Dask scheduler was lost; nothing was published: start it and run again")
         executor = client.get_executor(pure=False)  # pure: a task that is equal to an earlier one would not run
@@ -78,7 +67,7 @@ def connect(
         def submit(task: Any) -> "concurrent.futures.Future[Any]":
             # fifo_timeout: by default Dask only roughly keeps the order. A result that is late keeps all later ones in
             # memory.
-            return executor.submit(compute, pickle.dumps((function, initializer, task)), fifo_timeout=0)  # type: ignore[no-any-return]
+            return executor.submit(compute, pickle.dumps((function, task)), fifo_timeout=0)  # type: ignore[no-any-return]
 
         def count() -> int:
             try:
@@ -97,7 +86,9 @@ def connect(
             if isinstance(error, concurrent.futures.CancelledError):
                 raise lost from None
             if isinstance(error, concurrent.futures.BrokenExecutor):
-                raise StageError(f"a Dask worker cannot run {_ROOT}, which all machines must share: {error}") from None
+                raise StageError(
+                    f"a Dask worker cannot run {_ROOT} and {sys.prefix}, which all machines must share: {error}"
+                ) from None
             if isinstance(error, distributed.KilledWorker):
                 raise StageError(
                     "several Dask workers were killed during the same task, most often because memory ran out; nothing "
@@ -114,25 +105,18 @@ def _computing(root: str, directory: str, module: str, digest: str) -> Callable[
             if root not in sys.path:
                 sys.path.insert(0, root)
             cluster = importlib.import_module("stages.corpus.cluster")
+            # A stage runs as __main__, so the pickle may name its functions and classes as `__main__.x`.
+            sys.modules["__main__"] = importlib.import_module(module)
         except (OSError, ImportError) as error:
             raise concurrent.futures.BrokenExecutor(f"{socket.gethostname()}: {error}") from None
-        return cluster.compute(pickled, module, digest)
+        if cluster.code_digest() != digest:
+            raise concurrent.futures.BrokenExecutor(
+                f"{socket.gethostname()}: it has imported other code or packages; restart the workers, and run again"
+            )
+        function, task = pickle.loads(pickled)
+        return function(task)
 
     return compute
-
-
-def compute(pickled: bytes, module: str, digest: str) -> Any:
-    """Compute a task in a worker."""
-    if code_digest() != digest:
-        raise StageError(
-            f"a Dask worker on {socket.gethostname()} has imported other code or packages than the stage: let all "
-            f"machines share {_ROOT} and {sys.prefix}, restart the workers, and run again"
-        )
-    # A stage runs as __main__, so the pickle may name its functions and classes as `__main__.x`.
-    sys.modules["__main__"] = importlib.import_module(module)
-    function, initializer, task = pickle.loads(pickled)
-    initializer()
-    return function(task)
 
 
 @cache  # in a worker, of the time when it began to import the project
@@ -155,14 +139,3 @@ def _address(scheduler: str) -> str:
         f"runtime.dask_scheduler is {scheduler}, and no such file named a scheduler within {workers.PATIENCE:g} "
         "seconds: start one with `dask scheduler --scheduler-file`, or give an address such as tcp://host:8786"
     )
-
-
-def _import(name: str) -> ModuleType:
-    """Import a package whose version decides no result, in a way that `code.digest_with_packages` does not see."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise StageError(
-            f"runtime.executor is dask, but {name} is not installed: run `make setup`, or install the extra `dask` of "
-            "pyproject.toml"
-        ) from None

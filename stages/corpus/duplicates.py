@@ -7,7 +7,7 @@ Then all these files are merged, one range of digests after the other: memory ho
 
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from stages.artifacts.dataset import Shard
 from stages.corpus import arrow
-from stages.corpus.limits import naming_files
 
 # 24 bytes. Little-endian, since on a cluster one machine may read what another one wrote.
 _ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("row", "<u8")])
@@ -40,8 +39,6 @@ class Filter(NamedTuple):
 
     source: Path
     target: Path
-    features: arrow.Features
-    """Of both."""
     is_first: NDArray[np.bool_]
     """Which rows stay: (rows,)."""
 
@@ -60,11 +57,6 @@ def write_digests(split: Split) -> list[Path]:
 
     Those of a part are sorted, each is there once, with its first row in the shard.
     """
-    with naming_files(lambda: split.shard):
-        return _write_digests(split)
-
-
-def _write_digests(split: Split) -> list[Path]:
     targets: list[Path] = []
     row = 0
     for digests in _digests(split.shard, split.num_at_once):
@@ -152,22 +144,22 @@ def _is_first(entries: NDArray[np.void]) -> NDArray[np.bool_]:
 
 def drop(task: Filter) -> Filtered:
     """Write the target of a filter."""
-    source, target, features, is_first = task
+    source, target, is_first = task
     row = characters = 0
-    offsets = arrow.batch_offsets(source)
-    with naming_files(lambda: source), arrow.StreamWriter(target, features) as stream:
-        for offset, end in pairwise([*offsets, arrow.end_of_batches(source)]):
+    with arrow.StreamWriter(target, arrow.TEXT) as stream:
+        for offset in arrow.batch_offsets(source):
             batch = arrow.read_batch(source, offset)
             keep = pa.array(is_first[row : row + len(batch)])
             row += len(batch)
             if len(batch) == 1:  # it may be too long for the memory
+                pieces = arrow.read_text(source, offset)
                 if keep[0].as_py():
-                    stream.copy(source, offset, end, rows=1)
+                    stream.write_text(pieces, pc.binary_length(batch["text"])[0].as_py())
                 else:
-                    characters += sum(map(arrow.count_characters, arrow.read_text(source, offset)))
+                    characters += sum(map(arrow.count_characters, pieces))
                 continue
             # The sum of nothing is null.
             characters += pc.sum(pc.utf8_length(batch["text"].filter(pc.invert(keep)))).as_py() or 0
             if kept := batch.filter(keep):  # a batch of no rows is not written
-                stream.write(*kept.columns)
+                stream.write(kept.column(0))
         return Filtered(stream.close(), row - stream.rows, characters)

@@ -75,15 +75,6 @@ class EncoderLimits(NamedTuple):
 DEFAULT_LIMITS = EncoderLimits()
 
 
-def use_one_thread() -> None:
-    """Keep the tokenizers of this process from starting a thread per core.
-
-    The stage has a process per core already, and `num_workers: 1` means one core. `tokenizers` has no argument for it
-    and reads this variable at each batch.
-    """
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
 class Piece(NamedTuple):
     """A part of the tokens of some documents, and counts of characters of these documents, each counted once."""
 
@@ -115,6 +106,8 @@ class Encoder:
         Raises:
             Differs: the fast one cannot be used.
         """
+        # Workers use all cores already, and `num_workers: 1` means one. `tokenizers` reads this at each batch.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._spec = spec
         self._limits = limits
         content, names = vocabulary.rename(spec.path, spec.special_tokens)
@@ -158,7 +151,7 @@ class Encoder:
             StageError: the tokenizer gives ids that the model does not know, or cannot encode a document.
             Differs: the fast tokenizer gives other tokens than the model's own.
         """
-        for batch in self._batches(documents):
+        for batch in arrow.slices(documents, pc.binary_length(documents), self._limits.batch):
             try:
                 yield from self._encode(batch)
             except Failed as error:
@@ -175,17 +168,6 @@ class Encoder:
                     f"{self._spec.path} cannot encode the document that begins with {beginning!r}: {error}. "
                     "Remove or change it in raw_dir, or give the model another tokenizer or eos_token_id"
                 ) from None
-
-    def _batches(self, documents: pa.StringArray) -> Iterator[pa.StringArray]:
-        """Consecutive documents of at most `limits.batch` bytes together, or a longer one alone."""
-        lengths = np.from_dlpack(pc.binary_length(documents))  # `to_numpy` would import pandas
-        ends = np.cumsum(lengths, dtype=np.int64)
-        first = 0
-        while first < len(documents):
-            limit = self._limits.batch + (ends[first - 1] if first else 0)
-            last = max(int(np.searchsorted(ends, limit, "right")), first + 1)
-            yield documents.slice(first, last - first)
-            first = last
 
     def _encode(self, batch: pa.StringArray) -> Iterator[Piece]:
         text = _text(batch)

@@ -1,10 +1,6 @@
 """Sizes that bound the memory of `extract`. They are passed as an argument, so that a test can set small ones."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-
-from stages.artifacts.errors import StageError
 
 
 @dataclass(frozen=True)
@@ -26,27 +22,9 @@ class Limits:
     """Bytes of UTF-8 of a string in JSON or YAML, which is in memory several times while it is read."""
     longest_text: int = 2**31 - 1
     """Bytes of UTF-8 of a text file, which is never in memory: the offsets of Arrow's `string` have 32 bits."""
-    longest_place: int = 1 << 16
-    """Characters of the place of a string in its file, with `keep_source`: it is repeated for each string."""
     num_listed: int = 1000
     """Rejections of one file that are listed in data/extract.json. All are counted."""
 
 
 LIMITS = Limits()
 """Those of the stage."""
-
-
-@contextmanager
-def naming_files(path: Callable[[], object]) -> Iterator[None]:
-    """Turn a `MemoryError` into an error that names the file that is read, which `path` returns.
-
-    Raises:
-        StageError: there was no more memory, although the limits bound it: the system gives less.
-    """
-    try:
-        yield
-    except MemoryError:
-        raise StageError(
-            f"memory ran out at {path()}; nothing was published: lower runtime.num_workers, or raise the limit of "
-            "memory (ulimit -v, or that of the job); each worker needs up to 1 GiB"
-        ) from None

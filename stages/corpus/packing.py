@@ -20,7 +20,6 @@ from stages.artifacts.dataset import Shard
 from stages.artifacts.errors import StageError
 from stages.corpus import arrow
 from stages.corpus.encoding import Encoder, TokenizerSpec, Tokens
-from stages.corpus.limits import naming_files
 
 MAX_BATCH_TOKENS = 4 << 20
 """Tokens of a record batch of rows, at most, and of what is in memory: 16 MiB."""
@@ -81,7 +80,7 @@ def encode(task: Task) -> Encoded:
     digest = hashlib.sha256()
     # A new file, not the old one emptied: a Dask worker that was considered lost may still write to its own.
     task.target.unlink(missing_ok=True)
-    with naming_files(lambda: task.shard), task.target.open("wb") as file:
+    with task.target.open("wb") as file:
         for tokens, num_dropped, num_slow in encoder.encode(documents):
             # (n,) of 2 or 4 bytes each; without a header, so that parts can be joined. Not by ndarray.tofile, which
             # succeeds on a full disk.

@@ -7,7 +7,6 @@ Memory holds a piece of a part, however long the part and its lines are.
 
 import codecs
 import hashlib
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,19 +24,16 @@ _CHUNK = 1 << 20  # bytes read at once
 
 
 class Task(NamedTuple):
-    """Consecutive parts of a file."""
+    """A range of a file."""
 
     file: Path
     start: int
-    """Offset of the first one, a multiple of `size`."""
+    """Offset, a multiple of the size of the ranges."""
     end: int
-    """Offset after the last one, a multiple of `size`."""
-    size: int
-    """Of a part."""
 
 
 class Measured(NamedTuple):
-    """A part that has lines."""
+    """The lines that begin in a range; without any, `start` is `end`."""
 
     start: int
     end: int
@@ -51,30 +47,21 @@ def size_of(num_bytes: int, num_splits: int, smallest: int) -> int:
     return max(smallest, 1 << share.bit_length() >> 1)
 
 
-def tasks(file: Path, num_bytes: int, size: int, bytes_per_task: int) -> list[Task]:
+def tasks(file: Path, num_bytes: int, size: int) -> list[Task]:
     """What `measure` must be called with for a file of so many bytes, in order."""
-    step = size * max(1, bytes_per_task // size)
-    end = -(-num_bytes // size) * size
-    return [Task(file, start, min(start + step, end), size) for start in range(0, end, step)]
+    return [Task(file, start, start + size) for start in range(0, num_bytes, size)]
 
 
-def measure(task: Task) -> list[Measured] | None:
-    """Measure parts, in order, without those in which no line begins.
+def measure(task: Task) -> Measured | None:
+    """Measure a part.
 
-    None: the file is not UTF-8, or cannot be read.
+    None: it is not UTF-8, or cannot be read.
     """
     try:
         with open(tree.open_regular(task.file), "rb") as file:
-            measured = []
             start = _line_start(file, task.start, task.end)
-            for place in range(task.start + task.size, task.end + 1, task.size):
-                if start >= place:  # no line begins in this part: one that began before goes beyond it
-                    continue
-                end = _line_start(file, place)
-                if start < end:
-                    measured.append(_measure(file, start, end))
-                start = end
-            return measured
+            # A line that begins in this range may go beyond it, and one that began before may go beyond this range.
+            return _measure(file, start, _line_start(file, task.end) if start < task.end else start)
     except (UnicodeDecodeError, OSError):
         return None
 
@@ -97,26 +84,17 @@ def name(file: RawFile, size: int) -> str:
     return f"{file.path}\0{file.part.start // size}"  # NUL is in no path
 
 
-def copy(file: Path, part: Part, target: Path) -> None:
-    """Copy a part to a file of its own."""
-    with open(tree.open_regular(file), "rb") as source, target.open("wb") as copied:
-        source.seek(part.start)
-        left = math.inf if part.end is None else part.end - part.start
-        while left and (piece := source.read(int(min(_CHUNK, left)))):
-            copied.write(piece)
-            left -= len(piece)
-
-
 def _line_start(file: BinaryIO, place: int, limit: int | None = None) -> int:
     """The offset of the first line that begins at `place` or later; if there is none, the size of the file.
 
-    If no line begins before `limit`, the result is some offset beyond it: the rest of a very long line is not read.
+    If no line begins before `limit`, the result is `limit`: the rest of a very long line is not read.
     """
     if place == 0:
         return 0
     file.seek(place - 1)
-    while piece := file.readline(_CHUNK):  # with a limit: a line may be longer than the memory
-        if piece.endswith(b"\n") or (limit and file.tell() >= limit):
+    # In pieces: a line may be longer than the memory.
+    while piece := file.readline(min(_CHUNK, limit - file.tell()) if limit else _CHUNK):
+        if piece.endswith(b"\n"):
             break
     return min(file.tell(), os.fstat(file.fileno()).st_size)  # a file may be sought beyond its end
 

@@ -12,13 +12,14 @@ import io
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-import zstandard
+import numpy as np
+import pyarrow as pa
 
 from stages.corpus import tree
 from stages.corpus.limits import LIMITS, Limits
@@ -32,14 +33,13 @@ _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-# The places of four bytes in a row where most are below 9, and where hardly any are.
+# Encodings in which, of four bytes in a row, most are below 9 at some places, and hardly any are at others.
 _LAYOUTS = (
     ("UTF-16LE", (1, 3), (0, 2)),
     ("UTF-16BE", (0, 2), (1, 3)),
     ("UTF-32LE", (2, 3), (0,)),
     ("UTF-32BE", (0, 1), (3,)),
 )
-_LARGEST_WINDOW = 128 << 20  # bytes of memory: `zstd -d` without `--long` has the same limit
 _CHUNK = 1 << 20  # bytes that are read at once to verify the rest of a file
 _MORE = 1 << 12  # bytes by which a file may have grown while it is read
 
@@ -93,8 +93,6 @@ class Source:
         self.limits = limits
         self.first_line = part.line if part else 1
         """The number in the file of the first line that is read."""
-        self.on_read: Callable[[int], None] = lambda position: None
-        """Called with the number of stored bytes that readers of a large file have been given."""
         self._path, self._compression, self._digest, self._part = path, compression, digest, part
         self._given: list[_Stored] = []  # what readers read
         self.size = 0
@@ -126,16 +124,6 @@ class Source:
         """The content as UTF-8, without byte order mark, to be read in pieces."""
         return io.BytesIO(self.data) if self.data is not None else self._stream_large()
 
-    def text(self) -> str:
-        """The entire content.
-
-        Raises:
-            Rejected: it is too large to be held.
-        """
-        if self.data is None:
-            raise Rejected("file too large", f"{self.size} bytes; at most {self.limits.largest_held} are read at once")
-        return self.data.decode()
-
     def _stream_large(self) -> BinaryIO:
         stored = _Stored(_open(self._path), self._part)
         self._given.append(stored)
@@ -144,29 +132,32 @@ class Source:
     def _utf8(self, stored: "_Stored") -> Iterator[bytes]:
         decoder = codecs.getincrementaldecoder(self._encoding)()
         for piece in _decompressed(stored, self._compression, self.limits.chunk):
-            self.on_read(stored.position)
             yield piece if self._encoding == "utf-8" else decoder.decode(piece).encode()
         yield decoder.decode(b"", final=True).encode()
 
     def _check(self, fallback: str | None) -> bytes | None:
         """Find the size and the encoding; return the content as it is stored, unless it is large."""
         kept: list[bytes] | None = []
-        marked, trial, layout = None, _Trial("utf-8"), _Layout(self._part.start if self._part else 0)
+        marked, trial = None, _Trial("utf-8")
+        start = self._part.start if self._part else 0  # perhaps inside of a character
+        num_controls = np.zeros(4, np.int64)  # by their position modulo 4
         for piece in self._pieces():
             # A mark inside a file is a character like others. Parts, which are UTF-8, begin with no other mark.
-            if not self.size and (self._part is None or self._part.start == 0):
+            if not self.size and start == 0:
                 marked = next((name for mark, name in _BYTE_ORDER_MARKS if piece.startswith(mark)), None)
                 trial = _Trial(marked or "utf-8")
             trial.add(piece)
-            if not marked:
-                layout.add(piece)
+            controls = np.flatnonzero(np.frombuffer(piece, np.uint8) < 9)  # without tabs and line ends
+            if len(controls):
+                num_controls += np.bincount((start + self.size + controls) % 4, minlength=4)
             self.size += len(piece)
             if self.size > self.limits.largest_held:
                 kept = None
             if kept is not None:
                 kept.append(piece)
         trial.end()
-        if not marked and (guess := layout.encoding()):  # before `fallback`: single-byte encodings accept NULs, too
+        # Before `fallback`: single-byte encodings accept NULs, too.
+        if not marked and (guess := self._unmarked(num_controls.tolist())):
             remedy = f"convert it with `iconv -f {guess} -t UTF-8`"
             raise Rejected("unknown encoding", f"looks like {guess} without a byte order mark: {remedy}")
         objections = [trial.objection]
@@ -183,6 +174,19 @@ class Source:
         self._encoding, self.utf8_size = trial.encoding, trial.utf8_size
         return None if kept is None else b"".join(kept)
 
+    def _unmarked(self, num_controls: list[int]) -> str | None:
+        """The encoding that is not UTF-8, although the content may be valid as such, by its control characters.
+
+        In UTF-16, the first or second byte of every letter of the Latin, Greek, Cyrillic, Hebrew and Arabic scripts is
+        below 9, as are NUL and seven control characters that occur in hardly any text.
+        """
+        for name, most, hardly_any in _LAYOUTS:
+            # Half of the bytes are at the places `most`. More than half of them, and few others.
+            inside, outside = (sum(num_controls[place] for place in places) for places in (most, hardly_any))
+            if inside > max(1, self.size / 4) and outside < self.size / 8:
+                return name
+        return None
+
     def _pieces(self) -> Iterator[bytes]:
         """The content as it is stored, in pieces. If it ends without an error, the file is unchanged and complete."""
         with _Stored(_open(self._path), self._part) as stored:
@@ -194,8 +198,10 @@ class Source:
             stored.verify(self._digest)
 
 
-class _Stored(io.RawIOBase):
-    """The stored bytes of a file, or of a part of one, which are hashed while they are read."""
+class _Stored:
+    """The stored bytes of a file, or of a part of one, which are hashed while they are read, and closed by `with`."""
+
+    closed = False
 
     def __init__(self, descriptor: int, part: Part | None) -> None:
         self.position = 0
@@ -207,12 +213,16 @@ class _Stored(io.RawIOBase):
         if start:
             os.lseek(descriptor, start, os.SEEK_SET)
 
-    def close(self) -> None:
-        if not self.closed:
-            os.close(self._file)
-        super().close()
+    def __enter__(self) -> "_Stored":
+        return self
 
-    def read(self, size: int, /) -> bytes:  # type: ignore[override]  # `all of it` is never asked for
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def close(self) -> None:
+        """Called when pyarrow has decompressed all that it was asked for: perhaps not all is verified yet."""
+
+    def read(self, size: int, /) -> bytes:
         """At most `size` bytes; none at the end.
 
         Raises:
@@ -277,40 +287,6 @@ class _Trial:
         self.add(b"", is_last=True)
 
 
-class _Layout:
-    """How control characters are distributed over a file, which is given in pieces.
-
-    In UTF-16, the first or second byte of every letter of the Latin, Greek, Cyrillic, Hebrew and Arabic scripts is
-    below 9, as are NUL and seven control characters that occur in hardly any text. Such a file may be valid UTF-8.
-    """
-
-    def __init__(self, position: int) -> None:
-        self._start = self._position = position  # in the file: a part may begin inside a character
-        self._counts = [0, 0, 0, 0]  # of control characters, by position modulo 4
-
-    def add(self, piece: bytes) -> None:
-        """The next piece."""
-        import numpy as np  # not above: `--help` needs nothing of it
-
-        is_control = np.frombuffer(piece, np.uint8) < 9  # without tabs and line ends
-        if np.count_nonzero(is_control):  # `any` takes longer for small files
-            for place in range(4):
-                self._counts[(self._position + place) % 4] += np.count_nonzero(is_control[place::4])
-        self._position += len(piece)
-
-    def encoding(self) -> str | None:
-        """The encoding that has this layout, if there is one."""
-        size = self._position - self._start
-        if not any(self._counts):  # most files
-            return None
-        for name, most, hardly_any in _LAYOUTS:
-            # Half of the bytes are at the places `most`. More than half of them, and few others.
-            inside, outside = (sum(self._counts[place] for place in places) for places in (most, hardly_any))
-            if inside > max(1, size / 4) and outside < size / 8:
-                return name
-        return None
-
-
 class _Pieces(io.RawIOBase):
     """The concatenation of byte strings, as a file."""
 
@@ -337,43 +313,21 @@ def _decompressed(stored: _Stored, compression: str, size: int) -> Iterator[byte
     Raises:
         Rejected: it is damaged.
     """
+    content: Any = stored
+    if compression == ".gz":  # continues with the next member, and passes over zeros at the end, which pyarrow refuses
+        content = gzip.GzipFile(fileobj=stored, mode="rb")  # type: ignore[call-overload]
+    elif compression == ".zst":
+        content = pa.CompressedInputStream(pa.PythonFile(stored, "r"), "zstd")
     try:
-        if compression == ".zst":
-            yield from _zstandard(stored, size)
-        else:
-            # GzipFile continues with the next member, and raises EOFError if one is cut.
-            content = gzip.GzipFile(fileobj=stored, mode="rb") if compression == ".gz" else stored
-            while piece := content.read(size):
-                yield piece
+        while piece := content.read(size):
+            yield piece
         if compression and not stored.position:  # without even a header, which compressed emptiness has
             raise EOFError("the file is empty")
-    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+    except (EOFError, OSError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk: damage has no number
+            raise
         if "requires too much memory" in str(error):
             remedy = "recompress it: `zstd -dc --long=31 FILE | zstd -o NEW`"
-            detail = f"it was written by `zstd --long`, with more than {_LARGEST_WINDOW >> 20} MiB: {remedy}"
+            detail = f"it was written by `zstd --long`, with more than 128 MiB: {remedy}"
             raise Rejected("window too large", detail) from None
         raise Rejected("damaged compression", str(error)) from None
-
-
-def _zstandard(stored: _Stored, size: int) -> Iterator[bytes]:
-    # python-zstandard's own reader is not used: it takes the end of a truncated file for the end of the content.
-    frame = None
-    pieces: list[bytes] = []
-    num_bytes = 0
-    step = size // 1024 or 1  # few: one call decompresses all that it is given, up to 32 KiB for each byte
-    while block := stored.read(size):
-        for start in range(0, len(block), step):
-            rest = block[start : start + step]
-            while rest:
-                # Each frame needs a new object.
-                frame = frame or zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj()
-                pieces.append(frame.decompress(rest))
-                num_bytes += len(pieces[-1])
-                rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-                if num_bytes >= size:
-                    yield b"".join(pieces)
-                    pieces, num_bytes = [], 0
-    if frame:
-        raise EOFError("the file ends before its last frame does")
-    if num_bytes:
-        yield b"".join(pieces)

@@ -20,7 +20,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -34,10 +34,6 @@ PATIENCE = 60.0
 """Seconds to wait for the scheduler's file, the scheduler, or any worker: they may start together with the stage."""
 
 
-def no_initializer() -> None:
-    """Prepare nothing: the function needs no settings of its process."""
-
-
 @dataclass(frozen=True)
 class Runtime:
     """Where tasks are computed, which changes no result."""
@@ -45,14 +41,12 @@ class Runtime:
     num_workers: Annotated[int, Field(ge=1)] | None
     """Processes on this machine; None: one per core."""
     _: KW_ONLY
-    executor: Literal["processes", "dask"] = "processes"
-    """Processes on this machine, or a Dask cluster."""
     dask_scheduler: Annotated[str, Field(pattern=r"^\w+://[^/]+:\d+$|\.json$")] | None = None
-    """The cluster's address, or the file that its scheduler writes; None: one of `num_workers` on this machine."""
+    """Address of the scheduler of a Dask cluster that is used instead, or the file that it writes."""
 
-    min_seconds: ClassVar[float] = 1.0
-    """Less work is done without starting processes. One costs 0.45 s, most of it for imports, so that two of them pay
-    off from 0.9 s. Above, even a single one is started: it can be killed in the middle of a task."""
+    min_bytes: ClassVar[float] = 8 << 20
+    """Less data is worked on without starting processes. One costs 0.45 s, most of it for imports, and 8 MiB of YAML
+    take a second. Above, even a single one is started: it can be killed in the middle of a task."""
 
 
 class Pool(NamedTuple):
@@ -68,34 +62,31 @@ def ordered_map(
     tasks: Sequence[Task],
     runtime: Runtime,
     *,
-    seconds: float = math.inf,
+    num_bytes: float = math.inf,
     ahead: int | None = None,
-    initializer: Callable[[], None] = no_initializer,
 ) -> Generator[Result, None, None]:
     """Yield `function(task)` for each task, in order.
 
     Args:
         function: A module's function, so that it can be pickled by name.
         tasks: Pickled, as the results are.
-        runtime: Where they are computed; `processes` means this process if `seconds` are less than `min_seconds`.
-        seconds: That all tasks need in one process, estimated.
+        runtime: Where they are computed; without Dask, in this process if `num_bytes` are less than `min_bytes`.
+        num_bytes: That all tasks read.
         ahead: Tasks per worker that are started before their results are asked for, which bounds the memory of results;
             None: all.
-        initializer: A module's function that each process calls before its first task.
 
     Raises:
         StageError: a worker was killed, or there is none.
     """
     num_workers = runtime.num_workers or _num_cores()
     start: AbstractContextManager[Pool]
-    if runtime.executor == "dask" and tasks:
+    if runtime.dask_scheduler and tasks:
         from stages.corpus import cluster
 
-        start = cluster.connect(function, num_workers, runtime.dask_scheduler, initializer)
-    elif tasks and seconds >= runtime.min_seconds:
-        start = _processes(function, min(num_workers, len(tasks)), initializer)
+        start = cluster.connect(function, runtime.dask_scheduler)
+    elif tasks and num_bytes >= runtime.min_bytes:
+        start = _processes(function, min(num_workers, len(tasks)))
     else:
-        initializer()
         yield from map(function, tasks)
         return
     waiting = iter(tasks)
@@ -127,7 +118,7 @@ def threaded_map(function: Callable[[Task], Result], tasks: Sequence[Task]) -> G
 
 
 @contextmanager
-def _processes(function: Callable[[Any], Any], num_workers: int, initializer: Callable[[], None]) -> Iterator[Pool]:
+def _processes(function: Callable[[Any], Any], num_workers: int) -> Iterator[Pool]:
     """Processes that end with the block, however it ends: at once, not after the tasks that run.
 
     Not a ProcessPoolExecutor, whose processes share a pipe for results: if one is killed while it sends, the stage may
@@ -162,15 +153,22 @@ def _processes(function: Callable[[Any], Any], num_workers: int, initializer: Ca
         return result
 
     try:
-        with unreached_by_interrupts():
-            for _ in range(num_workers):
-                pipe, end = context.Pipe()
-                # A daemon: Python kills it at its end if this thread could not.
-                worker = context.Process(target=_serve, args=(end, function, initializer, os.getpid()), daemon=True)
-                worker.start()
-                processes.append(worker)
-                idle.put(pipe)
-                end.close()  # only the process has it now, so that the pipe ends with it
+        resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks the signal
+        with process.uninterrupted():  # a process whose start is left half-way prints a traceback
+            # The terminal sends Ctrl-C to all processes, and a traceback from each would bury the stage's message. They
+            # inherit what is blocked, so not even one that is just starting prints one.
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                for _ in range(num_workers):
+                    pipe, end = context.Pipe()
+                    # A daemon: Python kills it at its end if this thread could not.
+                    worker = context.Process(target=_serve, args=(end, function, os.getpid()), daemon=True)
+                    worker.start()
+                    processes.append(worker)
+                    idle.put(pipe)
+                    end.close()  # only the process has it now, so that the pipe ends with it
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         yield Pool(lambda task: threads.submit(compute, task), lambda: num_workers)
     finally:
         with process.uninterrupted():
@@ -180,28 +178,11 @@ def _processes(function: Callable[[Any], Any], num_workers: int, initializer: Ca
             threads.shutdown(cancel_futures=True)
 
 
-@contextmanager
-def unreached_by_interrupts() -> Iterator[None]:
-    """Start processes that Ctrl-C does not reach.
-
-    The terminal sends it to all processes. Only the parent handles it and ends its workers: a traceback from each of
-    them would bury its message. Processes inherit what is blocked, so not even one that is just starting prints one.
-    """
-    resource_tracker.ensure_running()  # otherwise the first process starts it, which unblocks the signal
-    with process.uninterrupted():  # a process whose start is left half-way prints a traceback
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def _serve(pipe: Connection, function: Callable[[Any], Any], initializer: Callable[[], None], parent: int) -> None:
+def _serve(pipe: Connection, function: Callable[[Any], Any], parent: int) -> None:
     """Compute the tasks of a pipe, in a process of its own."""
     # A killed parent cannot end its workers, which would finish their tasks, writing where the next run writes, and
     # then wait forever.
     process.die_with_parent(signal.SIGKILL, parent)
-    initializer()
     while True:
         task = pipe.recv()
         try:

@@ -1,30 +1,24 @@
 """A shard of strings, written record by record, with memory for one record batch and one string."""
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import BinaryIO
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from stages.artifacts.dataset import Shard
 from stages.corpus import json_values
-from stages.corpus.arrow import Mark, StreamWriter
+from stages.corpus.arrow import Mark, StreamWriter, slices
 from stages.corpus.limits import LIMITS, Limits
 from stages.corpus.source import Rejected
-
-Columns = tuple[pa.Array, ...]
-"""Text, and with `keep_source` its source."""
 
 _AT_ONCE = 1000  # strings that are Python objects, which need up to 80 bytes each, beside what they contain
 
 
 class TextWriter:
-    """The `Sink` of the formats: a row a string. A rejected record leaves no row, not even a long one.
+    """Where the formats put strings, record by record: a row a string. A rejected record leaves no row.
 
     Strings of several records make one record batch of `limits.batch` characters. A record that is longer than that
     is written while it is read, so that memory holds a batch of it; if it is rejected, the stream is cut back.
@@ -35,45 +29,37 @@ class TextWriter:
         stream: StreamWriter,
         min_chars: int,
         report: Callable[[Rejected], None],
-        keep_source: bool = False,
         limits: Limits = LIMITS,
     ) -> None:
         self.records = 0
         self.characters = 0
         """Of complete records."""
-        self.keep_source = keep_source
-        self.path = ""
-        """Of the file that is read, for `keep_source`."""
         self._stream, self._min_chars, self._report, self._limits = stream, min_chars, report, limits
         # Not yet written, of complete records:
-        self._complete = _Rows(1 + keep_source)
+        self._complete = _Rows()
         self._json: list[bytes] = []  # after those
-        self._size = 0  # of both, characters, with those of the sources
+        self._size = 0  # of both, characters
         # Of the current record:
-        self._current = _Rows(1 + keep_source)  # not yet written
-        self._current_size = 0  # characters, with those of the sources and those already written
-        self._current_characters = 0  # of the strings, with those already written
+        self._current = _Rows()  # not yet written
+        self._current_size = 0  # characters, with those already written
         self._unwritten = 0  # of the size
         self._start: Mark | None = None  # in the stream, if parts of it are there
 
-    def add(self, strings: list[str], places: Sequence[str] = ()) -> None:
-        """Add strings of the current record, in order, and their places, or none where a string is the entire file.
+    def add(self, strings: list[str]) -> None:
+        """Add strings of the current record, in order; a record may need several calls.
 
         Raises:
             Rejected: one is too long.
         """
-        if self.keep_source:
-            # A few at once: each source begins with the path, which may be longer than the string.
-            for first in range(0, len(strings), _AT_ONCE):
-                texts = strings[first : first + _AT_ONCE]
-                sources = [f"{self.path}#{place}" for place in places[first : first + _AT_ONCE]]
-                pairs = zip(texts, sources or [self.path] * len(texts), strict=True)
-                if kept := [pair for pair in pairs if len(pair[0]) >= self._min_chars]:
-                    self._extend(*map(list, zip(*kept, strict=True)))
-        elif self._min_chars == 1:
-            self._extend(list(filter(None, strings)))  # the default, min_chars: 1, without a Python loop
-        else:
-            self._extend([string for string in strings if len(string) >= self._min_chars])
+        texts = [string for string in strings if len(string) >= self._min_chars]
+        characters = sum(map(len, texts))
+        longest = self._limits.longest_string
+        # A character has at most 4 bytes. Most calls end with this comparison, which spares them the encoding.
+        if characters > longest // 4 and max(len(text.encode()) for text in texts) > longest:
+            raise Rejected("string too long", f"a string has more than {longest} bytes of UTF-8: split it")
+        self._current.extend(texts)
+        self._current_size += characters
+        self._unwritten += characters
         if self._size + self._current_size > self._limits.batch:
             self._write_current()
 
@@ -93,18 +79,17 @@ class TextWriter:
         self._begin_long()
         mark = self._stream.mark()
         pieces = iter(partial(stream.read, self._limits.chunk), b"")
-        num_characters = self._stream.write_text(pieces, size, *[self.path][: self.keep_source])
+        num_characters = self._stream.write_text(pieces, size)
         if num_characters < self._min_chars:
             self._stream.cut(mark)
             return
         self._current_size += num_characters
-        self._current_characters += num_characters
 
     def end(self) -> None:
         """The current record is complete: keep its strings."""
-        self._complete.extend_arrays(self._json_columns())  # of earlier records: rows keep the order of the files
+        self._complete.extend_arrays(self._json_arrays())  # of earlier records: rows keep the order of the files
         self.records += 1
-        self.characters += self._current_characters
+        self.characters += self._current_size
         self._complete.extend_rows(self._current)
         self._size += 0 if self._start else self._current_size
         self._begin()
@@ -134,23 +119,9 @@ class TextWriter:
         return self._stream.close()
 
     def _begin(self) -> None:
-        self._current = _Rows(1 + self.keep_source)
-        self._current_size = self._current_characters = self._unwritten = 0
+        self._current = _Rows()
+        self._current_size = self._unwritten = 0
         self._start = None
-
-    def _extend(self, texts: list[str], *sources: list[str]) -> None:
-        characters = sum(map(len, texts))
-        longest = self._limits.longest_string
-        # A character has at most 4 bytes. Most calls end with this comparison, which spares them the encoding.
-        if characters > longest // 4 and max(len(text.encode()) for text in texts) > longest:
-            raise Rejected("string too long", f"a string has more than {longest} bytes of UTF-8: split it")
-        self._current.extend((texts, *sources))
-        size = characters + sum(len(source) for column in sources for source in column)
-        self._current_characters += characters
-        self._current_size += size
-        self._unwritten += size
-        if self._unwritten > self._limits.batch:
-            self._write_current()
 
     def _begin_long(self) -> None:
         """What precedes the first part of a long record must be in the stream before it."""
@@ -161,10 +132,10 @@ class TextWriter:
     def _write_current(self) -> None:
         self._begin_long()
         for batch in _batches(self._current.take(), pc.utf8_length, self._limits.batch):
-            self._stream.write(*batch)
+            self._stream.write(batch)
         self._unwritten = 0
 
-    def _json_columns(self) -> Iterator[Columns]:
+    def _json_arrays(self) -> Iterator[pa.Array]:
         """The strings of the JSON documents, in pieces."""
         documents, self._json = self._json, []
         if not documents:
@@ -175,69 +146,60 @@ class TextWriter:
                 is_kept = pc.greater_equal(lengths, self._min_chars)
                 strings, lengths = strings.filter(is_kept), lengths.filter(is_kept)
             self.characters += pc.sum(lengths).as_py() or 0
-            yield (strings,)
+            yield strings
 
     def _write_complete(self) -> None:
-        waiting: list[Columns] = []
+        waiting: list[pa.Array] = []
         size = 0  # bytes of those that were added since the last batch was written
-        for columns in chain(self._complete.take(), self._json_columns()):
-            waiting.append(columns)
-            size += sum(column.nbytes for column in columns)
+        for array in chain(self._complete.take(), self._json_arrays()):
+            waiting.append(array)
+            size += array.nbytes
             if size > self._limits.batch:
                 # All but the last batch, which may have room for more.
                 *batches, last = _batches(waiting, pc.binary_length, self._limits.batch)
                 for batch in batches:
-                    self._stream.write(*batch)
+                    self._stream.write(batch)
                 waiting, size = [last], 0  # not its own size: it would be joined with each further row
         for batch in _batches(waiting, pc.binary_length, self._limits.batch):
-            self._stream.write(*batch)
+            self._stream.write(batch)
         self._size = 0
 
 
 class _Rows:
-    """Rows in order: in Arrow arrays, and a few in Python lists after them."""
+    """Strings in order: in Arrow arrays, and a few in a Python list after them."""
 
-    def __init__(self, num_columns: int) -> None:
-        self._arrays: list[Columns] = []
-        self._lists: list[list[str]] = [[] for _ in range(num_columns)]
+    def __init__(self) -> None:
+        self._arrays: list[pa.Array] = []
+        self._strings: list[str] = []
 
-    def extend(self, columns: Iterable[list[str]]) -> None:
-        for known, new in zip(self._lists, columns, strict=True):
-            known += new
-        if len(self._lists[0]) > _AT_ONCE:
+    def extend(self, strings: Iterable[str]) -> None:
+        self._strings += strings
+        if len(self._strings) > _AT_ONCE:
             self._convert()
 
-    def extend_arrays(self, arrays: Iterable[Columns]) -> None:
-        for columns in arrays:
+    def extend_arrays(self, arrays: Iterable[pa.Array]) -> None:
+        for array in arrays:
             self._convert()
-            self._arrays.append(columns)
+            self._arrays.append(array)
 
     def extend_rows(self, rows: "_Rows") -> None:
         self.extend_arrays(rows._arrays)
-        self.extend(rows._lists)
+        self.extend(rows._strings)
 
-    def take(self) -> list[Columns]:
+    def take(self) -> list[pa.Array]:
         """Remove all rows and return them."""
         self._convert()
         arrays, self._arrays = self._arrays, []
         return arrays
 
     def _convert(self) -> None:
-        if self._lists[0]:
-            self._arrays.append(tuple(pa.array(column, pa.string()) for column in self._lists))
-            self._lists = [[] for _ in self._lists]
+        if self._strings:
+            self._arrays.append(pa.array(self._strings, pa.string()))
+            self._strings = []
 
 
-def _batches(parts: Sequence[Columns], lengths: Callable[[pa.Array], pa.Array], size: int) -> Iterator[Columns]:
-    """Cut rows into record batches of at most `size`, or of one row. `lengths` measures the strings of a column."""
-    if not parts:
-        return
-    columns = [pa.concat_arrays(column) for column in zip(*parts, strict=True)]
-    # `to_numpy` would import pandas.
-    ends: NDArray[np.int64] = np.cumsum(sum(np.from_dlpack(lengths(column)) for column in columns), dtype=np.int64)
-    first = 0
-    while first < len(ends):
-        limit = size + (ends[first - 1] if first else 0)
-        last = max(bisect_right(ends, limit, first), first + 1)
-        yield tuple(column[first:last] for column in columns)
-        first = last
+def _batches(arrays: Sequence[pa.Array], lengths: Callable[[pa.Array], pa.Array], size: int) -> Iterator[pa.Array]:
+    """Cut rows into record batches of at most `size`, as `lengths` measures strings, or of one row."""
+    if arrays:
+        rows = pa.concat_arrays(arrays)
+        yield from slices(rows, lengths(rows), size)

@@ -2,8 +2,8 @@ r"""JSON: all string values at any depth, in the order of the file. Keys, number
 
 Two readers give the same strings. A document that msgspec finds valid is cut (`json_values.py`), which is fast. msgspec
 rejects lone surrogates, which RFC 8259 permits, and what occurs although the RFC forbids it (NaN, several documents in
-a row). For these, for files too large to be held, and where the place of each string is needed, there is `scan`: fifty
-times slower, but it reads in pieces and at any depth.
+a row). For these, and for files too large to be held, there is `scan`: fifty times slower, but it reads in pieces, at
+any depth.
 
 ijson would lose text. Its fast backend, yajl2_c, rejects documents with NaN, an integer above 64 bits or 1e999, reads
 "\ud800" as "?" without an error, and reports no position. Of a file of 200 MB it reads 80 MB/s and `scan` 15 MB/s, in
@@ -13,13 +13,14 @@ ijson would lose text. Its fast backend, yajl2_c, rejects documents with NaN, an
 import codecs
 import json
 import re
-from typing import Protocol
+from collections.abc import Callable
 
 import msgspec
 
-from stages.corpus.formats.sink import Place, Sink
+from stages.corpus import json_values
 from stages.corpus.limits import LIMITS, Limits
 from stages.corpus.source import Rejected, Source
+from stages.corpus.writer import TextWriter
 
 # Unrolled: runs of ordinary characters between escapes, so that no string makes the regular expression backtrack.
 _CONTENT = r'[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*)*'  # of a string
@@ -41,19 +42,12 @@ _OUTSIDE, _LIST, _MAP = b" [{"
 _AFTER_VALUE = {_OUTSIDE: _VALUE, _LIST: ",]", _MAP: ",}"}  # by the innermost open bracket; after a document: another
 
 
-class Stream(Protocol):
-    """What `scan` reads."""
-
-    def read(self, size: int, /) -> bytes:
-        """The next bytes; fewer than `size`, perhaps, but none at the end only."""
-
-
-def read(source: Source, sink: Sink) -> None:
+def read(source: Source, sink: TextWriter) -> None:
     """Put the strings of a file into `sink`; the file may contain several documents in a row."""
-    if source.data is not None and not sink.keep_source and is_document(source.data, source.limits):
+    if source.data is not None and is_document(source.data, source.limits):
         sink.add_json(source.data)
     else:
-        scan(source.stream(), sink, limits=source.limits)
+        scan(source.stream().read, sink, limits=source.limits)
 
 
 def is_document(data: bytes, limits: Limits = LIMITS) -> bool:
@@ -69,17 +63,15 @@ def is_document(data: bytes, limits: Limits = LIMITS) -> bool:
         return False
     if len(data) <= limits.longest_string:
         return True
-    from stages.corpus import json_values  # here, as it imports pyarrow, which `--help` must not wait for
-
     return not json_values.has_longer(data, limits.longest_string, limits.chunk)
 
 
-def scan(stream: Stream, sink: Sink, line: int | None = None, limits: Limits = LIMITS) -> None:
+def scan(read: Callable[[int], bytes], sink: TextWriter, line: int | None = None, limits: Limits = LIMITS) -> None:
     """Put the strings of documents in a row into `sink`, with memory for one piece of the file and its longest string.
 
     Args:
-        stream: UTF-8.
-        sink: Receives the strings, with their places if it keeps these.
+        read: Gives the next bytes of UTF-8: at most so many, and none at the end only.
+        sink: Receives the strings.
         line: Which line of a file this is: one record, even of several documents. None: an entire file, in which each
             document is a record.
         limits: Size of the pieces, and of the longest string.
@@ -87,35 +79,36 @@ def scan(stream: Stream, sink: Sink, line: int | None = None, limits: Limits = L
     Raises:
         Rejected: what follows the last complete document is not JSON; or the line cannot be read.
     """
-    tokens, record = _Tokens(stream, limits), _Record(sink, limits)
+    tokens = _Tokens(read, limits)
     next_token, longest_string = tokens.next, limits.longest_string  # local names, as this runs for each token
-    where = Place(line or 1, limits) if sink.keep_source else None
+    strings: list[str] = []  # of the record, not yet in the sink
+    size = 0  # characters of these
+    rejected: Rejected | None = None  # why nothing is kept of the record, whose end is still to be found
     is_record = False  # whether the line has a document
     brackets = bytearray([_OUTSIDE])  # those that are open: a byte each, as a file may be nothing but brackets
-    deepest = limits.longest_place if where else limits.longest_string
     expected = _VALUE
     while True:
         is_key = expected in (_KEY, _KEY_OR_END)
-        is_needed = record.rejected is None and (where is not None or not is_key)
-        kind, string = next_token(expected, longest_string if is_needed else 0)
+        kind, string = next_token(expected, 0 if is_key or rejected else longest_string)
         if not kind:  # the end, or an error: `check_end` finds out which
             break
-        if where and expected in (_VALUE, _VALUE_OR_END) and brackets[-1] == _LIST:
-            where.item()
         if kind == '"':
             if is_key:
-                if where and is_needed:
-                    where.key(" " * (limits.longest_place + 1) if string is None else string)  # the place is too long
                 expected = _COLON
                 continue
-            if is_needed:
-                record.add(string, where, tokens)
+            if string is not None:
+                if size + len(string) > limits.chunk:  # a record of any size needs the memory of a piece
+                    sink.add(strings)
+                    strings, size = [], 0
+                strings.append(string)
+                size += len(string)
+            elif not rejected:
+                detail = f"a string has more than {longest_string} bytes of UTF-8: split it"
+                rejected = Rejected("string too long", detail, f"line {tokens.line()}")
         elif kind in "[{":
             brackets.append(ord(kind))
-            if len(brackets) > deepest:
-                raise Rejected("nested too deep", f"{deepest} levels or more", f"line {tokens.line()}")
-            if where:
-                where.enter()
+            if len(brackets) > longest_string:
+                raise Rejected("nested too deep", f"{longest_string} levels or more", f"line {tokens.line()}")
             expected = _VALUE_OR_END if kind == "[" else _KEY_OR_END
             continue
         elif kind in ",:":
@@ -123,71 +116,29 @@ def scan(stream: Stream, sink: Sink, line: int | None = None, limits: Limits = L
             continue
         elif kind in "]}":
             brackets.pop()
-            if where:
-                where.leave()
         expected = _AFTER_VALUE[brackets[-1]]  # a value is complete
         if len(brackets) == 1:  # so is the document
             is_record = True
             if line is None:  # an error further on does not drop its strings
-                record.end()
-                if where:
-                    where.record += 1
-    if record.rejected:
-        raise record.rejected
+                if rejected:
+                    sink.reject(rejected)
+                else:
+                    sink.add(strings)
+                    sink.end()
+                strings, size, rejected = [], 0, None
+    if rejected:
+        raise rejected
     tokens.check_end(is_complete=len(brackets) == 1)
     if line is not None and is_record:
-        record.end()
-
-
-class _Record:
-    """The strings of a record, which are handed to a sink in pieces: a document of any size needs the memory of one."""
-
-    def __init__(self, sink: Sink, limits: Limits) -> None:
-        self.rejected: Rejected | None = None
-        """Why nothing is kept of the record, whose end is still to be found."""
-        self._sink, self._limits = sink, limits
-        self._begin()
-
-    def add(self, string: str | None, where: Place | None, tokens: "_Tokens") -> None:
-        """The last one of `tokens` is a string, None if it is too long, and its place is `where`."""
-        longest = self._limits.longest_string
-        if string is None:
-            detail = f"a string has more than {longest} bytes of UTF-8: split it"
-            self.rejected = Rejected("string too long", detail, f"line {tokens.line()}")
-        elif where and where.is_too_long:
-            self.rejected = where.rejected(tokens.line())
-        else:
-            place = str(where) if where else ""
-            size = len(string) + len(place)
-            if self._size + size > self._limits.chunk:
-                self._sink.add(self._strings, self._places)
-                self._begin()
-            self._size += size
-            self._strings.append(string)
-            if where:
-                self._places.append(place)
-
-    def end(self) -> None:
-        """The record is complete, and the next one begins."""
-        if self.rejected:
-            self._sink.reject(self.rejected)
-            self.rejected = None
-        else:
-            self._sink.add(self._strings, self._places)
-            self._sink.end()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._strings: list[str] = []
-        self._places: list[str] = []  # of these
-        self._size = 0  # characters of both
+        sink.add(strings)
+        sink.end()
 
 
 class _Tokens:
     """The tokens of a text, of which a piece is in memory."""
 
-    def __init__(self, stream: Stream, limits: Limits) -> None:
-        self._stream, self._limits = stream, limits
+    def __init__(self, read: Callable[[int], bytes], limits: Limits) -> None:
+        self._read, self._limits = read, limits
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._is_last = False  # the piece
         self._text = ""
@@ -250,7 +201,7 @@ class _Tokens:
         rest = self._text[place:]  # a token that is cut
         self._characters_before = self._column(place)
         self._lines_before += self._text.count("\n", 0, place)
-        piece = self._stream.read(max(self._limits.chunk, len(rest)))  # at least doubled: each byte is moved twice
+        piece = self._read(max(self._limits.chunk, len(rest)))  # at least doubled: each byte is moved twice
         self._is_last = not piece
         self._text, self._place = rest + self._decoder.decode(piece, self._is_last), 0
         self._certain = len(self._text) + (1 if self._is_last else -_LONGEST_CUT)

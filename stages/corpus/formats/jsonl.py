@@ -8,23 +8,23 @@ from functools import partial
 from typing import BinaryIO
 
 from stages.corpus.formats import json
-from stages.corpus.formats.sink import Sink
 from stages.corpus.source import Rejected, Source
+from stages.corpus.writer import TextWriter
 
 
-def read(source: Source, sink: Sink) -> None:
+def read(source: Source, sink: TextWriter) -> None:
     """Put the strings of each line into `sink`."""
     stream, limits = source.stream(), source.limits
     # With a limit: a line may be longer than the memory.
     for number, begin in enumerate(iter(partial(stream.readline, limits.largest_held), b""), source.first_line):
         is_entire = begin.endswith(b"\n") or len(begin) < limits.largest_held
-        if is_entire and not sink.keep_source and json.is_document(begin, limits):
+        if is_entire and json.is_document(begin, limits):
             sink.add_json(begin)
             continue
         line = io.BytesIO(begin) if is_entire else _Line(begin, stream)
         try:
             # Also for lines that are not valid: the scanner finds out why, and may still accept NaN.
-            json.scan(line, sink, number, limits)
+            json.scan(line.read, sink, number, limits)
         except Rejected as rejected:
             sink.reject(Rejected(rejected.reason, rejected.detail, f"line {number}"))
             while line.read(limits.chunk):  # up to its end, where the next record begins

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from stages.corpus.formats import json, jsonl, text, yaml
-from stages.corpus.formats.sink import Sink
 from stages.corpus.source import Source
+from stages.corpus.writer import TextWriter
 
-READERS: dict[str, Callable[[Source, Sink], None]] = {
+READERS: dict[str, Callable[[Source, TextWriter], None]] = {
     "text": text.read,
     "json": json.read,
     "jsonl": jsonl.read,

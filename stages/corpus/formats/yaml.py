@@ -12,16 +12,15 @@ libyaml refuses is read as JSON if all of it is.
 
 import io
 import re
-from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import yaml
 from yaml._yaml import CParser
 
 from stages.corpus.formats import json
-from stages.corpus.formats.sink import Place, Sink
 from stages.corpus.limits import Limits
 from stages.corpus.source import Rejected, Source
+from stages.corpus.writer import TextWriter
 
 _NOT_STRING = re.compile(
     r"""null | Null | NULL | ~ |
@@ -64,7 +63,7 @@ def is_string(event: yaml.ScalarEvent) -> bool:
     return value != "" and not (value[0] in _FIRST_CHARACTERS and _NOT_STRING.fullmatch(value))
 
 
-def read(source: Source, sink: Sink) -> None:
+def read(source: Source, sink: TextWriter) -> None:
     """Put the strings of each document of a file into `sink`.
 
     Raises:
@@ -89,11 +88,11 @@ def read(source: Source, sink: Sink) -> None:
         raise Rejected("invalid YAML", *refused)
 
 
-def _is_json(source: Source, sink: Sink) -> bool:
+def _is_json(source: Source, sink: TextWriter) -> bool:
     """Whether all of a file is JSON; if so, its strings are a record of `sink`."""
     sink.drop()  # what libyaml has read
     try:
-        json.scan(source.stream(), sink, 1, source.limits)  # one record: none is kept if an error follows
+        json.scan(source.stream().read, sink, 1, source.limits)  # one record: none is kept if an error follows
     except Rejected:
         return False
     return True
@@ -163,13 +162,11 @@ class _Text:
             raise Rejected("invalid YAML", f"more than {_MOST_DIRECTIVES} %TAG directives")
 
 
-def _read(text: _Text, sink: Sink, limits: Limits) -> None:
+def _read(text: _Text, sink: TextWriter, limits: Limits) -> None:
     """Put the strings into `sink`, at most `limits.chunk` characters at once unless a string is longer."""
     get_event, restore = CParser(text).get_event, text.restore
     strings: list[str] = []
     size = 0  # characters of these
-    places: list[str] = []  # of these
-    where = Place(1, limits) if sink.keep_source else None
     scalar = yaml.ScalarEvent  # a local name, as this runs for each scalar
     is_key: bool | None = None  # the next node, if the innermost open collection is a mapping
     outer: list[bool | None] = []  # the same of the collections around it
@@ -178,8 +175,6 @@ def _read(text: _Text, sink: Sink, limits: Limits) -> None:
         event: Any = get_event()
         text.mark = event.end_mark
         kind = type(event)
-        if where:
-            _follow(where, event, is_key, restore)
         if kind is scalar:
             if is_key:
                 is_key = False
@@ -189,14 +184,9 @@ def _read(text: _Text, sink: Sink, limits: Limits) -> None:
             if not key_depth and is_string(event):  # not inside of a key such as `? [a, b]`
                 strings.append(restore(event.value))
                 size += len(event.value)
-                if where:
-                    if where.is_too_long:
-                        raise where.rejected(event.start_mark.line + 1)
-                    places.append(str(where))
-                    size += len(places[-1])
                 if size > limits.chunk:  # a document may be the entire file
-                    sink.add(strings, places)
-                    strings, places, size = [], [], 0
+                    sink.add(strings)
+                    strings, size = [], 0
         elif kind is yaml.MappingStartEvent or kind is yaml.SequenceStartEvent:
             outer.append(None if is_key is None else not is_key)
             if is_key and not key_depth:
@@ -213,8 +203,8 @@ def _read(text: _Text, sink: Sink, limits: Limits) -> None:
             if is_key is not None:
                 is_key = not is_key
         elif kind is yaml.DocumentEndEvent:
-            sink.add(strings, places)
-            strings, places, size = [], [], 0
+            sink.add(strings)
+            strings, size = [], 0
             sink.end()
             text.num_records += 1
         elif kind is yaml.DocumentStartEvent:
@@ -224,20 +214,3 @@ def _read(text: _Text, sink: Sink, limits: Limits) -> None:
                 )
         elif kind is yaml.StreamEndEvent:
             return
-
-
-def _follow(where: Place, event: Any, is_key: bool | None, restore: Callable[[str], str]) -> None:
-    """Move `where` to the node that an event begins. A key that is not a scalar is `?`, or `*` and its anchor."""
-    if isinstance(event, yaml.NodeEvent):
-        if is_key is None:
-            where.item()
-        elif is_key:
-            is_alias = isinstance(event, yaml.AliasEvent)
-            key = event.value if isinstance(event, yaml.ScalarEvent) else f"*{event.anchor}" if is_alias else "?"
-            where.key(restore(key))
-        if isinstance(event, yaml.CollectionStartEvent):
-            where.enter()
-    elif isinstance(event, yaml.CollectionEndEvent):
-        where.leave()
-    elif isinstance(event, yaml.DocumentEndEvent):
-        where.record += 1
