@@ -26,6 +26,7 @@ from stages.artifacts import command, publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
+from stages.artifacts.record import compare
 from stages.corpus import assignment, costs, parts, splits, tree, workers
 from stages.corpus.formats import suffixes
 
@@ -316,10 +317,8 @@ def materialize(
                 else:
                     link_or_copy(origin, place, method)
                 # After it is in its place: a change while it was copied is found, too.
-                if tree.measure(place) != (file.size, file.digest):
-                    raise StageError(
-                        f"{splits.printable(file.path)} was changed after organize: run `dvc repro organize`"
-                    )
+                _, digest = tree.measure(place)
+                compare(splits.printable(file.path), file.digest, digest, "run `dvc repro organize`")
     return f"organize: {summary.files} files laid out in {target}"
 
 
