@@ -145,7 +145,7 @@ def prepare(program: str, checkpoint: Path, output: Path) -> Callable[[], object
         dtype = torch.bfloat16 if options.endswith("bf16") else torch.float32
 
         def ours() -> None:
-            with ThreadPoolExecutor(number) as threads:  # as `layout.verify` does
+            with ThreadPoolExecutor(number) as threads:  # as `record.check_files` does
                 list(threads.map(publish.sha256_file, shards.glob("*.distcp")))
             weights = stream.ShardedTensors(shards)
             stream.write_safetensors(weights, weights.specs(), output, number, dtype=dtype, max_shard_bytes=5e9)

@@ -29,11 +29,12 @@ from scripts import unbundle
 from stages.artifacts import command, publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
+from stages.artifacts.record import check_files
 from stages.corpus import splits, tree
 from stages.corpus.formats import suffixes
 from stages.download import DownloadParams
 from stages.model.license import LICENSE, ModelLicense
-from stages.model.manifest import MANIFEST, ModelManifest, verify_file
+from stages.model.manifest import MANIFEST, REMEDY, ModelManifest
 from stages.organize import OrganizeParams, find_root
 
 HF_HOME = PurePath(".hf")
@@ -190,8 +191,9 @@ def copy_model(files: Path) -> list[str]:
         target = files / place
         notes.append(f"the model {name} is in {place} there: set model_name: {place}")
     licenses = ModelLicense.read().files if LICENSE.is_file() else {}
-    for file, entry in {**manifest.files, **licenses}.items():
-        verify_file(directory / file, entry)
+    entries = {**manifest.files, **licenses}
+    check_files({directory / file: entry for file, entry in entries.items()}, REMEDY)
+    for file in entries:
         copy(directory / file, target / file)
     return notes
 

@@ -25,10 +25,10 @@ from stages.artifacts import command
 from stages.artifacts.command import format_gib
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
+from stages.artifacts.record import DamagedFile
 from stages.checkpointing import retention
 from stages.checkpointing.layout import (
     CheckpointManifest,
-    DamagedCheckpoint,
     checkpoint_root,
     latest_valid,
     list_checkpoints,
@@ -110,7 +110,7 @@ def _pull(experiment_name: str, directory: Path | None) -> None:
 def _is_there(checkpoint: Path, pointer: RunPointer) -> bool:
     try:
         manifest = verify(checkpoint)
-    except DamagedCheckpoint:
+    except DamagedFile:
         return False
     # The same run, trained here too, may have other weights: on a GPU the same to rounding only.
     return checkpoint.name != pointer.checkpoint or manifest.result_sha256 == pointer.result_sha256

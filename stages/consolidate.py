@@ -27,6 +27,7 @@ from stages.artifacts.model_files import CARD, CONFIG, GENERATION_CONFIG, LINEAG
 from stages.artifacts.origin import RECORDS, find_records
 from stages.artifacts.outputs import ExperimentName
 from stages.artifacts.params_file import load_params
+from stages.artifacts.record import check_files
 from stages.checkpointing import layout
 from stages.checkpointing.layout import METADATA, MODEL, OPTIMIZER, SCHEDULER, TensorEntry
 from stages.checkpointing.lock import read_lock
@@ -36,7 +37,7 @@ from stages.export.evaluation import bits_per_byte
 from stages.export.provenance import InitialModel, Lineage
 from stages.model import headers
 from stages.model.license import ModelLicense
-from stages.model.manifest import MANIFEST, ModelManifest, verify_file
+from stages.model.manifest import MANIFEST, REMEDY, ModelManifest
 from stages.tokens.packed import METRICS, PackMetrics, find_encoder, fingerprint
 
 if TYPE_CHECKING:
@@ -167,8 +168,7 @@ def export(
     # Not the old index: it would name the files of the initial model's weights.
     copied = [file for file in model.files if file not in model.weights and file != WEIGHTS_INDEX]
     source, terms = model.verify(copied), ModelLicense.read()
-    for name in terms.texts():
-        verify_file(source / name, terms.files[name])
+    check_files({source / name: terms.files[name] for name in terms.texts()}, REMEDY)
     reference = meta.build(source)
     tied = meta.tied_weights(reference)
     expected = {

@@ -28,11 +28,12 @@ from stages.artifacts.history import Row
 from stages.artifacts.model_files import LINEAGE
 from stages.artifacts.outputs import ExperimentName
 from stages.artifacts.params_file import load_params
+from stages.artifacts.record import check_files
 from stages.export.evaluation import Evaluation, Loss, bits_per_byte, perplexity
 from stages.export.provenance import Lineage
 from stages.measure import MEASUREMENTS, REQUEST, Measurements, Part, Request, remedies, stored_dtype
 from stages.model.manifest import MANIFEST, ModelManifest
-from stages.tokens.packed import METRICS, VALIDATION, PackedTokens, PackMetrics, PartMetrics, SplitMetrics
+from stages.tokens.packed import METRICS, REMEDY, VALIDATION, PackedTokens, PackMetrics, PartMetrics, SplitMetrics
 
 BATCH_TOKENS = 8192
 """Of a forward pass, unless a row is longer. More would hardly be faster, and a GPU may hold the whole model here."""
@@ -135,7 +136,7 @@ def evaluate(
     check_rows(rows, params, lineage)
     if model.eos_token_id is None:  # the one that `pack` wrote; the exported config may have another
         raise StageError(f"{MANIFEST}: the tokenizer has no EOS token, which must end the documents")
-    rows.verify()
+    check_files(rows.digests, REMEDY)
     print(f"evaluate: measuring {rows.num_rows:,} held-out rows", flush=True)  # it may take minutes
     measurements = measure(
         Request(
@@ -190,9 +191,8 @@ def read_verified_lineage(directory: Path) -> Lineage:
         StageError: one of these is missing or was changed.
     """
     lineage = Lineage.read(directory / LINEAGE)
-    for name, digest in {**lineage.weights, **lineage.files}.items():
-        if not (directory / name).is_file() or publish.sha256_file(directory / name) != digest:
-            raise StageError(f"{directory / name} is missing or was changed: run `dvc repro -f -s consolidate`")
+    files = {directory / name: digest for name, digest in {**lineage.weights, **lineage.files}.items()}
+    check_files(files, "run `dvc repro -f -s consolidate`")
     if lineage.history not in (None, history.digest(outputs.HISTORY, lineage.step)):
         raise StageError(
             f"{outputs.HISTORY} is not of the run that made {directory}: run `dvc repro evaluate`; if it is damaged, "

@@ -22,8 +22,9 @@ from stages.artifacts import command, outputs, publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.history import HISTORY, SPEED, History
 from stages.artifacts.params_file import load_params
+from stages.artifacts.record import DamagedFile
 from stages.artifacts.shared_disk import refresh
-from stages.checkpointing.layout import CheckpointManifest, DamagedCheckpoint, list_checkpoints, step_name, verify
+from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name, verify
 from stages.checkpointing.lock import writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.training import sbatch, torchrun
@@ -126,11 +127,9 @@ def _best(last: Path, contents: bool) -> Path:
     best = last.with_name(step_name(step))
     try:
         verify(best, contents)
-    except DamagedCheckpoint as error:
-        raise StageError(
-            f"export_from is best, and that is step {step}, but {error}: put this checkpoint back, or train the run "
-            "again from the start with runtime.resume=never"
-        ) from None
+    except DamagedFile as error:
+        from_start = "from the start, with runtime.resume=never"
+        raise StageError(f"export_from is best, and that is step {step}, but {error}, {from_start}") from None
     return best
 
 

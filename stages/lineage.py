@@ -15,7 +15,6 @@ many ranks as the launcher chooses here: the bits are those of the same number o
 """
 
 import dataclasses
-import hashlib
 import os
 import subprocess
 import sys
@@ -43,7 +42,7 @@ from stages.corpus import splits
 from stages.export.provenance import Lineage
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.organize import OrganizeParams
-from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
+from stages.tokens.packed import TRAIN, VALIDATION
 from stages.training import run
 from stages.training.params import TrainParams
 
@@ -57,7 +56,6 @@ _MEASURED = {str(path) for path in (outputs.SPEED, outputs.TRAIN_METRICS, output
 """Outs with durations, which differ between two runs of the same inputs, and which no digest covers."""
 _NOT_LISTED = {LINEAGE, CARD}
 """Files of a model directory without a digest: no program loads them."""
-_CHUNK_BYTES = 1 << 20
 _LISTED = 5
 
 
@@ -112,10 +110,9 @@ def verify(directory: Path, rerun: Iterable[str] = ()) -> Iterator[Finding]:
     yield from _initial_model()
     yield _check("code of train", Path(), lineage.code, lambda: code.digest(*run.ENTRIES))
     yield from _params_and_packages(lineage)
-    yield _check(str(TRAIN), TRAIN, lineage.data.train, lambda: _tokens(TRAIN))
-    yield _check(str(VALIDATION), VALIDATION, lineage.data.validation, lambda: _tokens(VALIDATION))
-    if lineage.corpus is not None:
-        yield _check(str(CORPUS), CORPUS, lineage.corpus, _corpus)
+    for path, digest in ((TRAIN, lineage.data.train), (VALIDATION, lineage.data.validation), (CORPUS, lineage.corpus)):
+        if digest is not None:
+            yield _check(str(path), path, digest, partial(_fingerprint, path))
     if lineage.splits is not None:
         yield _file(str(_SUMMARY), _SUMMARY, lineage.splits)
         yield from _raw_files()
@@ -191,19 +188,8 @@ def _params_and_packages(lineage: Lineage) -> Iterator[Finding]:
         yield _check(f"packages of {stage}", Path(), origin.packages, partial(code.packages, f"stages.{stage}"))
 
 
-def _tokens(directory: Path) -> str:
-    tokens = PackedTokens.read(directory)
-    tokens.verify()
-    return tokens.fingerprint
-
-
-def _corpus() -> str:
-    dataset = Dataset.read(CORPUS, "extract")
-    for shard in dataset.shards:
-        path = CORPUS / shard.filename
-        if not path.is_file() or publish.sha256_file(path) != shard.sha256:
-            raise StageError(f"{path} is missing or was changed")
-    return dataset.fingerprint
+def _fingerprint(path: Path) -> str:
+    return Dataset.read(path, "extract" if path == CORPUS else "pack", contents=True).fingerprint
 
 
 def _raw_files() -> Iterator[Finding]:
@@ -233,16 +219,10 @@ def _compare_raw(root: Path, files: Iterable[splits.RawFile]) -> None:
 def _raw_digest(path: Path, part: splits.Part | None) -> str | None:
     """SHA-256 of a file, or of a part of it; None: it cannot be read."""
     try:
-        if part is None:
-            return publish.sha256_file(path)
-        digest = hashlib.sha256()
+        start, end, _ = part or splits.Part(0, None, 1)
         with path.open("rb") as file:
-            file.seek(part.start)
-            left = sys.maxsize if part.end is None else part.end - part.start
-            while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
-                digest.update(chunk)
-                left -= len(chunk)
-        return digest.hexdigest()
+            file.seek(start)
+            return publish.sha256(file, sys.maxsize if end is None else end - start)
     except OSError:
         return None
 

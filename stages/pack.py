@@ -26,6 +26,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
 from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
+from stages.artifacts.record import check_files
 from stages.corpus import arrow, comparison, encoding, fast_tokenizer, packing, vocabulary, workers
 from stages.corpus.splits import manifest_name
 from stages.model.manifest import ModelManifest
@@ -229,7 +230,7 @@ def read_corpus(params: PackParams) -> list[Shard]:
     Raises:
         StageError: a shard was changed, or there is no text, none to train on, or none to validate on.
     """
-    shards = arrow.read_shards(CORPUS)
+    shards = Dataset.read(CORPUS, "extract", contents=True).shards
     if not any(shard.rows for shard in shards):
         raise StageError(f"{CORPUS} contains no text: put files with text into raw_dir, or lower min_chars")
     params.check_splits(len(shards))
@@ -358,8 +359,7 @@ def encode_missing(
             files = [(part.target, result.sha256) for part, result in zip(parts, encoded, strict=True)]
             sha256 = packing.join(files, split.tokens)
             # Again, as the tokens are stored under it: another run of extract may have replaced the corpus.
-            if publish.sha256_file(split.shard) != split.sha256:
-                raise arrow.changed(split.shard)
+            check_files({split.shard: split.sha256}, arrow.CHANGED)
             store.put(split.key, split.tokens, sha256, counts)  # before the next split is waited for
             yield counts
 

@@ -274,7 +274,7 @@ def test_a_missing_truncated_or_flipped_shard_is_named(sharded: tuple[Path, dict
     flip_bit(shard, len(content) // 2)
     assert_refused(f"{shard.name} is damaged")
     shard.write_bytes(content[:-1])
-    assert_refused(f"{shard.name} has {len(content) - 1} bytes instead of {len(content)}")
+    assert_refused(f"{shard.name} .* it has {len(content) - 1} bytes instead of {len(content)}")
     shard.unlink()
     assert_refused(f"{shard.name} is missing")
 
@@ -354,7 +354,7 @@ def test_a_source_file_that_is_missing_or_changed_is_named(name: str) -> None:
     path = Path("models/tiny") / name
     content = path.read_bytes()
     path.write_bytes(content.replace(b"{", b"[", 1))
-    assert_refused(f"{name} was changed since the download")
+    assert_refused(f"{name} is damaged or was changed")
     path.unlink()
     assert_refused(f"{name} is missing")
 
@@ -658,7 +658,7 @@ def test_the_license_of_the_initial_model_is_carried_on() -> None:
     path = Path("models/tiny/LICENSE.md")
     path.write_text("None of it")
     shutil.rmtree(target)
-    assert_refused("LICENSE.md was changed since the download")
+    assert_refused("LICENSE.md is damaged or was changed")
     path.unlink()
     assert_refused("LICENSE.md is missing")
 

@@ -170,11 +170,9 @@ def test_a_cached_hub_model_needs_no_socket(home: Path) -> None:
 
     blob = (snapshot / found.weights[0]).resolve()
     blob.write_bytes(blob.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(StageError, match=f"{found.weights[0]} was changed since the download"):
+    with pytest.raises(StageError, match=f"{found.weights[0]} is damaged or was changed"):
         found.verify()
     assert found.verify(["config.json"]) == snapshot  # no other file is read
-    with pytest.raises(StageError, match=r"model\.json does not list other\.json: run `dvc repro -f -s download`"):
-        found.verify(["other.json"])  # as where the manifest was edited
     shutil.rmtree(home)
     with pytest.raises(StageError, match=f"{HUB_ID} at commit {COMMIT} is not in the model cache"):
         found.directory()
@@ -366,7 +364,7 @@ def test_one_flipped_bit_is_found_after_the_download() -> None:
     found = describe()
     shard = first_shard(Path("model"))
     flip_bit(shard, -1)
-    with pytest.raises(StageError, match=f"{shard.name} was changed since the download"):
+    with pytest.raises(StageError, match=f"{shard.name} is damaged or was changed"):
         found.verify()
 
 

@@ -173,10 +173,10 @@ def test_a_missing_or_damaged_best_checkpoint_is_named(rising: Project, ranks: R
     Path("outputs/test/run.json").unlink()
     output = rising.run(*LAUNCH, status=2)
     assert f"error: export_from is best, and that is step {BEST}, but " in output
-    assert "model/__1_0.distcp is damaged" in output and "train the run again" in output
+    assert "model/__1_0.distcp is damaged" in output and "train it again, from the start" in output
     assert "Traceback" not in output
     shutil.rmtree(best)
-    with pytest.raises(StageError, match=rf"that is step {BEST}, but .*{best.name} is not a valid checkpoint"):
+    with pytest.raises(StageError, match=rf"that is step {BEST}, but .*{best.name}/manifest.json: No such file"):
         write_outs(contents=False)
     assert not Path("outputs/test/run.json").exists()
 

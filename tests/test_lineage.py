@@ -10,6 +10,7 @@ import pytest
 
 from stages import lineage
 from stages.artifacts.errors import StageError
+from stages.artifacts.record import write_sealed
 from stages.corpus.splits import Part
 from tests.pipeline import STAGES
 from tests.project import Project, flip_bit
@@ -131,13 +132,12 @@ def test_an_edited_lineage_does_not_fit_itself(project: Project) -> None:
     content = json.loads((MODEL / "lineage.json").read_text())
     content["params"]["lr"] = 1.0
     (MODEL / "lineage.json").write_text(json.dumps(content))
-    with pytest.raises(StageError, match=r"lineage\.json was changed since it was written"):
+    with pytest.raises(StageError, match=r"lineage\.json is damaged or was changed"):
         differing()
     del content["sealed"]
-    (MODEL / "lineage.json").write_text(json.dumps(content))
+    write_sealed(MODEL / "lineage.json", content)
     assert differing() == ["run_id of parameters, data, model and code", "parameters of train in params.yaml"]
-    content["params"] = {}
-    (MODEL / "lineage.json").write_text(json.dumps(content))
+    write_sealed(MODEL / "lineage.json", {**content, "params": {}})
     with pytest.raises(StageError, match="is not valid: its params have no experiment_name"):
         differing()
 

@@ -429,7 +429,7 @@ def test_a_changed_manifest_is_refused(root: Path) -> None:
     result = run(root)
     path = root.parent / "splits" / "split_00.jsonl"
     path.write_text("{}")
-    with pytest.raises(StageError, match=r"split_00\.jsonl was changed"):
+    with pytest.raises(StageError, match=r"split_00\.jsonl is damaged or was changed"):
         splits.read_manifest(path, hashlib.sha256(result["split_00.jsonl"]).hexdigest())
 
 

@@ -321,7 +321,7 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
         run()
     make_model()
     Path("model/tokenizer.json").write_text("{}")
-    with pytest.raises(StageError, match=r"tokenizer.json was changed"):
+    with pytest.raises(StageError, match=r"tokenizer.json is damaged or was changed"):
         run()
 
 
@@ -540,7 +540,7 @@ def test_the_store_of_tokens_is_bounded_and_verified() -> None:
 def test_the_file_of_a_lost_worker_is_not_written_to() -> None:
     make_model()
     make_corpus([["text"]])
-    [shard] = arrow.read_shards(Path("data/corpus"))
+    [shard] = Dataset.read(Path("data/corpus"), "extract").shards
     path, target = Path("data/corpus", shard.filename), Path("tokens")
     target.write_bytes(b"of a lost worker")
     with target.open("rb") as left:
@@ -594,7 +594,7 @@ def test_trap_28_what_changes_while_it_is_packed_is_not_stored(monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr(packing, "encode", encode_replaced)
-        with pytest.raises(StageError, match=r"data-00000-of-00005\.arrow was changed while it was read"):
+        with pytest.raises(StageError, match=r"data-00000-of-00005\.arrow is damaged .* while it was read"):
             encode()
     assert not list(Path("data").glob("tokens*"))
     assert not Path("data/.reuse").exists()
@@ -617,7 +617,7 @@ def test_trap_28_tokens_that_are_not_those_of_the_encoder_are_not_stored(
         return encoded
 
     monkeypatch.setattr(packing, "encode", encode_damaged)
-    with pytest.raises(StageError, match=r"split-0-.* is not what was written to it"):
+    with pytest.raises(StageError, match=r"split-0-.* is damaged .*: check the disk"):
         encode()
     assert not Path("data/.reuse").exists()
 
@@ -643,7 +643,7 @@ def test_trap_21_after_a_kill_only_unfinished_splits_are_encoded(number: int) ->
         (stage if chance.random() < 0.5 else chance.choice(processes)).kill()
     stage.communicate()
     psutil.wait_procs(processes, timeout=5)
-    kept = [path for path in Path("data/.reuse").glob("*") if not path.name.startswith(reuse._TEMPORARY)]
+    kept = [path for path in Path("data/.reuse").glob("*") if path.suffix != reuse._TEMPORARY]
     assert encode(fast_encoder=False) == 12 - len(kept)
     assert content() == clean
 

@@ -23,9 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stages.artifacts import history
 from stages.artifacts.errors import StageError
+from stages.artifacts.record import DamagedFile
 from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.training.state import STATE, TrainState
-from stages.training.verification import find_damaged, shares
+from stages.training.verification import check_together, shares
 from tests.project import flip_bit
 from tests.ranks import Ranks
 from tests.trainings import Given, names, published, result
@@ -224,7 +225,7 @@ def test_30_a_verification_longer_than_the_watchdogs_limit_notes_progress(mesh: 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(write)
         digest = hashlib.sha256(bytes(10 << 20)).hexdigest()
-        assert find_damaged({slow: digest}, lambda: notes.append(time.monotonic()), round_bytes=1 << 20) == []
+        check_together({slow: digest}, "", lambda: notes.append(time.monotonic()), round_bytes=1 << 20)
     assert len(notes) >= 10
 
 
@@ -239,11 +240,11 @@ def test_30_a_file_with_an_unreadable_block_counts_as_damaged(
             raise OSError(number, os.strerror(number))
 
         monkeypatch.setattr(Path, "open", fail)
-        if number == errno.EIO:
-            assert find_damaged({path: ""}, lambda: None) == [path]
-        else:  # perhaps a moment later it can be read: nothing is put in quarantine
-            with pytest.raises(StageError, match="Permission denied"):
-                find_damaged({path: ""}, lambda: None)
+        # Permission may be there a moment later: nothing is put in quarantine.
+        problem = "shard is damaged" if number == errno.EIO else "Permission denied"
+        with pytest.raises(StageError, match=problem) as error:
+            check_together({path: ""}, "", lambda: None)
+        assert isinstance(error.value, DamagedFile) == (number == errno.EIO)
 
 
 def test_ranks_share_a_verification_by_size(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from stages.artifacts import publish
 from stages.artifacts.errors import StageError
+from stages.artifacts.record import check_files, damaged
 
 STATE = "state.json"
 INFO = "dataset_info.json"
@@ -42,6 +43,10 @@ class Dataset:
     def num_rows(self) -> int:
         return sum(shard.rows for shard in self.shards)
 
+    def files(self, directory: Path) -> dict[Path, str]:
+        """The shards, each with its SHA-256."""
+        return {directory / shard.filename: shard.sha256 for shard in self.shards}
+
     def write(self, directory: Path) -> None:
         """Turn a directory of shards into a dataset. `state.json` is written last: without it there is no dataset."""
         # `load_from_disk` fails where one of the keys of state.json is missing, even if its value is null.
@@ -59,25 +64,29 @@ class Dataset:
         publish.write_json(directory / STATE, state)
 
     @classmethod
-    def read(cls, directory: Path, stage: str) -> "Dataset":
+    def read(cls, directory: Path, stage: str, contents: bool = False) -> "Dataset":
         """Read what `write` wrote.
 
         Args:
             directory: Of the dataset.
             stage: The one that writes it, named in error messages.
+            contents: Whether to compare the shards with their SHA-256, too, or only to find that they are there.
 
         Raises:
             StageError: a file is missing or has been changed.
         """
+        remedy = f"run `dvc repro -f -s {stage}`"
         try:
             features = publish.read_json(directory / INFO)["features"]
             state = publish.read_json(directory / STATE)
             dataset = cls(features, TypeAdapter(list[Shard]).validate_python(state["_data_files"]))
-            # Computed from what was read, so an edit by hand is found. Whoever reads a shard compares its bytes.
-            if dataset.fingerprint == state["_fingerprint"]:
-                return dataset
+            recorded = state["_fingerprint"]
         except FileNotFoundError as error:
             raise StageError(f"{error.filename} is missing: run `dvc repro {stage}`") from None
         except (ValueError, KeyError, TypeError):
-            pass
-        raise StageError(f"{directory / STATE} does not match its dataset: run `dvc repro -f -s {stage}`")
+            raise damaged(directory / STATE, "it has not the keys of a dataset", remedy) from None
+        # Computed from what was read, so an edit by hand is found.
+        if dataset.fingerprint != recorded:
+            raise damaged(directory / STATE, f"its fingerprint is not that of {INFO} and its shards", remedy)
+        check_files(dataset.files(directory), remedy, contents)
+        return dataset

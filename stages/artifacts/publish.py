@@ -13,10 +13,11 @@ import json
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from stages.artifacts.errors import naming
 from stages.artifacts.file_lock import flock, open_lock, read_status, set_status
@@ -69,15 +70,12 @@ def write_text(path: Path, text: str) -> None:
         # newline: the same line ends, and digest, on each system
         with naming(path), temporary.open("w", encoding="utf-8", newline="") as file:
             file.write(text)
-            # Before the rename: file systems may write the new name before the data, and a power cut would then leave
-            # an empty file where a valid one was.
             file.flush()
             os.fsync(file.fileno())
         rename(temporary, path)  # replaces the old file in one step; both are in one directory, so on one file system
     except BaseException:  # Ctrl-C, too
         temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
 
 
 def read_json(path: Path) -> Any:
@@ -112,10 +110,9 @@ def directory(target: Path) -> Iterator[Path]:
         if target.exists():
             rename(target, old)
         rename(temporary, target)
-        sync_directory(target.parent)
     except BaseException:  # Ctrl-C, too
         if old.exists() and not target.exists():
-            old.rename(target)
+            rename(old, target)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:
@@ -133,7 +130,11 @@ def sync_tree(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or a directory. A file `target`, or an empty directory, is replaced."""
+    """Rename a file or a directory, and flush that; a file `target`, or an empty directory, is replaced.
+
+    The content must be on the disk before: file systems may write the new name before the data, and a power cut would
+    then leave an empty file where a valid one was.
+    """
     inode = source.stat().st_ino
     try:
         source.rename(target)
@@ -141,6 +142,7 @@ def rename(source: Path, target: Path) -> None:
         # NFS repeats a request whose answer was lost, and the second one finds that the first one has renamed it.
         if not target.exists() or target.stat().st_ino != inode:
             raise
+    sync_directory(target.parent)
 
 
 def sync_directory(path: Path) -> None:
@@ -157,10 +159,16 @@ def sync_directory(path: Path) -> None:
 
 def sha256_file(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
+        return sha256(file)
+
+
+def sha256(file: IO[bytes], num_bytes: int = sys.maxsize) -> str:
+    """The SHA-256 of the next `num_bytes` of an open file, or of all until its end."""
+    digest = hashlib.sha256()
+    while chunk := file.read(min(1 << 20, num_bytes)):
+        digest.update(chunk)
+        num_bytes -= len(chunk)
     return digest.hexdigest()
 
 

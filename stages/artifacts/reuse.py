@@ -7,25 +7,23 @@ is published and at each use.
 `rm -rf data/.reuse` clears the store at any time: what is not found is computed again.
 """
 
-import json
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter
 
 from stages.artifacts import publish
-from stages.artifacts.errors import StageError, naming
+from stages.artifacts.record import WRITTEN, DamagedFile, check_files, compare, read_sealed, write_sealed
 
 Value = TypeVar("Value")
 
 _FILE, _VALUE = "file", "value.json"
-_TEMPORARY = ".tmp-"
+_TEMPORARY = ".tmp"  # the end of the name of an entry that is being published
 _SECONDS_TO_PUBLISH = 24 * 3600  # an older temporary entry belongs to a process that was killed
 
 
@@ -51,18 +49,18 @@ class Store(Generic[Value]):
 
         None: there is no such entry, or it is not as it was stored; then it is removed, and there is no `target`.
         """
-        entry = self.path / key
+        entry, remedy = self.path / key, "it is computed again"  # nobody reads that
         target.unlink(missing_ok=True)  # os.link replaces nothing, and a lost Dask worker may have left a file
         try:
-            content = json.loads((entry / _VALUE).read_bytes())
+            content = read_sealed(entry / _VALUE, remedy)
             _link(entry / _FILE, target)
             # Hashed at each use: an output may be a link to the entry, and somebody may have edited it in place. At its
             # new place, because another run may trim the entry at any time.
-            if content["checksum"] == _checksum(content["value"], publish.sha256_file(target)):
-                value = TypeAdapter(self.value_type).validate_python(content["value"])
-                os.utime(entry)  # `trim` removes what was not used for the longest time
-                return value
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            check_files({target: content["sha256"]}, remedy)
+            value = TypeAdapter(self.value_type).validate_python(content["value"])
+            os.utime(entry)  # `trim` removes what was not used for the longest time
+            return value
+        except (FileNotFoundError, DamagedFile, ValueError, KeyError):
             pass
         target.unlink(missing_ok=True)
         shutil.rmtree(entry, ignore_errors=True)
@@ -78,29 +76,19 @@ class Store(Generic[Value]):
             value: Stored with it.
 
         Raises:
-            StageError: the file contains something else. A store that trusted it would seal the damage for all runs.
+            DamagedFile: the file contains something else. A store that trusted it would seal the damage for all runs.
         """
-        # As JSON, because the checksum must be that of what `fetch` reads back.
-        content = TypeAdapter(self.value_type).dump_python(value, mode="json")
-        self.path.mkdir(parents=True, exist_ok=True)
-        # In the store, as a rename works within a file system only; under a random name, as runs publish side by side.
-        temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.path))
+        content = {"sha256": sha256, "value": TypeAdapter(self.value_type).dump_python(value, mode="json")}
+        if (self.path / key).exists():
+            return  # another run has published the same result
         try:
-            with naming(temporary):
-                _link(file, temporary / _FILE)
-                (temporary / _VALUE).write_text(json.dumps({"checksum": _checksum(content, sha256), "value": content}))
-            # Of the file in the store: it may be a copy on another disk.
-            if publish.sha256_file(temporary / _FILE) != sha256:
-                raise StageError(
-                    f"{file} is not what was written to it: the disk is damaged, or another process writes there"
-                )
-            temporary.chmod(0o755)  # mkdtemp gives 0o700, but others who share the store read it
-            # No fsync: after a power cut an entry may be incomplete, which `fetch` finds out by its checksum.
-            temporary.rename(self.path / key)
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            # Another run may have published the same result: a rename does not replace a directory with files in it.
-            if not (isinstance(error, OSError) and (self.path / key).exists()):
+            with publish.directory(self.path / key) as entry:
+                _link(file, entry / _FILE)
+                write_sealed(entry / _VALUE, content)
+                # Of the file in the store: it may be a copy on another disk.
+                compare(file, sha256, publish.sha256_file(entry / _FILE), WRITTEN)
+        except OSError:
+            if not (self.path / key).exists():  # otherwise another run has done so meanwhile
                 raise
 
     def trim(self, limit: int) -> None:
@@ -110,12 +98,12 @@ class Store(Generic[Value]):
         """
         entries = sorted(_entries(self.path), reverse=True)  # the last used first
         for used, _, entry in entries:
-            if entry.name.startswith(_TEMPORARY) and time.time() - used > _SECONDS_TO_PUBLISH:
+            if entry.suffix == _TEMPORARY and time.time() - used > _SECONDS_TO_PUBLISH:
                 shutil.rmtree(entry, ignore_errors=True)
         total = 0
         for _, size, entry in entries:
             total += size  # temporary entries count, too, but belong to a run that is publishing
-            if total > limit and not entry.name.startswith(_TEMPORARY):
+            if total > limit and entry.suffix != _TEMPORARY:
                 shutil.rmtree(entry, ignore_errors=True)
 
 
@@ -127,11 +115,6 @@ def _link(source: Path, target: Path) -> None:
         raise
     except OSError:  # another file system, or one without links, or too many of them
         shutil.copyfile(source, target)
-
-
-def _checksum(value: Any, sha256: str) -> str:
-    """Of an entry: the value, and the SHA-256 of the file."""
-    return publish.sha256_json([value, sha256])
 
 
 def _entries(path: Path) -> Iterator[tuple[float, int, Path]]:

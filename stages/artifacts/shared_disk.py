@@ -7,6 +7,7 @@ the directory. So each name that another node may just have created is looked up
 
 import errno
 import os
+import stat
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -30,7 +31,7 @@ def refresh(directories: Iterable[Path]) -> None:
 def wait_for_file(path: Path, size: int, seconds: float) -> bool:
     """Whether this node sees a file with a size, at the latest after `seconds`."""
     end = time.monotonic() + seconds
-    while not _has_size(path, size):
+    while find_size(path, size) != size:
         if time.monotonic() > end:
             return False
         time.sleep(0.2)
@@ -38,11 +39,18 @@ def wait_for_file(path: Path, size: int, seconds: float) -> bool:
     return True
 
 
-def _has_size(path: Path, size: int) -> bool:
+def find_size(path: Path, expected: int | None = None) -> int | None:
+    """The size of a file, in bytes; None: there is no such file.
+
+    Args:
+        path: The file.
+        expected: Its size, if that is known: where `stat` returns another one, that may be a minute old.
+    """
     try:
-        if path.stat().st_size == size:
-            return True
-        with path.open("rb") as file:  # what `stat` returns may be a minute old, also before the file was written
-            return os.fstat(file.fileno()).st_size == size
-    except FileNotFoundError:
-        return False
+        found = path.stat()
+        if expected not in (None, found.st_size):
+            with path.open("rb") as file:
+                found = os.fstat(file.fileno())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None

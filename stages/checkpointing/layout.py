@@ -16,33 +16,30 @@ import errno
 import os
 import re
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from stages.artifacts import outputs
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import StageError, describe
 from stages.artifacts.history import HISTORY
 from stages.artifacts.identity import Adoption, RunIdentity
-from stages.artifacts.publish import read_json, sha256_file, sha256_json, write_json
-from stages.artifacts.record import FileEntry, first_problem
+from stages.artifacts.publish import sha256_json
+from stages.artifacts.record import DamagedFile, FileEntry, check_files, first_problem, read_sealed, write_sealed
 from stages.artifacts.shared_disk import MAY_PASS, refresh
 
 MANIFEST = "manifest.json"
 MODEL, OPTIMIZER = "model", "optimizer"
 METADATA = ".metadata"
 SCHEDULER = "lr_scheduler.pt"
+REMEDY = "put a good copy of it back, or train it again"
+"""About a file of a checkpoint that is damaged."""
 FORMAT = 2
 """Of the manifest and of the files that it lists. Another one is refused."""
 
 # Eight digits, so that names sort as their steps do: "newest" is decided by name.
 _STEP_NAME = re.compile(r"step-\d{8}")
-
-
-class DamagedCheckpoint(StageError):
-    """A file of a checkpoint is missing or was changed; the checkpoint before it may be valid."""
 
 
 class UnsupportedFormat(StageError):
@@ -93,34 +90,27 @@ class CheckpointManifest:
 
     def write(self, checkpoint: Path) -> None:
         """Write the manifest of a checkpoint, with its own digest as the last key."""
-        content = dataclasses.asdict(self)
-        write_json(checkpoint / MANIFEST, {**content, "sha256": sha256_json(content)})
+        write_sealed(checkpoint / MANIFEST, dataclasses.asdict(self), "sha256")
 
     @classmethod
     def read(cls, checkpoint: Path) -> "CheckpointManifest":
         """Read the manifest of a checkpoint.
 
         Raises:
-            DamagedCheckpoint: it is missing or damaged.
+            DamagedFile: it is missing or damaged.
             UnsupportedFormat: it was written by another version of the pipeline.
         """
         path = checkpoint / MANIFEST
-        damaged = DamagedCheckpoint(f"{checkpoint} is not a valid checkpoint: {MANIFEST} is missing or damaged")
         try:
-            content = read_json(path)
             # All other files are checked against the manifest, and it against its own digest: a flipped bit in it
             # would otherwise be a traceback, or another run's identity.
-            digest = content.pop("sha256")
+            content = read_sealed(path, REMEDY, "sha256")
         except OSError as error:
             # While a file server is away nothing is damaged, and a valid checkpoint must not be put in quarantine. EIO
             # may be a bad block.
             if error.errno in MAY_PASS - {errno.EIO}:
                 raise
-            raise damaged from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise damaged from None
-        if digest != sha256_json(content):
-            raise damaged
+            raise DamagedFile(f"{describe(error)}: {REMEDY}") from None
         # Only after the digest: an intact manifest that does not fit is not damaged but from another version, and needs
         # another remedy.
         remedy = "continue the run with the version that wrote it, or move the checkpoint away"
@@ -168,39 +158,14 @@ def verify(checkpoint: Path, contents: bool = True, names: Collection[str] | Non
         names: Of the files to compare; None: all.
 
     Raises:
-        DamagedCheckpoint: naming the file that is missing, has another size, or another SHA-256.
+        DamagedFile: naming the file that is missing, has another size, or another SHA-256.
         UnsupportedFormat: it was written by another version of the pipeline.
     """
     refresh([checkpoint])  # another node may have published it a moment ago
     manifest = CheckpointManifest.read(checkpoint)
-    files = manifest.files if names is None else {name: manifest.files[name] for name in names}
-    for name, entry in files.items():
-        path = checkpoint / name
-        # Sizes first: a truncated file is found without reading gigabytes.
-        try:
-            size = path.stat().st_size
-            if size != entry.size:
-                with path.open("rb") as file:  # on NFS, the size from `stat` may be a minute old
-                    size = os.fstat(file.fileno()).st_size
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            raise DamagedCheckpoint(f"{path} is missing") from None
-        if size != entry.size:
-            raise DamagedCheckpoint(f"{path} has {size} bytes instead of {entry.size}: it was truncated or changed")
-    hashed = files if contents else {}
-    threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))  # hashing leaves the interpreter to other threads
-    try:
-        digests = threads.map(sha256_file, [checkpoint / name for name in hashed])
-        for (name, entry), digest in zip(hashed.items(), digests, strict=True):
-            if digest != entry.sha256:
-                raise wrong_digest(checkpoint / name)
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
+    chosen = manifest.files if names is None else names
+    check_files({checkpoint / name: manifest.files[name] for name in chosen}, REMEDY, contents)
     return manifest
-
-
-def wrong_digest(path: Path) -> DamagedCheckpoint:
-    """The error for a file of a checkpoint whose content is not that of the manifest."""
-    return DamagedCheckpoint(f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}")
 
 
 def latest_valid(
@@ -215,7 +180,7 @@ def latest_valid(
     for path in checkpoints:
         try:
             verify(path)
-        except DamagedCheckpoint as error:
+        except DamagedFile as error:
             report(f"skipping a damaged checkpoint: {error}")
         else:
             return path

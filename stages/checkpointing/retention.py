@@ -9,6 +9,7 @@ from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from stages.artifacts import publish
 from stages.artifacts.errors import StageError, describe
 from stages.artifacts.history import lowest
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, verify
@@ -102,4 +103,5 @@ def _rename(path: Path, suffix: str) -> Path:
     target = path.with_name(path.name + suffix)
     if target.exists():  # this step was damaged before; a rename does not replace a directory that has files
         shutil.rmtree(target)
-    return path.rename(target)
+    publish.rename(path, target)
+    return target

@@ -5,16 +5,15 @@ also serve as their $CHECKPOINT_ROOT. Files are written one by one, the manifest
 manifest does. A transfer that was interrupted continues; files that arrived intact are not sent again.
 """
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stages.artifacts import publish
 from stages.artifacts.errors import StageError
-from stages.artifacts.record import FileEntry
+from stages.artifacts.record import DamagedFile, FileEntry, damaged
 from stages.checkpointing import retention
-from stages.checkpointing.layout import MANIFEST, CheckpointManifest, DamagedCheckpoint, verify
+from stages.checkpointing.layout import MANIFEST, CheckpointManifest, verify
 
 if TYPE_CHECKING:
     from dvc.fs import FileSystem
@@ -78,7 +77,7 @@ class Store:
             if not self._has(path, entry):
                 self.fs.put_file(str(checkpoint / name), path)
                 if not self._has(path, entry):
-                    raise StageError(f"{path} is not what was written: the store is damaged, or another push runs")
+                    raise damaged(path, "it is not what was sent", "check the store, and that no other push runs")
 
     def pull(self, experiment_name: str, checkpoint: Path) -> None:
         """Copy a checkpoint from the store to `checkpoint`, where it appears when all files are verified.
@@ -102,22 +101,18 @@ class Store:
                 path.unlink()
         try:
             verify(temporary)
-        except DamagedCheckpoint as error:
+        except DamagedFile as error:
             raise StageError(f"{source} is damaged, or was not transferred completely: {error}") from None
         publish.sync_tree(temporary)
         publish.rename(temporary, checkpoint)
-        publish.sync_directory(checkpoint.parent)
 
     def _has(self, path: str, entry: FileEntry) -> bool:
         """Whether the store has a file with this content, all of which is read back."""
         if not self.fs.exists(path) or self.fs.size(path) != entry.size:
             return False
-        digest = hashlib.sha256()
         file: Any
         with self.fs.open(path, "rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-        return digest.hexdigest() == entry.sha256
+            return publish.sha256(file) == entry.sha256
 
 
 def last_and_best(pointed: Path) -> list[Path]:

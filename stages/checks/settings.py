@@ -114,8 +114,7 @@ def check_tokens(full: bool) -> Found[bool]:
             yield warning(f"{directory} is missing", "`dvc repro pack`, or `dvc pull`")
             return False
         num_rows = len(TokenRows(directory))
-        if full:
-            PackedTokens.read(directory).verify()
+        PackedTokens.read(directory, contents=full)
         yield ok(f"{directory}: {num_rows:,} rows" + ", with their SHA-256" * full)
     return True
 

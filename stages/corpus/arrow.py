@@ -11,7 +11,6 @@ import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,16 +19,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from stages.artifacts import publish
-from stages.artifacts.dataset import STATE, Dataset, Shard
-from stages.artifacts.errors import StageError
-from stages.corpus import workers
+from stages.artifacts.dataset import Shard
+from stages.artifacts.record import damaged
 
 Features = dict[str, Any]
 """The type of each column, by its name, as `datasets` writes them."""
 
 _PIECE = 1 << 20  # bytes that are copied at once
 _END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # a message of length 0, which pyarrow writes on close, too
+
+CHANGED = "it was changed while it was read, so run `dvc repro` again"
+"""What to do about a shard that is no longer the one that was verified."""
 
 TEXT: Features = {"text": {"dtype": "string", "_type": "Value"}}
 """The features of a corpus."""
@@ -179,25 +179,6 @@ class _WithoutBuffer(io.RawIOBase):
         return len(data)
 
 
-def read_shards(directory: Path) -> list[Shard]:
-    """Return the shards of a corpus, after their SHA-256 was compared with `state.json`.
-
-    Raises:
-        StageError: naming the shard that is missing or was changed.
-    """
-    shards = Dataset.read(directory, "extract").shards
-    paths = [directory / shard.filename for shard in shards]
-    if missing := [path for path in paths if not path.is_file()]:
-        raise StageError(f"{missing[0]} is missing: run `dvc repro -f -s extract`")
-    with closing(workers.threaded_map(publish.sha256_file, paths)) as digests:
-        for path, shard, sha256 in zip(paths, shards, digests, strict=True):
-            if sha256 != shard.sha256:
-                raise StageError(
-                    f"{path} is damaged: its SHA-256 is not that in {STATE}; run `dvc repro -f -s extract`"
-                )
-    return shards
-
-
 def batch_offsets(path: Path) -> list[int]:
     """The offset in bytes of each record batch of a shard, for `read_batch`."""
     offsets: list[int] = []
@@ -224,12 +205,7 @@ def read_batch(path: Path, offset: int) -> pa.RecordBatch:
         file.seek(offset)
         return pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
     except (pa.ArrowInvalid, EOFError):
-        raise changed(path) from None
-
-
-def changed(path: Path) -> StageError:
-    """The error for a shard that is no longer the one that was verified."""
-    return StageError(f"{path} was changed while it was read: run `dvc repro` again")
+        raise damaged(path, "it has no record batch where it had one", CHANGED) from None
 
 
 def read_text(path: Path, offset: int) -> Iterator[bytes]:

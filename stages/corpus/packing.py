@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from stages.artifacts.dataset import Shard
 from stages.artifacts.errors import StageError
+from stages.artifacts.record import WRITTEN, compare
 from stages.corpus import arrow
 from stages.corpus.encoding import Encoder, TokenizerSpec, Tokens
 
@@ -116,10 +117,7 @@ def join(parts: Iterable[tuple[Path, str]], target: Path) -> str:
                     file.write(chunk)
                     digest.update(chunk)
                     of_part.update(chunk)
-            if of_part.hexdigest() != sha256:
-                raise StageError(
-                    f"{part} is not what was written to it: the disk is damaged, or another process writes there"
-                )
+            compare(part, sha256, of_part.hexdigest(), WRITTEN)
             part.unlink()  # at once, so that the disk has the tokens once
     return digest.hexdigest()
 

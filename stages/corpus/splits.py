@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 from stages.artifacts.errors import StageError
 from stages.artifacts.origin import Origin
 from stages.artifacts.publish import sha256_file
-from stages.artifacts.record import Record
+from stages.artifacts.record import Record, check_files
 
 SPLITS = Path("data/splits")
 SUMMARY = "summary.json"
@@ -148,8 +148,7 @@ def read_manifest(path: Path, digest: str) -> list[RawFile]:
     Raises:
         StageError: its bytes are not those that `organize` wrote.
     """
-    if sha256_file(path) != digest:  # all that follows trusts the digests in it
-        raise StageError(f"{path} was changed after organize wrote it: run `dvc repro -f -s organize`")
+    check_files({path: digest}, "run `dvc repro -f -s organize`")  # all that follows trusts the digests in it
     return [_read_line(line) for line in path.read_text(encoding="ascii").splitlines()]
 
 

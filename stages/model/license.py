@@ -28,6 +28,7 @@ class ModelLicense(SealedRecord):
     """What the initial model says about its license."""
 
     STAGE: ClassVar[str] = "download"
+    PATH: ClassVar[Path] = LICENSE
 
     metadata: dict[str, str | list[str]]
     """Of its model card, as the Hub defines it: license, license_name, license_link, language, base_model."""
@@ -35,19 +36,6 @@ class ModelLicense(SealedRecord):
     """Why the license is unknown; null: it is in `metadata`."""
     files: dict[str, FileEntry]
     """The model card and the texts: LICENSE, NOTICE, USE_POLICY ..."""
-
-    @classmethod
-    def read(cls, path: Path = LICENSE) -> "ModelLicense":
-        """Read the file that `download` wrote.
-
-        Raises:
-            StageError: it is missing, or a field is missing or has another type.
-        """
-        return super().read(path)
-
-    def write(self, path: Path = LICENSE) -> None:
-        """Write the file, atomically."""
-        super().write(path)
 
     @classmethod
     def of(cls, directory: Path, files: dict[str, FileEntry]) -> "ModelLicense":

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from stages.artifacts import publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.model_files import CONFIG
-from stages.artifacts.record import FileEntry, SealedRecord
+from stages.artifacts.record import FileEntry, SealedRecord, check_files
 from stages.model import hub_cache
 
 MANIFEST = Path("data/model.json")
+REMEDY = "put it back, or run `dvc repro -f -s download`"
+"""About a file that is not the one that was downloaded."""
 ROUTER_LOSS_OFF = (
     "warning: the experts of this model are trained without the router loss, which balances how many tokens each gets: "
     "output_router_logits is false in its config.json. To train with it, set that to true in a copy of the model"
@@ -26,6 +27,7 @@ class ModelManifest(SealedRecord):
     """What the stages after `download` need to know about the model."""
 
     STAGE: ClassVar[str] = "download"
+    PATH: ClassVar[Path] = MANIFEST
 
     model_name: str
     """A Hub id or a local directory, as given in params.yaml."""
@@ -62,19 +64,6 @@ class ModelManifest(SealedRecord):
     bos_token_id: int | None
     pad_token_id: int | None
 
-    @classmethod
-    def read(cls, path: Path = MANIFEST) -> "ModelManifest":
-        """Read the manifest that `download` wrote.
-
-        Raises:
-            StageError: it is missing, or a field is missing or has another type.
-        """
-        return super().read(path)
-
-    def write(self, path: Path = MANIFEST) -> None:
-        """Write the manifest, atomically."""
-        super().write(path)
-
     def directory(self) -> Path:
         """The directory of the model's files on this machine; no socket is opened.
 
@@ -106,29 +95,9 @@ class ModelManifest(SealedRecord):
             The directory of the files.
 
         Raises:
-            StageError: naming the file that is missing or was changed.
+            DamagedFile: naming the file that is missing or was changed.
         """
         source = self.directory()
-        for name in self.files if names is None else names:  # callers that need one file do not wait for the weights
-            if name not in self.files:  # of a manifest that was edited
-                raise StageError(f"{MANIFEST} does not list {name}: run `dvc repro -f -s download`")
-            verify_file(source / name, self.files[name], contents)
+        chosen = self.files if names is None else names  # callers that need one file do not wait for the weights
+        check_files({source / name: self.files[name] for name in chosen}, REMEDY, contents)
         return source
-
-
-def verify_file(path: Path, entry: FileEntry, contents: bool = True) -> None:
-    """Compare a file of the model with what it was at the download.
-
-    Raises:
-        StageError: it is missing or was changed.
-    """
-    if not path.is_file():
-        raise StageError(f"{path} is missing: put it back, or run `dvc repro -f -s download`")
-    # The size first: a truncated file of many gigabytes is found without reading it.
-    if path.stat().st_size != entry.size or (contents and publish.sha256_file(path) != entry.sha256):
-        raise changed_file(path)
-
-
-def changed_file(path: Path) -> StageError:
-    """The error for a file of the model whose content is not that of the manifest."""
-    return StageError(f"{path} was changed since the download: put it back, or run `dvc repro -f -s download`")

@@ -4,16 +4,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from stages.artifacts.dataset import STATE, Dataset
+from stages.artifacts.dataset import Dataset
 from stages.artifacts.errors import StageError
 from stages.artifacts.origin import Origin
-from stages.artifacts.publish import sha256_file, sha256_json
+from stages.artifacts.publish import sha256_json
 from stages.artifacts.record import Record
 
 TOKENS = Path("data/tokens")
 TRAIN = TOKENS / "train"
 VALIDATION = TOKENS / "validation"
 METRICS = Path("data/pack.json")
+# -f: DVC compares sizes and times first, and after a fault of the disk both may be the same. -s: this stage alone.
+REMEDY = "run `dvc repro -f -s pack`"
+"""About tokens that are damaged."""
 
 
 @dataclass(frozen=True)
@@ -29,32 +32,18 @@ class PackedTokens:
     """Tokens per row."""
 
     @classmethod
-    def read(cls, directory: Path) -> "PackedTokens":
-        """Read the metadata of `TRAIN` or `VALIDATION`.
+    def read(cls, directory: Path, contents: bool = False) -> "PackedTokens":
+        """Read the metadata of `TRAIN` or `VALIDATION`; with `contents`, compare the files with it, too.
 
         Raises:
-            StageError: it is missing or has been changed, or a file that it lists is missing.
+            StageError: it is missing or has been changed, or a file that it lists is.
         """
-        dataset = Dataset.read(directory, "pack")
+        dataset = Dataset.read(directory, "pack", contents)
         try:
             seq_length = dataset.features["input_ids"]["length"]
         except (KeyError, TypeError):
-            raise StageError(f"{directory} has no rows of input_ids: run `dvc repro -f -s pack`") from None
-        digests = {directory / shard.filename: shard.sha256 for shard in dataset.shards}
-        for path in digests:
-            if not path.is_file():
-                raise StageError(f"{path} is missing: run `dvc repro -f -s pack`")
-        return cls(digests, dataset.fingerprint, dataset.num_rows, seq_length)
-
-    def verify(self) -> None:
-        """Read every file and compare it with its digest.
-
-        Raises:
-            StageError: naming the file that is damaged.
-        """
-        for path, digest in self.digests.items():
-            if sha256_file(path) != digest:
-                raise damaged_tokens(path)
+            raise StageError(f"{directory} has no rows of input_ids: {REMEDY}") from None
+        return cls(dataset.files(directory), dataset.fingerprint, dataset.num_rows, seq_length)
 
 
 @dataclass(frozen=True)
@@ -127,9 +116,3 @@ def find_encoder() -> str | None:
         return PackMetrics.read(METRICS).encoder.name
     except StageError:
         return None
-
-
-def damaged_tokens(path: Path) -> StageError:
-    """The error for a file of tokens whose content is not that of `state.json`."""
-    # -f: DVC compares sizes and times first, and after a fault of the disk both may be the same. -s: this stage alone.
-    return StageError(f"{path} is damaged: its SHA-256 is not the one in {STATE}: run `dvc repro -f -s pack`")

@@ -25,7 +25,7 @@ from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.tokens.attention_names import NEED_LENGTHS
 from stages.tokens.document_mask import choose_attention
 from stages.tokens.loss_probe import choose_loss
-from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens, damaged_tokens
+from stages.tokens.packed import REMEDY, TRAIN, VALIDATION, PackedTokens
 from stages.tokens.rows import TokenRows
 from stages.training import flops, handoff, saver, sharded_model, trackers
 from stages.training.console import Console, log_to, print_line
@@ -72,7 +72,7 @@ from stages.training.state import Cost, TrainState
 from stages.training.step import StepResult, UnreadStep, train_step, validation_loss
 from stages.training.timers import Timers, memory_gib
 from stages.training.torch_errors import explain_torch_errors
-from stages.training.verification import find_damaged
+from stages.training.verification import check_together
 from stages.training.watchdog import Heartbeat, watched
 
 _LOG = logging.getLogger("stages.train")
@@ -274,8 +274,7 @@ class Trainer:
     def verify_tokens(self) -> None:
         """Compare the packed tokens with their digests, a share on each rank; all ranks raise the same."""
         digests = PackedTokens.read(TRAIN).digests | PackedTokens.read(VALIDATION).digests
-        for path in find_damaged(digests, lambda: self.heartbeat.note("verifying the tokens")):
-            raise damaged_tokens(path)
+        check_together(digests, REMEDY, lambda: self.heartbeat.note("verifying the tokens"))
 
     def list_candidates(self) -> list[Path]:
         """The checkpoints that the run may continue from, best first. Called on rank 0 alone."""
@@ -303,8 +302,7 @@ class Trainer:
         """Compare every file of a checkpoint with its manifest, a share on each rank; all ranks raise the same."""
         manifest = run_on_rank0(lambda: layout.verify(checkpoint, contents=False))
         files = {checkpoint / name: entry.sha256 for name, entry in manifest.files.items()}
-        for path in find_damaged(files, lambda: self.heartbeat.note(f"verifying {checkpoint.name}")):
-            raise layout.wrong_digest(path)
+        check_together(files, layout.REMEDY, lambda: self.heartbeat.note(f"verifying {checkpoint.name}"))
 
     def resume(self, path: Path) -> tuple[TrainState, History, str]:
         """Continue from a checkpoint of this run, or of one that it adopts or extends.

@@ -244,7 +244,6 @@ class Saver:
             publish.sync_tree(temporary)
             self._confirm_lock()
             publish.rename(temporary, directory)
-            publish.sync_directory(directory.parent)
             retention.prune(directory.parent, self._keep, print_line)
 
         # All ranks wait for it: a rank that trained on and crashed would otherwise have the launcher kill rank 0 while

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from stages.model import headers, meta
-from stages.model.manifest import ModelManifest, changed_file
+from stages.model.manifest import REMEDY, ModelManifest
 from stages.tokens.attention import activate_kernels
 from stages.tokens.attention_names import IMPLEMENTATIONS
 from stages.tokens.loss import fuse
@@ -26,7 +26,7 @@ from stages.training.distributed import run_on_rank0
 from stages.training.float8 import convert_linears
 from stages.training.params import TrainParams
 from stages.training.sharded_weights import SeededRows, read_weights, rebuild_buffers, seeded
-from stages.training.verification import find_damaged
+from stages.training.verification import check_together
 
 _RECOMPILE_LIMIT = 64
 """Of the code of a layer. A training of Gemma 3 needs nine, but torch allows eight by default: with `fullgraph` the
@@ -90,8 +90,7 @@ def prepare(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> P
 def _verify_weights(manifest: ModelManifest, note: Callable[[], None]) -> None:
     """Compare the files of the weights with their digests, a share on each rank; all ranks raise the same."""
     directory = run_on_rank0(lambda: manifest.verify(manifest.weights, contents=False))
-    for path in find_damaged({directory / name: manifest.files[name].sha256 for name in manifest.weights}, note):
-        raise changed_file(path)
+    check_together({directory / name: manifest.files[name].sha256 for name in manifest.weights}, REMEDY, note)
 
 
 def _fill_by_layers(

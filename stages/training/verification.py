@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from stages.artifacts.record import DamagedFile, compare, damaged
 from stages.artifacts.shared_disk import refresh
 from stages.training.distributed import run_on_all_ranks, run_on_rank0
 
@@ -17,31 +18,37 @@ ROUND_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 
 
-def find_damaged(files: Mapping[Path, str], note: Callable[[], None], round_bytes: int = ROUND_BYTES) -> list[Path]:
-    """Those of `files` whose SHA-256 is not the given one; a collective, with the same result on all ranks.
+def check_together(
+    files: Mapping[Path, str], remedy: str, note: Callable[[], None], round_bytes: int = ROUND_BYTES
+) -> None:
+    """Compare files with their SHA-256, as `record.check_files` does; a collective, with the same result on all ranks.
 
     The ranks meet after every `round_bytes`. Otherwise those with less to read would wait in one collective, and look
     like ranks that hang, for as long as another one reads a large file.
 
     Args:
         files: Files that exist, with their SHA-256.
+        remedy: What to do about one that differs.
         note: Called before each round, to note progress for the watchdog.
         round_bytes: How much each rank reads in a round.
 
     Raises:
-        StageError: a file cannot be read.
+        DamagedFile: naming the file that has another content, or a part that cannot be read.
+        StageError: a file cannot be read now.
     """
     # On rank 0: where another machine still sees an old size, the shares would not add up to all files.
     share = run_on_rank0(lambda: shares(files, dist.get_world_size()))[dist.get_rank()]
     refresh({path.parent for path in share})  # another node may have written them a moment ago
-    rounds = _read_in_rounds([(path, files[path]) for path in share], round_bytes)
-    damaged: list[Path] = []
+    rounds = _read_in_rounds([(path, files[path]) for path in share], remedy, round_bytes)
+    problems: list[str] = []
     while True:
         note()
         found = run_on_all_ranks(lambda: next(rounds, None))
         if all(part is None for part in found):
-            return sorted(damaged)
-        damaged += [path for part in found for path in part or ()]
+            break
+        problems += [problem for part in found for problem in part or ()]
+    if problems:
+        raise DamagedFile(min(problems))
 
 
 def shares(files: Iterable[Path], num_ranks: int) -> list[list[Path]]:
@@ -56,25 +63,25 @@ def shares(files: Iterable[Path], num_ranks: int) -> list[list[Path]]:
     return assigned
 
 
-def _read_in_rounds(share: Iterable[tuple[Path, str]], round_bytes: int) -> Iterator[list[Path]]:
-    """Yields, after every `round_bytes` and at the end, the damaged files found since then."""
-    damaged: list[Path] = []
+def _read_in_rounds(share: Iterable[tuple[Path, str]], remedy: str, round_bytes: int) -> Iterator[list[str]]:
+    """Yields, after every `round_bytes` and at the end, the errors of the damaged files found since then."""
+    problems: list[str] = []
     num_bytes = 0
     for path, expected in share:
         digest = hashlib.sha256()
-        is_readable = True
         try:
             with path.open("rb") as file:
                 while chunk := file.read(_CHUNK_BYTES):
                     digest.update(chunk)
                     num_bytes += len(chunk)
                     if num_bytes >= round_bytes:
-                        yield damaged
-                        damaged, num_bytes = [], 0
+                        yield problems
+                        problems, num_bytes = [], 0
+            compare(path, expected, digest.hexdigest(), remedy)
+        except DamagedFile as error:
+            problems.append(str(error))
         except OSError as error:
             if error.errno != errno.EIO:  # a bad block of the disk
                 raise
-            is_readable = False
-        if not is_readable or digest.hexdigest() != expected:
-            damaged.append(path)
-    yield damaged
+            problems.append(str(damaged(path, "a part of it cannot be read", remedy)))
+    yield problems
