@@ -23,12 +23,12 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from stages.artifacts import outputs
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import MAY_PASS, StageError
 from stages.artifacts.history import HISTORY
 from stages.artifacts.identity import Adoption, RunIdentity
 from stages.artifacts.publish import read_json, sha256_file, sha256_json, write_json
 from stages.artifacts.record import FileEntry, first_problem
-from stages.artifacts.shared_disk import MAY_PASS, refresh
+from stages.artifacts.shared_disk import refresh
 
 MANIFEST = "manifest.json"
 MODEL, OPTIMIZER = "model", "optimizer"

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from stages.artifacts.errors import StageError, Unavailable, describe
+from stages.artifacts.errors import StageError, Unavailable, as_stage_error
 from stages.artifacts.file_lock import flock, is_of_another_node, local_locks, open_lock, read_status, set_status
 
 _WRITER, _RANKS, _READERS = "writer.lock", "ranks.lock", "readers.lock"
@@ -128,14 +128,15 @@ def _confirm(lock: IO[str]) -> None:
         error.filename = lock.name
         if error.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
             raise
+        problem = as_stage_error(error)
         try:
             with open_lock(Path(lock.name)) as opened_again:
                 set_status(opened_again, "training")
         except OSError:
-            raise Unavailable(describe(error)) from None  # the disk is away; the next try finds out about the lock
+            raise Unavailable(str(problem)) from None  # the disk is away; the next try finds out about the lock
         raise StageError(
-            f"{describe(error)}: this node did not reach the file server for longer than its lease, so the lock is "
-            "lost, and another training may have started; launch it again"
+            f"{problem}: this node did not reach the file server for longer than its lease, so the lock is lost, and "
+            "another training may have started; launch it again"
         ) from None
 
 

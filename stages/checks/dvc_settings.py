@@ -8,7 +8,7 @@ from dvc.config import Config
 from dvc.exceptions import DvcException
 from dvc.repo import Repo
 
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import StageError, one_line
 from stages.checks.findings import Found, error, ok, warning
 from stages.checks.machine import existing
 
@@ -25,7 +25,7 @@ def read(project: Path = Path()) -> Found[Config]:
             config = repo.config
     except DvcException as problem:
         raise StageError(
-            f"dvc: {' '.join(str(problem).split())}: run the doctor in the root of the project, resolve merge "
+            f"dvc: {one_line(problem)}: run the doctor in the root of the project, resolve merge "
             "conflicts, or `git checkout .dvc dvc.yaml dvc.lock` (without git: `dvc config --local core.no_scm true`)"
         ) from None
     yield ok("DVC can read the project")

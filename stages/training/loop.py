@@ -41,7 +41,7 @@ from stages.training.distributed import (
 )
 from stages.training.environment import set_environment
 from stages.training.loader import BatchLoader
-from stages.training.memory import explain_out_of_memory, remedies
+from stages.training.memory import remedies
 from stages.training.metrics import SPEED_COLUMNS, MetricsLogger
 from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainRuntime
@@ -423,9 +423,8 @@ def train(stop_signal: StopSignal) -> bool:
     with (
         # Outermost: held until the process group has ended and the last checkpoint is published.
         ExitStack() as locks,
+        explain_torch_errors(f"rank {rank}", if_out_of_memory),
         process_group(runtime.timeout_minutes),
-        explain_out_of_memory(f"rank {rank}", if_out_of_memory),
-        explain_torch_errors(),
     ):
         refuse_different_ranks(run, runtime)  # before the mesh, which each rank makes from its own parameters
         run_on_rank0(lambda: refuse_second_training(run, locks))
