@@ -398,7 +398,7 @@ def test_locks_that_do_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(machine, "local_locks", lambda path: "nfs mounted with nolock")
     assert "only processes of this node (nfs mounted with nolock)" in warnings(check)
     assert "nolock" in errors(lambda: machine.check_writing("data", tmp_path, num_nodes=2))
-    monkeypatch.setattr(machine, "flock", lambda lock, operation: True)
+    monkeypatch.setattr(machine, "exclusive", lambda lock: None)
     assert "a lock does not exclude another process" in errors(check)
 
     def fail(lock: Any, operation: int) -> None:
@@ -547,12 +547,3 @@ def test_the_cache_of_dvc(tmp_path: Path, dvc: Callable[..., Config]) -> None:
     assert "so DVC copies everything" in warnings(check("    type = reflink,copy\n"))
     assert "cache.type is" in oks(check("    type = reflink,hardlink,symlink\n"))
     assert "cache.type is" in oks(check("", tmp_path / "cache"))
-
-
-def test_connections_of_dvc(dvc: Callable[..., Config]) -> None:
-    assert not warnings(lambda: dvc_settings.check_connections(dvc(), {}))
-    config = dvc("['remote \"store\"']\n    url = s3://bucket/a\n['remote \"here\"']\n    url = /shared/dvc\n")
-    found = warnings(lambda: dvc_settings.check_connections(config, {}))
-    assert "core.analytics false" in found and "core.check_update false" in found
-    assert "connect to the remote store (s3)" in found and "remote here" not in found
-    assert "core.analytics" not in warnings(lambda: dvc_settings.check_connections(config, {"DVC_NO_ANALYTICS": "1"}))
