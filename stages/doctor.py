@@ -80,7 +80,6 @@ def _find(num_nodes: int, full: bool, environment: Mapping[str, str]) -> Found[N
     config = yield from collect(dvc_settings.read)
     if config:
         yield from collect(partial(dvc_settings.check_cache, config))
-        yield from collect(partial(dvc_settings.check_connections, config, environment))
         directories["DVC cache"] = dvc_settings.cache_directory(config)
     found = yield from collect(settings.load)
     if found:

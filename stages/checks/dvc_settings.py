@@ -1,7 +1,5 @@
-"""DVC: whether it can read the project, its cache, and what it would connect to."""
+"""DVC: whether it can read the project, and its cache."""
 
-import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from dvc.config import Config
@@ -48,18 +46,3 @@ def check_cache(config: Config, project: Path = Path()) -> Found[None]:
         yield error(f"cache.type is {','.join(kinds)}, and the cache {cache} is on another file system", remedy)
     else:
         yield warning(f"the cache {cache} is on another file system, so DVC copies everything", remedy)
-
-
-def check_connections(config: Config, environment: Mapping[str, str] = os.environ) -> Found[None]:
-    """What DVC itself sends, and remotes on other machines."""
-    found = []
-    if config["core"].get("analytics", True) and not environment.get("DVC_NO_ANALYTICS"):
-        found.append(warning("each dvc reports its use to its makers", "`dvc config core.analytics false`"))
-    if config["core"].get("check_update", True):
-        found.append(warning("dvc asks for newer versions of itself", "`dvc config core.check_update false`"))
-    for name, remote in config.get("remote", {}).items():
-        scheme, separator, _ = str(remote.get("url", "")).partition("://")
-        if separator and scheme != "file":
-            what = f"`dvc push` and `pull` connect to the remote {name} ({scheme})"
-            found.append(warning(what, f"`dvc remote add --local --default {name}-here DIR` with a directory here"))
-    yield from found or [ok("DVC opens no connections, and has no remote on another machine")]
