@@ -11,8 +11,6 @@ have exactly the files that lineage.json lists.
 """
 
 import dataclasses
-import hashlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -30,6 +28,7 @@ from stages.artifacts.origin import RECORDS
 from stages.artifacts.params_file import PARAMS_FILE, flatten, load_params
 from stages.checkpointing import layout
 from stages.corpus import splits
+from stages.corpus.source import is_unchanged
 from stages.export.provenance import Lineage
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.organize import OrganizeParams
@@ -42,7 +41,6 @@ _SUMMARY = RECORDS["organize"]
 
 _NOT_LISTED = {LINEAGE, CARD}
 """Files of a model directory without a digest: no program loads them."""
-_CHUNK_BYTES = 1 << 20
 _LISTED = 5
 
 
@@ -202,29 +200,11 @@ def _raw_files() -> Iterator[Finding]:
 
 
 def _compare_raw(root: Path, files: Iterable[splits.RawFile]) -> None:
-    names = sorted(
-        {splits.printable(file.path) for file in files if _raw_digest(root / file.path, file.part) != file.digest}
-    )
+    changed = (file.path for file in files if not is_unchanged(root / file.path, file.digest, file.part))
+    names = sorted({*map(splits.printable, changed)})
     if names:
         more = f" and {len(names) - _LISTED} more" * (len(names) > _LISTED)
         raise StageError(f"{', '.join(names[:_LISTED])}{more} missing or changed")
-
-
-def _raw_digest(path: Path, part: splits.Part | None) -> str | None:
-    """SHA-256 of a file, or of a part of it; None: it cannot be read."""
-    try:
-        if part is None:
-            return publish.sha256_file(path)
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            file.seek(part.start)
-            left = sys.maxsize if part.end is None else part.end - part.start
-            while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
-                digest.update(chunk)
-                left -= len(chunk)
-        return digest.hexdigest()
-    except OSError:
-        return None
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """`python -m stages.lineage`: what differs from the lineage of a model is named."""
 
+import hashlib
 import json
 import re
 import shutil
@@ -9,6 +10,7 @@ import pytest
 
 from stages import lineage
 from stages.artifacts.errors import StageError
+from stages.corpus.source import is_unchanged
 from stages.corpus.splits import Part
 from tests.pipeline import STAGES
 from tests.project import Project, flip_bit
@@ -139,13 +141,12 @@ def test_what_is_no_model_is_a_clear_error(empty_project: Path, content: str | N
         list(lineage.verify(Path("model")))
 
 
-def test_the_digest_of_a_part_is_that_of_its_bytes(tmp_path: Path) -> None:
+def test_a_part_is_compared_by_its_bytes(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"aabbcc")
-    (tmp_path / "part").write_bytes(b"bb")
-    digest = lineage._raw_digest(tmp_path / "part", None)
-    assert lineage._raw_digest(tmp_path / "file", Part(2, 4, 1)) == digest
-    assert lineage._raw_digest(tmp_path / "file", Part(2, None, 1)) != digest
-    assert lineage._raw_digest(tmp_path / "none", None) is None
+    digest = hashlib.sha256(b"bb").hexdigest()
+    assert is_unchanged(tmp_path / "file", digest, Part(2, 4, 1))
+    assert not is_unchanged(tmp_path / "file", digest, Part(2, None, 1))
+    assert not is_unchanged(tmp_path / "none", digest, None)
 
 
 def test_the_command_fails_where_something_differs(project: Project) -> None:
