@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 from stages.artifacts import process
-from stages.artifacts.errors import StageError, as_stage_error, is_out_of_memory
+from stages.artifacts.errors import StageError, as_stage_error, is_out_of_memory, one_line
 
 USER_ERROR = 2
 """Exit status after a `StageError`."""
@@ -51,7 +51,8 @@ def run(main: Callable[[], None], after_interrupt: str = "run it again") -> None
             if isinstance(error, (StageError, OSError)):  # a full disk, a missing permission: the user's to fix, too
                 sys.exit(_fail(str(as_stage_error(error))))
             if is_out_of_memory(error):
-                sys.exit(_fail("memory ran out: lower runtime.num_workers or raise its limit, and run again"))
+                remedy = "lower runtime.num_workers or raise its limit, and run again"
+                sys.exit(_fail(f"memory ran out ({one_line(repr(error))}): {remedy}"))
             raise
 
 
