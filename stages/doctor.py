@@ -3,7 +3,7 @@
 Reads    the installed packages, params.yaml, the model, data/tokens, outputs/plan.json, settings of DVC, GPUs, disks
 Writes   nothing that stays: temporary files, where the pipeline writes, to try locks, renames and fsync
 Command  python -m stages.doctor
-         srun --ntasks-per-node=1 python -m stages.doctor    all nodes of a job, compared with each other
+         srun --ntasks-per-node=1 python -m stages.doctor    all nodes of a job
 
 Each line is ok, warning or error, and names what to do. The exit status is 1 if there is an error. No connection to
 another machine is opened.
@@ -32,7 +32,6 @@ from stages.checks import installation
 from stages.checks.findings import Found, collect
 
 if TYPE_CHECKING:
-    from stages.checks.nodes import Node
     from stages.checks.settings import Settings
     from stages.model.manifest import ModelManifest
 
@@ -43,66 +42,52 @@ def main() -> None:
     parser.add_argument(
         "--full", action="store_true", help="compare the SHA-256 of model and tokens: reads all of them"
     )
-    parser.add_argument(
-        "--wait", type=float, default=30, metavar="SECONDS", help="for other nodes (default: %(default)s)"
-    )
     args = parser.parse_args()
     if os.environ.get("SLURM_LOCALID", "0") != "0" and "SLURM_STEP_ID" in os.environ:
         return  # another task checks this node
     environment = dict(os.environ)
     # Nothing here may ask the Hub: what is not in the cache is an error. huggingface_hub reads it when it is imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from stages.checks.nodes import Node
-
-    node = Node.of(environment)
-    prefix = f"{node.name}: " if node.num_nodes > 1 else ""
+    num_nodes = int(environment.get("SLURM_STEP_NUM_NODES", 1))  # 1 in a batch script, and without Slurm
+    prefix = f"{environment['SLURMD_NODENAME']}: " if num_nodes > 1 else ""
     counts: Counter[str] = Counter()
-    for finding in find(node, args.full, args.wait, environment):
+    for finding in find(num_nodes, args.full, environment):
         print(f"{prefix}{finding}", flush=True)
         counts[finding.level] += 1
     print(f"{prefix}doctor: {counts['ok']} ok, {counts['warning']} warnings, {counts['error']} errors")
     sys.exit(1 if counts["error"] else 0)
 
 
-def find(node: "Node", full: bool, seconds: float, environment: Mapping[str, str]) -> Found[None]:
+def find(num_nodes: int, full: bool, environment: Mapping[str, str]) -> Found[None]:
     """The findings of all checks.
 
     Args:
-        node: This one, among those that are checked at the same time.
+        num_nodes: That are checked at the same time.
         full: Also read all of the model and the tokens.
-        seconds: To wait for other nodes.
         environment: That the stages would have.
     """
-    if node.num_nodes > 1:  # first: the nodes wait for each other
-        from stages.checks import nodes
-
-        shared = Path(environment.get("CHECKPOINT_ROOT") or "outputs")
-        yield from collect(lambda: nodes.check_nodes(node, nodes.facts(), shared, seconds))
     yield from collect(installation.check_packages)
-    yield from collect(partial(_find, node, full, environment))
+    yield from collect(partial(_find, num_nodes, full, environment))
 
 
-def _find(node: "Node", full: bool, environment: Mapping[str, str]) -> Found[None]:
+def _find(num_nodes: int, full: bool, environment: Mapping[str, str]) -> Found[None]:
     # Here, so that a package that cannot be imported is a line, and not a traceback.
     from stages.artifacts import outputs
     from stages.checkpointing.layout import checkpoint_root
-    from stages.checks import accelerators, dvc_settings, machine, settings
+    from stages.checks import dvc_settings, machine, settings
 
     directories = {"data": Path("data"), "outputs": outputs.OUTPUTS, "TMPDIR": Path(tempfile.gettempdir())}
     config = yield from collect(dvc_settings.read)
     if config:
         yield from collect(partial(dvc_settings.check_cache, config))
-        yield from collect(partial(dvc_settings.check_locks, config))
-        yield from collect(partial(dvc_settings.check_connections, config, environment))
         directories["DVC cache"] = dvc_settings.cache_directory(config)
     found = yield from collect(settings.load)
     if found:
         directories["experiment"] = outputs.directory(found.train.experiment_name)
         directories["checkpoints"] = checkpoint_root(found.train.experiment_name)
-    yield from machine.check_directories(directories, node.num_nodes)
+    yield from machine.check_directories(directories, num_nodes)
     yield from collect(machine.check_shared_memory)
     yield from collect(machine.check_open_files)
-    yield from collect(accelerators.check_driver)
     has_tokens = yield from collect(partial(settings.check_tokens, full))
     if found:
         yield from collect(partial(settings.check_data, found))

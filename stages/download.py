@@ -18,7 +18,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from stages.artifacts import command, publish
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import StageError, one_line
 from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import FileEntry
@@ -134,7 +134,7 @@ def _special_tokens(model_name: str, directory: Path) -> tuple[int | None, int |
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, ImportError) as error:  # what transformers raises on files it cannot use
-        raise StageError(f"{directory}: the tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+        raise StageError(f"{directory}: the tokenizer cannot be loaded: {one_line(error)}") from None
     return tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
 
 

@@ -58,11 +58,11 @@ def main() -> None:
     from transformers import TextStreamer
 
     from stages.export import generation
-    from stages.training.memory import explain_out_of_memory
+    from stages.training.torch_errors import explain_torch_errors
 
     others = "a GPU with more memory, or the CPU (CUDA_VISIBLE_DEVICES=)"
     other = others if torch.cuda.is_available() else "or a machine with more memory"
-    with explain_out_of_memory("this process", f"use a smaller --max-new-tokens, a shorter prompt, {other}"):
+    with explain_torch_errors("this process", f"use a smaller --max-new-tokens, a shorter prompt, {other}"):
         model, tokenizer = generation.load(directory)
         tokens = generation.encode(tokenizer, prompt).to(model.device)  # (1, T)
         num_tokens, limit = tokens.shape[1], generation.max_length(model)

@@ -1,24 +1,16 @@
-"""Compare a model with everything that its lineage.json names, and run stages again to compare their bytes.
+"""Compare a model with everything that its lineage.json names.
 
 Reads    a model directory that `consolidate` wrote; and what there is of the project in the current directory: the
          checkpoint, data/, params.yaml, the code, the raw files, the installed packages
-Writes   nothing; --rerun: a temporary directory below outputs/, which it deletes
-Command  python -m stages.lineage verify DIR [--rerun STAGE]...
+Writes   nothing
+Command  python -m stages.lineage verify DIR
 
 Each line is `equal`, `different`, or `missing` with the place where it would be. The exit status is 0 if nothing
 differs; what is missing does not count, because a model directory may be all that there is. The directory itself must
-have exactly the files that lineage.json lists, and a stage named with --rerun must run: all else is `different`.
-
---rerun runs a stage with the inputs that are here, linked into an empty directory with no checkpoint and no stored
-result, and compares each byte of its outputs with those that are here. `train` then trains from its first step, with as
-many ranks as the launcher chooses here: the bits are those of the same number of ranks.
+have exactly the files that lineage.json lists.
 """
 
 import dataclasses
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -26,19 +18,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from dvc.dependency import ParamsDependency
-from dvc.exceptions import DvcException
-from dvc.repo import Repo
 
-from stages.artifacts import code, command, outputs, publish
+from stages.artifacts import code, command, publish
 from stages.artifacts.dataset import Dataset
 from stages.artifacts.errors import StageError
 from stages.artifacts.identity import RunIdentity
 from stages.artifacts.model_files import CARD, LINEAGE
 from stages.artifacts.origin import RECORDS
-from stages.artifacts.params_file import PARAMS_FILE, PIPELINE_FILE, flatten, load_params
+from stages.artifacts.params_file import PARAMS_FILE, flatten, load_params
 from stages.checkpointing import layout
 from stages.corpus import splits
+from stages.corpus.source import is_unchanged
 from stages.export.provenance import Lineage
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.organize import OrganizeParams
@@ -46,14 +36,9 @@ from stages.tokens.packed import TRAIN, VALIDATION
 from stages.training import run
 from stages.training.params import TrainParams
 
-STAGES = ("organize", "extract", "download", "pack", "plan", "train", "consolidate", "evaluate")
 CORPUS = Path("data/corpus")
 _SUMMARY = RECORDS["organize"]
 
-_MODULES = {"train": "stages.launch"}
-"""What runs a stage, where it is not the module of its name."""
-_MEASURED = {str(path) for path in (outputs.SPEED, outputs.TRAIN_METRICS, outputs.COST)}
-"""Outs with durations, which differ between two runs of the same inputs, and which no digest covers."""
 _NOT_LISTED = {LINEAGE, CARD}
 """Files of a model directory without a digest: no program loads them."""
 _LISTED = 5
@@ -73,23 +58,20 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     verifying = commands.add_parser("verify", help="compare what there is with the lineage of a model")
     verifying.add_argument("directory", type=Path, metavar="DIR", help="the model, such as outputs/tiny-llama/model")
-    verifying.add_argument(
-        "--rerun", action="append", default=[], choices=STAGES, metavar="STAGE", help=f"one of {', '.join(STAGES)}"
-    )
     arguments = parser.parse_args()
     num_different = 0
-    for finding in verify(arguments.directory, arguments.rerun):
+    for finding in verify(arguments.directory):
         num_different += finding.state == "different"
         print(f"{finding.state:9}  {finding.name}{': ' * bool(finding.detail)}{finding.detail}", flush=True)
     if num_different:
         raise StageError(f"{num_different} of these differ from what {arguments.directory / LINEAGE} records")
 
 
-def verify(directory: Path, rerun: Iterable[str] = ()) -> Iterator[Finding]:
-    """Compare everything, from the model back to the raw files; then run stages again.
+def verify(directory: Path) -> Iterator[Finding]:
+    """Compare everything, from the model back to the raw files.
 
     Raises:
-        StageError: there is no valid lineage.json, or a stage cannot run.
+        StageError: there is no valid lineage.json.
     """
     if not directory.is_dir():
         raise StageError(f"{directory} is not a directory: name that of a model, such as outputs/tiny-llama/model")
@@ -116,8 +98,6 @@ def verify(directory: Path, rerun: Iterable[str] = ()) -> Iterator[Finding]:
     if lineage.splits is not None:
         yield _file(str(_SUMMARY), _SUMMARY, lineage.splits)
         yield from _raw_files()
-    for stage in rerun:
-        yield from _rerun(stage, lineage)
 
 
 def _check(name: str, path: Path, recorded: Any, find: Callable[[], Any]) -> Finding:
@@ -208,88 +188,11 @@ def _raw_files() -> Iterator[Finding]:
 
 
 def _compare_raw(root: Path, files: Iterable[splits.RawFile]) -> None:
-    names = sorted(
-        {splits.printable(file.path) for file in files if _raw_digest(root / file.path, file.part) != file.digest}
-    )
+    changed = (file.path for file in files if not is_unchanged(root / file.path, file.digest, file.part))
+    names = sorted({*map(splits.printable, changed)})
     if names:
         more = f" and {len(names) - _LISTED} more" * (len(names) > _LISTED)
         raise StageError(f"{', '.join(names[:_LISTED])}{more} missing or changed")
-
-
-def _raw_digest(path: Path, part: splits.Part | None) -> str | None:
-    """SHA-256 of a file, or of a part of it; None: it cannot be read."""
-    try:
-        start, end, _ = part or splits.Part(0, None, 1)
-        with path.open("rb") as file:
-            file.seek(start)
-            return publish.sha256(file, sys.maxsize if end is None else end - start)
-    except OSError:
-        return None
-
-
-def _rerun(stage: str, lineage: Lineage) -> Iterator[Finding]:
-    """Run a stage in an empty directory with links to its inputs, and compare its outputs with those here."""
-    inputs, outs = _inputs_and_outs(stage)
-    problem = ""
-    if missing := [path for path in inputs if not path.exists()]:
-        problem = f"its input {missing[0]} is missing: `dvc pull` may bring it"
-    elif stage == "train" and (lineage.adopted or lineage.params.get("extend_from")):
-        problem = "it continued from a checkpoint of another run, so it cannot run alone"
-    if problem:
-        yield Finding("different", f"rerun of {stage}", problem)
-        return
-    kept = ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"]
-    if stage == "consolidate":  # the checkpoint, which is no dep of DVC
-        inputs.append(layout.checkpoint_root(lineage.params["experiment_name"]))
-        kept.append("CHECKPOINT_ROOT")
-    project = Path.cwd()
-    # Without DVC_ROOT, so that no stored result is used. Relative paths are those of the project.
-    environment = {name: value for name, value in os.environ.items() if name not in ("DVC_ROOT", "CHECKPOINT_ROOT")}
-    environment |= {name: str(project / os.environ[name]) for name in kept if os.environ.get(name)}
-    outputs.OUTPUTS.mkdir(exist_ok=True)
-    # On the disk of the outputs: /tmp may be small, or in memory.
-    with tempfile.TemporaryDirectory(prefix=".rerun-", dir=outputs.OUTPUTS) as temporary:
-        # As deep as the project, so that `raw_dir: ../corpus` is a link in there too.
-        directory = Path(temporary, *project.parts[1:]).resolve()
-        for path in inputs:
-            if not path.is_absolute():
-                (directory / path).parent.mkdir(parents=True, exist_ok=True)
-                (directory / path).symlink_to(project / path)
-        arguments = [sys.executable, "-m", _MODULES.get(stage, f"stages.{stage}")]
-        result = subprocess.run(arguments, cwd=directory, env=environment, stdout=-1, stderr=-2, text=True)
-        if result.returncode:
-            last = "; ".join(line for line in result.stdout.splitlines() if line.startswith("error: "))
-            yield Finding("different", f"rerun of {stage}", last or f"exit status {result.returncode}")
-            return
-        for path in outs:
-            there, here = _digests(directory / path), _digests(path)
-            different = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
-            detail = ", ".join(str(path / name) for name in different[:_LISTED])
-            yield Finding("different" if different else "equal", f"rerun of {stage}: {path}", detail)
-
-
-def _inputs_and_outs(stage: str) -> tuple[list[Path], list[Path]]:
-    """What a stage reads, and what it writes, as DVC knows it, and the directories that params.yaml names."""
-    try:
-        with Repo() as repo:
-            [found] = repo.stage.collect(stage)
-    except DvcException as problem:
-        raise StageError(f"--rerun runs in the root of a project, and DVC finds none ({problem})") from None
-    # The code as one, so that its digest is that of the same files.
-    inputs = {Path(dep.def_path) for dep in found.deps if not isinstance(dep, ParamsDependency)}
-    inputs = {path for path in inputs if path.parts[0] != "stages"} | {Path("stages"), PARAMS_FILE, PIPELINE_FILE}
-    # Read by stages that depend on a record of them.
-    values = yaml.safe_load(PARAMS_FILE.read_text(encoding="utf-8"))
-    places = (values["raw_dir"], values["model_name"], ".hf")
-    inputs |= {Path(place) for place in places if Path(place).is_dir()}
-    inputs = {path for path in inputs if not inputs & {*path.parents}}  # a link to a directory has all that is in it
-    return sorted(inputs), [Path(out.def_path) for out in found.outs if out.def_path not in _MEASURED]
-
-
-def _digests(path: Path) -> dict[str, str]:
-    """SHA-256 of a file, or of each file below a directory, by its name there."""
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    return {str(each.relative_to(path)): publish.sha256_file(each) for each in files}
 
 
 if __name__ == "__main__":

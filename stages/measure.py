@@ -143,16 +143,16 @@ def main() -> None:
     directory = Path(os.environ[handoff.DIRECTORY])
     request = Request.read(directory / REQUEST)
 
-    from stages.training.distributed import LostConnection, is_rank0, process_group
-    from stages.training.memory import explain_out_of_memory
+    from stages.training.distributed import is_rank0, process_group
+    from stages.training.torch_errors import LostConnection, explain_torch_errors
     from stages.training.watchdog import Heartbeat, watched
 
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     heartbeat = Heartbeat()
     try:
         with (
+            explain_torch_errors(f"rank {rank}", f"use {remedies(request, num_ranks)}"),
             process_group(request.timeout_minutes),
-            explain_out_of_memory(f"rank {rank}", f"use {remedies(request, num_ranks)}"),
             watched(heartbeat, request.timeout_minutes),
         ):
             measurements = measure(request, heartbeat)

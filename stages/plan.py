@@ -28,7 +28,7 @@ from pydantic import Field, PositiveInt
 from stages.artifacts import command, outputs, publish
 from stages.artifacts.command import format_gib
 from stages.artifacts.dtypes import BY_NAME
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import StageError, one_line
 from stages.artifacts.model_files import CONFIG, TOKENIZER
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import Record
@@ -230,7 +230,7 @@ def measure_memory(
         state = _state_bytes(params, model.num_parameters) / size
         print(
             f"plan: activations of {model.architecture} cannot be measured ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:150]}): weights, gradients and optimizer state of each of {num_ranks} "
+            f"{one_line(error)}): weights, gradients and optimizer state of each of {num_ranks} "
             f"ranks need {format_gib(state)}, and what comes on top is not known"
         )
         return None, {}
@@ -274,9 +274,7 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
             for index, row in zip(indices, tokens.rows(indices), strict=True)
         ]  # fmt: skip
     except (pa.ArrowException, ArithmeticError, LookupError, ValueError) as error:  # of damaged files; train verifies
-        raise StageError(
-            f"{TRAIN} cannot be read ({' '.join(str(error).split())[:100]}): run `dvc repro -f -s pack`"
-        ) from None
+        raise StageError(f"{TRAIN} cannot be read ({one_line(error)}): run `dvc repro -f -s pack`") from None
     return "\n\n".join([LEGEND, *texts]) + "\n"
 
 

@@ -21,8 +21,8 @@ def main() -> None:
     # started holds the lock of the run itself, so there is time to save.
     process.die_with_parent(signal.SIGKILL if handoff.has_launcher() else signal.SIGTERM)
     stop_signal = StopSignal()  # before torch is imported: the threads that it starts must not receive the signals
-    from stages.training.distributed import LostConnection
     from stages.training.loop import train
+    from stages.training.torch_errors import LostConnection
 
     try:
         is_finished = train(stop_signal)

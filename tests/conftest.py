@@ -1,6 +1,5 @@
 """Fixtures that tests of several stages share."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -73,7 +72,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callabl
         directory = directory.parent  # of the directories of the workers
     project, made = Project(directory / name), directory / f"{name}.made"
     with file_lock.open_lock(directory / f"{name}.lock") as lock:
-        file_lock.flock(lock, fcntl.LOCK_EX)
+        file_lock.exclusive(lock)
         if not made.exists():
             shutil.rmtree(project.path, ignore_errors=True)  # of a worker that failed
             project.path.mkdir()

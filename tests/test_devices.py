@@ -80,7 +80,7 @@ def test_an_operation_without_a_deterministic_form_is_one_clear_error() -> None:
     torch.use_deterministic_algorithms(True)
     message = r"^deterministic: set it to false, .* \(put_.* does not have a deterministic implementation"
     try:
-        with pytest.raises(StageError, match=message), explain_torch_errors():
+        with pytest.raises(StageError, match=message), explain_torch_errors("rank 0", ""):
             torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
     finally:
         torch.use_deterministic_algorithms(False)
@@ -92,12 +92,15 @@ def test_a_layer_that_overwrites_what_selective_op_keeps_is_one_clear_error() ->
     def layer(x: torch.Tensor) -> torch.Tensor:
         return (x @ weight).mul_(2).exp()
 
-    with pytest.raises(StageError, match=r"^activation_checkpointing selective_op: use full"), explain_torch_errors():
+    with (
+        pytest.raises(StageError, match=r"^activation_checkpointing selective_op: use full"),
+        explain_torch_errors("rank 0", ""),
+    ):
         checkpoint(layer, weight, use_reentrant=False, context_fn=_contexts).sum().backward()
 
 
 def test_other_errors_of_torch_stay_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match="mat1 and mat2"), explain_torch_errors():
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), explain_torch_errors("rank 0", ""):
         torch.ones(2, 3) @ torch.ones(2, 3)
 
 
@@ -143,7 +146,7 @@ def test_layers_are_compiled_as_one_graph_each_also_with_activation_checkpointin
     layer = TwoGraphs()
     layer.compile(**given[0])
     message = r"^compile: .* cannot be compiled as one graph: set it to false \(.*ranch"
-    with pytest.raises(StageError, match=message), explain_torch_errors():
+    with pytest.raises(StageError, match=message), explain_torch_errors("rank 0", ""):
         layer(torch.ones(3))
 
 

@@ -20,6 +20,7 @@ from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import describe
 from stages.training.signals import INTERRUPTED
 from stages.training.state import TrainMetrics
+from stages.training.torch_errors import LostConnection, explain_torch_errors
 from tests.faults import environment
 from tests.project import LAUNCH, REPO, Project
 from tests.ranks import Ranks
@@ -139,15 +140,22 @@ def params(params: TrainParams) -> TrainParams:
 def test_out_of_memory_is_one_clear_error(allocate: Callable[[], object], params: TrainParams) -> None:
     with (
         pytest.raises(StageError, match=r"rank 3 is out of memory.*: use batch_size 3 "),
-        memory.explain_out_of_memory("rank 3", f"use {memory.remedies(params, 2)}"),
+        explain_torch_errors("rank 3", f"use {memory.remedies(params, 2)}"),
     ):
         allocate()
 
 
-@pytest.mark.parametrize("message", ["gloo: connection closed", "Registering memory failed with cudaError: 201"])
-def test_other_errors_are_not_reported_as_out_of_memory(message: str) -> None:
-    with pytest.raises(RuntimeError, match=message), memory.explain_out_of_memory("rank 3", "use less"):
-        raise RuntimeError(message)
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("gloo: connection closed"), LostConnection),
+        (torch.distributed.DistStoreError("Broken pipe"), LostConnection),
+        (RuntimeError("Registering memory failed with cudaError: 201"), RuntimeError),
+    ],
+)
+def test_other_errors_are_not_reported_as_out_of_memory(error: Exception, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=str(error)), explain_torch_errors("rank 3", "use less"):
+        raise error
 
 
 def _raise(error: Exception) -> None:

@@ -1,7 +1,6 @@
 """Disks that several nodes share, or that are away for a while. tests/nfs has the same on NFS."""
 
 import errno
-import fcntl
 import os
 import re
 import subprocess
@@ -15,7 +14,7 @@ import pytest
 
 from stages.artifacts import publish
 from stages.artifacts.errors import StageError, Unavailable
-from stages.artifacts.file_lock import flock, local_locks, open_lock
+from stages.artifacts.file_lock import local_locks, open_lock, shared
 from stages.artifacts.shared_disk import wait_for_file
 from stages.checkpointing import retention
 from stages.checkpointing.layout import list_checkpoints, verify
@@ -82,11 +81,11 @@ def test_a_writer_on_another_node_is_not_waited_for_forever(
 def test_the_last_rank_of_a_lost_node_is_waited_for_with_a_message(tmp_path: Path) -> None:
     messages: list[str] = []
     with open_lock(tmp_path / "ranks.lock") as lock:
-        flock(lock, fcntl.LOCK_SH)
+        shared(lock)
 
         def report(message: str) -> None:
             messages.append(message)
-            flock(lock, fcntl.LOCK_UN)
+            lock.close()
 
         with writer_lock(tmp_path, report):
             pass

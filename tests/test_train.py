@@ -407,7 +407,7 @@ def test_ranks_train_what_the_launcher_read_and_refuse_changed_files(
     assert len(list((training / "outputs/test/checkpoints").iterdir())) == 1
     other_code = json.dumps({name: value for name, value in json.loads(launch).items() if name != "runtime"})
     output = ranks.run(training, status=2, TRAINING_LAUNCH=other_code)
-    assert output == "error: the code has changed since the launch (runtime is not what it was): launch it again\n"
+    assert output == "error: the code has changed since the launch (runtime: Field required): launch it again\n"
 
 
 def save_run(params: TrainParams, *saved: int) -> str:

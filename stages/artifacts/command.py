@@ -7,12 +7,10 @@ import sys
 from collections.abc import Callable
 
 from stages.artifacts import process
-from stages.artifacts.errors import StageError, describe
+from stages.artifacts.errors import StageError, as_stage_error, is_out_of_memory, one_line
 
 USER_ERROR = 2
 """Exit status after a `StageError`."""
-
-_REFUSED = ("can't start new thread", "can't allocate memory")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -50,14 +48,11 @@ def run(main: Callable[[], None], after_interrupt: str = "run it again") -> None
             if received:  # whatever the error is: the interrupt caused it
                 print(f"interrupted: {after_interrupt}", file=sys.stderr)
                 sys.exit(128 + received[0])
-            if isinstance(error, StageError):
-                sys.exit(_fail(str(error)))
-            if isinstance(error, OSError):  # a full disk, a missing permission: the user's to fix, like a StageError
-                sys.exit(_fail(describe(error)))
-            # Of Python and of torch, which have no class of their own for it.
-            is_refused = isinstance(error, RuntimeError) and any(text in str(error) for text in _REFUSED)
-            if isinstance(error, MemoryError) or is_refused:
-                sys.exit(_fail("memory ran out: lower runtime.num_workers or raise its limit, and run again"))
+            if isinstance(error, (StageError, OSError)):  # a full disk, a missing permission: the user's to fix, too
+                sys.exit(_fail(str(as_stage_error(error))))
+            if is_out_of_memory(error):
+                remedy = "lower runtime.num_workers or raise its limit, and run again"
+                sys.exit(_fail(f"memory ran out ({one_line(repr(error))}): {remedy}"))
             raise
 
 

@@ -22,12 +22,26 @@ def open_lock(path: Path) -> IO[str]:
     return path.open("a+")
 
 
-def flock(lock: IO[Any], operation: int) -> bool:
-    """Lock a file; False where another process has it and the operation is not to wait.
+def exclusive(lock: IO[Any]) -> None:
+    """Lock a file for this process alone, once no other process has it.
 
     Raises:
-        StageError: its file system has no locks.
+        StageError: its file system has no locks; so do the other two.
     """
+    _flock(lock, fcntl.LOCK_EX)
+
+
+def try_exclusive(lock: IO[Any]) -> bool:
+    """Lock a file for this process alone; False where another process has it."""
+    return _flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def shared(lock: IO[Any]) -> None:
+    """Lock a file together with others that share it, once no other process has it alone."""
+    _flock(lock, fcntl.LOCK_SH)
+
+
+def _flock(lock: IO[Any], operation: int) -> bool:
     try:
         fcntl.flock(lock, operation)
     except BlockingIOError:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import StageError, one_line
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -94,7 +94,7 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise StageError(f"{path} is missing: run from the root of the project") from None
     except yaml.YAMLError as error:
-        raise StageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise StageError(f"{path} is not valid YAML: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise StageError(f"{path} must contain `name: value` pairs")
     if override := os.environ.get(RUNTIME):

@@ -7,7 +7,6 @@ a stage from writing side by side.
 
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from stages.artifacts.errors import naming
-from stages.artifacts.file_lock import flock, open_lock, read_status, set_status
+from stages.artifacts.file_lock import exclusive, open_lock, read_status, set_status, try_exclusive
 
 
 @contextmanager
@@ -32,9 +31,9 @@ def lock(target: Path) -> Iterator[None]:
     """
     target = _real(target)
     with open_lock(target.with_name(f".{target.name}.lock")) as file:  # not inside: the target is replaced
-        if not flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        if not try_exclusive(file):
             print(f"waiting for another run that writes {target} ({read_status(file)})", flush=True)
-            flock(file, fcntl.LOCK_EX)
+            exclusive(file)
         set_status(file, "running")
         for leftover in target.parent.glob(_temporary_name(target.name, "[0-9a-f]" * 8)):
             shutil.rmtree(leftover, ignore_errors=True)

@@ -5,19 +5,12 @@ for names: that a name does not exist, a node remembers for up to a minute (acdi
 the directory. So each name that another node may just have created is looked up after `refresh`.
 """
 
-import errno
 import os
 import stat
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-
-MAY_PASS = frozenset(
-    (errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH,
-     errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN, errno.EREMOTEIO)
-)  # fmt: skip
-"""Errors that a file system gives while its server is away, or is being repaired."""
 
 
 def refresh(directories: Iterable[Path]) -> None:

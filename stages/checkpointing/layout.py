@@ -22,12 +22,12 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from stages.artifacts import outputs
-from stages.artifacts.errors import StageError, describe
+from stages.artifacts.errors import MAY_PASS, StageError, as_stage_error
 from stages.artifacts.history import HISTORY
 from stages.artifacts.identity import Adoption, RunIdentity
 from stages.artifacts.publish import sha256_json
 from stages.artifacts.record import DamagedFile, FileEntry, check_files, first_problem, read_sealed, write_sealed
-from stages.artifacts.shared_disk import MAY_PASS, refresh
+from stages.artifacts.shared_disk import refresh
 
 MANIFEST = "manifest.json"
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -110,7 +110,7 @@ class CheckpointManifest:
             # may be a bad block.
             if error.errno in MAY_PASS - {errno.EIO}:
                 raise
-            raise DamagedFile(f"{describe(error)}: {REMEDY}") from None
+            raise DamagedFile(f"{as_stage_error(error)}: {REMEDY}") from None
         # Only after the digest: an intact manifest that does not fit is not damaged but from another version, and needs
         # another remedy.
         remedy = "continue the run with the version that wrote it, or move the checkpoint away"

@@ -13,7 +13,6 @@ stages/artifacts/file_lock.py describes what such a lock is.
 """
 
 import errno
-import fcntl
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,8 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from stages.artifacts.errors import StageError, Unavailable, describe
-from stages.artifacts.file_lock import flock, is_of_another_node, local_locks, open_lock, read_status, set_status
+from stages.artifacts.errors import StageError, Unavailable, as_stage_error
+from stages.artifacts.file_lock import (
+    is_of_another_node,
+    local_locks,
+    open_lock,
+    read_status,
+    set_status,
+    shared,
+    try_exclusive,
+)
 
 _WRITER, _RANKS, _READERS = "writer.lock", "ranks.lock", "readers.lock"
 
@@ -56,7 +63,7 @@ def writer_lock(
         )
     with ExitStack() as stack:
         start, reported = time.monotonic(), ""
-        while not flock(lock := stack.enter_context(_open(directory, _WRITER)), fcntl.LOCK_EX | fcntl.LOCK_NB):
+        while not try_exclusive(lock := stack.enter_context(_open(directory, _WRITER))):
             status = read_status(lock)
             stack.close()  # NFS reads what another node has written only when no process of this one has it open
             # A `dvc` that is stopped ends before the training has saved: `dvc repro` right after it waits, and resumes.
@@ -79,7 +86,7 @@ def writer_lock(
         # Released at once: it only shows that all ranks have ended, and the new ones are about to lock it themselves.
         with _open(directory, _RANKS) as ranks:
             start, reported = time.monotonic(), ""
-            while not flock(ranks, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            while not try_exclusive(ranks):
                 if not reported and time.monotonic() > start + 2:
                     reported = f"waiting until the last rank of the training before has ended ({ranks.name} is locked)"
                     report(f"{reported}; that of a lost node has when the file server releases its lock")
@@ -102,7 +109,7 @@ def try_writer_lock(directory: Path, status: str) -> Iterator[bool]:
     """
     # The ranks' too: a training without a launcher has only that one.
     with _open(directory, _WRITER) as lock, _open(directory, _RANKS) as ranks:
-        is_held = all(flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB) for file in (lock, ranks))
+        is_held = all(try_exclusive(file) for file in (lock, ranks))
         if is_held:
             set_status(lock, status)
         yield is_held
@@ -115,7 +122,7 @@ def rank_lock(directory: Path) -> Iterator[Callable[[], None]]:
     Yields a function that raises an error where the lock is no longer held, or `Unavailable` where that is not known.
     """
     with _open(directory, _RANKS) as lock:
-        flock(lock, fcntl.LOCK_SH)
+        shared(lock)
         yield partial(_confirm, lock)
 
 
@@ -128,14 +135,15 @@ def _confirm(lock: IO[str]) -> None:
         error.filename = lock.name
         if error.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT):
             raise
+        problem = as_stage_error(error)
         try:
             with open_lock(Path(lock.name)) as opened_again:
                 set_status(opened_again, "training")
         except OSError:
-            raise Unavailable(describe(error)) from None  # the disk is away; the next try finds out about the lock
+            raise Unavailable(str(problem)) from None  # the disk is away; the next try finds out about the lock
         raise StageError(
-            f"{describe(error)}: this node did not reach the file server for longer than its lease, so the lock is "
-            "lost, and another training may have started; launch it again"
+            f"{problem}: this node did not reach the file server for longer than its lease, so the lock is lost, and "
+            "another training may have started; launch it again"
         ) from None
 
 
@@ -153,7 +161,7 @@ def read_lock(directories: Iterable[Path]) -> Iterator[None]:
                 if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                     raise
             else:
-                flock(lock, fcntl.LOCK_SH)
+                shared(lock)
         yield
 
 
@@ -161,7 +169,7 @@ def read_lock(directories: Iterable[Path]) -> Iterator[None]:
 def try_delete_lock(directory: Path) -> Iterator[bool]:
     """Keep others from reading the checkpoints of a run; yields whether nobody was reading."""
     with _open(directory, _READERS) as lock:
-        yield flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield try_exclusive(lock)
 
 
 def _open(directory: Path, name: str) -> IO[str]:

@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from stages.artifacts import publish
-from stages.artifacts.errors import StageError, describe
+from stages.artifacts.errors import StageError, as_stage_error
 from stages.artifacts.history import lowest
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, verify
 from stages.checkpointing.lock import try_delete_lock
@@ -81,7 +81,7 @@ def prune(run_directory: Path, keep: int, report: Callable[[str], None]) -> None
                 # Not what is in quarantine: a person may want to look at it. `checkpoints prune` deletes that.
                 delete([*prunable(run_directory, keep), *run_directory.glob(f"step-*{TEMPORARY}")])
     except OSError as error:  # on NFS, as long as a process of this node has a file in it open
-        report(f"warning: an old checkpoint is not deleted yet ({describe(error)}); a later save tries it again")
+        report(f"warning: an old checkpoint is not deleted yet ({as_stage_error(error)}); a later save tries it again")
 
 
 def delete(paths: Iterable[Path]) -> None:

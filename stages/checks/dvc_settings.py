@@ -1,22 +1,14 @@
-"""DVC: whether it can read the project, its cache, its locks, and what it would connect to."""
+"""DVC: whether it can read the project, and its cache."""
 
-import fcntl
-import json
-import os
-from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 from dvc.config import Config
 from dvc.exceptions import DvcException
 from dvc.repo import Repo
 
-from stages.artifacts.errors import StageError
-from stages.artifacts.file_lock import flock, open_lock
+from stages.artifacts.errors import StageError, one_line
 from stages.checks.findings import Found, error, ok, warning
 from stages.checks.machine import existing
-
-_LEFT_OVER = "wait until it ends; if no dvc runs in this clone, on any node, delete that file"
 
 
 def read(project: Path = Path()) -> Found[Config]:
@@ -31,7 +23,7 @@ def read(project: Path = Path()) -> Found[Config]:
             config = repo.config
     except DvcException as problem:
         raise StageError(
-            f"dvc: {' '.join(str(problem).split())}: run the doctor in the root of the project, resolve merge "
+            f"dvc: {one_line(problem)}: run the doctor in the root of the project, resolve merge "
             "conflicts, or `git checkout .dvc dvc.yaml dvc.lock` (without git: `dvc config --local core.no_scm true`)"
         ) from None
     yield ok("DVC can read the project")
@@ -54,42 +46,3 @@ def check_cache(config: Config, project: Path = Path()) -> Found[None]:
         yield error(f"cache.type is {','.join(kinds)}, and the cache {cache} is on another file system", remedy)
     else:
         yield warning(f"the cache {cache} is on another file system, so DVC copies everything", remedy)
-
-
-def check_locks(config: Config, project: Path = Path()) -> Found[None]:
-    """Locks that a running dvc holds, or that one has left which was killed or whose node was lost."""
-    path = project / ".dvc/tmp/lock"
-    if config["core"]["hardlink_lock"]:
-        is_held = path.exists()
-    else:
-        with open_lock(path) as lock:
-            is_held = not flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    if is_held:
-        yield warning(f"{path} is locked by a dvc", _LEFT_OVER)
-    path = project / ".dvc/tmp/rwlock"
-    try:
-        locks = json.loads(path.read_bytes()) if path.exists() else {}
-        readers = [each for some in locks.get("read", {}).values() for each in some]
-        pids = {int(holder["pid"]) for holder in (*locks.get("write", {}).values(), *readers)}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        yield error(f"{path} is damaged, so `dvc repro` does not run", "if no dvc runs in this clone, delete that file")
-        return
-    if running := sorted(filter(psutil.pid_exists, pids)):  # DVC itself removes the locks of others
-        yield warning(f"{path} is held by process {', '.join(map(str, running))}", _LEFT_OVER)
-    elif not is_held:
-        yield ok("no dvc holds a lock in this clone")
-
-
-def check_connections(config: Config, environment: Mapping[str, str] = os.environ) -> Found[None]:
-    """What DVC itself sends, and remotes on other machines."""
-    found = []
-    if config["core"].get("analytics", True) and not environment.get("DVC_NO_ANALYTICS"):
-        found.append(warning("each dvc reports its use to its makers", "`dvc config core.analytics false`"))
-    if config["core"].get("check_update", True):
-        found.append(warning("dvc asks for newer versions of itself", "`dvc config core.check_update false`"))
-    for name, remote in config.get("remote", {}).items():
-        scheme, separator, _ = str(remote.get("url", "")).partition("://")
-        if separator and scheme != "file":
-            what = f"`dvc push` and `pull` connect to the remote {name} ({scheme})"
-            found.append(warning(what, f"`dvc remote add --local --default {name}-here DIR` with a directory here"))
-    yield from found or [ok("DVC opens no connections, and has no remote on another machine")]

@@ -6,7 +6,7 @@ Only of the standard library, so that the doctor can report that a package is mi
 from collections.abc import Callable, Generator
 from typing import Literal, NamedTuple, TypeVar
 
-from stages.artifacts.errors import StageError, describe
+from stages.artifacts.errors import StageError, as_stage_error, one_line
 
 T = TypeVar("T")
 
@@ -47,14 +47,12 @@ def collect(check: Callable[[], Found[T]]) -> Found[T | None]:
     """The findings of a check, and what it returns; None after an error, which never ends the other checks."""
     try:
         return (yield from check())
-    except StageError as problem:
-        yield from (Finding("error", line) for line in str(problem).splitlines())
-    except OSError as problem:
-        yield Finding("error", describe(problem))
+    except (StageError, OSError) as problem:
+        yield from (Finding("error", line) for line in str(as_stage_error(problem)).splitlines())
     except ImportError as problem:
         what = f"{problem.name or 'a package'} cannot be imported ({problem})"
         yield error(what, "install the lock with `make setup`")
     except Exception as problem:  # of a file that is damaged in a way that nobody has thought of
-        what = f"a check failed with {type(problem).__name__} ({' '.join(str(problem).split())[:200]})"
+        what = f"a check failed with {type(problem).__name__} ({one_line(problem)})"
         yield error(what, "the lines above may have the cause; compare the file that it reads with `git diff`")
     return None

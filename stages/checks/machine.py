@@ -1,6 +1,5 @@
 """What the operating system allows, and the directories that the pipeline writes into."""
 
-import fcntl
 import os
 import resource
 import secrets
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from stages.artifacts.command import format_gib
 from stages.artifacts.errors import StageError
-from stages.artifacts.file_lock import flock, local_locks, open_lock
+from stages.artifacts.file_lock import exclusive, local_locks, open_lock
 from stages.checks.findings import Finding, Found, collect, error, ok, warning
 
 _GIB = 2**30
@@ -117,7 +116,7 @@ def _check_locks(names: str, directory: Path, num_nodes: int) -> Found[None]:
     path = directory / "lock"
     mount = "mount its file system with locks that all nodes see (docs/shared-disks.md), or use another one"
     with open_lock(path) as lock:
-        flock(lock, fcntl.LOCK_EX)
+        exclusive(lock)
         # In another process: NFS makes them locks of POSIX, which never exclude their own process.
         status = subprocess.run([sys.executable, "-ISc", _TRY_LOCK, str(path)], capture_output=True).returncode
     if status != 3:

@@ -246,6 +246,16 @@ class _Stored:
             raise Changed
 
 
+def is_unchanged(path: Path, digest: str, part: Part | None) -> bool:
+    """Whether a raw file, or a part of one, can be read and has the SHA-256 that it was organized with."""
+    try:
+        with _Stored(_open(path), part) as stored:
+            stored.verify(digest)
+    except (Changed, OSError):
+        return False
+    return True
+
+
 def _open(path: str | Path) -> int:
     """Raises Changed if there is no regular file, as there was when it was organized."""
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import StageError, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +30,7 @@ def load(directory: Path) -> tuple["PreTrainedModel", Any]:
         model: Any = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=dtype)
         tokenizer = load_tokenizer(directory)
     except (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError) as error:  # on files of any content
-        raise StageError(f"{directory} cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+        raise StageError(f"{directory} cannot be loaded: {one_line(error)}") from None
     # eval: no dropout, as in the validation of the training.
     return model.to(device).eval(), tokenizer
 

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from stages.artifacts.dtypes import DTYPES
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import StageError, one_line
 from stages.artifacts.model_files import CONFIG
 from stages.model.headers import StoredTensor
 from stages.model.manifest import ModelManifest
@@ -57,10 +57,9 @@ def build(
             )
             return model
     except (ValueError, KeyError, ImportError) as error:
-        reason = " ".join(str(error).split())[:300]
         raise StageError(
             f"{directory / CONFIG} does not describe a causal language model that transformers "
-            f"{transformers.__version__} can build: {reason}"
+            f"{transformers.__version__} can build: {one_line(error)}"
         ) from None
 
 

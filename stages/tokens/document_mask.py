@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import StageError, one_line
 from stages.tokens.attention import activate_kernels, deactivate_kernels
 from stages.tokens.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
 from stages.tokens.batch import make_batch
@@ -110,7 +110,7 @@ def refusal(
     try:
         reason = _find_fault(config, attention, document_mask, dtype, device)
     except Exception as error:  # of any architecture, of a compiler, or of a package that is not installed
-        reason = f"fails ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        reason = f"fails ({type(error).__name__}: {one_line(error)})"
     if reason and attention == "varlen":
         deactivate_kernels()  # sdpa would call them too
     return reason

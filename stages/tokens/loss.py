@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from stages.artifacts.errors import one_line
 from stages.tokens.device import Readback, read_late
 
 _LOGITS = {"cpu": 2**23, "cuda": 2**27}
@@ -90,7 +91,7 @@ def obstacle_to_fuse(model: nn.Module, batch: dict[str, Tensor]) -> str | None:
             return f"it makes a {found.dtype} of shape {tuple(found.shape)} of the loss"
         gradients = _gradients(model, found)
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        return f"it cannot continue with a loss in place of logits ({type(error).__name__}: {_one_line(error)})"
+        return f"it cannot continue with a loss in place of logits ({type(error).__name__}: {one_line(error)})"
     finally:
         head.__class__ = nn.Linear
     tolerance = 1e-3 if head.weight.dtype == torch.float32 else 5e-2
@@ -116,10 +117,6 @@ def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     gradients = {name: param.grad.float() for name, param in model.named_parameters() if param.grad is not None}
     model.zero_grad()
     return gradients
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def _head(model: nn.Module) -> Any:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from stages.artifacts.errors import StageError
+from stages.artifacts.errors import StageError, one_line
 from stages.tokens.batch import make_batch
 from stages.tokens.document_mask import tiny_config
 from stages.tokens.loss import obstacle_to_fuse
@@ -60,5 +60,5 @@ def _obstacle(config: PreTrainedConfig, dtype: torch.dtype, device: str) -> str 
             if reason := obstacle_to_fuse(model, make_batch(rows, eos_token_id=0, document_mask=False)):
                 return reason
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        return f"a small copy of it cannot be tested ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+        return f"a small copy of it cannot be tested ({type(error).__name__}: {one_line(error)})"
     return None

@@ -15,18 +15,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from stages.artifacts.errors import StageError, Unavailable, describe
-from stages.artifacts.shared_disk import MAY_PASS
+from stages.artifacts.errors import StageError, Unavailable, as_stage_error
 from stages.training.devices import DEVICES, num_devices
 from stages.training.handoff import DIRECTORY
 
 T = TypeVar("T")
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-class LostConnection(Exception):
-    """Another rank has ended, or does not answer."""
 
 
 @contextmanager
@@ -38,9 +33,6 @@ def process_group(timeout_minutes: float) -> Iterator[None]:
 
     Args:
         timeout_minutes: After this time without an answer another rank counts as lost.
-
-    Raises:
-        LostConnection: to another rank, which prints its own reason, unless it was killed.
     """
     timeout = timedelta(minutes=timeout_minutes)
     store: dist.Store | None = None  # torch then makes the one that torchrun has put into the environment
@@ -55,24 +47,14 @@ def process_group(timeout_minutes: float) -> Iterator[None]:
         # gloo would take the address that the name of this machine has, which may be that of loopback.
         for name in _INTERFACES:
             os.environ.setdefault(name, interface)
-    try:
-        if check_devices(int(os.environ["LOCAL_WORLD_SIZE"])):
-            device = use_gpu(int(os.environ["LOCAL_RANK"]))
-            # gloo beside NCCL: checkpoints and decisions are exchanged on the CPU, where they do not wait for the GPU.
-            backend = "cpu:gloo,cuda:nccl"
-        else:
-            device, backend = None, "gloo"
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
-        )
-        yield
-    except RuntimeError as error:
-        # The rank that is at fault prints the cause; the others would bury it under a traceback each.
-        # Errors of gloo and of the FileStore have no class of their own.
-        if isinstance(error, dist.DistError) or any(sign in str(error) for sign in ("gloo", "Wait timeout")):
-            reason = f" ({str(error).partition(chr(10))[0]})" if isinstance(error, dist.DistError) else ""
-            raise LostConnection(f"rank {os.environ['RANK']} lost the connection to another rank{reason}") from None
-        raise
+    if check_devices(int(os.environ["LOCAL_WORLD_SIZE"])):
+        device = use_gpu(int(os.environ["LOCAL_RANK"]))
+        # gloo beside NCCL: checkpoints and decisions are exchanged on the CPU, where they do not wait for the GPU.
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        device, backend = None, "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
+    yield
     # Not after an error: NCCL would wait here for ranks that in turn wait for this one.
     dist.destroy_process_group()
 
@@ -203,7 +185,7 @@ def run_on_rank0(function: Callable[[], T], group: dist.ProcessGroup | None = No
         try:
             answer[0] = function()
         except (StageError, OSError) as error:
-            answer[1] = _as_stage_error(error)
+            answer[1] = as_stage_error(error)
     # An error is broadcast as well: the other ranks would wait here until the timeout.
     dist.broadcast_object_list(answer, src=0, group=group)
     if answer[1] is not None:
@@ -236,7 +218,7 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, StageError | None]:
     try:
         return function(), None
     except (StageError, OSError) as error:
-        return None, _as_stage_error(error)
+        return None, as_stage_error(error)
 
 
 def _results(outcomes: list[Any]) -> list[Any]:
@@ -245,10 +227,3 @@ def _results(outcomes: list[Any]) -> list[Any]:
             kind = Unavailable if isinstance(failure, Unavailable) else StageError
             raise kind(f"rank {rank}: {failure}")
     return [result for result, _ in outcomes]
-
-
-def _as_stage_error(error: StageError | OSError) -> StageError:
-    if isinstance(error, StageError):
-        return error
-    # The message that `command.run` prints for an OSError, so that all ranks report the same one.
-    return (Unavailable if error.errno in MAY_PASS else StageError)(describe(error))

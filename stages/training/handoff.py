@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from stages.artifacts import publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.identity import RunIdentity
+from stages.artifacts.record import first_problem
 from stages.training.params import TrainParams, TrainRuntime
 
 DIRECTORY = "TRAINING_DIRECTORY"
@@ -56,10 +57,7 @@ def received() -> Launch | None:
     try:
         return TypeAdapter(Launch).validate_python(json.loads(os.environ[_LAUNCH]))
     except ValidationError as error:
-        field = ".".join(map(str, error.errors()[0]["loc"]))
-        raise StageError(
-            f"the code has changed since the launch ({field} is not what it was): launch it again"
-        ) from None
+        raise StageError(f"the code has changed since the launch ({first_problem(error)}): launch it again") from None
 
 
 def has_launcher() -> bool:

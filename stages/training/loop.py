@@ -28,6 +28,7 @@ from stages.tokens.loss_probe import choose_loss
 from stages.tokens.packed import REMEDY, TRAIN, VALIDATION, PackedTokens
 from stages.tokens.rows import TokenRows
 from stages.training import flops, handoff, saver, sharded_model, trackers
+from stages.training.agreement import check_shared, refuse_different_ranks
 from stages.training.console import Console, log_to, print_line
 from stages.training.determinism import use_deterministic_algorithms
 from stages.training.distributed import (
@@ -36,12 +37,11 @@ from stages.training.distributed import (
     device_type,
     is_rank0,
     process_group,
-    run_on_all_ranks,
     run_on_rank0,
 )
 from stages.training.environment import set_environment
 from stages.training.loader import BatchLoader
-from stages.training.memory import explain_out_of_memory, remedies
+from stages.training.memory import remedies
 from stages.training.metrics import SPEED_COLUMNS, MetricsLogger
 from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainRuntime
@@ -57,7 +57,6 @@ from stages.training.profiler import Profiler
 from stages.training.run import (
     Run,
     adoption,
-    differences,
     packages,
     read_run,
     resume_candidates,
@@ -65,7 +64,6 @@ from stages.training.run import (
     validates_same_rows,
 )
 from stages.training.schedule import lr_ratio
-from stages.training.shared_directory import check_shared
 from stages.training.signals import StopSignal
 from stages.training.start_line import start_line
 from stages.training.state import Cost, TrainState
@@ -421,9 +419,8 @@ def train(stop_signal: StopSignal) -> bool:
     with (
         # Outermost: held until the process group has ended and the last checkpoint is published.
         ExitStack() as locks,
+        explain_torch_errors(f"rank {rank}", if_out_of_memory),
         process_group(runtime.timeout_minutes),
-        explain_out_of_memory(f"rank {rank}", if_out_of_memory),
-        explain_torch_errors(),
     ):
         refuse_different_ranks(run, runtime)  # before the mesh, which each rank makes from its own parameters
         run_on_rank0(lambda: refuse_second_training(run, locks))
@@ -447,18 +444,3 @@ def refuse_second_training(run: Run, locks: ExitStack) -> None:
     """
     if not handoff.has_launcher():
         locks.enter_context(writer_lock(run.directory, print_line))
-
-
-def refuse_different_ranks(run: Run, runtime: TrainRuntime) -> None:
-    """Compare what this rank trains, and with which packages, with what rank 0 does.
-
-    Raises:
-        StageError: naming the ranks and what differs, on all ranks.
-    """
-    identity, rank0_runtime, rank0_packages = run_on_rank0(lambda: (run.identity, runtime, packages()))
-    lines = [*differences(identity, run.identity), *(f"runtime.{line}" for line in differences(rank0_runtime, runtime))]
-    lines += [f"{name}: {rank0_packages[name]} there, {here} here" for name, here in packages().items()
-              if rank0_packages[name] != here]  # fmt: skip
-    found = enumerate(run_on_all_ranks(lambda: lines))
-    if different := [f"rank {rank} differs from rank 0: {line}" for rank, theirs in found for line in theirs]:
-        raise StageError("\n".join(different))

@@ -1,43 +1,10 @@
-"""The memory of this machine, and turning an out-of-memory error into advice."""
+"""The memory of this machine, and what a training can do with less."""
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
-from stages.artifacts.errors import StageError
 from stages.training.params import TrainParams
-
-_SIGNS = re.compile(r"DefaultCPUAllocator|out of memory|_ALLOC_FAILED|cudaError: 2\b")
-"""Errors without a class of their own: of the CPU allocator, CUDA itself, NCCL, cuBLAS, and pinned memory."""
-
-
-@contextmanager
-def explain_out_of_memory(who: str, advice: str) -> Iterator[None]:
-    """Turn the error of a failed allocation into one that names what to change.
-
-    Args:
-        who: This process, such as `rank 3`.
-        advice: What to change, such as `use batch_size 1`.
-
-    Raises:
-        StageError: this process is out of memory.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-        if not _is_out_of_memory(error):
-            raise
-        reason = " ".join(str(error).rpartition("err == 0. ")[2].split())[:200]  # without the line in torch's source
-        raise StageError(f"{who} is out of memory{f' ({reason})' if reason else ''}: {advice}") from None
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    import torch  # the launcher, which only needs the remedies, must not import it yet
-
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _SIGNS.search(str(error)) is not None
 
 
 def remedies(params: TrainParams, world_size: int) -> str:

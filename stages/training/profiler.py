@@ -6,7 +6,7 @@ from types import TracebackType
 import torch
 from torch.profiler import profile
 
-from stages.artifacts.errors import describe
+from stages.artifacts.errors import as_stage_error
 from stages.training.console import print_line
 
 
@@ -65,7 +65,7 @@ class Profiler:
             if torch.cuda.is_available():
                 torch.cuda.memory._dump_snapshot(str(trace).replace(".trace.json.gz", ".memory.pickle"))
         except OSError as error:  # the training does not depend on it
-            print_line(f"profile_steps: no trace was written: {describe(error)}")
+            print_line(f"profile_steps: no trace was written: {as_stage_error(error)}")
         else:
             print_line(f"profile_steps: the trace of steps {self._first} to {self._last} is {trace}")
         finally:

@@ -267,7 +267,7 @@ def _obstacles(theirs: RunIdentity, ours: RunIdentity, ignored: set[str]) -> lis
     return found
 
 
-def differences(theirs: RunIdentity | TrainRuntime, ours: RunIdentity | TrainRuntime) -> list[str]:
+def differences(theirs: RunIdentity, ours: RunIdentity) -> list[str]:
     """One line for each leaf that differs: `params.batch_size: 2 there, 4 here`."""
     compared = _compare(dataclasses.asdict(theirs), dataclasses.asdict(ours))
     return [f"{name}: {there} there, {here} here" for name, there, here in compared]

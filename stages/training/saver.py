@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from stages.artifacts import publish
-from stages.artifacts.errors import StageError, Unavailable, describe, naming
+from stages.artifacts.errors import StageError, Unavailable, as_stage_error, naming
 from stages.artifacts.garbage import paused_collector
 from stages.artifacts.record import FileEntry
-from stages.artifacts.shared_disk import MAY_PASS, refresh, wait_for_file
+from stages.artifacts.shared_disk import refresh, wait_for_file
 from stages.checkpointing import retention
 from stages.checkpointing.layout import MODEL, OPTIMIZER, SCHEDULER, CheckpointManifest, TensorEntry
 from stages.training.console import print_line
@@ -327,13 +327,12 @@ def _entries(checkpoint: Path, paths: Iterable[Path]) -> dict[str, FileEntry]:
 
 def _save_error(directory: Path, error: CheckpointException) -> StageError:
     rank, (cause, _) = next(iter(error.failures.items()))
-    kind = Unavailable if isinstance(cause, OSError) and cause.errno in MAY_PASS else StageError
     if isinstance(cause, OSError):
         cause.filename = cause.filename or str(directory)
-        problem = describe(cause)
+        problem = as_stage_error(cause)
     else:  # after a failed write, torch's zip writer may only complain about a wrong position in the file
-        problem = f"{directory}: {cause} (is the disk full, or a limit of the file size reached?)"
-    return kind(f"rank {rank} could not save a checkpoint; the one before it is still valid: {problem}")
+        problem = StageError(f"{directory}: {cause} (is the disk full, or a limit of the file size reached?)")
+    return type(problem)(f"rank {rank} could not save a checkpoint; the one before it is still valid: {problem}")
 
 
 def _pauses(seconds: float) -> Iterator[float]:

@@ -1,6 +1,5 @@
 """Two nodes whose project is on NFS 4.2, with one cache of attributes and names each; see tests/nfs/init.sh."""
 
-import fcntl
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ import psutil
 import pytest
 
 from stages.artifacts.errors import StageError
-from stages.artifacts.file_lock import flock, local_locks, open_lock, read_status
+from stages.artifacts.file_lock import exclusive, local_locks, open_lock, read_status
 from stages.artifacts.record import FileEntry
 from stages.artifacts.shared_disk import refresh, wait_for_file
 from stages.checkpointing import retention
@@ -125,7 +124,7 @@ def test_the_lock_of_a_lost_node_is_waited_for_and_lost_by_it() -> None:
     directory = N1 / "lost"
     with rank_lock(N2 / "lost") as confirm, open_lock(N2 / "lost/writer.lock") as lock:
         confirm()
-        flock(lock, fcntl.LOCK_EX)
+        exclusive(lock)
         lock.write("running, process 1 on n2")
         lock.flush()
         os.fsync(lock.fileno())

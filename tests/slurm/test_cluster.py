@@ -21,14 +21,12 @@ def test_a_job_runs_a_task_on_each_node(cluster: Cluster, tmp_path: Path) -> Non
     assert sorted(Path(fields["StdOut"]).read_text().split()) == list(NODES)
 
 
-def test_the_doctor_compares_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_doctor_checks_each_node(cluster: Cluster, tmp_path: Path) -> None:
     command = f"srun {sys.executable} -m stages.doctor"
     arguments = ("--nodes=2", "--ntasks-per-node=2", "--wrap", command)
     fields = cluster.wait(cluster.submit(*arguments, cwd=tmp_path, PYTHONPATH=str(REPO)))
     lines = Path(fields["StdOut"]).read_text().splitlines()
     assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "1:0"), lines  # tmp_path has no project
-    assert "n1: ok       all 2 nodes see the same outputs" in lines
-    assert "n2: ok       this node sees files and locks of n1 in outputs" in lines
     for node in NODES:  # once, although each has two tasks
         assert lines.count(f"{node}: error    params.yaml is missing: run from the root of the project") == 1
 

@@ -1,19 +1,48 @@
-"""Whether the nodes of a training share the directory of its checkpoints, and the locks in it."""
+"""Whether the ranks of a training agree: on what they train, and on the directory of its checkpoints and its locks."""
 
-import fcntl
 import os
 import secrets
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from stages.artifacts.errors import StageError
-from stages.artifacts.file_lock import flock, open_lock
+from stages.artifacts.file_lock import exclusive, open_lock, try_exclusive
+from stages.artifacts.identity import RunIdentity
 from stages.artifacts.shared_disk import wait_for_file
 from stages.training.distributed import run_on_all_ranks, run_on_rank0
+from stages.training.params import TrainRuntime
+from stages.training.run import Run, differences, packages
 
 _PREFIX = ".shared-"
+
+
+@dataclass(frozen=True)
+class _Facts(RunIdentity):
+    """What must be the same on all ranks."""
+
+    runtime: TrainRuntime
+    packages: dict[str, str]
+
+
+def refuse_different_ranks(run: Run, runtime: TrainRuntime) -> None:
+    """Compare what the ranks train, and with which packages; a collective.
+
+    Raises:
+        StageError: naming the ranks and what differs from rank 0.
+    """
+    own = _Facts(**vars(run.identity), runtime=runtime, packages=packages())
+    first, *others = run_on_all_ranks(lambda: own)
+    lines = [
+        f"rank {rank} differs from rank 0: {line}"
+        for rank, theirs in enumerate(others, start=1)
+        if theirs != first
+        for line in differences(first, theirs)
+    ]
+    if lines:
+        raise StageError("\n".join(lines))
 
 
 def check_shared(directory: Path, seconds: float = 3) -> list[str]:
@@ -36,7 +65,7 @@ def check_shared(directory: Path, seconds: float = 3) -> list[str]:
                 leftover.unlink(missing_ok=True)
             path = directory / f"{_PREFIX}{secrets.token_hex(4)}"  # a new name: no node remembers that it was missing
             stack.callback(path.unlink, missing_ok=True)
-            flock(stack.enter_context(open_lock(path)), fcntl.LOCK_EX)
+            exclusive(stack.enter_context(open_lock(path)))
             return path
 
         path = run_on_rank0(make)
@@ -60,4 +89,4 @@ def _look(path: Path, seconds: float) -> tuple[str, bool, bool]:
     if not wait_for_file(path, 0, seconds):
         return node, False, False
     with open_lock(path) as lock:
-        return node, True, not flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return node, True, not try_exclusive(lock)
