@@ -590,7 +590,7 @@ def test_the_card_has_the_evaluation_of_this_very_step() -> None:
     # With the bytes of the text there are bits per byte; of other tokens they are unknown.
     part, encoder = PartMetrics(1, 48, 48, 12, 4.0, 0.0, 0, 1), EncoderMetrics("", 0, None)
     for tokens, expected in ((fingerprint("t", "v"), 2.25 / math.log(2) / 4), ("other", None)):
-        PackMetrics(part, part, {}, encoder, "", tokens, Origin({}, {})).write(RECORDS["pack"])
+        PackMetrics(part, part, encoder, "", tokens, Origin({}, {})).write(RECORDS["pack"])
         consolidate.main()
         found = card_of((target / "README.md").read_text())
         metrics = {result.metric_type: result.metric_value for result in found.data.eval_results or []}
@@ -734,7 +734,7 @@ def test_the_lineage_names_what_encoded_the_data() -> None:
     for validation, encoder in ((None, None), ("v", "tokenizers 1"), ("of other data", None)):
         if validation:
             tokens = fingerprint("t", validation)
-            PackMetrics(part, part, {}, encoding, "", tokens, Origin({}, {})).write(Path("data/pack.json"))
+            PackMetrics(part, part, encoding, "", tokens, Origin({}, {})).write(Path("data/pack.json"))
         finish(trained_tensors(CONFIGS["llama-tied"]))
         consolidate.main()
         assert Lineage.read(Path("outputs/exp/model/lineage.json")).encoder == encoder
@@ -757,7 +757,7 @@ def test_the_lineage_names_how_the_data_was_made_and_every_file(capsys: pytest.C
     text = dataclasses.asdict(PartMetrics(1, 48, 48, 12, 4.0, 0.0, 0, 1))
     encoder = dataclasses.asdict(EncoderMetrics("", 0, None))
     digests["pack"] = {
-        "train": text, "validation": text, "held_out": {}, "encoder": encoder,
+        "train": text, "validation": text, "encoder": encoder,
         "source": "f", "fingerprint": fingerprint("t", "v"),
     }  # fmt: skip
     for stage, params in origins.items():

@@ -84,7 +84,7 @@ def test_each_section_shows_what_the_files_say(complete: Path) -> None:
     shown = reader.sections
     for section, texts in {
         "": ["2.5000", "12.18", "1.2500", "2,345,678", "4,096", "1 h 07 min", "random weights", "<tiny & small>"],
-        "Loss": ["all held-out rows", "split_02", "before training", "8.5000", "as bfloat16", "310"],
+        "Loss": ["all held-out rows", "before training", "8.5000", "as bfloat16", "310"],
         "Cost": ["5,120", "0.410", "1.500", "saved a checkpoint3", "14.3%"],
         "Data": ["text.gz", "3.00", "hidden", "1,234", "567,890", "extract.json names them", "invalid YAML", "3.25",
                  "0.10%", "tokenizers 1.0", "duplicate files"],
@@ -156,7 +156,7 @@ def test_records_of_other_data_are_not_shown() -> None:
 def test_without_held_out_rows_the_report_says_so() -> None:
     evaluation = publish.read_json(outputs.EVALUATION)
     nothing = dict.fromkeys(("validation", "untrained", "trained", "exported"))
-    reports.write_json(outputs.EVALUATION, {**evaluation, **nothing, "by_split": {}, "samples": []})
+    reports.write_json(outputs.EVALUATION, {**evaluation, **nothing, "samples": []})
     text = outputs.HISTORY.read_text()
     outputs.HISTORY.write_text(re.sub(r"\t[\d.]*$", "\t", text, flags=re.MULTILINE))
     shown = PageReader(write()).sections
@@ -174,7 +174,7 @@ def test_each_loss_is_in_the_table_of_its_rows() -> None:
     measured = publish.read_json(outputs.EVALUATION)
     reports.write_json(outputs.EVALUATION, measured | {"exported": measured["exported"] | {"loss": 2.75}})
     every, subset = write().partition("On the rows that the training measured")[::2]
-    assert "split_02" in every and "before training" not in every
+    assert "all held-out rows" in every and "before training" not in every
     assert re.search(r"before training.*8\.5000.*after training.*exported as bfloat16.*2\.7500", subset, re.DOTALL)
 
 
