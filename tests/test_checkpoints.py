@@ -33,7 +33,7 @@ from stages.checkpointing.layout import (
 )
 from stages.checkpointing.lock import rank_lock, read_lock, try_delete_lock, try_writer_lock, writer_lock
 from stages.checkpointing.pointer import RunPointer, resolve
-from stages.export.stream import ShardedTensors, write_safetensors
+from stages.export.stream import ShardedTensors, TensorSpec, write_safetensors
 from stages.training.params import TrainRuntime
 from stages.training.saver import Saver, load
 from tests.project import REPO, Project, flip_bit, wait_for
@@ -192,7 +192,8 @@ def test_the_bytes_of_a_tensor_are_in_the_order_of_its_elements(mesh: DeviceMesh
             scheduler = LambdaLR(optimizer, lambda _: 1.0)
             saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest())
         weights = ShardedTensors(path)
-        write_safetensors(weights, weights.specs(), path, num_workers=1)
+        specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
+        write_safetensors(weights, specs, path, num_workers=1, dtype=torch.float32)
         assert torch.equal(load_file(path / "model.safetensors")["transposed"], model.get_buffer("transposed"))
         shutil.rmtree(path)
 
