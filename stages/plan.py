@@ -3,14 +3,12 @@
 Reads    data/model.json and the config of the model, data/tokens/train, data/tokens/validation
 Writes   outputs/plan.json, outputs/rows.txt
 Command  python -m stages.plan
-         python -m stages.plan --model DIR_OR_ID --ranks 4    only memory, of any model: nothing else is read or written
 
 The memory of each rank is measured with tensors that have no memory (stages/training/peak_memory.py); no weight is
 read. What is written depends on the manifests and the parameters alone, what is printed also on the GPUs of this
 machine.
 """
 
-import argparse
 import dataclasses
 import json
 import math
@@ -29,11 +27,10 @@ from stages.artifacts import command, outputs, publish
 from stages.artifacts.command import format_gib
 from stages.artifacts.dtypes import BY_NAME
 from stages.artifacts.errors import StageError
-from stages.artifacts.model_files import CONFIG, TOKENIZER
+from stages.artifacts.model_files import TOKENIZER
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import Record
 from stages.checkpointing.layout import checkpoint_root
-from stages.model import hub
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.tokens.order import step_rows
 from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
@@ -45,9 +42,6 @@ from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import check_extend_from, describe
 
 _FP32 = 4
-_LARGEST = 512
-"""The largest `batch_size` that is tried for a model without data, unless a larger one is given."""
-
 _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
 """Bytes per parameter of the optimizer state; in 8 bits, 256 values share a scale."""
 
@@ -80,7 +74,7 @@ class PlanParams:
 
     plan: Cluster
     seq_length: PositiveInt
-    """Tokens per row; with `--model`, as otherwise the tokens have it."""
+    """Tokens per row."""
 
 
 @dataclass(frozen=True)
@@ -120,15 +114,12 @@ class Plan(Record):
 
 
 def main() -> None:
-    args = _arguments()
+    command.parser(__doc__).parse_args()
     params, extra = load_params(TrainParams), load_params(PlanParams)
     runtime = load_params(TrainRuntime, "runtime")
     gpus = find_gpus()
     # After they were counted. What is written must not depend on this machine, so to torch it has no GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    if args.model is not None:
-        plan_model(args, params, extra, gpus)
-        return
     with publish.lock(outputs.PLAN):
         plan, warning = check(params, runtime, runtime.nproc_per_node and launched_ranks(runtime, len(gpus)))
         model = ModelManifest.read()
@@ -153,51 +144,6 @@ def main() -> None:
     encoding = sys.stdout.encoding or "utf-8"  # of a terminal that may lack a character
     shown = rows.encode(encoding, "replace").decode(encoding)
     print(f"plan: the first rows of the training, also in {outputs.ROWS}:\n{shown}", end="")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = command.parser(__doc__)
-    group = parser.add_argument_group("the memory of any model; what is not given is as in params.yaml")
-    group.add_argument("--model", metavar="DIR_OR_ID", help="a directory with a config.json, or a Hub id in HF_HOME")
-    group.add_argument("--ranks", type=int, help="of the training, on all machines")
-    group.add_argument("--batch-size", type=int, help="rows per device and forward pass")
-    group.add_argument("--seq-length", type=int, help="tokens per row")
-    help_text = f"memory of each GPU, in GiB; batch sizes up to {_LARGEST} are tried"
-    group.add_argument("--gpu-memory-gb", type=float, help=help_text)
-    args = parser.parse_args()
-    for value in (args.ranks, args.batch_size, args.seq_length, args.gpu_memory_gb):
-        if value is not None and not 0 < value < math.inf:
-            parser.error(f"{value} is not a positive number")
-    return args
-
-
-def plan_model(args: argparse.Namespace, params: TrainParams, extra: PlanParams, gpus: list[int]) -> None:
-    """Print the memory that training any model needs, from its config alone.
-
-    Raises:
-        StageError: it is not found, or is not a causal language model.
-    """
-    source = hub.resolve(args.model, "main", want_weights=False, required=(CONFIG,))
-    from stages.model import meta  # torch takes seconds to import: not for --help
-
-    unknown = ("eos_token_id", "bos_token_id", "pad_token_id")
-    model = meta.describe(
-        meta.build(source.directory), model_name=args.model, model_revision="main", commit=source.commit,
-        dtype="float32", files={}, weights=[], **dict.fromkeys(unknown),
-    )  # fmt: skip
-    params.check_packages()
-    num_ranks = extra.plan.num_ranks if args.ranks is None else args.ranks
-    batch_size = params.batch_size if args.batch_size is None else args.batch_size
-    seq_length = extra.seq_length if args.seq_length is None else args.seq_length
-    if model.max_seq_length is not None and seq_length > model.max_seq_length:
-        raise StageError(f"rows of {seq_length} tokens are too long for {args.model}: it allows {model.max_seq_length}")
-    # With several forward passes per step, which need the most, and a table of some size.
-    total = max(2 * batch_size, _LARGEST) * num_ranks
-    params = dataclasses.replace(params, batch_size=batch_size, total_batch_size=total)
-    gib = extra.plan.gpu_memory_gb if args.gpu_memory_gb is None else args.gpu_memory_gb
-    limit = int(gib * 2**30) if gib else min(gpus, default=None)
-    print(f"plan: {model.architecture}, {model.num_parameters:,} parameters")
-    measure_memory(model, params, num_ranks, seq_length, limit)
 
 
 def measure_memory(

@@ -5,7 +5,6 @@ import gc
 import json
 import logging
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -225,32 +224,6 @@ def test_ranks_that_the_settings_exclude_have_no_memory(
     assert plan.measure_memory(llama, alone, 2, 32, limit=None) == (None, {})
     assert "the memory of 2 ranks (plan.num_ranks) is not known: fsdp.strategy none" in capsys.readouterr().out
     assert plan.measure_memory(llama, params, 3, 32, limit=None) == (None, {})  # they cannot share total_batch_size
-
-
-def test_any_model_is_planned_from_its_config_alone(
-    empty_project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("params.yaml", "dvc.yaml"):
-        shutil.copy(REPO / name, name)
-    CONFIGS["llama"].save_pretrained("model")
-    files = {str(path) for path in Path().rglob("*")}
-    monkeypatch.setattr("sys.argv", ["plan", "--model", "model", "--ranks=4", "--batch-size=1", "--seq-length=16"])
-    plan.main()
-    output = capsys.readouterr().out
-    assert re.search(r"each of 4 ranks needs 0.00\d GiB at the peak .* batch_size 1 x 16 tokens", output)
-    assert {str(path) for path in Path().rglob("*")} == files
-    monkeypatch.setattr("sys.argv", ["plan", "--model", "missing/model"])
-    with pytest.raises(StageError, match="there is no such directory"):
-        plan.main()
-    monkeypatch.setattr("sys.argv", ["plan", "--model", "model", "--seq-length=2049"])
-    with pytest.raises(StageError, match="rows of 2049 tokens are too long for model: it allows 2048"):
-        plan.main()
-    capsys.readouterr()
-    for option in ("--ranks=0", "--batch-size=-1", "--gpu-memory-gb=nan", "--gpu-memory-gb=0"):
-        monkeypatch.setattr("sys.argv", ["plan", "--model", "model", option])
-        with pytest.raises(SystemExit):
-            plan.main()
-        assert "is not a positive" in capsys.readouterr().err
 
 
 def test_a_plan_is_the_same_on_each_machine(

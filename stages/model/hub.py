@@ -62,16 +62,13 @@ class ModelSource:
     """Names of its safetensors files; empty where it has none, or where they are not wanted."""
 
 
-def resolve(
-    model_name: str, model_revision: str, want_weights: bool, required: tuple[str, ...] = (CONFIG, TOKENIZER)
-) -> ModelSource:
+def resolve(model_name: str, model_revision: str, want_weights: bool) -> ModelSource:
     """Find a model's files; fetch them from the Hub where the cache lacks some.
 
     Args:
         model_name: An existing directory, else a Hub id.
         model_revision: Branch, tag or commit of a Hub id.
         want_weights: Whether the weights are needed too, if the model has any.
-        required: Files without which a cached model is incomplete, beside its weights.
 
     Raises:
         Lacking: the cache lacks files, and they could not be fetched.
@@ -81,7 +78,7 @@ def resolve(
     if Path(model_name).is_dir():
         source, commit = Path(model_name), None
     else:
-        source = _snapshot(model_name, model_revision, _PATTERNS, required)
+        source = _snapshot(model_name, model_revision, _PATTERNS, (CONFIG, TOKENIZER))
         commit = source.name  # from here on it, and not the branch, which may get another one between two requests
         for name in sorted(_small_files(source)):  # download checks the weights later
             hub_cache.check(model_name, commit, name, publish.sha256_file(source / name))
