@@ -86,13 +86,12 @@ def _find(node: "Node", full: bool, environment: Mapping[str, str]) -> Found[Non
     # Here, so that a package that cannot be imported is a line, and not a traceback.
     from stages.artifacts import outputs
     from stages.checkpointing.layout import checkpoint_root
-    from stages.checks import accelerators, dvc_settings, machine, settings
+    from stages.checks import dvc_settings, machine, settings
 
     directories = {"data": Path("data"), "outputs": outputs.OUTPUTS, "TMPDIR": Path(tempfile.gettempdir())}
     config = yield from collect(dvc_settings.read)
     if config:
         yield from collect(partial(dvc_settings.check_cache, config))
-        yield from collect(partial(dvc_settings.check_locks, config))
         yield from collect(partial(dvc_settings.check_connections, config, environment))
         directories["DVC cache"] = dvc_settings.cache_directory(config)
     found = yield from collect(settings.load)
@@ -102,7 +101,6 @@ def _find(node: "Node", full: bool, environment: Mapping[str, str]) -> Found[Non
     yield from machine.check_directories(directories, node.num_nodes)
     yield from collect(machine.check_shared_memory)
     yield from collect(machine.check_open_files)
-    yield from collect(accelerators.check_driver)
     has_tokens = yield from collect(partial(settings.check_tokens, full))
     if found:
         yield from collect(partial(settings.check_data, found))

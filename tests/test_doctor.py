@@ -26,7 +26,6 @@ from dvc.config import Config
 
 from stages import doctor, plan
 from stages.artifacts.errors import StageError
-from stages.artifacts.file_lock import flock, open_lock
 from stages.artifacts.record import FileEntry
 from stages.checks import accelerators, dvc_settings, findings, installation, machine, nodes, settings
 from stages.checks.findings import Finding, Found
@@ -285,13 +284,6 @@ def test_fewer_gpus_than_ranks_and_one_that_does_not_compute(monkeypatch: pytest
     assert "GPU 0 does not work" in errors(lambda: accelerators.check_gpus(1))
     monkeypatch.setattr(accelerators, "use_gpu", lambda index: None)
     assert "computes on 1 GPUs (H100)" in oks(lambda: accelerators.check_gpus(1))
-
-
-@pytest.mark.parametrize(("driver", "level"), [(None, "error"), (12080, "error"), (13000, "ok"), (13020, "ok")])
-def test_the_driver_must_know_the_cuda_of_torch(tmp_path: Path, driver: int | None, level: str) -> None:
-    assert list(accelerators.check_driver(tmp_path, "13.1", lambda: driver)) == []
-    (tmp_path / "nvidia0").touch()
-    assert [finding.level for finding in accelerators.check_driver(tmp_path, "13.1", lambda: driver)] == [level]
 
 
 @pytest.mark.parametrize(
@@ -571,30 +563,6 @@ def test_the_cache_of_dvc(tmp_path: Path, dvc: Callable[..., Config]) -> None:
     assert "so DVC copies everything" in warnings(check("    type = reflink,copy\n"))
     assert "cache.type is" in oks(check("    type = reflink,hardlink,symlink\n"))
     assert "cache.type is" in oks(check("", tmp_path / "cache"))
-
-
-def test_locks_that_dvc_has_left(tmp_path: Path, dvc: Callable[..., Config]) -> None:
-    config = dvc()
-    check = lambda: dvc_settings.check_locks(config, tmp_path)  # noqa: E731
-    rwlock = tmp_path / ".dvc/tmp/rwlock"
-    info = {"pid": os.getpid(), "cmd": "dvc repro"}
-    for held in ({"write": {"data": info}, "read": {}}, {"read": {"data": [info]}}):
-        rwlock.write_text(json.dumps(held))
-        assert f"rwlock is held by process {os.getpid()}: wait until it ends" in warnings(check)
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-    rwlock.write_text(json.dumps({"write": {"data": {**info, "pid": ended.pid}}}))
-    assert not errors(check) and not warnings(check)  # it has ended: DVC removes its lock
-    for text in ("{", "[]", '{"write": {"data": 1}}'):
-        rwlock.write_text(text)
-        assert "rwlock is damaged" in errors(check)
-    rwlock.unlink()
-    with open_lock(tmp_path / ".dvc/tmp/lock") as lock:
-        assert not warnings(check)
-        flock(lock, fcntl.LOCK_EX)
-        assert "is locked by a dvc" in warnings(check)
-    config = dvc("[core]\n    hardlink_lock = true\n")
-    assert "is locked by a dvc" in warnings(check)
 
 
 def test_connections_of_dvc(dvc: Callable[..., Config]) -> None:

@@ -1,8 +1,6 @@
-"""GPUs, their driver, and what a training needs of them and of the memory of this machine."""
+"""GPUs, and what a training needs of them and of the memory of this machine."""
 
-import ctypes
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -39,37 +37,6 @@ def check_gpus(nproc_per_node: int | None, devices: Path = DEVICES) -> Found[Non
             f"{build} finds no GPU, of {num_devices(devices)} (CUDA_VISIBLE_DEVICES is {visible!r}): it trains on CPUs",
             "for GPUs, run the doctor on their node (`srun --gpus=1 make doctor`), without that variable",
         )
-
-
-def find_driver() -> int | None:
-    """The newest CUDA that the driver supports, as in 12080 for 12.8; None: there is no library of a driver."""
-    number = ctypes.c_int()
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):
-        return None
-    return None if failed else number.value
-
-
-def check_driver(
-    devices: Path = DEVICES, build: str | None = torch.version.cuda, driver: Callable[[], int | None] = find_driver
-) -> Found[None]:
-    """Whether the driver of the GPUs can run what torch was built with."""
-    if not num_devices(devices) or build is None:
-        return
-    found = driver()
-    if found is None:
-        yield error(
-            "this machine has GPUs, but libcuda.so.1 of their driver cannot be loaded",
-            "install the driver; in a container, start it with GPUs (apptainer --nv, docker --gpus all)",
-        )
-        return
-    what = f"the driver supports CUDA {found // 1000}.{found % 1000 // 10}, and torch was built with {build}"
-    # Within a major version of CUDA, an older driver runs what was built with a newer minor version.
-    if found // 1000 < int(build.partition(".")[0]):
-        yield error(what, "update the driver, or install a torch for the older CUDA")
-    else:
-        yield ok(what)
 
 
 def num_gpus() -> int:

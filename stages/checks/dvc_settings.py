@@ -1,22 +1,16 @@
-"""DVC: whether it can read the project, its cache, its locks, and what it would connect to."""
+"""DVC: whether it can read the project, its cache, and what it would connect to."""
 
-import fcntl
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
 from dvc.config import Config
 from dvc.exceptions import DvcException
 from dvc.repo import Repo
 
 from stages.artifacts.errors import StageError
-from stages.artifacts.file_lock import flock, open_lock
 from stages.checks.findings import Found, error, ok, warning
 from stages.checks.machine import existing
-
-_LEFT_OVER = "wait until it ends; if no dvc runs in this clone, on any node, delete that file"
 
 
 def read(project: Path = Path()) -> Found[Config]:
@@ -54,30 +48,6 @@ def check_cache(config: Config, project: Path = Path()) -> Found[None]:
         yield error(f"cache.type is {','.join(kinds)}, and the cache {cache} is on another file system", remedy)
     else:
         yield warning(f"the cache {cache} is on another file system, so DVC copies everything", remedy)
-
-
-def check_locks(config: Config, project: Path = Path()) -> Found[None]:
-    """Locks that a running dvc holds, or that one has left which was killed or whose node was lost."""
-    path = project / ".dvc/tmp/lock"
-    if config["core"]["hardlink_lock"]:
-        is_held = path.exists()
-    else:
-        with open_lock(path) as lock:
-            is_held = not flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    if is_held:
-        yield warning(f"{path} is locked by a dvc", _LEFT_OVER)
-    path = project / ".dvc/tmp/rwlock"
-    try:
-        locks = json.loads(path.read_bytes()) if path.exists() else {}
-        readers = [each for some in locks.get("read", {}).values() for each in some]
-        pids = {int(holder["pid"]) for holder in (*locks.get("write", {}).values(), *readers)}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        yield error(f"{path} is damaged, so `dvc repro` does not run", "if no dvc runs in this clone, delete that file")
-        return
-    if running := sorted(filter(psutil.pid_exists, pids)):  # DVC itself removes the locks of others
-        yield warning(f"{path} is held by process {', '.join(map(str, running))}", _LEFT_OVER)
-    elif not is_held:
-        yield ok("no dvc holds a lock in this clone")
 
 
 def check_connections(config: Config, environment: Mapping[str, str] = os.environ) -> Found[None]:
