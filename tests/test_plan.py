@@ -177,21 +177,6 @@ def test_what_only_eager_computes_on_cpus_is_an_upper_bound(
     assert not measure(llama, dataclasses.replace(params, attention="eager"), 2, 32).is_upper_bound
 
 
-def test_soft_caps_need_no_memory_for_scores(
-    params: TrainParams, llama: ModelManifest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU computes them with flex, which has no form for CPUs."""
-    CONFIGS["gemma2"].save_pretrained(llama.directory())
-    gemma = manifest_of(llama.directory(), with_weights=False)
-    flex, eager = (measure(gemma, dataclasses.replace(params, attention=name), 2, 512) for name in ("auto", "eager"))
-    assert not flex.is_upper_bound
-    assert eager.total - flex.total > 3 * 512 * 512 * 4 * params.batch_size  # the scores of a layer in fp32
-    CONFIGS["llama"].save_pretrained(llama.directory())
-    varlen = measure(llama, dataclasses.replace(params, attention="varlen"), 2, 512)
-    monkeypatch.setattr(peak_memory, "choose_attention", lambda *_: "flex")
-    assert measure(llama, params, 2, 512).total == pytest.approx(varlen.total, rel=0.05)
-
-
 def test_the_loss_is_computed_in_parts_as_large_as_on_the_device(params: TrainParams, tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**{**CONFIGS["llama"].to_dict(), "vocab_size": 49152})
     config.save_pretrained(tmp_path)
@@ -344,7 +329,7 @@ def test_a_real_step_allocates_what_is_predicted(
     manifest = manifest_of(tmp_path, with_weights=False)
     params = dataclasses.replace(params, **{"batch_size": 2, "total_batch_size": 2, "precision": "bf16", **changes})
     predicted = measure(manifest, params, 1, 16, "cpu").total
-    params = peak_memory.choose(manifest, params, "cpu")
+    params = peak_memory.choose(manifest, params)
     mesh = request.getfixturevalue("mesh")  # another process group than that of `measure`
     gc.collect()  # what ends within the block must not have begun before
     with profile(profile_memory=True, acc_events=True) as profiler:
@@ -385,7 +370,7 @@ manifest = manifest_of(Path(), with_weights=False)
 params = load_params(TrainParams, path=Path(sys.argv[2]))
 params = dataclasses.replace(params, **{"batch_size": 1, "total_batch_size": 1, "precision": "fp32", **changes})
 predicted = measure(manifest, params, 1, num_tokens, "cpu").total / 2**30
-params = choose(manifest, params, "cpu")
+params = choose(manifest, params)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 weight = torch.randn(512, 512, requires_grad=True)
 (weight @ weight).sum().backward()  # what a first product allocates for good
