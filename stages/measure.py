@@ -76,7 +76,7 @@ class Request(Record):
     eos_token_id: int
     """That ends the documents."""
     eval_rows: int | None
-    """Rows that the training has measured, as in params.yaml."""
+    """Rows that the training has measured; null: all."""
     batch_size: int
     """Rows per forward pass."""
     document_mask: bool

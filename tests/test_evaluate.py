@@ -307,14 +307,6 @@ def test_a_loss_of_nothing_is_compared_too() -> None:
         evaluate.check_export(dataclasses.replace(evaluation, exported=some), {"precision": "fp32", "tf32": False})
 
 
-@pytest.mark.parametrize(("name", "here"), [("eval_rows", "null"), ("document_mask", "false")])
-def test_parameters_other_than_those_of_the_training_are_refused(name: str, here: str) -> None:
-    write_params(**{name: json.loads(here)})
-    write_lineage(**{name: True})
-    with pytest.raises(StageError, match=rf"{name} is {here} in params.yaml, and was true in the training: set it"):
-        run_stage()
-
-
 def test_rows_other_than_those_of_the_training_are_refused() -> None:
     lineage = (MODEL / "lineage.json").read_bytes()
     write_rows(8)
