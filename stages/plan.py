@@ -316,10 +316,8 @@ def check_num_ranks(params: TrainParams, num_ranks: int | None) -> None:
     Raises:
         StageError: they cannot share `total_batch_size` evenly, or be grouped as `fsdp` asks.
     """
-    if num_ranks is None:
-        params.check_any_num_ranks()
-    else:
-        params.grad_accum_steps(num_ranks)
+    params.grad_accum_steps(num_ranks or 1)  # what one rank cannot, no number of them can
+    if num_ranks is not None:
         params.fsdp.mesh_shape(num_ranks, num_ranks)
 
 
