@@ -25,7 +25,7 @@ from stages.artifacts import history
 from stages.artifacts.errors import StageError
 from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.training.state import STATE, TrainState
-from stages.training.verification import find_damaged, shares
+from stages.training.verification import find_damaged
 from tests.project import flip_bit
 from tests.ranks import Ranks
 from tests.trainings import Given, names, published, result
@@ -244,13 +244,6 @@ def test_30_a_file_with_an_unreadable_block_counts_as_damaged(
         else:  # perhaps a moment later it can be read: nothing is put in quarantine
             with pytest.raises(StageError, match="Permission denied"):
                 find_damaged({path: ""}, lambda: None)
-
-
-def test_ranks_share_a_verification_by_size(tmp_path: Path) -> None:
-    for name, size in {"a": 5, "b": 100, "c": 60, "d": 40, "e": 6}.items():
-        (tmp_path / name).write_bytes(bytes(size))
-    found = shares(tmp_path.iterdir(), 2)
-    assert [[path.name for path in share] for share in found] == [["b", "e"], ["c", "d", "a"]]
 
 
 def test_22_without_a_valid_checkpoint_the_training_does_not_start_over(finished: Given, ranks: Ranks) -> None:
