@@ -5,16 +5,13 @@ Writes   outputs/plan.json, outputs/rows.txt
 Command  python -m stages.plan
 
 The memory of each rank is measured with tensors that have no memory (stages/training/peak_memory.py); no weight is
-read. What is written depends on the manifests and the parameters alone, what is printed also on the GPUs of this
-machine.
+read. All depends on the manifests and the parameters alone; `make doctor` compares it with the GPUs of this machine.
 """
 
 import dataclasses
-import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +33,6 @@ from stages.tokens.order import step_rows
 from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
 from stages.tokens.rows import TokenRows
 from stages.training import memory_plan
-from stages.training.devices import num_devices
 from stages.training.memory_plan import PeakMemory, Table
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import check_extend_from, describe
@@ -47,12 +43,6 @@ _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
 
 MAX_VALIDATION_SHARE = 0.2
 """Of the compute of a training; `plan` warns of more."""
-
-_FIND_GPUS = """
-import json
-from torch import cuda
-print(json.dumps([cuda.get_device_properties(index).total_memory for index in range(cuda.device_count())]))
-"""
 
 _NUM_SHOWN = 3
 """Rows in rows.txt, the first ones of the first step."""
@@ -65,7 +55,7 @@ class Cluster:
     num_ranks: PositiveInt
     """Ranks of the training, on all machines."""
     gpu_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
-    """Memory of each GPU in GiB, 80 for an H100; null: that of the GPUs of this machine, if there are any."""
+    """Memory of each GPU in GiB, 80 for an H100; null: it is compared with nothing."""
 
 
 @dataclass(frozen=True)
@@ -117,28 +107,22 @@ def main() -> None:
     command.parser(__doc__).parse_args()
     params, extra = load_params(TrainParams), load_params(PlanParams)
     runtime = load_params(TrainRuntime, "runtime")
-    gpus = find_gpus()
-    # After they were counted. What is written must not depend on this machine, so to torch it has no GPU.
+    # What is written must not depend on this machine, so to torch it has no GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     with publish.lock(outputs.PLAN):
-        plan, warning = check(params, runtime, runtime.nproc_per_node and launched_ranks(runtime, len(gpus)))
+        plan, warning = check(params, runtime, runtime.nproc_per_node and launched_ranks(runtime, 0))
         model = ModelManifest.read()
         _print_summary(params, runtime, plan, model)
         if warning:
             print(f"warning: {warning}")
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
-        here = launched_ranks(runtime, len(gpus))
-        if here != num_ranks:
-            print(f"plan: a launch here starts {here} ranks: for their memory, set plan.num_ranks to {here}")
-        # Another number of ranks will have other GPUs, on other machines.
-        limit = int(gpu_gib * 2**30) if gpu_gib else min(gpus, default=None) if here == num_ranks else None
-        source = "plan.gpu_memory_gb" if gpu_gib else "of this machine"
+        limit = int(gpu_gib * 2**30) if gpu_gib else None
         peak, table = measure_memory(model, params, num_ranks, extra.seq_length, limit)
         if peak is not None and limit is not None:
-            memory_plan.check_fits(peak, table, limit, source)
+            memory_plan.check_fits(peak, table, limit, "plan.gpu_memory_gb")
         rows = preview(params, model)
-        peaks = table if gpu_gib and table else None
-        plan = dataclasses.replace(plan, inputs=inputs_digest(params), num_ranks=num_ranks, peak=peak, peaks=peaks)
+        digest = inputs_digest(params)
+        plan = dataclasses.replace(plan, inputs=digest, num_ranks=num_ranks, peak=peak, peaks=table or None)
         plan.write(outputs.PLAN)
         publish.write_text(outputs.ROWS, rows)
     encoding = sys.stdout.encoding or "utf-8"  # of a terminal that may lack a character
@@ -185,16 +169,6 @@ def measure_memory(
         print(f"plan: GiB of each rank by activation_checkpointing and batch_size; !: too much for {format_gib(limit)}")
         print("\n".join(memory_plan.lines(table, limit)))
     return peak, table
-
-
-def find_gpus() -> list[int]:
-    """The bytes of memory of each GPU of this machine that torch can use."""
-    if not num_devices():
-        return []
-    # In a process of its own: this one must not see them.
-    output = subprocess.run([sys.executable, "-c", _FIND_GPUS], stdout=subprocess.PIPE, text=True, check=True).stdout
-    sizes: list[int] = json.loads(output)
-    return sizes
 
 
 def preview(params: TrainParams, model: ModelManifest) -> str:
