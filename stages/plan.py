@@ -110,11 +110,9 @@ def main() -> None:
     # What is written must not depend on this machine, so to torch it has no GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     with publish.lock(outputs.PLAN):
-        plan, warning = check(params, runtime, runtime.nproc_per_node and launched_ranks(runtime, 0))
+        plan = check(params, runtime, runtime.nproc_per_node and launched_ranks(runtime, 0))
         model = ModelManifest.read()
         _print_summary(params, runtime, plan, model)
-        if warning:
-            print(f"warning: {warning}")
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
         limit = int(gpu_gib * 2**30) if gpu_gib else None
         peak, table = measure_memory(model, params, num_ranks, extra.seq_length, limit)
@@ -200,11 +198,8 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
     return "\n\n".join([LEGEND, *texts]) + "\n"
 
 
-def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> str | None:
+def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
     """Refuse a training whose checkpoints cannot be on the disk together.
-
-    Returns:
-        A warning, where there is little space; else None.
 
     Raises:
         StageError: naming the disk.
@@ -212,21 +207,16 @@ def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> str | 
     root = checkpoint_root(params.experiment_name)
     disk = _existing(root)
     is_shared = disk.stat().st_dev == _existing(outputs.OUTPUTS).stat().st_dev
-    model = plan.model_bytes if is_shared else 0
-    # Beside the newest checkpoints there are the one that is being written, and the best one, which may be among the
-    # newest; a short run has fewer.
-    most = runtime.keep_checkpoints + 2
-    least = min(most - 1, math.ceil(plan.steps / (runtime.ckpt_freq or plan.steps)))
+    # Beside the newest checkpoints there is the one that is being written; a short run has fewer.
+    num_checkpoints = min(runtime.keep_checkpoints + 1, math.ceil(plan.steps / (runtime.ckpt_freq or plan.steps)))
+    needed = num_checkpoints * plan.checkpoint_bytes + (plan.model_bytes if is_shared else 0)
     free = shutil.disk_usage(disk).free + _size(describe(params).directory)  # of an earlier launch, which this resumes
-    if free < least * plan.checkpoint_bytes + model:
+    if free < needed:
         raise StageError(
-            f"{root}: No space left on device: {least} checkpoints and the model need "
-            f"{format_gib(least * plan.checkpoint_bytes + model)}, and {format_gib(free)} are free: free some space, "
-            "lower runtime.keep_checkpoints, or set CHECKPOINT_ROOT to a larger disk, and run again"
+            f"{root}: No space left on device: {num_checkpoints} checkpoints and the model need {format_gib(needed)}, "
+            f"and {format_gib(free)} are free: free some space, lower runtime.keep_checkpoints, or set CHECKPOINT_ROOT "
+            "to a larger disk, and run again"
         )
-    if free < most * plan.checkpoint_bytes + model:
-        return f"{disk} has {format_gib(free)} free; set CHECKPOINT_ROOT to a larger disk"
-    return None
 
 
 def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model: ModelManifest) -> None:
@@ -269,11 +259,8 @@ def inputs_digest(params: TrainParams) -> str:
     return publish.sha256_json([identity.params, dataclasses.asdict(identity.data), identity.model])
 
 
-def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> tuple[Plan, str | None]:
+def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> Plan:
     """What a training with this number of ranks needs, except memory; None: it is not known before the training.
-
-    Returns:
-        The plan, and a warning where there is little space for checkpoints.
 
     Raises:
         StageError: the training would be refused.
@@ -281,7 +268,8 @@ def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> 
     check_num_ranks(params, num_ranks)
     plan = estimate(params, ModelManifest.read(), PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
     check_extend_from(describe(params), runtime)
-    return plan, check_disk(params, runtime, plan)
+    check_disk(params, runtime, plan)
+    return plan
 
 
 def check_num_ranks(params: TrainParams, num_ranks: int | None) -> None:

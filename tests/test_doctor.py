@@ -130,7 +130,7 @@ def ready(training: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
 def write_plan(num_ranks: int = 2) -> Plan:
     """The plan of the project here, for some ranks."""
     params, runtime = plan.load_params(plan.TrainParams), plan.load_params(plan.TrainRuntime, "runtime")
-    estimated, _ = plan.check(params, runtime, None)
+    estimated = plan.check(params, runtime, None)
     estimated = dataclasses.replace(estimated, inputs=plan.inputs_digest(params), num_ranks=num_ranks, peak=PEAK)
     estimated.write(plan.outputs.PLAN)
     return estimated

@@ -260,19 +260,13 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(
         size = int(checkpoints * needs.checkpoint_bytes) + needs.model_bytes
         monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
 
-    free(4)
-    assert plan.check_disk(small, runtime, needs) is None
-    free(2)  # those of steps 2 and 4; `ckpt_minutes` may ask for more
-    assert "set CHECKPOINT_ROOT to a larger disk" in str(plan.check_disk(small, runtime, needs))
+    free(2)  # those of steps 2 and 4
+    plan.check_disk(small, runtime, needs)
     free(1.9)
     with pytest.raises(StageError, match=r"2 checkpoints and the model need .* CHECKPOINT_ROOT to a larger disk"):
         plan.check_disk(small, runtime, needs)
     long = plan.load_params(TrainParams)
-    free(3)  # two, and the one that is being written; the best one may be among them
-    assert "set CHECKPOINT_ROOT to a larger disk" in str(
-        plan.check_disk(long, runtime, plan.estimate(long, model, rows, rows))
-    )
-    free(2.9)
+    free(2.9)  # two, and the one that is being written; the best one may be among them
     with pytest.raises(StageError, match="3 checkpoints and the model need"):
         plan.check_disk(long, runtime, plan.estimate(long, model, rows, rows))
     free(1.9)
