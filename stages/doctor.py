@@ -100,7 +100,6 @@ def _find(node: "Node", full: bool, environment: Mapping[str, str]) -> Found[Non
         directories["checkpoints"] = checkpoint_root(found.train.experiment_name)
     yield from machine.check_directories(directories, node.num_nodes)
     yield from collect(machine.check_shared_memory)
-    yield from collect(machine.check_open_files)
     has_tokens = yield from collect(partial(settings.check_tokens, full))
     if found:
         yield from collect(partial(settings.check_data, found))

@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -369,13 +368,6 @@ def test_the_memory_of_a_job_is_its_limit(tmp_path: Path, own: str, file: str) -
 
 def test_shared_memory(tmp_path: Path) -> None:
     assert "--shm-size" in warnings(lambda: machine.check_shared_memory(tmp_path, 2**60))
-
-
-@pytest.mark.parametrize(("limit", "level"), [(256, "error"), (1024, "warning"), (4096, "ok")])
-def test_open_files(limit: int, level: str) -> None:
-    found = lines(level, lambda: machine.check_open_files(lambda number: (limit, limit)))
-    assert level == "ok" or (f"{limit:,} open files: `ulimit -n 4096` by the administrator" in found)
-    assert "administrator" not in warnings(lambda: machine.check_open_files(lambda _: (1024, resource.RLIM_INFINITY)))
 
 
 def test_each_directory_of_a_disk_is_written_into(empty_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
