@@ -41,9 +41,6 @@ _FP32 = 4
 _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
 """Bytes per parameter of the optimizer state; in 8 bits, 256 values share a scale."""
 
-MAX_VALIDATION_SHARE = 0.2
-"""Of the compute of a training; `plan` warns of more."""
-
 _NUM_SHOWN = 3
 """Rows in rows.txt, the first ones of the first step."""
 
@@ -236,8 +233,6 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
             f"plan: {plan.validations:,} validations of {plan.rows_per_validation:,} rows: about "
             f"{plan.validation_share:.0%} of the compute of the training"
         )
-    if plan.validation_share > MAX_VALIDATION_SHARE:
-        print("warning: validation uses much of the time of the training; lower eval_rows or raise eval_freq")
     if model.router_loss_coef == 0:
         print(ROUTER_LOSS_OFF)
 
