@@ -1,17 +1,24 @@
 """A project whose stages have left their records, without running them: for the tests of the report."""
 
+import hashlib
 import json
 import math
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from stages.artifacts import outputs, publish
 from stages.artifacts.origin import RECORDS
+from stages.artifacts.params_file import flatten
 
 PHASES = ("data", "forward", "backward", "update", "validation", "saving", "other")
 MODEL = Path("outputs/exp/model")
+POINTER = Path("outputs/exp/run.json")
+OUTS = (POINTER, MODEL, outputs.HISTORY, outputs.SPEED, outputs.TRAIN_METRICS, outputs.EVALUATION, outputs.METRICS)
 
 
 def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None:
@@ -49,6 +56,7 @@ def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None
     }  # fmt: skip
     write_json(MODEL / "lineage.json", lineage)
     write_json(MODEL / "config.json", {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "n_head": 4})
+    write_json(POINTER, {"run_id": f"run{lr}"})
     write_courses(loss, lr, steps)
     cost = {"training_seconds": 4000.0, "milliseconds": dict.fromkeys(PHASES, 2.0), "tokens_per_second": 5120.0,
             "mfu": 0.41, "memory_peak_gib": 1.5, "launches": 3}  # fmt: skip
@@ -83,6 +91,50 @@ def write_courses(loss: float, lr: float, steps: int) -> None:
 def write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value))
+
+
+def git(*arguments: str) -> None:
+    identity = ("-c", "user.name=test", "-c", "user.email=test@example.com")
+    subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
+
+
+def commit(subject: str) -> None:
+    """Do as `dvc repro` and `git commit` would: the outs go into DVC's cache, and their digests into dvc.lock."""
+    if not Path(".git").exists():
+        git("init", "-q", "-b", "main")
+        Path(".dvc").mkdir()
+        Path(".dvc/config").write_text("[core]\n    analytics = false\n")
+        Path(".gitignore").write_text("/outputs\n/data\n/.dvc/tmp\n/.dvc/cache\n")
+        stages = {"train": {"cmd": "true", "outs": [str(path) for path in OUTS if path != outputs.METRICS],
+                            "metrics": [str(outputs.METRICS)]}}  # fmt: skip
+        Path("dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
+    lineage = publish.read_json(MODEL / "lineage.json")
+    Path("params.yaml").write_text(yaml.safe_dump({**lineage["params"], "runtime": {"log_freq": 10}}))
+    outs = [{"path": str(path), "hash": "md5", "md5": add_to_cache(path)} for path in OUTS if path.exists()]
+    params = {"params.yaml": dict(flatten(lineage["params"]))}
+    lock = {"schema": "2.0", "stages": {"train": {"cmd": "true", "params": params, "outs": outs}}}
+    Path("dvc.lock").write_text(yaml.safe_dump(lock))
+    git("add", ".")
+    git("commit", "-qm", subject)
+
+
+def add_to_cache(path: Path) -> str:
+    """Copy an out into DVC's cache; returns its MD5 there."""
+    if path.is_dir():
+        entries = [{"md5": add_to_cache(file), "relpath": file.name} for file in sorted(path.iterdir())]
+        content, suffix = json.dumps(entries).encode(), ".dir"
+    else:
+        content, suffix = path.read_bytes(), ""
+    digest = hashlib.md5(content).hexdigest() + suffix
+    target = cached(digest)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content)
+    return digest
+
+
+def cached(digest: str) -> Path:
+    """The file of a digest in DVC's cache."""
+    return Path(".dvc/cache/files/md5", digest[:2], digest[2:])
 
 
 def chromium() -> str | None:

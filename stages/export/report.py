@@ -1,4 +1,4 @@
-"""The report on a training: what data, what model, what it cost, and what it learned.
+"""The report on a training: what data, what model, what it cost, what it learned, and the run before beside it.
 
     report.html                        opens without a network; wide or narrow, on paper
     loss.svg, learning_rate.svg, ...   its pictures
@@ -13,14 +13,12 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from stages.artifacts import history, origin, outputs, publish
+from stages.artifacts import origin, outputs, publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.identity import Adoption
-from stages.artifacts.model_files import CONFIG, LINEAGE
-from stages.artifacts.params_file import flatten
-from stages.export import pictures
-from stages.export.evaluation import Evaluation
-from stages.export.provenance import Lineage
+from stages.artifacts.model_files import CONFIG
+from stages.export import pictures, runs
+from stages.export.runs import Number, Run
 
 PAGE = "report.html"
 _MANIFEST = Path("data/model.json")
@@ -36,31 +34,32 @@ def write(directory: Path, experiment_name: str) -> None:
     Raises:
         StageError: a file of the run is missing or damaged.
     """
-    model = outputs.directory(experiment_name) / "model"
-    evaluation, lineage = Evaluation.read(outputs.EVALUATION), Lineage.read(model / LINEAGE)
-    trained, numbers = _trained(evaluation)
+    run = Run.read(Path(), experiment_name)
+    before = runs.previous(run)
     figures = {}
-    for kind, table in ((pictures.COURSE, outputs.HISTORY), (pictures.SPEED, outputs.SPEED)):
-        rows = history.read(table)
+    for kind, table in ((pictures.COURSE, "history"), (pictures.SPEED, "speed")):
         for name, picture in kind.items():
-            if drawn := pictures.draw(picture, rows):
+            rows, older = getattr(run, table), getattr(before.run, table) if before else []
+            if drawn := pictures.draw(picture, rows, older):
                 svg, text = drawn
                 publish.write_text(directory / f"{name}.svg", svg)
                 figures[picture.caption] = (base64.b64encode(svg.encode()).decode(), text)
+    here, there = (made_of(one) if one else {} for one in (run, before.run if before else None))
     content = _environment().get_template(PAGE).render(
         name=experiment_name,
         colors=pictures.COLORS,
-        is_random=lineage.params.get("initial_weights") == "random" or not publish.read_json(_MANIFEST)["weights"],
-        lineage=lineage,
-        evaluation=evaluation,
-        trained=trained,
-        numbers=numbers,
-        adopted=_adoptions(lineage.adopted),
+        is_random=run.lineage.params.get("initial_weights") == "random" or not publish.read_json(_MANIFEST)["weights"],
+        run=run,
+        adopted=_adoptions(run.lineage.adopted),
         figures=figures,
-        params=_params(lineage),
-        data=_records(lineage),
+        before=before,
+        results=compared(run.numbers, before.run.numbers) if before else [],
+        differences=[
+            (name, here.get(name), there.get(name)) for name in here | there if here.get(name) != there.get(name)
+        ],
+        data=_records(run),
         rows=_text(outputs.ROWS, "plan"),
-        config=json.loads(_text(model / CONFIG, "consolidate")),
+        config=json.loads(_text(outputs.directory(experiment_name) / "model" / CONFIG, "consolidate")),
     )  # fmt: skip
     publish.write_text(directory / PAGE, content)
 
@@ -74,37 +73,31 @@ def _environment() -> Environment:
     return environment
 
 
-def _trained(evaluation: Evaluation) -> tuple[dict[str, Any], dict[str, tuple[float | None, str]]]:
-    """The content of train_metrics.json; and the numbers of a run, each with its format, None where it is not known.
-
-    Raises:
-        StageError: the file is missing or damaged.
-    """
-    loss = evaluation.validation
-    try:
-        trained: dict[str, Any] = publish.read_json(outputs.TRAIN_METRICS)
-        cost = trained["cost"]
-        return trained, {
-            "validation loss": (loss.loss if loss else None, ".4f"),
-            "perplexity": (loss.perplexity if loss else None, ",.2f"),
-            "bits per byte": (loss.bits_per_byte if loss else None, ".4f"),
-            "parameters": (evaluation.num_parameters, ",d"),
-            "steps": (trained["steps"], ",d"),
-            "tokens": (trained["tokens"], ",d"),
-            "tokens per second": (cost["tokens_per_second"], ",.0f"),
-            "MFU": (cost["mfu"], ".3f"),
-            "peak memory of rank 0 (GiB)": (cost["memory_peak_gib"], ",.3f"),
-        }
-    except FileNotFoundError:
-        raise StageError(f"{outputs.TRAIN_METRICS} is missing: run `dvc repro train`") from None
-    except (ValueError, KeyError, TypeError):
-        raise StageError(f"{outputs.TRAIN_METRICS} is not valid: run `dvc repro -f -s train`") from None
+def compared(here: dict[str, Number], there: dict[str, Number]) -> list[tuple[str, str, str, str]]:
+    """The numbers of two runs, where both are known, and the difference as a reader computes it."""
+    lines = []
+    for name, (ours, spec) in here.items():
+        theirs, _ = there[name]
+        if ours is not None and theirs is not None:
+            shown, other = format(ours, spec), format(theirs, spec)
+            a, b = (float(text.replace(",", "")) for text in (shown, other))
+            lines += [(name, shown, other, format(a - b, f"+{spec.replace('d', '.0f')}") if a != b else "0")]
+    return lines
 
 
-def _params(lineage: Lineage) -> dict[str, dict[str, Any]]:
-    """The parameters of each stage that are known, by dotted name."""
-    stages = {stage: origin.params for stage, origin in lineage.origins.items()}
-    return {stage: dict(flatten(values)) for stage, values in {**stages, "train": lineage.params}.items()}
+def made_of(run: Run) -> dict[str, Any]:
+    """What decided the result of a run."""
+    lineage = run.lineage
+    params = {name: found for values in run.params().values() for name, found in values.items()}
+    return params | {
+        "initial model": f"{lineage.model.name}, {lineage.model.revision}",
+        "files of the initial model": lineage.model.manifest[:10],
+        "training rows": lineage.data.train[:10],
+        "held-out rows": lineage.data.validation[:10],
+        "code of train": lineage.code[:10],
+        "dtype of the exported weights": run.evaluation.dtype,
+        **lineage.packages,
+    }
 
 
 def _adoptions(adopted: Adoption | None) -> list[Adoption]:
@@ -112,9 +105,9 @@ def _adoptions(adopted: Adoption | None) -> list[Adoption]:
     return [adopted, *_adoptions(adopted.adopted)] if adopted else []
 
 
-def _records(lineage: Lineage) -> dict[str, Any]:
+def _records(run: Run) -> dict[str, Any]:
     """What the data stages have recorded of the rows that the run was trained on, by stage."""
-    tokens = publish.sha256_json([lineage.data.train, lineage.data.validation])
+    tokens = publish.sha256_json([run.lineage.data.train, run.lineage.data.validation])
     return {stage: publish.read_json(origin.RECORDS[stage]) for stage in origin.find_records(tokens)}
 
 
