@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -148,7 +149,7 @@ def prepare(program: str, checkpoint: Path, output: Path) -> Callable[[], object
             with ThreadPoolExecutor(number) as threads:  # as `record.check_files` does
                 list(threads.map(publish.sha256_file, shards.glob("*.distcp")))
             weights = stream.ShardedTensors(shards)
-            stream.write_safetensors(weights, weights.specs(), output, number, dtype=dtype, max_shard_bytes=5e9)
+            stream.write_safetensors(weights, specs(shards), output, number, dtype=dtype, max_shard_bytes=5e9)
 
         return ours
     if name == "dcp_to_torch_save":
@@ -161,9 +162,14 @@ def prepare(program: str, checkpoint: Path, output: Path) -> Callable[[], object
         return lambda: merge_fsdp_weights(str(shards / "model"), str(output))
     from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
-    names = stream.ShardedTensors(shards).specs()
-    files_of = {name: 1 + index * 64 * 2**20 // 5_000_000_000 for index, name in enumerate(names)}
+    files_of = {name: 1 + index * 64 * 2**20 // 5_000_000_000 for index, name in enumerate(specs(shards))}
     return lambda: consolidate_safetensors_files(str(checkpoint / "hf"), str(output), files_of, number)
+
+
+def specs(shards: Path) -> dict[str, stream.TensorSpec]:
+    """The tensors of the model, by name."""
+    entries: dict[str, Any] = dcp.FileSystemReader(shards / "model").read_metadata().state_dict_metadata
+    return {name: stream.TensorSpec(tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
 
 
 def peak() -> float:

@@ -1,17 +1,13 @@
-"""List, verify, delete, push and pull the checkpoints of an experiment.
+"""List, verify and delete the checkpoints of an experiment.
 
 Reads    outputs/<experiment_name>/checkpoints/, outputs/<experiment_name>/run.json, and what identifies the current
          run: params.yaml, data/tokens, data/model.json
-Writes   push: the DVC remote or a directory; pull: checkpoints; `prune --yes` deletes; the others write nothing
-Command  python -m stages.checkpoints list | verify | prune [--other-runs] [--yes] | push [--to DIR] | pull [--from DIR]
+Writes   nothing; `prune --yes` deletes
+Command  python -m stages.checkpoints list | verify | prune [--other-runs] [--yes]
 
 prune keeps the newest valid checkpoint of each run and its best; of an unfinished run also the newest
 `runtime.keep_checkpoints`. With --other-runs, it deletes all checkpoints but those of the current run. It never touches
 a run that is being trained, nor the checkpoint that run.json points to.
-
-push copies the last checkpoint of a finished run and its best, one of which run.json points to, to the default remote
-of DVC or to a directory. In another clone, where git and `dvc pull` have brought run.json, pull brings these
-checkpoints, and `consolidate` runs there without a training.
 """
 
 import argparse
@@ -25,7 +21,6 @@ from stages.artifacts import command
 from stages.artifacts.command import format_gib
 from stages.artifacts.errors import StageError
 from stages.artifacts.params_file import load_params
-from stages.artifacts.record import DamagedFile
 from stages.checkpointing import retention
 from stages.checkpointing.layout import (
     CheckpointManifest,
@@ -34,9 +29,8 @@ from stages.checkpointing.layout import (
     list_checkpoints,
     verify,
 )
-from stages.checkpointing.lock import read_lock, try_delete_lock, try_writer_lock
-from stages.checkpointing.pointer import RunPointer, pointer_path, resolve
-from stages.checkpointing.transfer import Store, last_and_best
+from stages.checkpointing.lock import try_delete_lock, try_writer_lock
+from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import Run, describe
 
@@ -49,18 +43,8 @@ def main() -> None:
     pruning = commands.add_parser("prune", help="show what can be deleted")
     pruning.add_argument("--other-runs", action="store_true", help="all checkpoints but those of the current run")
     pruning.add_argument("--yes", action="store_true", help="delete it")
-    pushing = commands.add_parser("push", help="copy the last and the best checkpoint of a finished run")
-    pushing.add_argument("--to", type=Path, metavar="DIR", dest="store", help="default: the remote of DVC")
-    pulling = commands.add_parser("pull", help="bring the checkpoints that another clone has pushed")
-    pulling.add_argument("--from", type=Path, metavar="DIR", dest="store", help="default: the remote of DVC")
     arguments = parser.parse_args()
     params = load_params(TrainParams)
-    if arguments.command == "push":
-        _push(params.experiment_name, arguments.store)
-        return
-    if arguments.command == "pull":
-        _pull(params.experiment_name, arguments.store)
-        return
     root = checkpoint_root(params.experiment_name)
     runs = sorted(path for path in root.glob("*/") if path.is_dir())
     if not runs:
@@ -71,49 +55,6 @@ def main() -> None:
         _verify(runs)
     else:
         _prune(runs, describe(params), arguments)
-
-
-def _push(experiment_name: str, directory: Path | None) -> None:
-    _, pointed = resolve(experiment_name)
-    store = Store.open(directory)
-    with read_lock([pointed.parent]):
-        for checkpoint in last_and_best(pointed):
-            store.push(checkpoint, experiment_name)
-            print(f"{checkpoint} is in {store.root}")
-
-
-def _pull(experiment_name: str, directory: Path | None) -> None:
-    path = pointer_path(experiment_name)
-    if not path.exists():
-        raise StageError(f"{path}, which names the checkpoints, is missing: `dvc pull {path}` brings it")
-    pointer = RunPointer.read(path)
-    run = pointer.path(experiment_name).parent
-    store = Store.open(directory)
-    names = store.list_checkpoints(experiment_name, pointer.run_id)
-    if pointer.checkpoint not in names:
-        raise StageError(
-            f"{store.path(experiment_name, pointer.run_id)} does not contain {pointer.checkpoint}: run "
-            "`python -m stages.checkpoints push` where it was trained"
-        )
-    with try_writer_lock(run, "pulling") as is_locked:
-        if not is_locked:
-            raise StageError(f"{run} is being trained: wait for it, or stop it with SIGTERM")
-        for checkpoint in (run / name for name in names):
-            if not _is_there(checkpoint, pointer):
-                if checkpoint.exists():
-                    retention.quarantine(checkpoint)
-                store.pull(experiment_name, checkpoint)
-            print(f"{checkpoint} is valid")
-    resolve(experiment_name)  # not another result by the same name
-
-
-def _is_there(checkpoint: Path, pointer: RunPointer) -> bool:
-    try:
-        manifest = verify(checkpoint)
-    except DamagedFile:
-        return False
-    # The same run, trained here too, may have other weights: on a GPU the same to rounding only.
-    return checkpoint.name != pointer.checkpoint or manifest.result_sha256 == pointer.result_sha256
 
 
 def _list(runs: list[Path], params: TrainParams) -> None:

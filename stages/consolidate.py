@@ -11,7 +11,6 @@ appears only when all files are written. Weights are stored as `save_pretrained`
 one by one, in the dtype of the initial model or in `export_dtype`.
 """
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from stages.artifacts.outputs import ExperimentName
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import check_files
 from stages.checkpointing import layout
-from stages.checkpointing.layout import METADATA, MODEL, OPTIMIZER, SCHEDULER, TensorEntry
+from stages.checkpointing.layout import METADATA, MODEL, TensorEntry
 from stages.checkpointing.lock import read_lock
 from stages.checkpointing.pointer import RunPointer, resolve
 from stages.export import card
@@ -74,12 +73,9 @@ def main() -> None:
     parser = command.parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="another checkpoint than the one in run.json")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where its model is written")
-    parser.add_argument("--optimizer", action="store_true", help="write the state of optimizer and scheduler, too")
     args = parser.parse_args()
     if (args.checkpoint is None) != (args.output is None):
         parser.error("--checkpoint and --output belong together: the model of the pipeline is that of run.json")
-    if args.optimizer and not args.checkpoint:
-        parser.error("--optimizer needs --checkpoint and --output: the model of the pipeline has no optimizer")
     params, runtime = load_params(ConsolidateParams), load_params(ConsolidateRuntime, "runtime")
     target = _new_output(args.output) if args.output else outputs.directory(params.experiment_name) / "model"
     with publish.lock(target):
@@ -88,8 +84,6 @@ def main() -> None:
             checkpoint, pointer = args.checkpoint, RunPointer.to(args.checkpoint)
         else:
             pointer, checkpoint = resolve(params.experiment_name)
-        if args.optimizer and pointer.identity.params.get("optimizer") == "adamw_8bit":
-            raise StageError("--optimizer: the moments of adamw_8bit are no plain tensors: leave the option out")
         # Config and tokenizer come from the model that data/model.json describes now, the weights from the run.
         if pointer.identity.model != publish.sha256_file(MANIFEST):
             remedy = (
@@ -99,7 +93,7 @@ def main() -> None:
             )
             raise StageError(f"{MANIFEST} is not of the model that {checkpoint} was trained from: {remedy}")
         with read_lock([checkpoint.parent]):  # a training deletes old checkpoints
-            weights = export(params, runtime, model, pointer, checkpoint, target, args.optimizer)
+            weights = export(params, runtime, model, pointer, checkpoint, target)
     size = sum((target / name).stat().st_size for name in weights)
     dtype = export_dtype(params, model)
     print(
@@ -132,7 +126,6 @@ def export(
     pointer: RunPointer,
     checkpoint: Path,
     target: Path,
-    with_optimizer: bool = False,
 ) -> list[str]:
     """Write a model directory from a checkpoint.
 
@@ -143,8 +136,6 @@ def export(
         pointer: To the checkpoint.
         checkpoint: Its directory.
         target: The model directory, replaced if it exists.
-        with_optimizer: Whether to write `optimizer.safetensors` as well: the optimizer's state, and the scheduler's in
-            its metadata.
 
     Returns:
         The names of the weight files.
@@ -160,11 +151,9 @@ def export(
 
     dtype = export_dtype(params, model)
     # All inputs are verified before the first byte is written: an error names its cause, and leaves no output.
-    kinds = [MODEL, OPTIMIZER] if with_optimizer else [MODEL]
-    manifest = layout.verify(checkpoint, names=[*(f"{kind}/{METADATA}" for kind in kinds), history.HISTORY, SCHEDULER])
-    sharded = {kind: stream.ShardedTensors(checkpoint, kind) for kind in kinds}
-    weights, states = sharded[MODEL], sharded.get(OPTIMIZER)
-    layout.verify(checkpoint, names=[f"{kind}/{file}" for kind, tensors in sharded.items() for file in tensors.files])
+    manifest = layout.verify(checkpoint, names=[f"{MODEL}/{METADATA}", history.HISTORY])
+    weights = stream.ShardedTensors(checkpoint)
+    layout.verify(checkpoint, names=[f"{MODEL}/{file}" for file in weights.files])
     # Not the old index: it would name the files of the initial model's weights.
     copied = [file for file in model.files if file not in model.weights and file != WEIGHTS_INDEX]
     source, terms = model.verify(copied), ModelLicense.read()
@@ -186,13 +175,6 @@ def export(
             weights, expected, temporary, num_workers, getattr(torch, dtype), params.max_shard_size,
             parts=meta.stored_as(reference),
         )  # fmt: skip
-        others: dict[str, str] = {}
-        if states:
-            scheduler = torch.load(checkpoint / SCHEDULER, weights_only=True)
-            metadata = {**stream.FORMAT, "lr_scheduler": json.dumps(scheduler)}
-            others = stream.write_safetensors(
-                states, states.specs(), temporary, num_workers, stem="optimizer", metadata=metadata
-            ).files
         # Read the files back as the download stage would: the model can be the start of another training.
         meta.check_headers(reference, headers.read(temporary, list(digests.files)))
         for file in [*copied, *terms.texts()]:
@@ -200,10 +182,9 @@ def export(
         _write_config(temporary / CONFIG, model.architecture, dtype)
         if GENERATION_CONFIG not in copied and reference.generation_config is not None:
             reference.generation_config.save_pretrained(temporary)
-        described = {*digests.files, *others, LINEAGE, CARD}
-        small = [path for path in temporary.iterdir() if path.name not in described]
-        others |= {path.name: publish.sha256_file(path) for path in small}
-        lineage = _lineage(pointer, checkpoint, model, source, digests, dict(sorted(others.items())))
+        small = sorted({path.name for path in temporary.iterdir()} - {*digests.files, LINEAGE, CARD})
+        others = {name: publish.sha256_file(temporary / name) for name in small}
+        lineage = _lineage(pointer, checkpoint, model, source, digests, others)
         lineage.write(temporary / LINEAGE)  # over the copied file of that name, if the initial model has one
         text = card.readme(
             lineage, model.architecture, dtype, not model.weights,

@@ -87,7 +87,6 @@ def _find(num_nodes: int, full: bool, environment: Mapping[str, str]) -> Found[N
         directories["checkpoints"] = checkpoint_root(found.train.experiment_name)
     yield from machine.check_directories(directories, num_nodes)
     yield from collect(machine.check_shared_memory)
-    yield from collect(machine.check_open_files)
     has_tokens = yield from collect(partial(settings.check_tokens, full))
     if found:
         yield from collect(partial(settings.check_data, found))

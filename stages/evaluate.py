@@ -11,7 +11,6 @@ One process per GPU of this machine measures the model, or as many as train on C
 written where the exported weights have another loss than those that were trained, by more than rounding explains.
 """
 
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -33,7 +32,7 @@ from stages.export.evaluation import Evaluation, Loss, bits_per_byte, perplexity
 from stages.export.provenance import Lineage
 from stages.measure import MEASUREMENTS, REQUEST, Measurements, Part, Request, remedies, stored_dtype
 from stages.model.manifest import MANIFEST, ModelManifest
-from stages.tokens.packed import METRICS, REMEDY, VALIDATION, PackedTokens, PackMetrics, PartMetrics, SplitMetrics
+from stages.tokens.packed import METRICS, REMEDY, VALIDATION, PackedTokens, PackMetrics, PartMetrics
 
 BATCH_TOKENS = 8192
 """Of a forward pass, unless a row is longer. More would hardly be faster, and a GPU may hold the whole model here."""
@@ -55,10 +54,6 @@ class EvaluateParams:
     """Rows per forward pass where `eval_batch_size` is null."""
     eval_batch_size: PositiveInt | None
     """Rows per forward pass."""
-    document_mask: bool
-    """Whether tokens attend within their own document only, as in training."""
-    eval_rows: PositiveInt | None
-    """Held-out rows that the training measured; null for all."""
     eval_samples: NonNegativeInt
     """How many texts the model continues; 0 for none."""
 
@@ -133,7 +128,8 @@ def evaluate(
     course = history.read(outputs.HISTORY)
     model, data = ModelManifest.read(), PackMetrics.read(METRICS)
     rows = PackedTokens.read(VALIDATION)
-    check_rows(rows, params, lineage)
+    if rows.fingerprint != lineage.data.validation:
+        raise StageError(f"{VALIDATION} has other rows than the training measured: run `dvc repro evaluate`")
     if model.eos_token_id is None:  # the one that `pack` wrote; the exported config may have another
         raise StageError(f"{MANIFEST}: the tokenizer has no EOS token, which must end the documents")
     check_files(rows.digests, REMEDY)
@@ -144,16 +140,15 @@ def evaluate(
             weights=[*lineage.weights],
             layer_classes=model.layer_classes,
             eos_token_id=model.eos_token_id,
-            splits={name: split.tokens for name, split in data.held_out.items()},
-            eval_rows=params.eval_rows,
+            eval_rows=lineage.params["eval_rows"],
             batch_size=min(params.eval_batch_size or params.batch_size, max(1, BATCH_TOKENS // rows.seq_length)),
-            document_mask=params.document_mask,
+            document_mask=lineage.params["document_mask"],
             num_samples=params.eval_samples,
             timeout_minutes=runtime.timeout_minutes,
         ),
         runtime,
     )
-    evaluation = describe(measurements, data, lineage, course, stored_dtype(directory))
+    evaluation = describe(measurements, data.validation, lineage, course, stored_dtype(directory))
     check_export(evaluation, lineage.params)
     return evaluation
 
@@ -201,48 +196,26 @@ def read_verified_lineage(directory: Path) -> Lineage:
     return lineage
 
 
-def check_rows(rows: PackedTokens, params: EvaluateParams, lineage: Lineage) -> None:
-    """Check that the held-out rows are those that the training measured, and are computed in the same way.
-
-    Raises:
-        StageError: naming what differs.
-    """
-    if rows.fingerprint != lineage.data.validation:
-        raise StageError(f"{VALIDATION} has other rows than the training measured: run `dvc repro evaluate`")
-    for name in ("eval_rows", "document_mask"):
-        here, there = getattr(params, name), lineage.params[name]
-        if here != there:
-            raise StageError(
-                f"{name} is {json.dumps(here)} in params.yaml, and was {json.dumps(there)} in the training: set it "
-                "back, or run `dvc repro evaluate`, which trains again"
-            )
-
-
 def describe(
-    measurements: Measurements, data: PackMetrics, lineage: Lineage, course: list[Row], dtype: str
+    measurements: Measurements, text: PartMetrics, lineage: Lineage, course: list[Row], dtype: str
 ) -> Evaluation:
     """The content of evaluation.json.
 
     Args:
         measurements: Of the exported weights.
-        data: What `pack` has counted.
+        text: What `pack` has counted of the held-out documents.
         lineage: Of the model.
         course: Of the training.
         dtype: Of the stored weights.
     """
 
-    def measured(parts: list[Part], rows: int, text: PartMetrics | SplitMetrics) -> Loss | None:
+    def measured(*parts: Part) -> Loss | None:
         # fsum: exact, whatever the order. A mean over tokens, not over batches, which have different numbers of them.
         nats, tokens = math.fsum(part.nats for part in parts), sum(part.tokens for part in parts)
+        rows = sum(part.rows for part in parts)
         return make_loss(float(f"{nats / tokens:.{DIGITS}g}") if tokens else None, rows, tokens, text)
 
-    text = data.validation
-    exported = measured([part for part in measurements.parts if part.in_eval_rows], measurements.num_eval_rows, text)
-    by_split = {}
-    for name, split in data.held_out.items():
-        own = [part for part in measurements.parts if part.split == name]
-        if loss := measured(own, sum(part.rows for part in own), split):
-            by_split[name] = loss
+    exported = measured(measurements.eval_rows)
     losses = dict(zip(*history.series(course, "validation_loss"), strict=True))
     untrained, trained = (
         make_loss(losses.get(step), exported.rows, exported.tokens, text) if exported else None
@@ -253,8 +226,7 @@ def describe(
         step=lineage.step,
         dtype=dtype,
         num_parameters=measurements.num_parameters,
-        validation=measured(measurements.parts, measurements.num_rows, text),
-        by_split=by_split,
+        validation=measured(measurements.eval_rows, measurements.others),
         untrained=untrained,
         trained=trained,
         exported=exported,
@@ -262,7 +234,7 @@ def describe(
     )
 
 
-def make_loss(loss: float | None, rows: int, tokens: int, text: PartMetrics | SplitMetrics) -> Loss | None:
+def make_loss(loss: float | None, rows: int, tokens: int, text: PartMetrics) -> Loss | None:
     """A loss in nats per token of a text, and what follows from it; None where there is none."""
     if loss is None:
         return None

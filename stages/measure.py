@@ -75,10 +75,8 @@ class Request(Record):
     """Classes of its layers, by which it can be sharded."""
     eos_token_id: int
     """That ends the documents."""
-    splits: dict[str, int]
-    """The tokens of each held-out split, in the order of the rows."""
     eval_rows: int | None
-    """Rows that the training has measured, as in params.yaml."""
+    """Rows that the training has measured; null: all."""
     batch_size: int
     """Rows per forward pass."""
     document_mask: bool
@@ -94,11 +92,8 @@ class Request(Record):
 
 @dataclass(frozen=True)
 class Part:
-    """What was measured on some rows of one split."""
+    """What was measured on some rows."""
 
-    split: str
-    in_eval_rows: bool
-    """Whether the training has measured these rows too."""
     rows: int
     tokens: int
     """Predicted."""
@@ -113,23 +108,20 @@ class Measurements(Record):
     STAGE: ClassVar[str] = "evaluate"
 
     num_parameters: int
-    num_rows: int
-    num_eval_rows: int
-    parts: list[Part]
+    eval_rows: Part
+    """Of the rows that the training has measured too."""
+    others: Part
+    """Of all other rows."""
     samples: list[Sample]
 
 
 class Batch(NamedTuple):
-    """Some rows, of which the tokens of one split are measured."""
+    """Some rows."""
 
     rows: "NDArray[np.int64]"
     """(B,): their indices."""
-    start: int
-    """Position of the split's first token among the tokens of all rows."""
-    end: int
-    """After its last one."""
-    part: int
-    """To which part it belongs."""
+    in_eval_rows: bool
+    """Whether the training has measured them too."""
 
 
 def main() -> None:
@@ -175,10 +167,10 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
         is_sharded: Whether to shard the model over the ranks; None: where copies would not fit into memory.
 
     Returns:
-        On rank 0, what all ranks have found; on the others, what they have found themselves.
+        What all ranks have found, on rank 0; the others have nothing that counts.
 
     Raises:
-        StageError: `request` does not fit the rows, or no attention keeps the model's documents apart.
+        StageError: no attention keeps the model's documents apart.
     """
     import torch.distributed as dist
 
@@ -186,7 +178,7 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
     from stages.training.distributed import gather_on_rank0, is_rank0
 
     rows = TokenRows(VALIDATION)
-    parts, batches = plan_batches(request, rows)
+    batches = plan_batches(request, rows)
     if is_sharded is None:
         is_sharded = must_shard(request)
     heartbeat.note("loading the model")
@@ -203,45 +195,29 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
         sums = [found[index % num_ranks][0][index // num_ranks] for index in range(len(batches))]
         num_samples = sum(len(theirs) for _, theirs in found)
         samples = [found[index % num_ranks][1][index // num_ranks] for index in range(num_samples)]
-        for number, part in enumerate(parts):
-            own = [each for batch, each in zip(batches, sums, strict=True) if batch.part == number]
-            # fsum: exact, whatever the order.
-            nats, tokens = math.fsum(nats for nats, _ in own), sum(tokens for _, tokens in own)
-            parts[number] = Part(part.split, part.in_eval_rows, part.rows, tokens, nats)
-    num_eval_rows = len(rows.spread(request.eval_rows))
-    return Measurements(model.num_parameters(), len(rows), num_eval_rows, parts, samples)
+
+    def part(in_eval_rows: bool) -> Part:
+        own = [found for found in zip(batches, sums, strict=False) if found[0].in_eval_rows == in_eval_rows]
+        return Part(
+            rows=sum(len(batch.rows) for batch, _ in own),
+            tokens=sum(tokens for _, (_, tokens) in own),
+            nats=math.fsum(nats for _, (nats, _) in own),  # exact, whatever the order
+        )
+
+    return Measurements(model.num_parameters(), part(True), part(False), samples)
 
 
-def plan_batches(request: Request, rows: "TokenRows") -> tuple[list[Part], list[Batch]]:
-    """The batches, each of one split, and of rows that the training has measured or of others; and these parts.
-
-    A row that begins in one split and ends in another is measured for each of them, on its own tokens.
-
-    Raises:
-        StageError: the splits have not as many tokens as the rows.
-    """
+def plan_batches(request: Request, rows: "TokenRows") -> list[Batch]:
+    """The batches: those of rows that the training has measured, then those of the others."""
     import numpy as np
 
-    length, num_tokens = rows.seq_length, sum(request.splits.values())
-    if num_tokens // length != len(rows):
-        raise StageError(
-            f"data/pack.json lists {num_tokens} tokens, but {VALIDATION} has {len(rows)} rows of {length}: "
-            "run `dvc repro -f -s pack`"
-        )
     eval_rows = rows.spread(request.eval_rows)
-    parts: list[Part] = []
-    batches: list[Batch] = []
-    end = 0
-    for split, tokens in request.splits.items():
-        start, end = end, end + tokens
-        own = np.arange(start // length, min(-(-end // length), len(rows)))  # (rows of the split,)
-        is_measured = np.isin(own, eval_rows)
-        for in_eval_rows in (True, False):
-            some = own[is_measured == in_eval_rows]
-            for first in range(0, len(some), request.batch_size):
-                batches.append(Batch(some[first : first + request.batch_size], start, end, len(parts)))
-            parts.append(Part(split, in_eval_rows, len(some), 0, 0.0))
-    return parts, batches
+    others = np.setdiff1d(np.arange(len(rows)), eval_rows)
+    return [
+        Batch(some[first : first + request.batch_size], in_eval_rows)
+        for some, in_eval_rows in ((eval_rows, True), (others, False))
+        for first in range(0, len(some), request.batch_size)
+    ]
 
 
 def must_shard(request: Request) -> bool:
@@ -382,9 +358,6 @@ def measure_batches(
             heartbeat.note(f"measuring batch {number} of {len(own)}")
             input_ids = torch.from_numpy(rows.rows(batch.rows))  # (B, T)
             inputs = make_batch(input_ids, request.eos_token_id, request.document_mask, lengths)
-            columns = torch.arange(1, rows.seq_length + 1)  # of the tokens that are predicted
-            targets = torch.from_numpy(batch.rows)[:, None] * rows.seq_length + columns  # (B, T): among all tokens
-            inputs["labels"][(targets < batch.start) | (targets >= batch.end)] = -100  # they are of another split
             yield to_device(inputs, model.device)
 
     with torch.no_grad():

@@ -28,7 +28,6 @@ from stages.artifacts.origin import Origin
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import check_files
 from stages.corpus import arrow, comparison, encoding, fast_tokenizer, packing, vocabulary, workers
-from stages.corpus.splits import manifest_name
 from stages.model.manifest import ModelManifest
 from stages.tokens.packed import (
     METRICS,
@@ -38,7 +37,6 @@ from stages.tokens.packed import (
     EncoderMetrics,
     PackMetrics,
     PartMetrics,
-    SplitMetrics,
     fingerprint,
 )
 
@@ -103,7 +101,6 @@ class Part(NamedTuple):
     num_reused: int
     """Of the splits."""
     fingerprint: str
-    splits: list[SplitMetrics]
 
     def metrics(self) -> PartMetrics:
         num_text_tokens = self.num_tokens - self.counts.num_documents  # the others are EOS, one for each document
@@ -160,13 +157,11 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         if validation.num_rows == 0 and params.validation_splits:
             raise StageError(too_few("validation", validation, params))
         counts = train.counts + validation.counts
-        names = [Path(manifest_name(f"{index:02d}")).stem for index in range(len(shards))]
         name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
         encoder = EncoderMetrics(name, counts.num_slow, reason)
         metrics = PackMetrics(
             train.metrics(),
             validation.metrics(),
-            dict(zip(names[len(train.splits) :], validation.splits, strict=True)),
             encoder,
             Dataset.read(CORPUS, "extract").fingerprint,
             fingerprint(train.fingerprint, validation.fingerprint),
@@ -380,22 +375,19 @@ def write_rows(
     """Write the dataset of rows of some splits, and remove the files of their tokens."""
     directory.mkdir(exist_ok=True)
     counts, num_reused = packing.Counts(), 0
-    metrics: list[SplitMetrics] = []
     features = arrow.token_features(params.seq_length)
     # One shard: a row may begin in one split and end in the next.
     with arrow.StreamWriter(directory / arrow.shard_name(0, 1), features) as stream:
         writer = packing.RowWriter(stream, params.seq_length, max_batch_tokens)
         for split, of_split, is_reused in splits:
-            num_before = writer.num_tokens
             writer.add_file(split.tokens, spec)
             split.tokens.unlink()  # the store keeps them
-            metrics.append(SplitMetrics(writer.num_tokens - num_before, of_split.num_bytes))
             counts += of_split
             num_reused += is_reused
         shard = writer.close()
     dataset = Dataset(features, [shard])
     dataset.write(directory)
-    return Part(shard.rows, writer.num_tokens, counts, num_reused, dataset.fingerprint, metrics)
+    return Part(shard.rows, writer.num_tokens, counts, num_reused, dataset.fingerprint)
 
 
 def too_few(name: str, part: Part, params: PackParams) -> str:

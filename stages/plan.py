@@ -3,20 +3,15 @@
 Reads    data/model.json and the config of the model, data/tokens/train, data/tokens/validation
 Writes   outputs/plan.json, outputs/rows.txt
 Command  python -m stages.plan
-         python -m stages.plan --model DIR_OR_ID --ranks 4    only memory, of any model: nothing else is read or written
 
 The memory of each rank is measured with tensors that have no memory (stages/training/peak_memory.py); no weight is
-read. What is written depends on the manifests and the parameters alone, what is printed also on the GPUs of this
-machine.
+read. All depends on the manifests and the parameters alone; `make doctor` compares it with the GPUs of this machine.
 """
 
-import argparse
 import dataclasses
-import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,36 +24,22 @@ from stages.artifacts import command, outputs, publish
 from stages.artifacts.command import format_gib
 from stages.artifacts.dtypes import BY_NAME
 from stages.artifacts.errors import StageError, one_line
-from stages.artifacts.model_files import CONFIG, TOKENIZER
+from stages.artifacts.model_files import TOKENIZER
 from stages.artifacts.params_file import load_params
 from stages.artifacts.record import Record
 from stages.checkpointing.layout import checkpoint_root
-from stages.model import hub
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.tokens.order import step_rows
 from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
 from stages.tokens.rows import TokenRows
 from stages.training import memory_plan
-from stages.training.devices import num_devices
 from stages.training.memory_plan import PeakMemory, Table
 from stages.training.params import TrainParams, TrainRuntime
 from stages.training.run import check_extend_from, describe
 
 _FP32 = 4
-_LARGEST = 512
-"""The largest `batch_size` that is tried for a model without data, unless a larger one is given."""
-
 _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
 """Bytes per parameter of the optimizer state; in 8 bits, 256 values share a scale."""
-
-MAX_VALIDATION_SHARE = 0.2
-"""Of the compute of a training; `plan` warns of more."""
-
-_FIND_GPUS = """
-import json
-from torch import cuda
-print(json.dumps([cuda.get_device_properties(index).total_memory for index in range(cuda.device_count())]))
-"""
 
 _NUM_SHOWN = 3
 """Rows in rows.txt, the first ones of the first step."""
@@ -71,7 +52,7 @@ class Cluster:
     num_ranks: PositiveInt
     """Ranks of the training, on all machines."""
     gpu_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
-    """Memory of each GPU in GiB, 80 for an H100; null: that of the GPUs of this machine, if there are any."""
+    """Memory of each GPU in GiB, 80 for an H100; null: it is compared with nothing."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +61,7 @@ class PlanParams:
 
     plan: Cluster
     seq_length: PositiveInt
-    """Tokens per row; with `--model`, as otherwise the tokens have it."""
+    """Tokens per row."""
 
 
 @dataclass(frozen=True)
@@ -120,84 +101,28 @@ class Plan(Record):
 
 
 def main() -> None:
-    args = _arguments()
+    command.parser(__doc__).parse_args()
     params, extra = load_params(TrainParams), load_params(PlanParams)
     runtime = load_params(TrainRuntime, "runtime")
-    gpus = find_gpus()
-    # After they were counted. What is written must not depend on this machine, so to torch it has no GPU.
+    # What is written must not depend on this machine, so to torch it has no GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    if args.model is not None:
-        plan_model(args, params, extra, gpus)
-        return
     with publish.lock(outputs.PLAN):
-        plan, warning = check(params, runtime, runtime.nproc_per_node and launched_ranks(runtime, len(gpus)))
+        plan = check(params, runtime, runtime.nproc_per_node and launched_ranks(runtime, 0))
         model = ModelManifest.read()
         _print_summary(params, runtime, plan, model)
-        if warning:
-            print(f"warning: {warning}")
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
-        here = launched_ranks(runtime, len(gpus))
-        if here != num_ranks:
-            print(f"plan: a launch here starts {here} ranks: for their memory, set plan.num_ranks to {here}")
-        # Another number of ranks will have other GPUs, on other machines.
-        limit = int(gpu_gib * 2**30) if gpu_gib else min(gpus, default=None) if here == num_ranks else None
-        source = "plan.gpu_memory_gb" if gpu_gib else "of this machine"
+        limit = int(gpu_gib * 2**30) if gpu_gib else None
         peak, table = measure_memory(model, params, num_ranks, extra.seq_length, limit)
         if peak is not None and limit is not None:
-            memory_plan.check_fits(peak, table, limit, source)
+            memory_plan.check_fits(peak, table, limit, "plan.gpu_memory_gb")
         rows = preview(params, model)
-        peaks = table if gpu_gib and table else None
-        plan = dataclasses.replace(plan, inputs=inputs_digest(params), num_ranks=num_ranks, peak=peak, peaks=peaks)
+        digest = inputs_digest(params)
+        plan = dataclasses.replace(plan, inputs=digest, num_ranks=num_ranks, peak=peak, peaks=table or None)
         plan.write(outputs.PLAN)
         publish.write_text(outputs.ROWS, rows)
     encoding = sys.stdout.encoding or "utf-8"  # of a terminal that may lack a character
     shown = rows.encode(encoding, "replace").decode(encoding)
     print(f"plan: the first rows of the training, also in {outputs.ROWS}:\n{shown}", end="")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = command.parser(__doc__)
-    group = parser.add_argument_group("the memory of any model; what is not given is as in params.yaml")
-    group.add_argument("--model", metavar="DIR_OR_ID", help="a directory with a config.json, or a Hub id in HF_HOME")
-    group.add_argument("--ranks", type=int, help="of the training, on all machines")
-    group.add_argument("--batch-size", type=int, help="rows per device and forward pass")
-    group.add_argument("--seq-length", type=int, help="tokens per row")
-    help_text = f"memory of each GPU, in GiB; batch sizes up to {_LARGEST} are tried"
-    group.add_argument("--gpu-memory-gb", type=float, help=help_text)
-    args = parser.parse_args()
-    for value in (args.ranks, args.batch_size, args.seq_length, args.gpu_memory_gb):
-        if value is not None and not 0 < value < math.inf:
-            parser.error(f"{value} is not a positive number")
-    return args
-
-
-def plan_model(args: argparse.Namespace, params: TrainParams, extra: PlanParams, gpus: list[int]) -> None:
-    """Print the memory that training any model needs, from its config alone.
-
-    Raises:
-        StageError: it is not found, or is not a causal language model.
-    """
-    source = hub.resolve(args.model, "main", want_weights=False, required=(CONFIG,))
-    from stages.model import meta  # torch takes seconds to import: not for --help
-
-    unknown = ("eos_token_id", "bos_token_id", "pad_token_id")
-    model = meta.describe(
-        meta.build(source.directory), model_name=args.model, model_revision="main", commit=source.commit,
-        dtype="float32", files={}, weights=[], **dict.fromkeys(unknown),
-    )  # fmt: skip
-    params.check_packages()
-    num_ranks = extra.plan.num_ranks if args.ranks is None else args.ranks
-    batch_size = params.batch_size if args.batch_size is None else args.batch_size
-    seq_length = extra.seq_length if args.seq_length is None else args.seq_length
-    if model.max_seq_length is not None and seq_length > model.max_seq_length:
-        raise StageError(f"rows of {seq_length} tokens are too long for {args.model}: it allows {model.max_seq_length}")
-    # With several forward passes per step, which need the most, and a table of some size.
-    total = max(2 * batch_size, _LARGEST) * num_ranks
-    params = dataclasses.replace(params, batch_size=batch_size, total_batch_size=total)
-    gib = extra.plan.gpu_memory_gb if args.gpu_memory_gb is None else args.gpu_memory_gb
-    limit = int(gib * 2**30) if gib else min(gpus, default=None)
-    print(f"plan: {model.architecture}, {model.num_parameters:,} parameters")
-    measure_memory(model, params, num_ranks, seq_length, limit)
 
 
 def measure_memory(
@@ -241,16 +166,6 @@ def measure_memory(
     return peak, table
 
 
-def find_gpus() -> list[int]:
-    """The bytes of memory of each GPU of this machine that torch can use."""
-    if not num_devices():
-        return []
-    # In a process of its own: this one must not see them.
-    output = subprocess.run([sys.executable, "-c", _FIND_GPUS], stdout=subprocess.PIPE, text=True, check=True).stdout
-    sizes: list[int] = json.loads(output)
-    return sizes
-
-
 def preview(params: TrainParams, model: ModelManifest) -> str:
     """The first rows of the first step, as text.
 
@@ -278,11 +193,8 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
     return "\n\n".join([LEGEND, *texts]) + "\n"
 
 
-def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> str | None:
+def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
     """Refuse a training whose checkpoints cannot be on the disk together.
-
-    Returns:
-        A warning, where there is little space; else None.
 
     Raises:
         StageError: naming the disk.
@@ -290,21 +202,16 @@ def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> str | 
     root = checkpoint_root(params.experiment_name)
     disk = _existing(root)
     is_shared = disk.stat().st_dev == _existing(outputs.OUTPUTS).stat().st_dev
-    model = plan.model_bytes if is_shared else 0
-    # Beside the newest checkpoints there are the one that is being written, and the best one, which may be among the
-    # newest; a short run has fewer.
-    most = runtime.keep_checkpoints + 2
-    least = min(most - 1, math.ceil(plan.steps / (runtime.ckpt_freq or plan.steps)))
+    # Beside the newest checkpoints there is the one that is being written; a short run has fewer.
+    num_checkpoints = min(runtime.keep_checkpoints + 1, math.ceil(plan.steps / (runtime.ckpt_freq or plan.steps)))
+    needed = num_checkpoints * plan.checkpoint_bytes + (plan.model_bytes if is_shared else 0)
     free = shutil.disk_usage(disk).free + _size(describe(params).directory)  # of an earlier launch, which this resumes
-    if free < least * plan.checkpoint_bytes + model:
+    if free < needed:
         raise StageError(
-            f"{root}: No space left on device: {least} checkpoints and the model need "
-            f"{format_gib(least * plan.checkpoint_bytes + model)}, and {format_gib(free)} are free: free some space, "
-            "lower runtime.keep_checkpoints, or set CHECKPOINT_ROOT to a larger disk, and run again"
+            f"{root}: No space left on device: {num_checkpoints} checkpoints and the model need {format_gib(needed)}, "
+            f"and {format_gib(free)} are free: free some space, lower runtime.keep_checkpoints, or set CHECKPOINT_ROOT "
+            "to a larger disk, and run again"
         )
-    if free < most * plan.checkpoint_bytes + model:
-        return f"{disk} has {format_gib(free)} free; set CHECKPOINT_ROOT to a larger disk"
-    return None
 
 
 def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model: ModelManifest) -> None:
@@ -324,8 +231,6 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
             f"plan: {plan.validations:,} validations of {plan.rows_per_validation:,} rows: about "
             f"{plan.validation_share:.0%} of the compute of the training"
         )
-    if plan.validation_share > MAX_VALIDATION_SHARE:
-        print("warning: validation uses much of the time of the training; lower eval_rows or raise eval_freq")
     if model.router_loss_coef == 0:
         print(ROUTER_LOSS_OFF)
 
@@ -347,11 +252,8 @@ def inputs_digest(params: TrainParams) -> str:
     return publish.sha256_json([identity.params, dataclasses.asdict(identity.data), identity.model])
 
 
-def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> tuple[Plan, str | None]:
+def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> Plan:
     """What a training with this number of ranks needs, except memory; None: it is not known before the training.
-
-    Returns:
-        The plan, and a warning where there is little space for checkpoints.
 
     Raises:
         StageError: the training would be refused.
@@ -359,7 +261,8 @@ def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> 
     check_num_ranks(params, num_ranks)
     plan = estimate(params, ModelManifest.read(), PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
     check_extend_from(describe(params), runtime)
-    return plan, check_disk(params, runtime, plan)
+    check_disk(params, runtime, plan)
+    return plan
 
 
 def check_num_ranks(params: TrainParams, num_ranks: int | None) -> None:
@@ -368,10 +271,8 @@ def check_num_ranks(params: TrainParams, num_ranks: int | None) -> None:
     Raises:
         StageError: they cannot share `total_batch_size` evenly, or be grouped as `fsdp` asks.
     """
-    if num_ranks is None:
-        params.check_any_num_ranks()
-    else:
-        params.grad_accum_steps(num_ranks)
+    params.grad_accum_steps(num_ranks or 1)  # what one rank cannot, no number of them can
+    if num_ranks is not None:
         params.fsdp.mesh_shape(num_ranks, num_ranks)
 
 

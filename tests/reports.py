@@ -64,7 +64,7 @@ def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None
     measured = {"rows": 10, "tokens": 310, "loss": loss, "perplexity": math.exp(loss), "bits_per_byte": 1.25}
     evaluation = {
         "run_id": f"run{lr}", "step": steps, "dtype": "bfloat16", "num_parameters": 2_345_678, "validation": measured,
-        "by_split": {"split_02": measured, "split_03": measured}, "untrained": measured | {"loss": 8.5},
+        "untrained": measured | {"loss": 8.5},
         "trained": measured, "exported": measured, "samples": [{"prompt": "Once <b>", "continuation": " upon\n a"}],
     }  # fmt: skip
     write_json(outputs.EVALUATION, evaluation)

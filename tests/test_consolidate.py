@@ -22,7 +22,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from huggingface_hub import ModelCard
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -32,11 +31,6 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -119,10 +113,10 @@ def trained_tensors(config: PretrainedConfig) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def save(tensors: dict[str, Any], directory: Path, optimizer: dict[str, Any] | None = None) -> None:
+def save(tensors: dict[str, Any], directory: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for kind, state in (("model", tensors), ("optimizer", optimizer or {"a": {"step": torch.tensor(3.0)}})):
+        for kind, state in (("model", tensors), ("optimizer", {"a": {"step": torch.tensor(3.0)}})):
             dcp.save(state, checkpoint_id=directory / kind)
 
 
@@ -591,7 +585,7 @@ def test_the_card_has_the_evaluation_of_this_very_step() -> None:
     # With the bytes of the text there are bits per byte; of other tokens they are unknown.
     part, encoder = PartMetrics(1, 48, 48, 12, 4.0, 0.0, 0, 1), EncoderMetrics("", 0, None)
     for tokens, expected in ((fingerprint("t", "v"), 2.25 / math.log(2) / 4), ("other", None)):
-        PackMetrics(part, part, {}, encoder, "", tokens, Origin({}, {})).write(RECORDS["pack"])
+        PackMetrics(part, part, encoder, "", tokens, Origin({}, {})).write(RECORDS["pack"])
         consolidate.main()
         found = card_of((target / "README.md").read_text())
         metrics = {result.metric_type: result.metric_value for result in found.data.eval_results or []}
@@ -735,7 +729,7 @@ def test_the_lineage_names_what_encoded_the_data() -> None:
     for validation, encoder in ((None, None), ("v", "tokenizers 1"), ("of other data", None)):
         if validation:
             tokens = fingerprint("t", validation)
-            PackMetrics(part, part, {}, encoding, "", tokens, Origin({}, {})).write(Path("data/pack.json"))
+            PackMetrics(part, part, encoding, "", tokens, Origin({}, {})).write(Path("data/pack.json"))
         finish(trained_tensors(CONFIGS["llama-tied"]))
         consolidate.main()
         assert Lineage.read(Path("outputs/exp/model/lineage.json")).encoder == encoder
@@ -758,7 +752,7 @@ def test_the_lineage_names_how_the_data_was_made_and_every_file(capsys: pytest.C
     text = dataclasses.asdict(PartMetrics(1, 48, 48, 12, 4.0, 0.0, 0, 1))
     encoder = dataclasses.asdict(EncoderMetrics("", 0, None))
     digests["pack"] = {
-        "train": text, "validation": text, "held_out": {}, "encoder": encoder,
+        "train": text, "validation": text, "encoder": encoder,
         "source": "f", "fingerprint": fingerprint("t", "v"),
     }  # fmt: skip
     for stage, params in origins.items():
@@ -839,49 +833,16 @@ command.run(consolidate.main)
     assert exported_tensors().keys() == tensors.keys()
 
 
-def test_any_checkpoint_gives_a_model_and_on_request_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_checkpoint_gives_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS["llama-tied"]
     make_model(config)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
-    optimizer.step()
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    state = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
-    checkpoint = layout.checkpoint_root("exp") / "run" / layout.step_name(3)
-    checkpoint.mkdir(parents=True)
-    save(tensors, checkpoint, state)
-    finish(tensors)
+    tensors = trained_tensors(config)
+    checkpoint = make_checkpoint(tensors)
     pointer_path("exp").unlink()
-    command = ["consolidate", "--checkpoint", str(checkpoint), "--output", "elsewhere/model"]
-    file = Path("elsewhere/model/optimizer.safetensors")
-    for options in ([], ["--optimizer"]):
-        monkeypatch.setattr(sys, "argv", [*command, *options])
-        consolidate.main()
-        loaded = AutoModelForCausalLM.from_pretrained("elsewhere/model")
-        assert all(torch.equal(parameter, tensors[name]) for name, parameter in loaded.named_parameters())
-        assert file.exists() == bool(options)
-    assert Lineage.read(Path("elsewhere/model/lineage.json")).files[file.name] == publish.sha256_file(file)
-
-    manifest = CheckpointManifest.read(checkpoint)
-    identity = dataclasses.replace(manifest.identity, params={"optimizer": "adamw_8bit"})
-    dataclasses.replace(manifest, identity=identity).write(checkpoint)
-    with pytest.raises(StageError, match="moments of adamw_8bit are no plain tensors"):
-        consolidate.main()
-
-    # As in docs/training.md.
-    other = torch.optim.AdamW(loaded.parameters(), lr=1e-3)
-    full = get_optimizer_state_dict(loaded, other)
-    full["state"] = {}
-    with safe_open(file, "pt") as opened:
-        assert json.loads(opened.metadata()["lr_scheduler"]) == {"last_epoch": 3}
-        for name in opened.keys():  # noqa: SIM118  # it cannot be iterated over
-            parameter, _, key = name.rpartition(".")
-            full["state"].setdefault(parameter, {})[key] = opened.get_tensor(name)
-    set_optimizer_state_dict(loaded, other, full, options=StateDictOptions(full_state_dict=True))
-    for name, parameter in loaded.named_parameters():
-        assert other.state[parameter].keys() == state[name].keys()
-        assert all(torch.equal(value, state[name][key]) for key, value in other.state[parameter].items())
+    monkeypatch.setattr(sys, "argv", ["consolidate", "--checkpoint", str(checkpoint), "--output", "elsewhere/model"])
+    consolidate.main()
+    loaded = AutoModelForCausalLM.from_pretrained("elsewhere/model")
+    assert all(torch.equal(parameter, tensors[name]) for name, parameter in loaded.named_parameters())
 
 
 @pytest.mark.parametrize("output", [".", "outputs", "outputs/exp", "notes", "notes/a.txt"])
@@ -932,7 +893,7 @@ def test_a_checkpoint_of_another_model_is_said_to_be_one(monkeypatch: pytest.Mon
         consolidate.main()
 
 
-@pytest.mark.parametrize("options", [["--checkpoint", "a"], ["--output", "a"], ["--optimizer"]])
+@pytest.mark.parametrize("options", [["--checkpoint", "a"], ["--output", "a"]])
 def test_options_that_belong_together(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["consolidate", *options])
     with pytest.raises(SystemExit, match="2"):

@@ -209,22 +209,6 @@ def test_a_directory_that_does_not_exist_is_not_taken_for_a_model_of_the_hub(hom
         describe("models/nano/config.json")
 
 
-def test_a_misspelt_hub_id_is_answered_with_the_one_in_the_cache(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    snapshot = cached(write_model(Path("source")), home)
-    write_model(Path("models/nano-llama"), weights=False)
-    for name, similar in (("someone/tinny", HUB_ID), ("Someone/Tiny", HUB_ID), ("nano-llama", "models/nano-llama")):
-        with pytest.raises(
-            StageError, match=f"similar name is here: '{similar}'.*use that one, or run `hf download {name}"
-        ):
-            describe(name)
-    with pytest.raises(StageError, match="forbids fetching it: run `hf download another/model"):
-        describe("another/model")
-    (snapshot / "tokenizer.json").unlink()  # the name is right, the copy is incomplete
-    with pytest.raises(StageError, match=f"forbids fetching it: run `hf download {HUB_ID}"):
-        describe(HUB_ID)
-
-
 @pytest.mark.parametrize("lacking", ["config.json", "tokenizer.json", "weights"])
 def test_a_cache_that_lacks_a_file_is_refused_offline(
     home: Path, monkeypatch: pytest.MonkeyPatch, lacking: str

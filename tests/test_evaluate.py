@@ -39,7 +39,7 @@ from stages.measure import Measurements, Request
 from stages.model.manifest import ModelManifest
 from stages.tokens import document_mask
 from stages.tokens.loss import LossHead
-from stages.tokens.packed import METRICS, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics, SplitMetrics
+from stages.tokens.packed import METRICS, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics
 from stages.tokens.rows import TokenRows
 from stages.training import distributed, watchdog
 from stages.training.state import TrainMetrics
@@ -55,7 +55,7 @@ LLAMA = LlamaConfig(
     max_position_embeddings=48,
 )  # fmt: skip
 RUNTIME = EvaluateRuntime(nproc_per_node=1, timeout_minutes=5)
-TEXT = SplitMetrics(tokens=1, bytes=1)
+TEXT = PartMetrics(1, 1, 1, 1, 1.0, 0.0, 0, 1)
 COLUMNS = "step\tepoch\ttokens\tloss\tlr\tgrad_norm\tvalidation_loss"
 
 
@@ -107,11 +107,8 @@ def write_history(untrained: float | None = None, trained: float | None = None) 
     Path("outputs/history.tsv").write_text("\n".join([COLUMNS, *rows, ""]))
 
 
-def write_rows(num_rows: int, length: int = LENGTH, splits: tuple[int, ...] = ()) -> None:
-    """Write rows of random tokens as the pack stage does: with the digests of the shard in state.json.
-
-    `splits` are the tokens of all but the last; a byte is a token in that one, and half a token in the others.
-    """
+def write_rows(num_rows: int, length: int = LENGTH) -> None:
+    """Write rows of random tokens as the pack stage does: with the digests of the shard in state.json."""
     shutil.rmtree(VALIDATION, ignore_errors=True)
     rows = np.random.default_rng(0).integers(1, 64, (num_rows, length), dtype=np.int32)
     rows[:1][rows[:1] == EOS] = 3  # the first row is a part of one document
@@ -122,13 +119,9 @@ def write_rows(num_rows: int, length: int = LENGTH, splits: tuple[int, ...] = ()
     info = publish.read_json(VALIDATION / "dataset_info.json")
     Dataset(features=info["features"], shards=shards).write(VALIDATION)
     # With the tokens of a partial row, which pack drops.
-    tokens = [*splits, num_rows * length + length // 2 - sum(splits)] if num_rows else []
-    held_out = {f"split_{number}": SplitMetrics(each, 2 * each) for number, each in enumerate(tokens)}
-    if tokens:
-        held_out[f"split_{len(tokens) - 1}"] = SplitMetrics(tokens[-1], tokens[-1])
-    num_bytes = sum(split.bytes for split in held_out.values())
-    part = PartMetrics(1, num_bytes, num_bytes, sum(tokens), 1.0, 0.0, 0, num_rows)
-    PackMetrics(part, part, held_out, EncoderMetrics("", 0, None), "", "", Origin({}, {})).write(METRICS)
+    tokens = num_rows * length + length // 2 if num_rows else 0
+    part = PartMetrics(1, tokens, tokens, tokens, 1.0, 0.0, 0, num_rows)
+    PackMetrics(part, part, EncoderMetrics("", 0, None), "", "", Origin({}, {})).write(METRICS)
     if MODEL.exists():
         write_lineage()
 
@@ -208,29 +201,6 @@ def test_loss_and_perplexity_are_those_of_each_document_alone(document_mask: boo
     assert (evaluation.run_id, evaluation.step, evaluation.dtype) == ("0123", 3, "float32")
 
 
-def test_each_split_has_a_loss_of_its_own() -> None:
-    """Also one that ends within a row, and one within a single row."""
-    write_params(eval_rows=4)
-    write_rows(7, splits=(40, 5, 90))
-    found = run_stage().by_split
-    borders = [(0, 40), (40, 45), (45, 135), (135, None)]
-    assert list(found) == ["split_0", "split_1", "split_2", "split_3"]
-    for (first, last), loss in zip(borders, found.values(), strict=True):
-        expected, tokens = reference_loss(True, first, last)
-        assert (loss.tokens, loss.loss) == (tokens, pytest.approx(expected, abs=1e-5))
-    assert [loss.rows for loss in found.values()] == [2, 1, 5, 2]
-    per_byte = [loss.bits_per_byte / loss.loss * math.log(2) for loss in found.values() if loss.bits_per_byte]
-    assert per_byte == pytest.approx([0.5, 0.5, 0.5, 1])
-    validation = run_stage().validation
-    assert validation is not None
-    assert (validation.rows, validation.tokens) == (7, sum(loss.tokens for loss in found.values()))
-    assert validation.loss == pytest.approx(reference_loss(True)[0], abs=1e-5)
-    data = dataclasses.replace(PackMetrics.read(METRICS), held_out={"split_0": SplitMetrics(40, 1)})
-    data.write(METRICS)
-    with pytest.raises(StageError, match=r"data/pack\.json lists 40 tokens, but .* has 7 rows of 24: run `dvc repro"):
-        run_stage()
-
-
 @pytest.mark.parametrize(("eval_rows", "indices"), [(3, [0, 2, 4]), (None, [*range(7)])])
 def test_losses_before_and_after_training_are_on_the_same_rows(eval_rows: int | None, indices: list[int]) -> None:
     write_params(eval_rows=eval_rows)
@@ -303,7 +273,7 @@ def test_weights_with_another_loss_than_the_trained_ones_are_refused(dtype: torc
 def test_what_is_allowed_is_the_coarser_of_export_and_computation(
     dtype: str, precision: str, tf32: bool, allowed: float
 ) -> None:
-    evaluation = Evaluation("0123", 3, dtype, 1, None, {}, None, None, None, [])
+    evaluation = Evaluation("0123", 3, dtype, 1, None, None, None, None, [])
     for change, fails in ((0.99, False), (-0.99, False), (1.01, True), (-1.01, True), (math.nan, True)):
         exported = evaluate.make_loss(2 * (1 + change * allowed), 1, 1, TEXT)
         found = dataclasses.replace(evaluation, trained=evaluate.make_loss(2.0, 1, 1, TEXT), exported=exported)
@@ -331,18 +301,10 @@ def test_a_training_that_has_diverged_is_said_to(loss: float) -> None:
 
 def test_a_loss_of_nothing_is_compared_too() -> None:
     none, some = (evaluate.make_loss(loss, 1, 1, TEXT) for loss in (0.0, 0.5))
-    evaluation = Evaluation("0123", 3, "float32", 1, None, {}, None, none, none, [])
+    evaluation = Evaluation("0123", 3, "float32", 1, None, None, none, none, [])
     evaluate.check_export(evaluation, {"precision": "fp32", "tf32": False})
     with pytest.raises(StageError, match=r"was 0 at step 3 .* is 0\.5"):
         evaluate.check_export(dataclasses.replace(evaluation, exported=some), {"precision": "fp32", "tf32": False})
-
-
-@pytest.mark.parametrize(("name", "here"), [("eval_rows", "null"), ("document_mask", "false")])
-def test_parameters_other_than_those_of_the_training_are_refused(name: str, here: str) -> None:
-    write_params(**{name: json.loads(here)})
-    write_lineage(**{name: True})
-    with pytest.raises(StageError, match=rf"{name} is {here} in params.yaml, and was true in the training: set it"):
-        run_stage()
 
 
 def test_rows_other_than_those_of_the_training_are_refused() -> None:
@@ -463,7 +425,7 @@ def test_without_held_out_rows_there_is_no_loss_and_no_sample(capsys: pytest.Cap
     write_history()
     evaluation = run_stage()
     assert evaluation.validation is evaluation.exported is evaluation.untrained is evaluation.trained is None
-    assert (evaluation.by_split, evaluation.samples) == ({}, [])
+    assert evaluation.samples == []
     evaluate.write(evaluation, load_params(EvaluateParams))
     assert set(publish.read_json(outputs.METRICS).values()) == {None}
     assert "evaluate: no rows are held out to measure a loss on; see" in capsys.readouterr().out
@@ -551,17 +513,17 @@ def test_any_number_of_ranks_finds_the_same_with_copies_or_a_sharded_model() -> 
     expected, requests = {}, {}
     for name, (config, dtype, changed) in CASES.items():
         write_model(config, dtype)
-        write_rows(7, splits=(40, 5, 90))
+        write_rows(7)
         requests[name] = request(**changed)
         expected[name] = measure_here(requests[name], RUNTIME)
         for directory in ("data", "outputs"):
             shutil.copytree(directory, Path(name) / directory)
     multiprocessing.spawn(rank_main, (requests,), nprocs=2)
     results, others = (torch.load(f"results-{rank}.pt", weights_only=False) for rank in range(2))
-    data, lineage = PackMetrics.read(METRICS), Lineage.read(MODEL / "lineage.json")
+    text, lineage = PackMetrics.read(METRICS).validation, Lineage.read(MODEL / "lineage.json")
     for name, found in expected.items():
         for measured in results[name]:
-            assert evaluate.describe(measured, data, lineage, [], "") == evaluate.describe(found, data, lineage, [], "")
+            assert evaluate.describe(measured, text, lineage, [], "") == evaluate.describe(found, text, lineage, [], "")
         assert 0.4 < results[f"{name}, share"] < 0.6
         for rank in (results, others):
             assert (rank[f"{name}, fits"], rank[f"{name}, too little"]) == (False, True)

@@ -17,8 +17,7 @@ from stages.artifacts.identity import Adoption
 from stages.artifacts.params_file import load_params
 from stages.checkpointing import retention
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name
-from stages.checkpointing.pointer import RunPointer, resolve
-from stages.checkpointing.transfer import last_and_best
+from stages.checkpointing.pointer import RunPointer
 from stages.corpus import arrow
 from stages.tokens.packed import VALIDATION
 from stages.training import run
@@ -80,8 +79,6 @@ def test_a_killed_training_exports_the_same_checkpoint(rising: Project, ranks: R
     assert rising.json("outputs/train_metrics.json")["steps"] == 12
     assert [path.name for path in list_checkpoints(rising.checkpoints())] == names(12, BEST)
     assert retention.best(retention.list_complete(rising.checkpoints())) == rising.checkpoints() / step_name(BEST)
-    pointed = resolve("test")[1]
-    assert [path.name for path in last_and_best(pointed)] == names(BEST, 12)
 
     shutil.rmtree(rising / "outputs")
     rising.set(runtime={"async_checkpoint": True, "ckpt_freq": 3})

@@ -8,12 +8,11 @@ from tests.project import REPO, Project
 
 REPLACED = {
     r"meta-llama/Llama-3.1-\w+": "models/nano",
-    "--ranks 32": "--ranks 4",
-    "--seq-length 4096": "--seq-length 16",
-    "--gpu-memory-gb 80": "--gpu-memory-gb 0.001",
+    "plan.num_ranks=32": "plan.num_ranks=4",
+    "seq_length=4096": "seq_length=16",
     "max_steps=20": "max_steps=2",
     "max_steps=12": "max_steps=2",
-    "total_batch_size=64": "total_batch_size=8",
+    r"total_batch_size=\d+": "total_batch_size=8",
     r"\[10,12\]": "[1,2]",
 }
 NEEDS_NETWORK = "hf download"

@@ -5,7 +5,6 @@ import gc
 import json
 import logging
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,13 +54,10 @@ def test_proposed_numbers_of_rows_are_accepted(params: TrainParams, num_ranks: i
     with pytest.raises(StageError) as error:
         plan.check_num_ranks(changed, num_ranks)
     _, _, proposals = str(error.value).partition(": use ")
-    found = re.findall(r"(\d+)(?: or (\d+))?(?: for (\d) rank|,)", proposals)
-    assert len(found) >= (1 if num_ranks else 4)
-    for *totals, ranks in found:
-        for total in filter(None, totals):
-            accepted = dataclasses.replace(changed, total_batch_size=int(total))
-            plan.check_num_ranks(accepted, num_ranks)
-            assert accepted.grad_accum_steps(num_ranks or int(ranks)) >= 1
+    found = re.findall(r"\d+", proposals.partition(", or another")[0])
+    assert found
+    for total in found:
+        plan.check_num_ranks(dataclasses.replace(changed, total_batch_size=int(total)), num_ranks)
 
 
 def test_ranks_that_cannot_be_grouped_are_refused(params: TrainParams) -> None:
@@ -178,21 +174,6 @@ def test_what_only_eager_computes_on_cpus_is_an_upper_bound(
     assert not measure(llama, dataclasses.replace(params, attention="eager"), 2, 32).is_upper_bound
 
 
-def test_soft_caps_need_no_memory_for_scores(
-    params: TrainParams, llama: ModelManifest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A GPU computes them with flex, which has no form for CPUs."""
-    CONFIGS["gemma2"].save_pretrained(llama.directory())
-    gemma = manifest_of(llama.directory(), with_weights=False)
-    flex, eager = (measure(gemma, dataclasses.replace(params, attention=name), 2, 512) for name in ("auto", "eager"))
-    assert not flex.is_upper_bound
-    assert eager.total - flex.total > 3 * 512 * 512 * 4 * params.batch_size  # the scores of a layer in fp32
-    CONFIGS["llama"].save_pretrained(llama.directory())
-    varlen = measure(llama, dataclasses.replace(params, attention="varlen"), 2, 512)
-    monkeypatch.setattr(peak_memory, "choose_attention", lambda *_: "flex")
-    assert measure(llama, params, 2, 512).total == pytest.approx(varlen.total, rel=0.05)
-
-
 def test_the_loss_is_computed_in_parts_as_large_as_on_the_device(params: TrainParams, tmp_path: Path) -> None:
     config = transformers.LlamaConfig(**{**CONFIGS["llama"].to_dict(), "vocab_size": 49152})
     config.save_pretrained(tmp_path)
@@ -227,32 +208,6 @@ def test_ranks_that_the_settings_exclude_have_no_memory(
     assert plan.measure_memory(llama, params, 3, 32, limit=None) == (None, {})  # they cannot share total_batch_size
 
 
-def test_any_model_is_planned_from_its_config_alone(
-    empty_project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("params.yaml", "dvc.yaml"):
-        shutil.copy(REPO / name, name)
-    CONFIGS["llama"].save_pretrained("model")
-    files = {str(path) for path in Path().rglob("*")}
-    monkeypatch.setattr("sys.argv", ["plan", "--model", "model", "--ranks=4", "--batch-size=1", "--seq-length=16"])
-    plan.main()
-    output = capsys.readouterr().out
-    assert re.search(r"each of 4 ranks needs 0.00\d GiB at the peak .* batch_size 1 x 16 tokens", output)
-    assert {str(path) for path in Path().rglob("*")} == files
-    monkeypatch.setattr("sys.argv", ["plan", "--model", "missing/model"])
-    with pytest.raises(StageError, match="there is no such directory"):
-        plan.main()
-    monkeypatch.setattr("sys.argv", ["plan", "--model", "model", "--seq-length=2049"])
-    with pytest.raises(StageError, match="rows of 2049 tokens are too long for model: it allows 2048"):
-        plan.main()
-    capsys.readouterr()
-    for option in ("--ranks=0", "--batch-size=-1", "--gpu-memory-gb=nan", "--gpu-memory-gb=0"):
-        monkeypatch.setattr("sys.argv", ["plan", "--model", "model", option])
-        with pytest.raises(SystemExit):
-            plan.main()
-        assert "is not a positive" in capsys.readouterr().err
-
-
 def test_a_plan_is_the_same_on_each_machine(
     training: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -264,10 +219,7 @@ def test_a_plan_is_the_same_on_each_machine(
     assert json.loads(files[0])["peak"]["total"] > 0
     assert json.loads(files[0])["inputs"] == plan.inputs_digest(plan.load_params(TrainParams))
     training.set(runtime={"nproc_per_node": 4})
-    monkeypatch.setattr(plan, "find_gpus", lambda: 4 * [80 * GIB])
     plan.main()
-    output = capsys.readouterr().out
-    assert "starts 4 ranks: for their memory, set plan.num_ranks to 4" in output
     assert files == [(training / name).read_bytes() for name in ("outputs/plan.json", "outputs/rows.txt")]
     training.set(plan={"gpu_memory_gb": 0.001})
     monkeypatch.setattr(peak_memory, "measure", lambda *_: PeakMemory(2 * GIB, False, *[0] * 7))
@@ -308,19 +260,13 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(
         size = int(checkpoints * needs.checkpoint_bytes) + needs.model_bytes
         monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
 
-    free(4)
-    assert plan.check_disk(small, runtime, needs) is None
-    free(2)  # those of steps 2 and 4; `ckpt_minutes` may ask for more
-    assert "set CHECKPOINT_ROOT to a larger disk" in str(plan.check_disk(small, runtime, needs))
+    free(2)  # those of steps 2 and 4
+    plan.check_disk(small, runtime, needs)
     free(1.9)
     with pytest.raises(StageError, match=r"2 checkpoints and the model need .* CHECKPOINT_ROOT to a larger disk"):
         plan.check_disk(small, runtime, needs)
     long = plan.load_params(TrainParams)
-    free(3)  # two, and the one that is being written; the best one may be among them
-    assert "set CHECKPOINT_ROOT to a larger disk" in str(
-        plan.check_disk(long, runtime, plan.estimate(long, model, rows, rows))
-    )
-    free(2.9)
+    free(2.9)  # two, and the one that is being written; the best one may be among them
     with pytest.raises(StageError, match="3 checkpoints and the model need"):
         plan.check_disk(long, runtime, plan.estimate(long, model, rows, rows))
     free(1.9)
@@ -371,7 +317,7 @@ def test_a_real_step_allocates_what_is_predicted(
     manifest = manifest_of(tmp_path, with_weights=False)
     params = dataclasses.replace(params, **{"batch_size": 2, "total_batch_size": 2, "precision": "bf16", **changes})
     predicted = measure(manifest, params, 1, 16, "cpu").total
-    params = peak_memory.choose(manifest, params, "cpu")
+    params = peak_memory.choose(manifest, params)
     mesh = request.getfixturevalue("mesh")  # another process group than that of `measure`
     gc.collect()  # what ends within the block must not have begun before
     with profile(profile_memory=True, acc_events=True) as profiler:
@@ -412,7 +358,7 @@ manifest = manifest_of(Path(), with_weights=False)
 params = load_params(TrainParams, path=Path(sys.argv[2]))
 params = dataclasses.replace(params, **{"batch_size": 1, "total_batch_size": 1, "precision": "fp32", **changes})
 predicted = measure(manifest, params, 1, num_tokens, "cpu").total / 2**30
-params = choose(manifest, params, "cpu")
+params = choose(manifest, params)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 weight = torch.randn(512, 512, requires_grad=True)
 (weight @ weight).sum().backward()  # what a first product allocates for good

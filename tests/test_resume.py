@@ -26,7 +26,7 @@ from stages.artifacts.errors import StageError
 from stages.artifacts.record import DamagedFile
 from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.training.state import STATE, TrainState
-from stages.training.verification import check_together, shares
+from stages.training.verification import check_together
 from tests.project import flip_bit
 from tests.ranks import Ranks
 from tests.trainings import Given, names, published, result
@@ -245,13 +245,6 @@ def test_30_a_file_with_an_unreadable_block_counts_as_damaged(
         with pytest.raises(StageError, match=problem) as error:
             check_together({path: ""}, "", lambda: None)
         assert isinstance(error.value, DamagedFile) == (number == errno.EIO)
-
-
-def test_ranks_share_a_verification_by_size(tmp_path: Path) -> None:
-    for name, size in {"a": 5, "b": 100, "c": 60, "d": 40, "e": 6}.items():
-        (tmp_path / name).write_bytes(bytes(size))
-    found = shares(tmp_path.iterdir(), 2)
-    assert [[path.name for path in share] for share in found] == [["b", "e"], ["c", "d", "a"]]
 
 
 def test_22_without_a_valid_checkpoint_the_training_does_not_start_over(finished: Given, ranks: Ranks) -> None:

@@ -70,9 +70,8 @@ def resolve(experiment_name: str) -> tuple[RunPointer, Path]:
     checkpoint = pointer.path(experiment_name)
     if not (checkpoint / MANIFEST).is_file():
         raise StageError(
-            f"{path} points to the checkpoint {checkpoint}, which does not exist: run `python -m stages.checkpoints "
-            "pull` (after `push` where it was trained), set CHECKPOINT_ROOT to where it is, or train it again with "
-            f"`{_TRAIN_AGAIN}`"
+            f"{path} points to the checkpoint {checkpoint}, which does not exist: copy it from where it was "
+            f"trained, set CHECKPOINT_ROOT to where it is, or train it again with `{_TRAIN_AGAIN}`"
         )
     # A run that was started over (resume=never) has other checkpoints under the same names; on a GPU not even the
     # weights need to be the same to the bit.

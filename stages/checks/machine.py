@@ -1,12 +1,11 @@
 """What the operating system allows, and the directories that the pipeline writes into."""
 
 import os
-import resource
 import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from stages.artifacts.file_lock import exclusive, local_locks, open_lock
 from stages.checks.findings import Finding, Found, collect, error, ok, warning
 
 _GIB = 2**30
-_OPEN_FILES = 4096
 
 _TRY_LOCK = """
 import fcntl, sys
@@ -36,18 +34,6 @@ def check_shared_memory(path: Path = Path("/dev/shm"), wanted: int = _GIB) -> Fo
         yield warning(f"{what}, and NCCL may need {format_gib(wanted)}", remedy)
     else:
         yield ok(what)
-
-
-def check_open_files(limits: Callable[[int], tuple[int, int]] = resource.getrlimit) -> Found[None]:
-    """The limit of this process, which what it starts inherits: each rank maps all files of tokens."""
-    soft, hard = limits(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= _OPEN_FILES:
-        yield ok("the limit of open files is high enough")
-        return
-    can_raise = hard == resource.RLIM_INFINITY or hard >= _OPEN_FILES
-    who = "" if can_raise else " by the administrator (limits.conf, LimitNOFILE of slurmd)"
-    # Few are enough for a small training.
-    yield (error if soft < 1024 else warning)(f"the limit is {soft:,} open files", f"`ulimit -n {_OPEN_FILES}`{who}")
 
 
 def check_directories(directories: Mapping[str, Path], num_nodes: int) -> Found[None]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from stages import plan
 from stages.artifacts import outputs
 from stages.artifacts.params_file import load_params
-from stages.checks.findings import Finding, Found, error, ok, warning
+from stages.checks.findings import Found, error, ok, warning
 from stages.consolidate import ConsolidateParams, ConsolidateRuntime
 from stages.download import DownloadParams
 from stages.evaluate import EvaluateParams, EvaluateRuntime
@@ -124,11 +124,8 @@ def check_plan(settings: Settings, num_ranks: int | None, has_inputs: bool) -> F
     if not has_inputs:
         plan.check_num_ranks(settings.train, num_ranks)
         return None
-    estimated, problem = plan.check(settings.train, settings.runtime, num_ranks)
-    if problem:
-        yield Finding("warning", problem)
-    else:
-        yield ok(f"{estimated.steps:,} steps; their checkpoints and the model fit on the disk")
+    estimated = plan.check(settings.train, settings.runtime, num_ranks)
+    yield ok(f"{estimated.steps:,} steps; their checkpoints and the model fit on the disk")
     found = Plan.read(outputs.PLAN) if outputs.PLAN.exists() else None
     if found and found.inputs == plan.inputs_digest(settings.train):
         return found

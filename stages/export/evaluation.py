@@ -54,8 +54,6 @@ class Evaluation(Record):
     num_parameters: int
     validation: Loss | None
     """Of the exported weights on all held-out rows; null: there are none."""
-    by_split: dict[str, Loss]
-    """The same for each held-out split. A row that begins in one and ends in the next is counted in both."""
     untrained: Loss | None
     """Before the first step, on the rows that the training measures (`eval_rows`)."""
     trained: Loss | None

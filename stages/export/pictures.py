@@ -1,11 +1,10 @@
-"""Pictures of the course of a training, as SVG: for a paper as they are, and for a page with its own colors.
+"""Pictures of the course of a training, as SVG: for a paper, and for the page of the report.
 
 The same numbers give the same bytes, without dates or random ids. However many rows there are, matplotlib draws a curve
 with a limited number of points, among them every peak.
 """
 
 import io
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,23 +18,22 @@ from stages.artifacts import history
 from stages.artifacts.history import Row
 
 COLORS = {
-    "back": ("#ffffff", "#12161c"),
-    "panel": ("#f4f6f8", "#1c222b"),
-    "text": ("#1b232c", "#e4e9ef"),
-    "grey": ("#566270", "#a3aebb"),
-    "line": ("#dfe4ea", "#313a46"),
-    "before": ("#8a94a0", "#77828f"),
-    "mark": ("#fdf0d2", "#43360f"),
-    "blue": ("#1f5fa8", "#6fb0f5"),
-    "pale": ("#8db5e2", "#44719f"),
-    "orange": ("#c04d08", "#f59a55"),
-    "green": ("#1d7a5a", "#4fc295"),
-    "yellow": ("#d9a21b", "#e3bb4e"),
-    "purple": ("#7b4b9e", "#bd8fe0"),
+    "back": "#ffffff",
+    "panel": "#f4f6f8",
+    "text": "#1b232c",
+    "grey": "#566270",
+    "line": "#dfe4ea",
+    "before": "#8a94a0",
+    "mark": "#fdf0d2",
+    "blue": "#1f5fa8",
+    "pale": "#8db5e2",
+    "orange": "#c04d08",
+    "green": "#1d7a5a",
+    "yellow": "#d9a21b",
+    "purple": "#7b4b9e",
 }
-"""Name -> light and dark. Text and lines have the contrast that WCAG AA asks for, on `back` and on `panel`."""
+"""Text and lines have the contrast that WCAG AA asks for, on `back` and on `panel`."""
 
-_LIGHT = {name: light for name, (light, _) in COLORS.items()}
 _STYLE: Any = {
     "svg.hashsalt": "report",  # ids in the picture are random without it
     "svg.fonttype": "path",  # looks the same where the font is missing
@@ -45,21 +43,21 @@ _STYLE: Any = {
     "axes.facecolor": "none",
     "font.family": "DejaVu Sans",  # comes with matplotlib
     "font.size": 9,
-    "text.color": _LIGHT["text"],
+    "text.color": COLORS["text"],
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": _LIGHT["grey"],
-    "axes.labelcolor": _LIGHT["text"],
+    "axes.edgecolor": COLORS["grey"],
+    "axes.labelcolor": COLORS["text"],
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.xmargin": 0.01,
     "axes.formatter.limits": (-2, 5),
-    "grid.color": _LIGHT["line"],
+    "grid.color": COLORS["line"],
     "grid.linewidth": 0.7,
-    "xtick.color": _LIGHT["grey"],
-    "ytick.color": _LIGHT["grey"],
-    "xtick.labelcolor": _LIGHT["text"],
-    "ytick.labelcolor": _LIGHT["text"],
+    "xtick.color": COLORS["grey"],
+    "ytick.color": COLORS["grey"],
+    "xtick.labelcolor": COLORS["text"],
+    "ytick.labelcolor": COLORS["text"],
     "legend.frameon": False,
     "legend.fontsize": 8,
     "lines.linewidth": 1.6,
@@ -144,10 +142,10 @@ SPEED = {
 """Of speed.tsv."""
 
 
-def draw(picture: Picture, rows: list[Row], before: list[Row]) -> str | None:
-    """A picture with a legend above it where there are several curves; None: there are no values.
+def draw(picture: Picture, rows: list[Row], before: list[Row]) -> tuple[str, str] | None:
+    """A picture with a legend above it where there are several curves, and its text; None: there are no values.
 
-    Its title, for those who do not see it, has the last value of each curve, and of losses the lowest.
+    The text, for those who do not see it, has the last value of each curve, and of losses the lowest.
 
     Args:
         picture: What is drawn.
@@ -169,7 +167,7 @@ def draw(picture: Picture, rows: list[Row], before: list[Row]) -> str | None:
                 continue
             marker = {"marker": "o", "clip_on": False} if len(steps) == 1 else {}  # a line of one point cannot be seen
             order = 1.9 if color == "before" else 2  # behind the others
-            axes.plot(steps, values, color=_LIGHT[color], label=label, zorder=order, **{**marker, **curve.style})
+            axes.plot(steps, values, color=COLORS[color], label=label, zorder=order, **{**marker, **curve.style})
             lowest = f" (lowest {_text(values.min())})" if "loss" in curve.column else ""
             texts += [f"{label} {_text(values[-1])}{lowest}"]
             positive &= values.min() > 0
@@ -188,8 +186,7 @@ def draw(picture: Picture, rows: list[Row], before: list[Row]) -> str | None:
         file = io.StringIO()
         # Not the time of day, nor the version of matplotlib.
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    title = f"<title>Last values of {picture.label}: {'; '.join(texts)}</title>"
-    return re.sub(r"<svg [^>]*>", lambda found: f"{found[0]}\n {title}", file.getvalue(), count=1)
+    return file.getvalue(), f"Last values of {picture.label}: {'; '.join(texts)}"
 
 
 def series(rows: list[Row], curve: Curve) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

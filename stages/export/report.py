@@ -1,13 +1,13 @@
 """The report on a training: what data, what model, what it cost, what it learned, and the run before beside it.
 
-    report.html                        opens without a network; light or dark, wide or narrow, on paper
-    loss.svg, learning_rate.svg, ...   its pictures, in light colors
+    report.html                        opens without a network; wide or narrow, on paper
+    loss.svg, learning_rate.svg, ...   its pictures
 
 The same files give the same bytes, without dates or random ids, so DVC sees a change only where there is one.
 """
 
+import base64
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,10 @@ def write(directory: Path, experiment_name: str) -> None:
     for kind, table in ((pictures.COURSE, "history"), (pictures.SPEED, "speed")):
         for name, picture in kind.items():
             rows, older = getattr(run, table), getattr(before.run, table) if before else []
-            if svg := pictures.draw(picture, rows, older):
+            if drawn := pictures.draw(picture, rows, older):
+                svg, text = drawn
                 publish.write_text(directory / f"{name}.svg", svg)
-                figures[picture.caption] = _inline(svg, name, picture.caption)
+                figures[picture.caption] = (base64.b64encode(svg.encode()).decode(), text)
     here, there = (made_of(one) if one else {} for one in (run, before.run if before else None))
     content = _environment().get_template(PAGE).render(
         name=experiment_name,
@@ -115,17 +116,6 @@ def _text(path: Path, stage: str) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise StageError(f"{path} is missing: run `dvc repro {stage}`") from None
-
-
-def _inline(svg: str, name: str, caption: str) -> str:
-    """A picture inside of the page: in its colors, with ids that no other one has, and a title that is read out."""
-    svg = svg[svg.index("<svg") :]  # the XML declaration and the doctype before it are not valid inside of HTML
-    svg = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{name}-", svg)
-    for color, (light, _) in pictures.COLORS.items():
-        svg = svg.replace(light, f"var(--{color})")
-    title = rf"{caption}. \2"
-    labelled = rf'<svg role="img" aria-label="{title}" \1>\n<title>{title}</title>'
-    return re.sub(r"<svg ([^>]*)>\s*<title>(.*?)</title>", labelled, svg, count=1)
 
 
 def number(found: Any, spec: str = ",d") -> str:

@@ -28,12 +28,11 @@ from tqdm import tqdm
 from stages.artifacts.dtypes import BY_NAME
 from stages.artifacts.errors import StageError
 from stages.artifacts.garbage import paused_collector
+from stages.artifacts.model_files import WEIGHTS_INDEX
 from stages.artifacts.publish import write_json
 
 MEMORY = 32 << 20
 """Bytes of the blocks that all threads read at a time; the block before, and what is cast, take as many again."""
-FORMAT = {"format": "pt"}
-"""In the header of each file; transformers before version 5 requires it."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,11 @@ class _Chunk(NamedTuple):
 
 
 class ShardedTensors:
-    """The tensors of one kind, such as `model`, in a checkpoint of torch.distributed.checkpoint."""
+    """The tensors of the model in a checkpoint of torch.distributed.checkpoint."""
 
-    def __init__(self, checkpoint: Path, kind: str = "model") -> None:
+    def __init__(self, checkpoint: Path) -> None:
         """Read what `.metadata` says of them."""
-        self.directory = checkpoint / kind
+        self.directory = checkpoint / "model"
         with paused_collector():
             metadata = dcp.FileSystemReader(self.directory).read_metadata()
         self._entries: dict[str, Any] = {**metadata.state_dict_metadata}
@@ -91,20 +90,6 @@ class ShardedTensors:
     def files(self) -> list[str]:
         """The names of the files that have a part of them."""
         return sorted({chunk.path.name for chunks in self._chunks.values() for chunk in chunks})
-
-    def specs(self) -> dict[str, TensorSpec]:
-        """What they are, by name.
-
-        Raises:
-            StageError: one of them is no plain tensor, or the shards do not contain all of it.
-        """
-        found = {
-            name: TensorSpec(tuple(entry.size), entry.properties.dtype)
-            for name, entry in self._entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        self.check({name: found.get(name, TensorSpec((), torch.float32)) for name in self._entries})
-        return found
 
     def check(self, expected: Mapping[str, TensorSpec]) -> None:
         """Compare names, shapes and dtypes with `expected`, and check that the shards contain all of each tensor.
@@ -225,13 +210,11 @@ def write_safetensors(
     specs: Mapping[str, TensorSpec],
     directory: Path,
     num_workers: int,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
     max_shard_bytes: float = math.inf,
-    stem: str = "model",
-    metadata: Mapping[str, str] = FORMAT,
     parts: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None,
 ) -> Digests:
-    """Write the tensors in `specs` as `<stem>.safetensors`, or as several files with an index.
+    """Write the tensors in `specs` as `model.safetensors`, or as several files with an index.
 
     The bytes depend on the tensors and the arguments alone, not on how many ranks wrote the checkpoint.
 
@@ -240,10 +223,8 @@ def write_safetensors(
         specs: Shape and dtype of each tensor in the checkpoint, in the model's order.
         directory: An existing directory.
         num_workers: Threads that read, cast, hash and write tensors.
-        dtype: Floating-point tensors are cast to it, others keep their dtype; None: all do.
+        dtype: Floating-point tensors are cast to it, others keep their dtype.
         max_shard_bytes: Tensors share a file up to this size; a larger tensor has a file of its own.
-        stem: Of the names of the files.
-        metadata: Strings in the header of each file.
         parts: For each tensor the names and shapes of those that are written in its place, in the order of its
             elements; None: it alone.
 
@@ -252,14 +233,14 @@ def write_safetensors(
     """
     copies: dict[str, _Copy] = {}
     for source, spec in specs.items():
-        stored, first = dtype if dtype and spec.dtype.is_floating_point else spec.dtype, 0
+        stored, first = dtype if spec.dtype.is_floating_point else spec.dtype, 0
         for name, shape in (parts[source] if parts else {source: spec.shape}).items():
             copies[name] = _Copy(source, first, TensorSpec(shape, stored))
             first += math.prod(shape)
     groups = _split(copies, max_shard_bytes)
     numbers = [f"-{number:05d}-of-{len(groups):05d}" for number in range(1, len(groups) + 1)]
     files = {
-        f"{stem}{number}.safetensors": group
+        f"model{number}.safetensors": group
         for number, group in zip(numbers if len(groups) > 1 else [""], groups, strict=True)
     }
     total = sum(copy.spec.num_bytes for copy in copies.values())
@@ -272,7 +253,7 @@ def write_safetensors(
     ):
         try:
             # All at once, so that threads are never idle between files: a task has no memory until it runs.
-            outputs = [_Output(directory / name, group, metadata) for name, group in files.items()]
+            outputs = [_Output(directory / name, group) for name, group in files.items()]
             copying = [
                 {name: pool.submit(output.copy, tensors, name, block) for name in output.copies} for output in outputs
             ]
@@ -296,7 +277,7 @@ def write_safetensors(
     if len(groups) > 1:
         weight_map = {name: file for file, group in files.items() for name in group}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(directory / f"{stem}.safetensors.index.json", index)
+        write_json(directory / WEIGHTS_INDEX, index)
     return digests
 
 
@@ -317,13 +298,13 @@ def _split(copies: Mapping[str, _Copy], max_shard_bytes: float) -> list[dict[str
 class _Output:
     """A safetensors file: the length of the header (8 bytes), the header, then tensor after tensor."""
 
-    def __init__(self, path: Path, copies: Mapping[str, _Copy], metadata: Mapping[str, str]) -> None:
+    def __init__(self, path: Path, copies: Mapping[str, _Copy]) -> None:
         """Write the header, which contains the offsets of all tensors, and reserve the space of these."""
         # Readers map the file into memory and use a tensor where it is, which needs an address that is a multiple of
         # the item size. So the data starts at a multiple of 8, and wider dtypes come first, as safetensors itself
         # orders them.
         self.path, self.copies = path, dict(sorted(copies.items(), key=lambda item: -item[1].spec.dtype.itemsize))
-        header: dict[str, Any] = {"__metadata__": metadata}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers before version 5 requires
         end = 0
         for name, (_, _, spec) in self.copies.items():
             place, end = end, end + spec.num_bytes

@@ -12,7 +12,6 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -58,16 +57,13 @@ class ModelSource:
     """Names of its safetensors files; empty where it has none, or where they are not wanted."""
 
 
-def resolve(
-    model_name: str, model_revision: str, want_weights: bool, required: tuple[str, ...] = (CONFIG, TOKENIZER)
-) -> ModelSource:
+def resolve(model_name: str, model_revision: str, want_weights: bool) -> ModelSource:
     """Find a model's files; fetch them from the Hub where the cache lacks some.
 
     Args:
         model_name: An existing directory, else a Hub id.
         model_revision: Branch, tag or commit of a Hub id.
         want_weights: Whether the weights are needed too, if the model has any.
-        required: Files without which a cached model is incomplete, beside its weights.
 
     Raises:
         Lacking: the cache lacks files, and they could not be fetched.
@@ -77,7 +73,7 @@ def resolve(
     if Path(model_name).is_dir():
         source, commit = Path(model_name), None
     else:
-        source = _snapshot(model_name, model_revision, _PATTERNS, required)
+        source = _snapshot(model_name, model_revision, _PATTERNS, (CONFIG, TOKENIZER))
         commit = source.name  # from here on it, and not the branch, which may get another one between two requests
         for name in sorted(_small_files(source)):  # download checks the weights later
             hub_cache.check(model_name, commit, name, publish.sha256_file(source / name))
@@ -148,15 +144,11 @@ def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tup
         return hub_cache.snapshot(repo, commit)
     _refuse_directory(repo)
     cache = hub_cache.repository(repo).parent
-    similar = _similar_name(repo, cache)
     problem = (
         f"model_name is {repo!r}: there is no such directory, and the model cache {cache} (HF_HOME sets it) lacks "
         f"{', '.join(missing[:5])} of the Hub's model at revision {revision!r}"
-        + (f"; a model with a similar name is here: {similar!r}" if similar else "")
     )
     remedy = f"run `hf download {repo} --revision {revision}` on a machine with internet and bring its HF_HOME here"
-    if similar:
-        remedy = f"use that one, or {remedy}"
     variable = hub_cache.offline_variable()
     if variable is not None:
         raise Lacking(f"{problem}; {variable} forbids fetching it: {remedy}")
@@ -287,17 +279,6 @@ def _refuse_directory(model_name: str) -> None:
     models = sorted(str(config.parent) for config in parent.glob(f"*/{CONFIG}"))
     found = f"the models in {parent} are {', '.join(models[:10])}" if models else f"{parent} contains no models"
     raise StageError(f"model_name is {model_name!r}: there is no such directory; {found}")
-
-
-def _similar_name(model_name: str, cache: Path) -> str | None:
-    """The most similar name of a model that is on this machine, unless there is one of this very name."""
-    cached = [path.name.removeprefix("models--").replace("--", "/") for path in cache.glob("models--*")]
-    if model_name in cached:
-        return None
-    names = {
-        name.lower(): name for name in [*cached, *(str(path.parent) for path in Path("models").glob(f"*/{CONFIG}"))]
-    }
-    return next((names[name] for name in get_close_matches(model_name.lower(), names)), None)
 
 
 def _small_files(directory: Path) -> set[str]:

@@ -66,16 +66,6 @@ class PartMetrics:
 
 
 @dataclass(frozen=True)
-class SplitMetrics:
-    """Of one split that is held out."""
-
-    tokens: int
-    """Including an EOS token for each document. A row may begin in one split and end in the next."""
-    bytes: int
-    """Of the text in UTF-8."""
-
-
-@dataclass(frozen=True)
 class EncoderMetrics:
     """What encoded."""
 
@@ -95,8 +85,6 @@ class PackMetrics(Record):
 
     train: PartMetrics
     validation: PartMetrics
-    held_out: dict[str, SplitMetrics]
-    """The splits of `validation` by name, such as `split_19`, in the order of their tokens."""
     encoder: EncoderMetrics
     source: str
     """Fingerprint of the corpus."""

@@ -130,22 +130,6 @@ class TrainParams(ScheduleParams):
         """Rows per device and forward pass of a validation."""
         return self.eval_batch_size or self.batch_size
 
-    def check_any_num_ranks(self) -> None:
-        """Check what `grad_accum_steps` would refuse for every number of ranks, where it is not known yet.
-
-        Raises:
-            StageError: naming values of `total_batch_size` that several numbers of ranks can share evenly.
-        """
-        if self.total_batch_size % self.batch_size:
-            choices = [
-                f"{_nearest(self.total_batch_size, self.batch_size * ranks)} for {ranks} rank{'s' * (ranks > 1)}"
-                for ranks in (1, 2, 4, 8)
-            ]
-            raise StageError(
-                f"total_batch_size {self.total_batch_size} is not a multiple of batch_size {self.batch_size} x the "
-                f"number of ranks: use {', '.join(choices)}, or another batch_size"
-            )
-
     def check_compile(self, model: ModelManifest) -> None:
         """Check that `compile` can be used with the model.
 

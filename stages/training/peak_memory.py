@@ -24,9 +24,6 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefT
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from stages.artifacts.errors import StageError
 from stages.model.manifest import ModelManifest
@@ -63,13 +60,12 @@ _LONG = 4096
 """Tokens in a row, for which the attention on CPUs needs as much memory as on GPUs: none for a mask."""
 
 
-def choose(manifest: ModelManifest, params: TrainParams, device_type: str) -> TrainParams:
+def choose(manifest: ModelManifest, params: TrainParams) -> TrainParams:
     """The settings to measure: attention and loss as a training would choose them, without `compile`.
 
     Args:
         manifest: The model manifest.
         params: As in params.yaml.
-        device_type: Of the training: `cuda` or `cpu`.
 
     Raises:
         StageError: the model cannot be trained with those that `params` name.
@@ -77,15 +73,8 @@ def choose(manifest: ModelManifest, params: TrainParams, device_type: str) -> Tr
     # Those that have no form for CPUs mostly need as much memory as the one that `auto` finds here.
     wanted = params.attention if params.attention in ("varlen", "sdpa", "eager") else "auto"
     attention = choose_attention(wanted, manifest.directory(), params.document_mask, _LONG, torch.float32, "cpu")
-    if attention == "eager" != params.attention and device_type == "cuda" and _has_soft_cap(manifest):
-        attention = "flex"  # which GPUs have for soft caps
     loss = choose_loss(params.loss, manifest.directory(), compute_dtype(params.precision), "cpu")
     return dataclasses.replace(params, compile=False, attention=attention, loss=loss.name)
-
-
-def _has_soft_cap(manifest: ModelManifest) -> bool:
-    config = AutoConfig.from_pretrained(manifest.directory(), local_files_only=True).get_text_config()
-    return bool(getattr(config, "attn_logit_softcapping", None))
 
 
 def measure(
@@ -105,8 +94,8 @@ def measure(
         RuntimeError: or another of `ERRORS`: the computation depends on values, which fake tensors do not have, as that
             of some mixtures of experts does.
     """
-    wanted, params = params.attention, choose(manifest, params, device_type)
-    with _fake_ranks(params, num_ranks) as mesh, assumed_device(device_type), _fake_flex():
+    wanted, params = params.attention, choose(manifest, params)
+    with _fake_ranks(params, num_ranks) as mesh, assumed_device(device_type):
         model = sharded_model.prepare(manifest, params, mesh)
         batches = [
             _batch(params, num_rows, seq_length) for num_rows in (params.batch_size, params.rows_per_validation_pass)
@@ -183,23 +172,6 @@ def _fake_ranks(params: TrainParams, num_ranks: int) -> Iterator[DeviceMesh]:
         logger.disabled = False
         sys.excepthook = excepthook
         dist.destroy_process_group()
-
-
-@contextmanager
-def _fake_flex() -> Iterator[None]:
-    """In the block, `flex` has a form for fake tensors: it needs no memory for scores, and no mask worth counting."""
-    ALL_ATTENTION_FUNCTIONS["flex_attention"] = _flex
-    ALL_MASK_ATTENTION_FUNCTIONS["flex_attention"] = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        del ALL_ATTENTION_FUNCTIONS["flex_attention"], ALL_MASK_ATTENTION_FUNCTIONS["flex_attention"]
-
-
-def _flex(module: Any, query: Any, key: Any, value: Any, mask: None, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    # The kernel of `varlen` keeps the same for the backward pass: the result, and the sum of each softmax.
-    output, _ = torch.ops.stages.document_attention(query, key, value, query.new_empty(0), 0, 1.0)
-    return output.transpose(1, 2), None
 
 
 class _Tracker(FSDPMemTracker):

@@ -118,7 +118,7 @@ def start_over(run: Run) -> None:
     `retention.prune` would count the old steps as the newest, and a rename could not replace them.
 
     Raises:
-        StageError: another run or a transfer reads from them, or the run could not start without them.
+        StageError: another run reads from them, or the run could not start without them.
     """
     if run.params.extend_from is not None:
         _last_to_extend(run)  # raises before anything is deleted

@@ -3,7 +3,6 @@
 import errno
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from heapq import heapreplace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -36,8 +35,9 @@ def check_together(
         DamagedFile: naming the file that has another content, or a part that cannot be read.
         StageError: a file cannot be read now.
     """
-    # On rank 0: where another machine still sees an old size, the shares would not add up to all files.
-    share = run_on_rank0(lambda: shares(files, dist.get_world_size()))[dist.get_rank()]
+    # Sorted on rank 0: where another machine still sees an old size, the shares would not add up to all files.
+    by_size = run_on_rank0(lambda: sorted(files, key=lambda path: (-path.stat().st_size, path)))
+    share = by_size[dist.get_rank() :: dist.get_world_size()]
     refresh({path.parent for path in share})  # another node may have written them a moment ago
     rounds = _read_in_rounds([(path, files[path]) for path in share], remedy, round_bytes)
     problems: list[str] = []
@@ -49,18 +49,6 @@ def check_together(
         problems += [problem for part in found for problem in part or ()]
     if problems:
         raise DamagedFile(min(problems))
-
-
-def shares(files: Iterable[Path], num_ranks: int) -> list[list[Path]]:
-    """Which files each rank reads: the largest first, each to the rank with the fewest bytes so far."""
-    sizes = {path: path.stat().st_size for path in files}
-    assigned: list[list[Path]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]  # a heap: (bytes, rank)
-    for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
-        load, rank = loads[0]
-        assigned[rank].append(path)
-        heapreplace(loads, (load + sizes[path], rank))
-    return assigned
 
 
 def _read_in_rounds(share: Iterable[tuple[Path, str]], remedy: str, round_bytes: int) -> Iterator[list[str]]:
