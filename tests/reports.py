@@ -14,9 +14,11 @@ import yaml
 from stages.artifacts import outputs, publish
 from stages.artifacts.origin import RECORDS
 from stages.artifacts.params_file import flatten
+from stages.artifacts.record import read_sealed, write_sealed
 
 PHASES = ("data", "forward", "backward", "update", "validation", "saving", "other")
 MODEL = Path("outputs/exp/model")
+LINEAGE = MODEL / "lineage.json"
 POINTER = Path("outputs/exp/run.json")
 OUTS = (POINTER, MODEL, outputs.HISTORY, outputs.SPEED, outputs.TRAIN_METRICS, outputs.EVALUATION, outputs.METRICS)
 
@@ -54,7 +56,7 @@ def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None
         "packages": {"torch": "2.13.0"}, "checkpoint": "r", "weights": {},
         "origins": {"organize": origin, "pack": {"params": {"seq_length": 32}, "packages": {}}},
     }  # fmt: skip
-    write_json(MODEL / "lineage.json", lineage)
+    write_sealed(LINEAGE, lineage)
     write_json(MODEL / "config.json", {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "n_head": 4})
     write_json(POINTER, {"run_id": f"run{lr}"})
     write_courses(loss, lr, steps)
@@ -88,6 +90,10 @@ def write_courses(loss: float, lr: float, steps: int) -> None:
     outputs.SPEED.write_text("\n".join(speed) + "\n")
 
 
+def read_lineage() -> dict[str, Any]:
+    return read_sealed(LINEAGE, "")
+
+
 def write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value))
@@ -108,7 +114,7 @@ def commit(subject: str) -> None:
         stages = {"train": {"cmd": "true", "outs": [str(path) for path in OUTS if path != outputs.METRICS],
                             "metrics": [str(outputs.METRICS)]}}  # fmt: skip
         Path("dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
-    lineage = publish.read_json(MODEL / "lineage.json")
+    lineage = read_lineage()
     Path("params.yaml").write_text(yaml.safe_dump({**lineage["params"], "runtime": {"log_freq": 10}}))
     outs = [{"path": str(path), "hash": "md5", "md5": add_to_cache(path)} for path in OUTS if path.exists()]
     params = {"params.yaml": dict(flatten(lineage["params"]))}

@@ -42,6 +42,7 @@ TINY = "--ranks 1 --params 1M --save-params 1M --seq-length 64 --batch-sizes 1 2
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
+@pytest.mark.slow
 def test_the_steps_that_are_timed_are_those_of_a_training(training: Project, ranks: Ranks, tmp_path: Path) -> None:
     """They have its losses, with documents and without."""
     from benchmarks.gpu.steps import RESULT

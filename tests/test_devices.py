@@ -150,6 +150,7 @@ def test_layers_are_compiled_as_one_graph_each_also_with_activation_checkpointin
         layer(torch.ones(3))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch looks at it
 def test_two_kinds_of_layers_are_compiled_for_batches_of_any_size(
     params: TrainParams, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -184,8 +184,7 @@ def test_packages_that_are_missing_are_lines_and_not_the_end(tmp_path: Path) -> 
     )
     assert done.returncode == 1
     assert "Traceback" not in done.stdout
-    for package in ("packaging", "pydantic"):
-        assert done.stdout.count(f"error    {package} cannot be imported") == 1
+    assert done.stdout.count("(No module named 'pydantic'): install the lock") == 1
 
 
 def test_what_no_check_expects_is_a_line_too() -> None:

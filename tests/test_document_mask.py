@@ -284,6 +284,7 @@ def test_tiny_config_has_a_layer_of_each_kind_and_small_windows() -> None:
     assert document_mask.tiny_config(transformers.Gemma2Config()).attn_logit_softcapping == 1.0
 
 
+@pytest.mark.slow
 def test_training_starts_with_the_test(training: Project, ranks: Ranks) -> None:
     config = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": 4096, "hidden_size": 16,
               "ffn_dim": 32, "word_embed_proj_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -262,6 +262,7 @@ def test_embeddings_that_are_not_tied_are_gathered_by_themselves(
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+@pytest.mark.slow
 def test_a_fused_loss_that_is_impossible_ends_the_training_and_auto_says_why_not(
     training: Project, ranks: Ranks
 ) -> None:

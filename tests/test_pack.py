@@ -694,7 +694,7 @@ print(process.num_threads() - before)
     environment = {**os.environ, "PYTHONPATH": str(REPO), "RAYON_NUM_THREADS": "3"}
     environment.pop("TOKENIZERS_PARALLELISM", None)
     output = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
-    assert int(output) == 0
+    assert int(output) <= 0  # a thread of the libraries may end meanwhile
 
 
 @pytest.mark.slow

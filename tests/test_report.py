@@ -17,6 +17,7 @@ import pytest
 from stages.artifacts import history, outputs, publish
 from stages.artifacts.errors import StageError
 from stages.artifacts.origin import RECORDS
+from stages.artifacts.record import write_sealed
 from stages.export import pictures, report, runs
 from tests import reports
 from tests.project import REPO
@@ -285,7 +286,7 @@ def test_a_run_that_is_not_in_the_cache_is_passed_over(capsys: pytest.CaptureFix
         reports.commit(f"lr {lr}")
         if lr == 0.002:  # of the middle one, a file is damaged
             reports.cached(reports.add_to_cache(outputs.TRAIN_METRICS)).write_text("{")
-            reports.cached(reports.add_to_cache(reports.MODEL / "lineage.json")).unlink()
+            reports.cached(reports.add_to_cache(reports.LINEAGE)).unlink()
     assert subject_before() == "lr 0.001"
     shutil.rmtree(".dvc/cache")
     capsys.readouterr()
@@ -318,9 +319,9 @@ def test_a_run_that_another_version_wrote_is_passed_over() -> None:
 def test_another_initial_model_and_another_dtype_are_differences() -> None:
     reports.commit("first")
     reports.make_records(lr=0.001)
-    lineage, evaluation = publish.read_json(reports.MODEL / "lineage.json"), publish.read_json(outputs.EVALUATION)
+    lineage, evaluation = reports.read_lineage(), publish.read_json(outputs.EVALUATION)
     other = lineage["model"] | {"name": "other", "revision": "v2"}
-    reports.write_json(reports.MODEL / "lineage.json", lineage | {"model": other})
+    write_sealed(reports.LINEAGE, lineage | {"model": other})
     reports.write_json(outputs.EVALUATION, evaluation | {"dtype": "float32"})
     compared = PageReader(write()).sections["The run before"]
     assert "initial modelother, v2<tiny & small>, main" in compared
@@ -330,8 +331,7 @@ def test_another_initial_model_and_another_dtype_are_differences() -> None:
 def test_held_out_rows_that_differ_are_named() -> None:
     reports.commit("first")
     reports.make_records(lr=0.001)
-    lineage = publish.read_json(reports.MODEL / "lineage.json")
-    reports.write_json(reports.MODEL / "lineage.json", {**lineage, "data": {"train": "t", "validation": "other"}})
+    write_sealed(reports.LINEAGE, {**reports.read_lineage(), "data": {"train": "t", "validation": "other"}})
     compared = PageReader(write()).sections["The run before"]
     assert "The held-out rows are not the same" in compared
     assert "held-out rowsothervvvvvvvvvv" in compared
