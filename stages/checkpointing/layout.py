@@ -5,8 +5,8 @@
             __0_0.distcp ...  a file of each rank
             .metadata         which tensor is in which file
         lr_scheduler.pt  state.json  history.tsv  speed.tsv
-        manifest.json       size and SHA-256 of every file above, and of itself; written last: a checkpoint exists
-                            when its manifest does
+        manifest.json       size and SHA-256 of every file above, and of itself; written last, in a directory of
+                            another name (.tmp), whose rename publishes the checkpoint
 
 They are not DVC outs: DVC deletes the outs of a stage before it runs, and a resume needs them.
 """

@@ -1,7 +1,7 @@
 """A run: what identifies it, where its checkpoints are, and which checkpoint it may continue from.
 
 `run_id` is the digest of all that DVC watches for the train stage: parameters, tokens, model manifest, code. So a run
-can be killed at any time and continue, while a changed learning rate never continues the old model.
+can be killed at any time and continue, while with a changed learning rate it is another run.
 """
 
 import dataclasses
@@ -141,9 +141,9 @@ def check_extend_from(run: Run, runtime: TrainRuntime) -> None:
 def resume_candidates(run: Run, runtime: TrainRuntime, report: Callable[[str], None]) -> list[Path]:
     """The checkpoints from which `run` may continue, best first; none: it starts at step 0.
 
-    Its own come first. Without any, those of another run of the experiment that `_may_adopt` accepts (not with
-    `resume: never`, with `export_from: best`, nor in a copy of the project), and then the last one of the run that
-    `extend_from` names.
+    Its own exclude all others. Without any, those of other runs of the experiment that `_may_adopt` accepts (not with
+    `resume: never`, with `export_from: best`, nor in a copy of the project); without those, the last one of the run
+    that `extend_from` names.
 
     Raises:
         StageError: a checkpoint in the run's own directory belongs to another run, or that run cannot be extended.

@@ -1,4 +1,4 @@
-"""The learning rate, as a function of the step alone: a resumed run computes it, it does not remember it."""
+"""The learning rate, as a function of the step alone."""
 
 import math
 from dataclasses import dataclass
