@@ -321,8 +321,8 @@ def test_16_17_a_signal_to_one_rank_at_any_moment_saves_the_same_step_on_all(
 ) -> None:
     """At random moments: start, validation, steps, saves; one signal or two, to one rank or to both.
 
-    Before the first step there is nothing to save: the rank ends at once. A launcher, which there is none of here, would
-    end the other; now it loses the connection, or the watchdog kills it.
+    Before the first step there is nothing to save: the rank ends at once. A launcher, which is not here, would end the
+    other; now it loses the connection, or the watchdog kills it.
     """
     project, reference = fresh
     random = np.random.default_rng(number)
