@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup repro doctor certify bundle unbundle test slow faults slurm slurm-test nfs-test gpu check deps lock
+.PHONY: help setup repro doctor certify bundle unbundle test slow faults slurm slurm-test nfs-test gpu check lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -62,9 +62,6 @@ check: setup ## Check lint, format and types
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
-deps: setup ## Write into dvc.yaml which modules each stage can reach
-	$(PY) -m scripts.deps
-
 # $(1): torch version, $(2): lowest Python version. UPGRADE=--upgrade: newer versions than those already in the lock.
 compile = $(PY) -m uv pip compile pyproject.toml - --extra dev --universal --python-version $(2) \
 	--generate-hashes --no-annotate --custom-compile-command "make lock" --quiet $(UPGRADE) <<< torch==$(1)
@@ -74,4 +71,4 @@ lock: setup ## Write the locks from pyproject.toml, and that of the fast tokeniz
 	$(call compile,2.13.0,3.10) --output-file requirements-cuda.lock
 	$(PY) -m uv pip compile - --no-deps --universal --python-version 3.10 --generate-hashes --no-annotate \
 		--custom-compile-command "make lock" --quiet --output-file requirements-encoder.lock \
-		<<< tokenizers==$$($(PY) -c 'from stages.corpus import fast_tokenizer; print(fast_tokenizer.VERSION)')
+		<<< tokenizers==$$($(PY) -c 'from stages.tokenizing import fast_tokenizer; print(fast_tokenizer.VERSION)')

@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
 from benchmarks import tables
-from stages.artifacts import publish
+from stages.base import publish
 from stages.export import stream
 
 NUM_RANKS = 4

@@ -23,7 +23,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from stages.corpus import comparison, encoding, vocabulary
+from stages.tokenizing import comparison, encoding, vocabulary
 from tests.kinds import KINDS, MORE_KINDS, SPECIAL, SPELLINGS, prose, train
 
 MB = 1_000_000

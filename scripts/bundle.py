@@ -26,16 +26,16 @@ from dvc.repo import Repo
 from packaging.markers import Marker, default_environment
 
 from scripts import unbundle
-from stages.artifacts import command, publish
-from stages.artifacts.errors import StageError
-from stages.artifacts.params_file import load_params
-from stages.artifacts.record import check_files
-from stages.corpus import splits, tree
-from stages.corpus.formats import suffixes
+from stages.base import command, publish
+from stages.base.errors import StageError
+from stages.base.params_file import load_params
+from stages.base.record import check_files
 from stages.download import DownloadParams
 from stages.model.license import LICENSE, ModelLicense
 from stages.model.manifest import MANIFEST, REMEDY, ModelManifest
 from stages.organize import OrganizeParams, find_root
+from stages.splits import manifests as splits
+from stages.splits import suffixes, tree
 
 HF_HOME = PurePath(".hf")
 """Where the target has the models of the Hub."""

@@ -27,9 +27,9 @@ from typing import Any
 
 import yaml
 
-from stages.artifacts import command, outputs, publish
-from stages.artifacts.errors import StageError
-from stages.artifacts.params_file import PARAMS_FILE, PIPELINE_FILE
+from stages.base import command, outputs, publish
+from stages.base.errors import StageError
+from stages.base.params_file import PARAMS_FILE, PIPELINE_FILE
 
 CERTIFICATE = Path("airgap.json")
 HIDDEN_SOCKETS = (

@@ -1,4 +1,4 @@
-"""Install the fast tokenizer of `pack` (stages/corpus/fast_tokenizer.py) in a directory of its own in this environment.
+"""Install the fast tokenizer of `pack` (stages/tokenizing/fast_tokenizer.py) in a directory of its own.
 
 Command  python -m scripts.install_encoder
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from stages.corpus.fast_tokenizer import DIRECTORY
+from stages.tokenizing.fast_tokenizer import DIRECTORY
 
 LOCK = Path(__file__).parents[1] / "requirements-encoder.lock"
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from stages.artifacts import publish
+from stages.base import publish
 
 # Parts of the standard library that are programs, tests, tables, GUI toolkits or deprecated.
 NOT_LIBRARY = {"antigravity", "ensurepip", "idlelib", "pydoc_data", "test", "tests", "this"}

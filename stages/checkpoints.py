@@ -17,22 +17,17 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from stages.artifacts import command
-from stages.artifacts.command import format_gib
-from stages.artifacts.errors import StageError
-from stages.artifacts.params_file import load_params
+from stages.base import command
+from stages.base.command import format_gib
+from stages.base.errors import StageError
+from stages.base.params_file import load_params
 from stages.checkpointing import retention
-from stages.checkpointing.layout import (
-    CheckpointManifest,
-    checkpoint_root,
-    latest_valid,
-    list_checkpoints,
-    verify,
-)
+from stages.checkpointing.layout import CheckpointManifest, checkpoint_root, latest_valid, list_checkpoints, verify
 from stages.checkpointing.lock import try_delete_lock, try_writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
-from stages.training.params import TrainParams, TrainRuntime
-from stages.training.run import Run, describe
+from stages.checkpointing.run import Run, describe
+from stages.launching.runtime import TrainRuntime
+from stages.training.params import TrainParams
 
 
 def main() -> None:

@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import ByteSize, Field, PositiveInt
 
-from stages.artifacts import command, history, outputs, publish
-from stages.artifacts.dtypes import PRECISIONS
-from stages.artifacts.errors import StageError
-from stages.artifacts.model_files import CARD, CONFIG, GENERATION_CONFIG, LINEAGE, WEIGHTS_INDEX
-from stages.artifacts.origin import RECORDS, find_records
-from stages.artifacts.outputs import ExperimentName
-from stages.artifacts.params_file import load_params
-from stages.artifacts.record import check_files
+from stages.base import command, history, outputs, publish
+from stages.base.errors import StageError
+from stages.base.origin import RECORDS, find_records
+from stages.base.outputs import ExperimentName
+from stages.base.packed import METRICS, PackMetrics, find_encoder, fingerprint
+from stages.base.params_file import load_params
+from stages.base.record import check_files
 from stages.checkpointing import layout
 from stages.checkpointing.layout import METADATA, MODEL, TensorEntry
 from stages.checkpointing.lock import read_lock
@@ -35,9 +34,10 @@ from stages.export import card
 from stages.export.evaluation import bits_per_byte
 from stages.export.provenance import InitialModel, Lineage
 from stages.model import headers
+from stages.model.dtypes import PRECISIONS
+from stages.model.files import CARD, CONFIG, GENERATION_CONFIG, LINEAGE, WEIGHTS_INDEX
 from stages.model.license import ModelLicense
 from stages.model.manifest import MANIFEST, REMEDY, ModelManifest
-from stages.tokens.packed import METRICS, PackMetrics, find_encoder, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -27,7 +27,7 @@ if not (3, 10) <= sys.version_info[:2] <= (3, 14):
     )
     sys.exit(1)
 
-from stages.artifacts import command
+from stages.base import command
 from stages.checks import installation
 from stages.checks.findings import Found, collect
 
@@ -72,7 +72,7 @@ def find(num_nodes: int, full: bool, environment: Mapping[str, str]) -> Found[No
 
 def _find(num_nodes: int, full: bool, environment: Mapping[str, str]) -> Found[None]:
     # Here, so that a package that cannot be imported is a line, and not a traceback.
-    from stages.artifacts import outputs
+    from stages.base import outputs
     from stages.checkpointing.layout import checkpoint_root
     from stages.checks import dvc_settings, machine, settings
 
@@ -101,11 +101,11 @@ def _training(found: "Settings", model: "ModelManifest | None", environment: Map
     """What can be known of a launch here; `model`: None where the model or its tokens are missing."""
     from stages.checks import accelerators, settings
     from stages.plan import launched_ranks
-    from stages.training import torchrun
+    from stages.ranks import torchrun
 
     runtime = found.runtime
     in_job = "SLURM_JOB_ID" in environment
-    num_nodes = (torchrun.num_nodes(runtime) if in_job else runtime.num_nodes) or 1
+    num_nodes = (torchrun.num_nodes(runtime.launcher, runtime.num_nodes) if in_job else runtime.num_nodes) or 1
     # On a login node a launch would only submit a job, or fail.
     trains_here = in_job or (runtime.launcher in ("auto", "torchrun") and num_nodes == 1)
     yield from collect(partial(accelerators.check_gpus, runtime.nproc_per_node if trains_here else None))

@@ -17,12 +17,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from tqdm import tqdm
 
-from stages.artifacts import command, publish
-from stages.artifacts.errors import StageError, one_line
-from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
-from stages.artifacts.params_file import load_params
-from stages.artifacts.record import FileEntry
+from stages.base import command, publish
+from stages.base.errors import StageError, one_line
+from stages.base.params_file import load_params
+from stages.base.record import FileEntry
 from stages.model import headers, hub, hub_cache
+from stages.model.files import TOKENIZER, TOKENIZER_CONFIG
 from stages.model.license import ModelLicense
 from stages.model.manifest import MANIFEST, ModelManifest
 

@@ -7,8 +7,8 @@ Writes    outputs/evaluation.json: the losses before training, after it, and of 
           outputs/report/: the page that opens without a network, and its pictures
 Command   python -m stages.evaluate
 
-One process per GPU of this machine measures the model, or as many as train on CPUs (stages/measure.py). Nothing is
-written where the exported weights have another loss than those that were trained, by more than rounding explains.
+One process per GPU of this machine measures the model, or as many as train on CPUs (stages/report/measure.py). Nothing
+is written where the exported weights have another loss than those that were trained, by more than rounding explains.
 """
 
 import math
@@ -20,19 +20,19 @@ from typing import Any
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from stages.artifacts import command, history, outputs, publish
-from stages.artifacts.dtypes import PRECISIONS
-from stages.artifacts.errors import StageError
-from stages.artifacts.history import Row
-from stages.artifacts.model_files import LINEAGE
-from stages.artifacts.outputs import ExperimentName
-from stages.artifacts.params_file import load_params
-from stages.artifacts.record import check_files
+from stages.base import command, history, outputs, publish
+from stages.base.errors import StageError
+from stages.base.history import Row
+from stages.base.outputs import ExperimentName
+from stages.base.packed import METRICS, REMEDY, VALIDATION, PackedTokens, PackMetrics, PartMetrics
+from stages.base.params_file import load_params
+from stages.base.record import check_files
 from stages.export.evaluation import Evaluation, Loss, bits_per_byte, perplexity
 from stages.export.provenance import Lineage
-from stages.measure import MEASUREMENTS, REQUEST, Measurements, Part, Request, remedies, stored_dtype
+from stages.model.dtypes import PRECISIONS
+from stages.model.files import LINEAGE
 from stages.model.manifest import MANIFEST, ModelManifest
-from stages.tokens.packed import METRICS, REMEDY, VALIDATION, PackedTokens, PackMetrics, PartMetrics
+from stages.report.measure import MEASUREMENTS, REQUEST, Measurements, Part, Request, remedies, stored_dtype
 
 BATCH_TOKENS = 8192
 """Of a forward pass, unless a row is longer. More would hardly be faster, and a GPU may hold the whole model here."""
@@ -94,13 +94,13 @@ def measure_on_ranks(request: Request, runtime: EvaluateRuntime) -> Measurements
     Raises:
         StageError: this machine has no GPUs for so many ranks.
     """
-    from stages.training import torchrun
+    from stages.ranks import torchrun
 
     ranks = torchrun.Ranks(torchrun.count_local_ranks(runtime.nproc_per_node))
     with torchrun.shared_directory(ranks) as directory:
         request.write(directory / REQUEST)
         # The ranks die with this process, also with one that is killed.
-        if not (status := torchrun.run("stages.measure", ranks, directory, runtime.timeout_minutes)):
+        if not (status := torchrun.run("stages.report.measure", ranks, directory, runtime.timeout_minutes)):
             return Measurements.read(directory / MEASUREMENTS)
     if status == torchrun.CRASHED:  # else the ranks have printed the reason
         if_killed = f"if a rank was killed by signal 9 because memory ran out, use {remedies(request, ranks.total)}"
@@ -155,7 +155,7 @@ def evaluate(
 
 def write(evaluation: Evaluation, params: EvaluateParams) -> None:
     """Write the evaluation, the report and the metrics, and print the losses."""
-    from stages.export import report  # matplotlib takes a second to import
+    from stages.report import page as report  # matplotlib takes a second to import
 
     validation = evaluation.validation
     metrics = (validation.loss, validation.perplexity, validation.bits_per_byte) if validation else (None, None, None)

@@ -24,15 +24,16 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import AfterValidator, Field
 from tqdm import tqdm
 
-from stages.artifacts import code, command, publish, reuse
-from stages.artifacts.dataset import Dataset, Shard
-from stages.artifacts.errors import StageError
-from stages.artifacts.origin import Origin
-from stages.artifacts.params_file import load_params
-from stages.artifacts.record import Record
-from stages.corpus import splits, workers
-from stages.corpus.formats import suffixes
-from stages.corpus.limits import LIMITS, Limits
+from stages.base import code, command, publish
+from stages.base.dataset import Dataset, Shard
+from stages.base.errors import StageError
+from stages.base.origin import Origin
+from stages.base.params_file import load_params
+from stages.base.record import Record
+from stages.formats.limits import LIMITS, Limits
+from stages.splits import manifests as splits
+from stages.splits import suffixes
+from stages.work import reuse, workers
 
 CORPUS = Path("data/corpus")
 METRICS = Path("data/extract.json")
@@ -179,7 +180,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     Raises:
         StageError: files changed after `organize`, or too many cannot be read. All files are tried before.
     """
-    from stages.corpus import arrow
+    from stages.work import arrow
 
     parts = splits.read_summary(splits.SPLITS).splits
     store = reuse.Store(reuse.root(), SplitResult)
@@ -238,7 +239,7 @@ def deduplicate(
     counts: Counter[str],
 ) -> list[Shard]:
     """Write `targets`, the shards without duplicate strings, remove those of `tasks`, and correct the counts."""
-    from stages.corpus import duplicates
+    from stages.formats import duplicates
 
     sources = [task.shard for task in tasks]
     num_at_once = tasks[0].limits.digests
@@ -299,10 +300,11 @@ def extract_split(task: Task) -> SplitResult:
 
 def read_split(task: Task) -> SplitResult:
     """Write the shard of one split from its raw files."""
-    from stages.corpus import arrow, json_values
-    from stages.corpus.formats.readers import READERS
-    from stages.corpus.source import Changed, Rejected, Source
-    from stages.corpus.writer import TextWriter
+    from stages.formats import json_values
+    from stages.formats.readers import READERS
+    from stages.formats.source import Changed, Rejected, Source
+    from stages.formats.writer import TextWriter
+    from stages.work import arrow
 
     counts: Counter[str] = Counter()
     rejected: list[RejectedFile] = []

@@ -14,11 +14,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from stages.artifacts import command, outputs
-from stages.artifacts.errors import StageError
-from stages.artifacts.model_files import CONFIG
-from stages.artifacts.outputs import ExperimentName
-from stages.artifacts.params_file import load_params
+from stages.base import command, outputs
+from stages.base.errors import StageError
+from stages.base.outputs import ExperimentName
+from stages.base.params_file import load_params
+from stages.model.files import CONFIG
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ def main() -> None:
     import torch
     from transformers import TextStreamer
 
-    from stages.export import generation
-    from stages.training.torch_errors import explain_torch_errors
+    from stages.ranks.torch_errors import explain_torch_errors
+    from stages.report import generation
 
     others = "a GPU with more memory, or the CPU (CUDA_VISIBLE_DEVICES=)"
     other = others if torch.cuda.is_available() else "or a machine with more memory"

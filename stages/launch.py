@@ -15,44 +15,53 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from stages.artifacts import command, outputs, publish
-from stages.artifacts.errors import StageError
-from stages.artifacts.history import HISTORY, SPEED, History
-from stages.artifacts.params_file import load_params
-from stages.artifacts.record import DamagedFile
-from stages.artifacts.shared_disk import refresh
+from stages.base import command, outputs, publish
+from stages.base.errors import StageError
+from stages.base.history import HISTORY, SPEED, History
+from stages.base.params_file import load_params
+from stages.base.record import DamagedFile
+from stages.base.shared_disk import refresh
+from stages.checkpointing.decision import Decision, begin, decide, find
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name, verify
 from stages.checkpointing.lock import writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
-from stages.training import sbatch, torchrun
-from stages.training.console import print_line
+from stages.checkpointing.run import Run, describe, differences
+from stages.checkpointing.state import STATE, CostColumns, TrainMetrics, TrainState
+from stages.launching import sbatch
+from stages.launching.console import print_line
+from stages.launching.memory import remedies
+from stages.launching.runtime import Launch, TrainRuntime, read_launch
+from stages.ranks import torchrun
+from stages.ranks.signals import INTERRUPTED, STOP_SIGNALS
 from stages.training.environment import set_environment
-from stages.training.handoff import Launch
-from stages.training.memory import remedies
-from stages.training.params import TrainParams, TrainRuntime
-from stages.training.run import Run, describe, differences, read_run
-from stages.training.signals import INTERRUPTED, STOP_SIGNALS
-from stages.training.state import STATE, CostColumns, TrainMetrics, TrainState
+from stages.training.params import TrainParams
 
 
 def main() -> None:
-    command.parser(__doc__).parse_args()
-    run, runtime = read_run()  # in a job that a launcher has submitted: what it read
+    parser = command.parser(__doc__)
+    parser.add_argument("--explain", action="store_true", help="print what a launch would do now, and why; do nothing")
+    arguments = parser.parse_args()
+    run, runtime, _ = read_launch()  # in a job that a launcher has submitted: what it read
     last = run.directory / step_name(run.total_steps)
     is_submitted = sbatch.submits(runtime)
-    must_submit = is_submitted and (runtime.resume == "never" or not _is_finished(last, contents=False))
-    if must_submit and (status := sbatch.run_job(run, runtime)):
-        sys.exit(status)
+    if arguments.explain or is_submitted:
+        decision = decide(run, runtime.resume, find(run, contents=False))
+        if arguments.explain:
+            print(f"{decision.action}: {decision.reason}")
+            return
+        if decision.action != "finished" and (status := sbatch.run_job(run, runtime)):
+            sys.exit(status)
     # Also around the outs: another launcher, with resume=never, could delete the checkpoint that they are written from.
     with writer_lock(run.directory, print_line) as set_status:
-        was_finished = not is_submitted and runtime.resume != "never" and _is_finished(last)
-        if was_finished:
-            print(f"run {run.run_id} has already finished, at step {run.total_steps}: nothing to train")
-        elif not is_submitted:
-            status = _train(run, runtime, set_status)
+        was_finished = False
+        if not is_submitted:
+            decision = begin(run, runtime.resume)
+            print_line(decision.reason)
+            was_finished = decision.action == "finished"
+        if not is_submitted and not was_finished:
+            status = _train(run, runtime, decision, set_status)
             if status == INTERRUPTED:
                 saved = list_checkpoints(run.directory)
                 state = f"{saved[0].name} is saved; {_next_launch(runtime)}" if saved else "no step was done yet"
@@ -133,17 +142,7 @@ def _best(last: Path, contents: bool) -> Path:
     return best
 
 
-def _is_finished(last: Path, contents: bool = True) -> bool:
-    if not last.is_dir():
-        return False
-    try:
-        verify(last, contents)
-    except StageError:
-        return False  # the training falls back to the checkpoint before it
-    return True
-
-
-def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -> int:
+def _train(run: Run, runtime: TrainRuntime, decision: Decision, set_status: Callable[[str], None]) -> int:
     """Run the ranks, again where one crashed and `max_restarts` allows it; returns an exit status."""
     stopping = threading.Event()
 
@@ -154,12 +153,14 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
     set_environment(run.params)
-    ranks = torchrun.Ranks(torchrun.count_local_ranks(runtime.nproc_per_node), torchrun.num_nodes(runtime))
+    ranks = torchrun.Ranks(
+        torchrun.count_local_ranks(runtime.nproc_per_node), torchrun.num_nodes(runtime.launcher, runtime.num_nodes)
+    )
     for restart in range(runtime.max_restarts + 1):
         if restart:
             print(f"restart {restart} of {runtime.max_restarts}", file=sys.stderr, flush=True)
-        # A restart resumes from what this launch has saved.
-        Launch(run.params, replace(runtime, resume="auto") if restart else runtime, run.identity).hand_over()
+            decision = begin(run, "auto")  # from what this launch has saved
+        Launch(run.params, runtime, run.identity, decision).hand_over()
         with torchrun.shared_directory(ranks, run.directory) as directory:
             status = torchrun.run(
                 "stages.train", ranks, directory, runtime.timeout_minutes, runtime.rdzv_endpoint, stopping

@@ -19,21 +19,20 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from stages.artifacts import code, command, publish
-from stages.artifacts.dataset import Dataset
-from stages.artifacts.errors import StageError
-from stages.artifacts.identity import RunIdentity
-from stages.artifacts.model_files import CARD, LINEAGE
-from stages.artifacts.origin import RECORDS
-from stages.artifacts.params_file import PARAMS_FILE, flatten, load_params
-from stages.checkpointing import layout
-from stages.corpus import splits
-from stages.corpus.source import is_unchanged
+from stages.base import code, command, publish
+from stages.base.dataset import Dataset
+from stages.base.errors import StageError
+from stages.base.identity import RunIdentity
+from stages.base.origin import RECORDS
+from stages.base.packed import TRAIN, VALIDATION
+from stages.base.params_file import PARAMS_FILE, flatten, load_params
+from stages.checkpointing import layout, run
 from stages.export.provenance import Lineage
+from stages.formats.source import is_unchanged
+from stages.model.files import CARD, LINEAGE
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.organize import OrganizeParams
-from stages.tokens.packed import TRAIN, VALIDATION
-from stages.training import run
+from stages.splits import manifests as splits
 from stages.training.params import TrainParams
 
 CORPUS = Path("data/corpus")
@@ -90,7 +89,7 @@ def verify(directory: Path) -> Iterator[Finding]:
     )
     yield _file(f"{MANIFEST} of {lineage.model.name}", MANIFEST, lineage.model.manifest)
     yield from _initial_model()
-    yield _check("code of train", Path(), lineage.code, lambda: code.digest(*run.ENTRIES))
+    yield _check("code of the training", Path(), lineage.code, lambda: code.digest(*run.WEIGHTS, within=run.DECIDING))
     yield from _params_and_packages(lineage)
     for path, digest in ((TRAIN, lineage.data.train), (VALIDATION, lineage.data.validation), (CORPUS, lineage.corpus)):
         if digest is not None:

@@ -19,12 +19,13 @@ from typing import Annotated, ClassVar, NoReturn
 from pydantic import Field
 from tqdm import tqdm
 
-from stages.artifacts import command, publish
-from stages.artifacts.errors import StageError
-from stages.artifacts.origin import Origin
-from stages.artifacts.params_file import load_params
-from stages.corpus import assignment, parts, splits, tree, workers
-from stages.corpus.formats import suffixes
+from stages.base import command, publish
+from stages.base.errors import StageError
+from stages.base.origin import Origin
+from stages.base.params_file import load_params
+from stages.splits import assignment, parts, suffixes, tree
+from stages.splits import manifests as splits
+from stages.work import workers
 
 WRITTEN = (splits.SPLITS, *map(Path, ("data/corpus", "data/tokens", "data/.reuse", "outputs")))
 """The directories that stages write."""

@@ -20,25 +20,17 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 from tqdm import tqdm
 
-from stages.artifacts import code, command, publish, reuse
-from stages.artifacts.dataset import STATE, Dataset, Shard
-from stages.artifacts.errors import StageError
-from stages.artifacts.model_files import TOKENIZER, TOKENIZER_CONFIG
-from stages.artifacts.origin import Origin
-from stages.artifacts.params_file import load_params
-from stages.artifacts.record import check_files
-from stages.corpus import arrow, comparison, encoding, fast_tokenizer, packing, vocabulary, workers
+from stages.base import code, command, publish
+from stages.base.dataset import STATE, Dataset, Shard
+from stages.base.errors import StageError
+from stages.base.origin import Origin
+from stages.base.packed import METRICS, TOKENS, TRAIN, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics, fingerprint
+from stages.base.params_file import load_params
+from stages.base.record import check_files
+from stages.model.files import TOKENIZER, TOKENIZER_CONFIG
 from stages.model.manifest import ModelManifest
-from stages.tokens.packed import (
-    METRICS,
-    TOKENS,
-    TRAIN,
-    VALIDATION,
-    EncoderMetrics,
-    PackMetrics,
-    PartMetrics,
-    fingerprint,
-)
+from stages.tokenizing import comparison, encoding, fast_tokenizer, packing, vocabulary
+from stages.work import arrow, reuse, workers
 
 CORPUS = Path("data/corpus")
 

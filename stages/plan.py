@@ -4,7 +4,7 @@ Reads    data/model.json and the config of the model, data/tokens/train, data/to
 Writes   outputs/plan.json, outputs/rows.txt
 Command  python -m stages.plan
 
-The memory of each rank is measured with tensors that have no memory (stages/training/peak_memory.py); no weight is
+The memory of each rank is measured with tensors that have no memory (stages/planning/peak_memory.py); no weight is
 read. All depends on the manifests and the parameters alone; `make doctor` compares it with the GPUs of this machine.
 """
 
@@ -20,22 +20,24 @@ from typing import Annotated, ClassVar
 import pyarrow as pa
 from pydantic import Field, PositiveInt
 
-from stages.artifacts import command, outputs, publish
-from stages.artifacts.command import format_gib
-from stages.artifacts.dtypes import BY_NAME
-from stages.artifacts.errors import StageError, one_line
-from stages.artifacts.model_files import TOKENIZER
-from stages.artifacts.params_file import load_params
-from stages.artifacts.record import Record
+from stages.base import command, outputs, publish
+from stages.base.command import format_gib
+from stages.base.errors import StageError, one_line
+from stages.base.packed import TRAIN, VALIDATION, PackedTokens
+from stages.base.params_file import load_params
+from stages.base.record import Record
+from stages.checkpointing.decision import decide, find
 from stages.checkpointing.layout import checkpoint_root
+from stages.checkpointing.run import describe
+from stages.forward.rows import TokenRows
+from stages.launching.runtime import TrainRuntime
+from stages.model.dtypes import BY_NAME
+from stages.model.files import TOKENIZER
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
-from stages.tokens.order import step_rows
-from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
-from stages.tokens.rows import TokenRows
-from stages.training import memory_plan
-from stages.training.memory_plan import PeakMemory, Table
-from stages.training.params import TrainParams, TrainRuntime
-from stages.training.run import check_extend_from, describe
+from stages.planning import memory_plan
+from stages.planning.memory_plan import PeakMemory, Table
+from stages.training.order import step_rows
+from stages.training.params import TrainParams
 
 _FP32 = 4
 _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
@@ -136,7 +138,7 @@ def measure_memory(
     Raises:
         StageError: the model cannot be trained like this.
     """
-    from stages.training import peak_memory  # imports torch
+    from stages.planning import peak_memory  # imports torch
 
     try:
         params.grad_accum_steps(num_ranks)
@@ -174,7 +176,7 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
     """
     from tokenizers import Tokenizer
 
-    from stages.tokens.preview import LEGEND, render  # imports torch
+    from stages.planning.preview import LEGEND, render  # imports torch
 
     assert model.eos_token_id is not None, "`estimate` refuses a model without one"
     model.verify([TOKENIZER])  # a damaged one would be an error of no class
@@ -260,7 +262,8 @@ def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> 
     """
     check_num_ranks(params, num_ranks)
     plan = estimate(params, ModelManifest.read(), PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
-    check_extend_from(describe(params), runtime)
+    run = describe(params)
+    decide(run, runtime.resume, find(run, contents=False))  # the launch would refuse what this refuses
     check_disk(params, runtime, plan)
     return plan
 

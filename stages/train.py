@@ -8,24 +8,25 @@ Command  torchrun --nproc-per-node 2 -m stages.train
 import signal
 import sys
 
-from stages.artifacts import command, process
-from stages.artifacts.command import USER_ERROR
-from stages.artifacts.errors import StageError
-from stages.training import handoff
-from stages.training.signals import INTERRUPTED, StopSignal
+from stages.base import command, process
+from stages.base.command import USER_ERROR
+from stages.base.errors import StageError
+from stages.launching.runtime import has_launcher
+from stages.ranks import handoff
+from stages.ranks.signals import INTERRUPTED, StopSignal
 
 
 def main() -> None:
     command.parser(__doc__).parse_args()
     # A rank whose launcher is gone must not write: the next launch may have started. One that another launcher has
     # started holds the lock of the run itself, so there is time to save.
-    process.die_with_parent(signal.SIGKILL if handoff.has_launcher() else signal.SIGTERM)
+    process.die_with_parent(signal.SIGKILL if has_launcher() else signal.SIGTERM)
     stop_signal = StopSignal()  # before torch is imported: the threads that it starts must not receive the signals
-    from stages.training.loop import train
-    from stages.training.torch_errors import LostConnection
+    from stages.launching.rank import run
+    from stages.ranks.torch_errors import LostConnection
 
     try:
-        is_finished = train(stop_signal)
+        is_finished = run(stop_signal)
     except LostConnection as error:
         sys.exit(f"error: {error}")  # status 1: unlike a StageError, it may not occur again
     except (StageError, OSError) as error:

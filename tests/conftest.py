@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from stages.artifacts import file_lock
+from stages.base import file_lock
 from tests.network import CAN_UNSHARE, IN_A_NAMESPACE
 from tests.project import REPO, SMALL, Project, make_nano, make_pipeline
 from tests.ranks import Ranks
@@ -59,7 +59,7 @@ def refuse_links(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def params() -> "TrainParams":
     """Those of params.yaml."""
-    from stages.artifacts.params_file import load_params
+    from stages.base.params_file import load_params
     from stages.training.params import TrainParams
 
     return load_params(TrainParams, path=REPO / "params.yaml")
@@ -87,8 +87,8 @@ def _training(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
 
 def make_training(project: Project) -> None:
-    from stages.artifacts.dataset import Dataset
-    from stages.corpus import arrow
+    from stages.base.dataset import Dataset
+    from stages.work import arrow
 
     for name in ("dvc.yaml", "params.yaml"):
         shutil.copy(REPO / name, project.path)

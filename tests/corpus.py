@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import psutil
 import yaml
 
-from stages.corpus.workers import Runtime
 from stages.extract import ExtractParams
 from stages.organize import OrganizeParams, OrganizeRuntime, organize
+from stages.work.workers import Runtime
 from tests.project import wait_for
 
 NOT_RECORDS = (b"", b"{", b"[]", b"null", b'"text"', b"{}", b"\xff\xfe", b"[" * 100_000)

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from stages.artifacts import command, reuse
+from stages.base import command
+from stages.work import reuse
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import zstandard
 
-from stages.corpus.limits import LIMITS, Limits
+from stages.formats.limits import LIMITS, Limits
 
 MIB = 1 << 20
 Pieces = Iterator[bytes]

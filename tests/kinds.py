@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from stages.corpus import vocabulary
-from stages.corpus.encoding import Encoder, TokenizerSpec
+from stages.tokenizing import vocabulary
+from stages.tokenizing.encoding import Encoder, TokenizerSpec
 
 SPECIAL = ["</s>", "<s>", "<unk>", "<pad>", "[CLS]", "[MASK]", "<|im_start|>"]
 EOS, UNK = 0, 2

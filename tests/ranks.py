@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stages.training.handoff import DIRECTORY
+from stages.ranks.handoff import DIRECTORY
 from tests import faults
 from tests.project import REPO, Project
 
@@ -92,9 +92,9 @@ def main() -> None:
     import pandas  # as pyarrow does at its first array
     import transformers.models.llama.modeling_llama
 
-    import stages.training.loop
+    import stages.launching.rank
 
-    assert pandas and transformers.models.llama.modeling_llama and stages.training.loop  # before the forks
+    assert pandas and transformers.models.llama.modeling_llama and stages.launching.rank  # before the forks
     for line in sys.stdin:
         request = json.loads(line)
         with tempfile.TemporaryDirectory() as directory:
@@ -129,7 +129,7 @@ def _fork(request: dict[str, Any], rank: int, directory: str) -> int:
 
 def _train() -> Any:
     from stages import train
-    from stages.artifacts import command
+    from stages.base import command
 
     sys.argv = ["stages.train"]
     try:

@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from stages.artifacts import outputs, publish
-from stages.artifacts.origin import RECORDS
-from stages.artifacts.params_file import flatten
-from stages.artifacts.record import read_sealed, write_sealed
+from stages.base import outputs, publish
+from stages.base.origin import RECORDS
+from stages.base.params_file import flatten
+from stages.base.record import read_sealed, write_sealed
 
 PHASES = ("data", "forward", "backward", "update", "validation", "saving", "other")
 MODEL = Path("outputs/exp/model")

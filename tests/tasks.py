@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from stages.artifacts.errors import StageError
+from stages.base.errors import StageError
 
 
 def place(_: int) -> tuple[str, int, int]:

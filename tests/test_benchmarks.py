@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from stages.artifacts.history import HISTORY
+from stages.base.history import HISTORY
 from tests.project import REPO, Project
 from tests.ranks import Ranks
 from tests.trainings import newest_checkpoint

@@ -18,11 +18,11 @@ import yaml
 from huggingface_hub import snapshot_download
 
 from scripts import bundle, unbundle
-from stages.artifacts import publish
-from stages.artifacts.errors import StageError
-from stages.artifacts.record import FileEntry
-from stages.corpus import tree
+from stages.base import publish
+from stages.base.errors import StageError
+from stages.base.record import FileEntry
 from stages.model.manifest import ModelManifest
+from stages.splits import tree
 from tests.project import REPO, Project, flip_bit, make_pipeline
 
 PYTHON = f"3.{sys.version_info.minor}"
@@ -79,7 +79,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "organize": {"cmd": "cp -r data/raw data/splits", "deps": ["data/raw"], "outs": ["data/splits"]},
         "extract": {
             "cmd": "cp data/splits/a.txt data/extracted", "deps": ["data/splits"],
-            "params": sorted({name for stage in others for name in stage.get("params", [])}),  # of all in params.yaml
+            "params": [entry for stage in others for entry in stage.get("params", [])],  # of all in params.yaml
             "meta": {"runtime": [name for stage in others for name in stage.get("meta", {}).get("runtime", [])]},
         },
     }  # fmt: skip

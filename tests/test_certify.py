@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts import certify
-from stages.artifacts.errors import StageError
+from stages.base.errors import StageError
 from tests.pipeline import STAGES, ran
 from tests.project import Project
 

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 from torch.testing._internal.two_tensor import TwoTensor
 
-from stages.artifacts.errors import StageError
-from stages.artifacts.history import HISTORY, SPEED
-from stages.artifacts.params_file import load_params
-from stages.artifacts.record import FileEntry
+from stages.base.errors import StageError
+from stages.base.history import HISTORY, SPEED
+from stages.base.params_file import load_params
+from stages.base.record import FileEntry
 from stages.checkpointing import retention
 from stages.checkpointing.layout import (
     CheckpointManifest,
@@ -33,9 +33,9 @@ from stages.checkpointing.layout import (
 )
 from stages.checkpointing.lock import rank_lock, read_lock, try_delete_lock, try_writer_lock, writer_lock
 from stages.checkpointing.pointer import RunPointer, resolve
+from stages.checkpointing.saver import Saver, load
 from stages.export.stream import ShardedTensors, TensorSpec, write_safetensors
-from stages.training.params import TrainRuntime
-from stages.training.saver import Saver, load
+from stages.launching.runtime import TrainRuntime
 from tests.project import REPO, Project, flip_bit, wait_for
 from tests.ranks import Ranks
 from tests.trainings import Given, checkpoint_manifest, train_state
@@ -104,7 +104,7 @@ def test_all_files_are_synced_before_the_rename_and_the_manifest_is_last(
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
-    with Saver(dataclasses.replace(runtime, async_checkpoint=False)) as saver:
+    with Saver(dataclasses.replace(runtime, async_checkpoint=False), timeout_minutes=30) as saver:
         manifest = checkpoint_manifest()
         saver.save(
             tmp_path / "step-00000001", model, optimizer, scheduler, train_state(), {HISTORY: "", SPEED: ""}, manifest
@@ -150,7 +150,7 @@ def save_thrice(directory: Path, asynchronous: bool) -> list[bytes]:
     scheduler = LambdaLR(optimizer, lambda _: 1.0)
     model.step(optimizer)
     runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
-    with Saver(dataclasses.replace(runtime, async_checkpoint=asynchronous)) as saver:
+    with Saver(dataclasses.replace(runtime, async_checkpoint=asynchronous), timeout_minutes=30) as saver:
         for step in (1, 2, 3):
             path = directory / step_name(step)
             saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest(step=step))
@@ -188,7 +188,7 @@ def test_the_bytes_of_a_tensor_are_in_the_order_of_its_elements(mesh: DeviceMesh
     runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
     path = tmp_path / step_name(1)
     for asynchronous in (False, True):
-        with Saver(dataclasses.replace(runtime, async_checkpoint=asynchronous)) as saver:
+        with Saver(dataclasses.replace(runtime, async_checkpoint=asynchronous), timeout_minutes=30) as saver:
             scheduler = LambdaLR(optimizer, lambda _: 1.0)
             saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest())
         weights = ShardedTensors(path)

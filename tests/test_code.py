@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stages.artifacts import code
+from stages.base import code
+from stages.checkpointing import run
 from tests.project import REPO
-
-ENTRIES = ("stages.launch", "stages.train")
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def write(project: Path, **modules: str) -> None:
 
 def test_comments_docstrings_and_layout_do_not_change_the_digest(project: Path) -> None:
     """In every module, whatever it contains."""
-    before = code.digest(*ENTRIES, project=project), code.digest_with_packages("stages.pack", project=project)
+    before = code.digest(*run.WEIGHTS, project=project), code.digest_with_packages("stages.pack", project=project)
     for path in (project / "stages").rglob("*.py"):
         text = path.read_text()
         text = re.sub(r'"""([A-Z])', r'"""Reworded: \1', text)
@@ -38,25 +37,44 @@ def test_comments_docstrings_and_layout_do_not_change_the_digest(project: Path) 
         assert text != path.read_text()
         path.write_text(text)
     assert before == (
-        code.digest(*ENTRIES, project=project),
+        code.digest(*run.WEIGHTS, project=project),
         code.digest_with_packages("stages.pack", project=project),
     )
 
 
 @pytest.mark.slow
-def test_a_statement_changes_the_digest_exactly_if_its_module_is_reached(project: Path) -> None:
-    reached = {*code.reached(*ENTRIES, project=project).values()}
-    before = code.digest(*ENTRIES, project=project)
-    others = {*(project / "stages").rglob("*.py")} - reached
-    assert {path.name for path in others} >= {"hub.py", "reuse.py", "evaluate.py"}
-    for path in others:
-        path.write_text(path.read_text() + "\nedited = 1\n")
-    assert code.digest(*ENTRIES, project=project) == before
-    for path in reached:
+def test_a_statement_names_another_run_exactly_if_its_module_decides_numbers(project: Path) -> None:
+    """A launcher, a message, a lock, a tracker or the saver may change without a training."""
+
+    def digest() -> str:
+        return code.digest(*run.WEIGHTS, within=run.DECIDING, project=project)
+
+    before, root = digest(), project / "stages"
+    names = {f"{path.relative_to(root)}": path for path in root.rglob("*.py")}
+    deciding = {
+        *("forward/attention.py", "forward/loss.py", "training/loop.py", "training/optimizer.py", "training/order.py"),
+        *("training/schedule.py", "training/step.py", "model/meta.py", "base/splitmix64.py"),
+    }
+    changed = set()
+    for name, path in names.items():
         text = path.read_text()
         path.write_text(text + "\nedited = 1\n")
-        assert code.digest(*ENTRIES, project=project) != before, path
+        if digest() != before:
+            changed.add(name)
         path.write_text(text)
+    assert deciding <= changed
+    rooms = {name.split("/")[0] for name in changed if "/" in name}
+    assert rooms == {"base", "forward", "model", "training"}
+    assert {name for name in changed if name.startswith("base/")} == {"base/splitmix64.py"}
+
+
+def test_the_code_that_decides_numbers_knows_no_launcher_and_no_checkpoint() -> None:
+    """It is given what it needs of them. And every module in these rooms is part of what names a run."""
+    reached = code.reached(*run.WEIGHTS)
+    assert {name.split(".")[1] for name in reached if "." in name} == {"base", "forward", "model", "training"}
+    files = {path for room in ("training", "forward") for path in (REPO / "stages" / room).glob("*.py")}
+    # This one only reads a finished model.
+    assert files - {*reached.values()} == {REPO / "stages/forward/frozen_model.py"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from stages.artifacts import publish
+from stages.base import publish
 from tests.pipeline import STAGES
 from tests.project import REPO, Project
 
@@ -45,7 +45,7 @@ def test_a_second_run_waits_and_names_the_first(empty_project: Path) -> None:
         (target.parent / "corpus.my-own.tmp").mkdir(exist_ok=True)
         with publish.lock(target):
             assert [path.name for path in target.parent.glob("corpus*")] == ["corpus.my-own.tmp"]
-            code = "from pathlib import Path; from stages.artifacts import publish\n"
+            code = "from pathlib import Path; from stages.base import publish\n"
             code += "with publish.lock(Path('data/corpus')): print('it is mine')"
             environment = {**os.environ, "PYTHONPATH": str(REPO)}
             second = subprocess.Popen([sys.executable, "-c", code], env=environment, text=True, stdout=subprocess.PIPE)

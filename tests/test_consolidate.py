@@ -47,11 +47,12 @@ from transformers import (
 )
 
 from stages import consolidate, download
-from stages.artifacts import publish
-from stages.artifacts.errors import StageError
-from stages.artifacts.identity import Adoption, RunIdentity, TokenFingerprints
-from stages.artifacts.origin import RECORDS, Origin
-from stages.artifacts.record import FileEntry
+from stages.base import publish
+from stages.base.errors import StageError
+from stages.base.identity import Adoption, RunIdentity, TokenFingerprints
+from stages.base.origin import RECORDS, Origin
+from stages.base.packed import EncoderMetrics, PackMetrics, PartMetrics, fingerprint
+from stages.base.record import FileEntry
 from stages.checkpointing import layout
 from stages.checkpointing.layout import CheckpointManifest, TensorEntry
 from stages.checkpointing.lock import try_delete_lock
@@ -59,7 +60,6 @@ from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.export import card, stream
 from stages.export.provenance import InitialModel, Lineage
 from stages.model.manifest import MANIFEST, ModelManifest
-from stages.tokens.packed import EncoderMetrics, PackMetrics, PartMetrics, fingerprint
 from tests.models import LAYERS, SIZES, write_tokenizer
 from tests.project import REPO, flip_bit, start_stage, wait_for
 
@@ -817,7 +817,7 @@ def test_too_little_memory_is_one_message_and_publishes_nothing(kind: str) -> No
 import resource
 import torch
 from stages import consolidate
-from stages.artifacts import command
+from stages.base import command
 from stages.export import stream
 def limit():  # as `ulimit -v`, but of what the interpreter and the libraries leave
     size = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))

@@ -20,19 +20,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from stages import launch
-from stages.artifacts.errors import StageError
-from stages.artifacts.params_file import load_params
-from stages.tokens.batch import make_batch
-from stages.tokens.loss import loss_sum
-from stages.training import sharded_model, torchrun
+from stages.base.errors import StageError
+from stages.base.params_file import load_params
+from stages.checkpointing.decision import Decision
+from stages.checkpointing.run import describe
+from stages.forward.batch import make_batch
+from stages.forward.distributed import check_devices, use_gpu
+from stages.forward.loss import loss_sum
+from stages.launching.runtime import TrainRuntime
+from stages.ranks import torchrun
+from stages.ranks.torch_errors import explain_torch_errors
+from stages.training import sharded_model
 from stages.training.activation_checkpointing import _contexts
-from stages.training.distributed import check_devices, use_gpu
 from stages.training.environment import set_environment
 from stages.training.float8 import convert_linears
-from stages.training.params import TrainParams, TrainRuntime
+from stages.training.params import TrainParams
 from stages.training.precision import check_precision, set_float32_precision
-from stages.training.run import describe
-from stages.training.torch_errors import explain_torch_errors
 from tests.models import CONFIGS, MIXTRAL, CountedGraphs, full_value, manifest_of
 from tests.project import Project
 from tests.ranks import Ranks
@@ -230,7 +233,8 @@ def test_the_launcher_sets_the_environment_of_the_ranks(training: Project, monke
     monkeypatch.setattr(signal, "signal", lambda *args: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     described, runtime = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
-    assert launch._train(described, runtime, lambda status: None) == 0
+    start = Decision("start", [], "no checkpoints")
+    assert launch._train(described, runtime, start, lambda status: None) == 0
     assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 

@@ -24,15 +24,15 @@ import safetensors.numpy
 from dvc.config import Config
 
 from stages import doctor, plan
-from stages.artifacts.errors import StageError
-from stages.artifacts.record import FileEntry
+from stages.base.errors import StageError
+from stages.base.record import FileEntry
 from stages.checks import accelerators, dvc_settings, findings, installation, machine, settings
 from stages.checks.findings import Found
 from stages.model import hub
 from stages.model.manifest import ModelManifest
 from stages.plan import Plan
-from stages.training.memory import memory_limit
-from stages.training.memory_plan import PeakMemory
+from stages.planning.memory_plan import PeakMemory
+from stages.ranks.memory import memory_limit
 from tests.project import REPO, Project, flip_bit
 
 pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")  # of what DVC uses
@@ -163,7 +163,7 @@ def test_what_a_stage_refuses_is_an_error(
     found = {name: importlib.util.find_spec(name) for name in ("wandb", "torchao", "flash_attn", "distributed")}
     found.update(wandb=None, torchao=None, flash_attn=None)
     monkeypatch.setattr("importlib.util.find_spec", found.__getitem__)
-    monkeypatch.setattr("stages.corpus.fast_tokenizer.DIRECTORY", ready / "missing")
+    monkeypatch.setattr("stages.tokenizing.fast_tokenizer.DIRECTORY", ready / "missing")
     ready.set(**values)
     assert message in diagnose()
 
@@ -205,7 +205,7 @@ def test_a_python_that_is_not_supported_is_a_line(version: tuple[int, int]) -> N
     code = f"""
 import runpy, sys
 sys.version_info = {version}
-sys.modules["stages.artifacts"] = sys.modules["stages.checks"] = None
+sys.modules["stages.base"] = sys.modules["stages.checks"] = None
 runpy.run_module("stages.doctor", run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, text=True, stdout=-1, stderr=-2)

@@ -13,12 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from stages.artifacts.errors import StageError
-from stages.tokens import attention, document_mask
-from stages.tokens.attention import varlen_attention
-from stages.tokens.batch import make_batch
-from stages.tokens.document_mask import choose_attention
-from stages.tokens.loss import loss_sum
+from stages.base.errors import StageError
+from stages.forward import attention, document_mask
+from stages.forward.attention import varlen_attention
+from stages.forward.batch import make_batch
+from stages.forward.document_mask import choose_attention
+from stages.forward.loss import loss_sum
 from tests.models import CONFIGS, CountedGraphs
 from tests.project import Project
 from tests.ranks import Ranks

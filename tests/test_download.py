@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
 
 from stages import download
-from stages.artifacts import publish
-from stages.artifacts.errors import StageError
-from stages.artifacts.model_files import WEIGHTS, WEIGHTS_INDEX
-from stages.artifacts.record import FileEntry
+from stages.base import publish
+from stages.base.errors import StageError
+from stages.base.record import FileEntry
 from stages.download import DownloadParams
 from stages.model import headers, hub, hub_cache, meta
+from stages.model.files import WEIGHTS, WEIGHTS_INDEX
 from stages.model.license import ModelLicense
 from stages.model.manifest import MANIFEST, ModelManifest
 from tests import hub_server
@@ -224,7 +224,7 @@ def test_a_cache_that_lacks_a_file_is_refused_offline(
 
 def resolve_in_a_process(endpoint: str, token: str) -> subprocess.CompletedProcess[str]:
     script = (
-        "from stages.model import hub; from stages.artifacts import command\n"
+        "from stages.model import hub; from stages.base import command\n"
         f"command.run(lambda: hub.resolve({HUB_ID!r}, 'main', want_weights=True))"
     )
     env = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}

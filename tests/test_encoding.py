@@ -15,11 +15,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from stages.artifacts.errors import StageError
-from stages.corpus import fast_tokenizer
-from stages.corpus.comparison import Comparison, Differs
-from stages.corpus.encoding import Encoder, EncoderLimits, Piece
-from stages.corpus.fast_tokenizer import Failed, FastTokenizer
+from stages.base.errors import StageError
+from stages.tokenizing import fast_tokenizer
+from stages.tokenizing.comparison import Comparison, Differs
+from stages.tokenizing.encoding import Encoder, EncoderLimits, Piece
+from stages.tokenizing.fast_tokenizer import Failed, FastTokenizer
 from tests.kinds import KINDS, MORE_KINDS, SPECIAL, SPELLINGS, make, prose, spec_of
 from tests.project import REPO
 

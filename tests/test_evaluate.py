@@ -24,26 +24,26 @@ import yaml
 from torch import multiprocessing
 from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, LlamaConfig, PreTrainedConfig
 
-from stages import download, evaluate, measure
-from stages.artifacts import outputs, publish
-from stages.artifacts.dataset import Dataset, Shard
-from stages.artifacts.errors import StageError
-from stages.artifacts.identity import TokenFingerprints
-from stages.artifacts.origin import Origin
-from stages.artifacts.params_file import load_params
+from stages import download, evaluate
+from stages.base import outputs, publish
+from stages.base.dataset import Dataset, Shard
+from stages.base.errors import StageError
+from stages.base.identity import TokenFingerprints
+from stages.base.origin import Origin
+from stages.base.packed import METRICS, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics
+from stages.base.params_file import load_params
+from stages.checkpointing.state import TrainMetrics
 from stages.evaluate import EvaluateParams, EvaluateRuntime
-from stages.export import generation
 from stages.export.evaluation import Evaluation
 from stages.export.provenance import InitialModel, Lineage
-from stages.measure import Measurements, Request
+from stages.forward import distributed, document_mask
+from stages.forward.loss import LossHead
+from stages.forward.rows import TokenRows
 from stages.model.manifest import ModelManifest
-from stages.tokens import document_mask
-from stages.tokens.loss import LossHead
-from stages.tokens.packed import METRICS, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics
-from stages.tokens.rows import TokenRows
-from stages.training import distributed, watchdog
-from stages.training.state import TrainMetrics
-from stages.training.watchdog import Heartbeat
+from stages.ranks import watchdog
+from stages.ranks.watchdog import Heartbeat
+from stages.report import generation, measure
+from stages.report.measure import Measurements, Request
 from tests.models import write_tokenizer
 from tests.project import REPO, flip_bit, is_alive, start_stage, wait_for
 
@@ -589,7 +589,7 @@ def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "is_rank", "status", "message"),
     [
-        (signal.SIGKILL, True, 1, r"=+\nstages\.measure FAILED\n(?s:.*) : Signal 9 \(SIGKILL\) (?s:.*)\n"
+        (signal.SIGKILL, True, 1, r"=+\nstages\.report\.measure FAILED\n(?s:.*) : Signal 9 \(SIGKILL\) (?s:.*)\n"
          r"error: the measurement failed as shown above; if a rank was killed by signal 9 because memory ran out, use "
          r"eval_batch_size 1 \(of the training too, which then runs again\), fewer ranks than 2 .*\n"),
         (signal.SIGTERM, False, 143, "interrupted: run it again\n"),
@@ -605,7 +605,9 @@ def test_a_signal_ends_all_ranks_with_one_message_and_nothing_is_written(
 
     def ranks() -> list[psutil.Process]:
         started = process.children(recursive=True)
-        return [rank for rank in started if rank.cmdline()[-1:] == ["stages.measure"] and "RANK" in rank.environ()]
+        return [
+            rank for rank in started if rank.cmdline()[-1:] == ["stages.report.measure"] and "RANK" in rank.environ()
+        ]
 
     wait_for(lambda: len(ranks()) == 2)
     started = sorted(ranks(), key=lambda rank: rank.environ()["RANK"])
@@ -634,7 +636,7 @@ def test_out_of_memory_is_one_clear_error(error: Exception, monkeypatch: pytest.
     monkeypatch.setattr(sys, "argv", ["measure"])
     monkeypatch.setattr(measure.process, "die_with_parent", lambda *args: None)
     monkeypatch.setattr(signal, "signal", lambda *args: None)
-    monkeypatch.setattr(distributed, "process_group", lambda timeout: contextlib.nullcontext())
+    monkeypatch.setattr(distributed, "process_group", lambda timeout, directory: contextlib.nullcontext())
     monkeypatch.setattr(watchdog, "watched", lambda *args: contextlib.nullcontext())
     monkeypatch.setattr(measure, "measure", fail)
     expected = (
@@ -648,7 +650,7 @@ def test_out_of_memory_is_one_clear_error(error: Exception, monkeypatch: pytest.
 
 
 def test_a_rank_needs_a_launcher() -> None:
-    process = start_stage("measure")
+    process = start_stage("report.measure")
     assert process.communicate()[1] == "error: `python -m stages.evaluate` starts the ranks: run that\n"
     assert process.returncode == 2
 

@@ -12,10 +12,10 @@ import psutil
 import pytest
 import yaml
 
-from stages.artifacts.params_file import load_params
+from stages.base.params_file import load_params
+from stages.checkpointing import decision, run
 from stages.checkpointing.layout import checkpoint_root, step_name
-from stages.training import run
-from stages.training.params import TrainParams, TrainRuntime
+from stages.training.params import TrainParams
 from tests.pipeline import ran
 from tests.project import REPO, Project, commands, wait_for
 from tests.trainings import checkpoint_manifest
@@ -54,13 +54,12 @@ def test_an_experiment_in_a_copy_adopts_no_checkpoint_of_another(
     path = other.directory / step_name(4)
     path.mkdir(parents=True)
     checkpoint_manifest(identity=other.identity, step=4, total_steps=12).write(path)
-    runtime = load_params(TrainRuntime, "runtime")
     for project, adopted in ((training, [path]), (copy, [])):
         project.set(batch_size=4)
         monkeypatch.chdir(project.path)
-        assert run.resume_candidates(run.describe(load_params(TrainParams)), runtime, print) == adopted
+        assert decision.begin(run.describe(load_params(TrainParams)), "auto").paths == adopted
     copy.set(batch_size=2)
-    assert run.resume_candidates(other, runtime, print) == [path]  # its own
+    assert decision.begin(other, "auto").paths == [path]  # its own
 
 
 def test_a_relative_checkpoint_root_is_not_in_the_copy_that_dvc_deletes(monkeypatch: pytest.MonkeyPatch) -> None:

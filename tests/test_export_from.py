@@ -9,20 +9,19 @@ import numpy as np
 import pytest
 
 from stages import launch, plan
-from stages.artifacts import history
-from stages.artifacts.dataset import Dataset
-from stages.artifacts.errors import StageError
-from stages.artifacts.history import SPEED, History
-from stages.artifacts.identity import Adoption
-from stages.artifacts.params_file import load_params
-from stages.checkpointing import retention
+from stages.base import history
+from stages.base.dataset import Dataset
+from stages.base.errors import StageError
+from stages.base.history import SPEED, History
+from stages.base.identity import Adoption
+from stages.base.packed import VALIDATION
+from stages.base.params_file import load_params
+from stages.checkpointing import decision, retention, run
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name
 from stages.checkpointing.pointer import RunPointer
-from stages.corpus import arrow
-from stages.tokens.packed import VALIDATION
-from stages.training import run
-from stages.training.params import TrainParams, TrainRuntime
-from stages.training.state import STATE, TrainState
+from stages.checkpointing.state import STATE, TrainState
+from stages.training.params import TrainParams
+from stages.work import arrow
 from tests.project import LAUNCH, Project, flip_bit
 from tests.ranks import Ranks
 from tests.trainings import checkpoint_manifest, names, newest_checkpoint
@@ -151,14 +150,14 @@ def test_a_run_that_extends_another_exports_the_best_of_its_own_steps(rising: Pr
 
 
 def test_a_run_with_best_adopts_nothing_and_may_be_adopted(rising: Project) -> None:
-    params, runtime = load_params(TrainParams), load_params(TrainRuntime, "runtime")
+    params = load_params(TrainParams)
     unfinished = run.describe(params)
     path = unfinished.directory / step_name(4)
     path.mkdir(parents=True)
     checkpoint_manifest(identity=unfinished.identity, step=4, total_steps=12).write(path)
     for export_from, adopted in (("last", [path]), ("best", [])):
         other = run.describe(replace(params, export_from=export_from, batch_size=4))
-        assert run.resume_candidates(other, runtime, print) == adopted
+        assert decision.begin(other, "auto").paths == adopted
 
 
 def test_a_missing_or_damaged_best_checkpoint_is_named(rising: Project, ranks: Ranks) -> None:

@@ -31,18 +31,19 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.artifacts import publish
-from stages.artifacts.errors import StageError
-from stages.artifacts.params_file import load_params
-from stages.artifacts.publish import sha256_file
-from stages.corpus import arrow, json_values, source, writer
-from stages.corpus.formats import json as json_format
-from stages.corpus.formats import jsonl, readers, suffixes
-from stages.corpus.formats import yaml as yaml_format
-from stages.corpus.limits import LIMITS, Limits
-from stages.corpus.source import Rejected
-from stages.corpus.writer import TextWriter
+from stages.base import publish
+from stages.base.errors import StageError
+from stages.base.params_file import load_params
+from stages.base.publish import sha256_file
 from stages.extract import ExtractParams, ExtractRuntime, extract
+from stages.formats import json as json_format
+from stages.formats import json_values, jsonl, readers, source, writer
+from stages.formats import yaml as yaml_format
+from stages.formats.limits import LIMITS, Limits
+from stages.formats.source import Rejected
+from stages.formats.writer import TextWriter
+from stages.splits import suffixes
+from stages.work import arrow
 from tests.corpus import (
     CORPUS,
     NOT_RECORDS,
@@ -529,8 +530,8 @@ def test_trap_13_memory_does_not_grow_with_the_file() -> None:
                 file.write(json.dumps(["a string of some length " * 4] * 10_000)[1:-1] + ",")
             file.write('"end"]')
         code = (
-            "from pathlib import Path; from stages.corpus import arrow, source, tree, writer as w;"
-            "from stages.corpus.formats import json;"
+            "from pathlib import Path; from stages.formats import json, source, writer as w;"
+            "from stages.splits import tree; from stages.work import arrow;"
             "stream = arrow.StreamWriter(Path('shard.arrow'), arrow.TEXT);"
             "writer = w.TextWriter(stream, 1, print); path = Path('raw.json');"
             "digest = tree.measure(path)[1];"

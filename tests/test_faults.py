@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from stages.artifacts.command import USER_ERROR
+from stages.base.command import USER_ERROR
 from stages.checkpointing.lock import writer_lock
-from stages.training.signals import INTERRUPTED
-from stages.training.torchrun import CRASHED
+from stages.ranks.signals import INTERRUPTED
+from stages.ranks.torchrun import CRASHED
 from tests.faults import environment
 from tests.project import LAUNCH, Project, is_alive, ranks_of, wait_for
 from tests.ranks import Ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.artifacts import code
+from stages.base import code
 from tests import full_disks
 from tests.corpus import put
 from tests.project import REPO, SMALL, Project, make_nano

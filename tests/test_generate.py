@@ -13,10 +13,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from stages import generate
-from stages.artifacts import publish
-from stages.artifacts.errors import StageError
-from stages.corpus.encoding import Encoder
-from stages.export import generation
+from stages.base import publish
+from stages.base.errors import StageError
+from stages.report import generation
+from stages.tokenizing.encoding import Encoder
 from tests import kinds
 from tests.models import CONFIGS, MIXTRAL, write_tokenizer
 from tests.project import REPO, make_nano

@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from stages import launch
-from stages.artifacts.errors import StageError
-from stages.artifacts.params_file import load_params
+from stages.base.errors import StageError
+from stages.base.params_file import load_params
 from stages.checkpointing.layout import list_checkpoints, step_name
-from stages.training import handoff, memory
-from stages.training.params import TrainParams, TrainRuntime
-from stages.training.run import describe
-from stages.training.signals import INTERRUPTED
-from stages.training.state import TrainMetrics
-from stages.training.torch_errors import LostConnection, explain_torch_errors
+from stages.checkpointing.run import describe
+from stages.checkpointing.state import TrainMetrics
+from stages.launching import memory, runtime
+from stages.launching.runtime import TrainRuntime
+from stages.ranks import handoff
+from stages.ranks.signals import INTERRUPTED
+from stages.ranks.torch_errors import LostConnection, explain_torch_errors
+from stages.training.params import TrainParams
 from tests.faults import environment
 from tests.project import LAUNCH, REPO, Project
 from tests.ranks import Ranks
@@ -55,7 +57,7 @@ def test_what_was_edited_during_a_training_is_not_recorded_as_its_input(
 def test_16_a_signal_before_the_first_step_ends_a_rank_and_one_after_the_last_does_not() -> None:
     code = """
 import os, signal, sys, time
-from stages.training.signals import StopSignal
+from stages.ranks.signals import StopSignal
 stop = StopSignal()
 if sys.argv[1] == "late":
     stop.training_starts()
@@ -113,11 +115,11 @@ def test_never_is_for_the_first_start_of_a_job_and_of_the_ranks(monkeypatch: pyt
     names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    assert handoff.is_first_start()
+    assert runtime._is_first_start()
     for name in names:
         for count in ("1", "0"):
             monkeypatch.setenv(name, count)
-            assert handoff.is_first_start() == (count == "0")
+            assert runtime._is_first_start() == (count == "0")
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from stages import lineage
-from stages.artifacts.errors import StageError
-from stages.artifacts.record import write_sealed
-from stages.corpus.source import is_unchanged
-from stages.corpus.splits import Part
+from stages.base.errors import StageError
+from stages.base.record import write_sealed
+from stages.formats.source import is_unchanged
+from stages.splits.manifests import Part
 from tests.pipeline import STAGES
 from tests.project import Project, flip_bit
 
@@ -37,8 +37,8 @@ def test_everything_is_equal_after_a_run(project: Project) -> None:
     assert {finding.state for finding in findings} == {"equal"}, findings
     names = " ".join(finding.name for finding in findings)
     for part in ("model.safetensors", "tokenizer.json", "checkpoint", "data/model.json", "initial model",
-                 "code of train", "parameters of pack", "packages of extract", "data/tokens/validation", "data/corpus",
-                 "manifests in data/splits", "raw files"):  # fmt: skip
+                 "code of the training", "parameters of pack", "packages of extract", "data/tokens/validation",
+                 "data/corpus", "manifests in data/splits", "raw files"):  # fmt: skip
         assert part in names
 
 
@@ -163,7 +163,7 @@ def test_other_code_is_found(project: Project) -> None:
     module = project / "stages/training/schedule.py"
     module.write_text(f"{module.read_text()}\nedited = 1\n")
     output = project.run("python", "-m", "stages.lineage", "verify", str(MODEL), status=2)
-    assert re.search(r"different  code of train: \w+ in lineage.json, \w+ here", output)
+    assert re.search(r"different  code of the training: \w+ in lineage.json, \w+ here", output)
 
 
 @pytest.mark.slow

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from stages.artifacts.errors import StageError
-from stages.tokens.batch import make_batch
-from stages.tokens.document_mask import tiny_config
-from stages.tokens.loss import fuse, logits, loss_sum, losses, obstacle_to_fuse, summed_loss
-from stages.tokens.loss_probe import LossChoice, choose_loss
+from stages.base.errors import StageError
+from stages.forward.batch import make_batch
+from stages.forward.document_mask import tiny_config
+from stages.forward.loss import fuse, logits, loss_sum, losses, obstacle_to_fuse, summed_loss
+from stages.forward.loss_probe import LossChoice, choose_loss
 from stages.training import sharded_model, sharding
 from stages.training.params import TrainParams
 from tests.models import CONFIGS, full_value, manifest_of

@@ -9,17 +9,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from stages.artifacts.history import History, Table
-from stages.artifacts.identity import RunIdentity, TokenFingerprints
+from stages.base.history import History, Table
+from stages.base.identity import RunIdentity, TokenFingerprints
+from stages.checkpointing.run import Run
+from stages.checkpointing.state import TrainMetrics
+from stages.launching import flops
+from stages.launching.console import Console
+from stages.launching.metrics import SPEED_COLUMNS, MetricsLogger
+from stages.launching.timers import Timers, memory_gib, reset_peak_memory
 from stages.model import meta
-from stages.training import flops
-from stages.training.console import Console
-from stages.training.metrics import SPEED_COLUMNS, MetricsLogger
 from stages.training.params import TrainParams
-from stages.training.run import Run
-from stages.training.state import TrainMetrics
 from stages.training.step import StepResult
-from stages.training.timers import Timers, memory_gib, reset_peak_memory
 from tests.project import REPO
 
 

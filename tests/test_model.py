@@ -10,15 +10,15 @@ import torch
 import transformers
 from torch.distributed.device_mesh import DeviceMesh
 
-from stages.artifacts.errors import StageError
-from stages.tokens.batch import make_batch
-from stages.tokens.loss import loss_sum
+from stages.base.errors import StageError
+from stages.forward.batch import make_batch
+from stages.forward.loss import loss_sum
+from stages.launching.verification import verify_weights
 from stages.training import sharded_model
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
 from stages.training.precision import make_grad_scaler
 from stages.training.step import train_step
-from stages.training.timers import Timers
 from tests.models import CONFIGS, MIXTRAL, full_value, manifest_of
 from tests.project import flip_bit
 
@@ -46,13 +46,13 @@ def test_pretrained_weights_and_buffers_are_those_of_transformers(
 
 
 def test_a_weight_file_changed_since_the_download_is_refused(
-    reference: transformers.PreTrainedModel, mesh: DeviceMesh, params: TrainParams, tmp_path: Path
+    reference: transformers.PreTrainedModel, mesh: DeviceMesh, tmp_path: Path
 ) -> None:
     manifest = manifest_of(tmp_path, with_weights=True)
     flip_bit(tmp_path / "model.safetensors", -1)
     notes: list[None] = []  # for the watchdog: a file of weights may need a minute
     with pytest.raises(StageError, match="is damaged or was changed"):
-        sharded_model.build(manifest, params, mesh, initialize=True, note=lambda: notes.append(None))
+        verify_weights(manifest, lambda: notes.append(None))
     assert notes
 
 
@@ -171,7 +171,7 @@ def test_the_router_loss_of_a_mixture_of_experts_is_that_of_transformers(
     batches = [make_batch(part, eos_token_id=0, document_mask=False) for part in rows]
     total, norm, _ = train_step(
         model, make_optimizer(model, params), make_grad_scaler("fp32", torch.device("cpu")), batches, sum(counts),
-        params, Timers(lambda phase: None),
+        params,
     )  # fmt: skip
     assert norm.item() == pytest.approx(expected.item(), rel=1e-5)
     aux = [count / sum(counts) * reference(input_ids=part).aux_loss for count, part in zip(counts, rows, strict=True)]

@@ -12,11 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
-from stages.artifacts.errors import StageError
-from stages.artifacts.params_file import load_params
-from stages.training import distributed, torchrun
-from stages.training.params import TrainRuntime
-from stages.training.signals import INTERRUPTED
+from stages.base.errors import StageError
+from stages.base.params_file import load_params
+from stages.forward import distributed
+from stages.launching.runtime import TrainRuntime
+from stages.ranks import torchrun
+from stages.ranks.signals import INTERRUPTED
 from tests.faults import environment
 from tests.project import BIN, LAUNCH, REPO, Project, is_alive, ranks_of, wait_for
 from tests.ranks import Ranks
@@ -100,9 +101,9 @@ def test_what_starts_the_ranks_follows_from_the_allocation(
     runtime = replace(load_params(TrainRuntime, "runtime", path=REPO / "params.yaml"), **values)
     if isinstance(expected, str):
         with pytest.raises(StageError, match=expected):
-            torchrun.num_nodes(runtime)
+            torchrun.num_nodes(runtime.launcher, runtime.num_nodes)
     else:
-        assert torchrun.num_nodes(runtime) == expected
+        assert torchrun.num_nodes(runtime.launcher, runtime.num_nodes) == expected
 
 
 def test_where_the_nodes_find_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,12 +212,17 @@ def test_a_node_with_other_files_is_refused(nodes: Given, tmp_path: Path) -> Non
     other = project.copy(tmp_path / "other")
     model = other / "data/model.json"
     model.write_text(model.read_text() + "\n")
-    output = project.run(*LAUNCH, status=2, **ALLOCATION, FAKE_DIRECTORY_1=str(other.path))
+    values = {**ALLOCATION, "FAKE_DIRECTORY_1": str(other.path)}
+    shared = {"CHECKPOINT_ROOT": str(tmp_path / "shared")}
+    output = project.run(*LAUNCH, status=2, **values, **shared)
     found = r"error: the files have changed since the launch .*\nerror: model: '\w+' there, '\w+' here\n"
     assert re.fullmatch(found, output), output
-    (other / "data/model.json").unlink()
-    output = project.run(*LAUNCH, status=2, **ALLOCATION, FAKE_DIRECTORY_1=str(other.path))
+    model.unlink()
+    output = project.run(*LAUNCH, status=2, **values, **shared)
     assert output == "error: data/model.json: No such file or directory\n"
+    output = project.run(*LAUNCH, status=1, **values)  # nor the checkpoints of the first node
+    assert re.match(r"error: node n2 does not see outputs/test/checkpoints/\S+ of .* \(set CHECKPOINT_ROOT\)\n", output)
+    assert "was lost" not in output  # slurm/job.sh would start the job again
 
 
 @pytest.mark.slow

@@ -13,10 +13,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.artifacts import reuse
-from stages.artifacts.errors import StageError
-from stages.corpus import assignment, parts, splits, tree
+from stages.base.errors import StageError
 from stages.organize import WRITTEN, OrganizeParams, OrganizeRuntime, organize
+from stages.splits import assignment, parts, tree
+from stages.splits import manifests as splits
+from stages.work import reuse
 from tests.corpus import with_processes
 from tests.project import REPO
 

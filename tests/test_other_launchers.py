@@ -8,10 +8,10 @@ import socket
 import psutil
 import pytest
 
-from stages.artifacts.errors import StageError
+from stages.base.errors import StageError
 from stages.checkpointing.lock import writer_lock
-from stages.training.handoff import DIRECTORY
-from stages.training.signals import INTERRUPTED
+from stages.ranks.handoff import DIRECTORY
+from stages.ranks.signals import INTERRUPTED
 from tests.faults import environment
 from tests.project import Project, is_alive, wait_for
 from tests.ranks import Ranks

@@ -21,18 +21,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from stages.artifacts import code, publish, reuse
-from stages.artifacts.dataset import Dataset
-from stages.artifacts.errors import StageError
-from stages.artifacts.params_file import load_params
-from stages.artifacts.publish import read_json, sha256_file
-from stages.artifacts.record import FileEntry
-from stages.corpus import arrow, duplicates, fast_tokenizer, packing
-from stages.corpus.encoding import NAME, Encoder, EncoderLimits, TokenizerSpec
-from stages.corpus.fast_tokenizer import FastTokenizer
+from stages.base import code, publish
+from stages.base.dataset import Dataset
+from stages.base.errors import StageError
+from stages.base.params_file import load_params
+from stages.base.publish import read_json, sha256_file
+from stages.base.record import FileEntry
 from stages.extract import ExtractRuntime, extract
+from stages.formats import duplicates
 from stages.model.manifest import ModelManifest
 from stages.pack import PackParams, PackRuntime, find_tokenizer_spec, pack
+from stages.tokenizing import fast_tokenizer, packing
+from stages.tokenizing.encoding import NAME, Encoder, EncoderLimits, TokenizerSpec
+from stages.tokenizing.fast_tokenizer import FastTokenizer
+from stages.work import arrow, reuse
 from tests.corpus import (
     CORPUS,
     NOT_RECORDS,
@@ -683,7 +685,7 @@ def test_a_worker_encodes_with_one_thread(fast_encoder: bool) -> None:
     make_model()
     script = f"""
 import psutil, pyarrow
-from stages.corpus.encoding import Encoder
+from stages.tokenizing.encoding import Encoder
 from stages.pack import PackParams, find_tokenizer_spec
 spec = find_tokenizer_spec(PackParams(seq_length=4, validation_splits=0, fast_encoder={fast_encoder}))
 encoder, process = Encoder(spec), psutil.Process()

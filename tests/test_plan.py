@@ -18,20 +18,20 @@ import transformers
 from torch.profiler import profile, record_function
 
 from stages import plan
-from stages.artifacts.errors import StageError
+from stages.base.errors import StageError
+from stages.base.packed import PackedTokens
+from stages.forward.attention_names import NEED_LENGTHS
+from stages.forward.batch import make_batch
+from stages.launching.runtime import TrainRuntime
 from stages.model.manifest import ModelManifest
-from stages.tokens import preview
-from stages.tokens.attention_names import NEED_LENGTHS
-from stages.tokens.batch import make_batch
-from stages.tokens.packed import PackedTokens
-from stages.training import memory_plan, peak_memory, sharded_model
-from stages.training.memory_plan import PeakMemory
+from stages.planning import memory_plan, peak_memory, preview
+from stages.planning.memory_plan import PeakMemory
+from stages.planning.peak_memory import measure
+from stages.training import sharded_model
 from stages.training.optimizer import make_optimizer
-from stages.training.params import TrainParams, TrainRuntime
-from stages.training.peak_memory import measure
+from stages.training.params import TrainParams
 from stages.training.precision import make_grad_scaler
 from stages.training.step import train_step
-from stages.training.timers import Timers
 from tests.models import CONFIGS, SIZES, manifest_of
 from tests.project import REPO, Project
 
@@ -328,7 +328,7 @@ def test_a_real_step_allocates_what_is_predicted(
         batch = make_batch(rows, 0, document_mask=True, lengths=params.attention in NEED_LENGTHS)
         batches = [batch] * (params.total_batch_size // params.batch_size)
         with record_function("step"):
-            train_step(model, optimizer, scaler, batches, 32, params, Timers(lambda phase: None))
+            train_step(model, optimizer, scaler, batches, 32, params)
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     allocated = np.cumsum([event.nbytes() if event.name() == "[memory]" else 0 for event in events])
     start = [event.name() for event in events].index("step")
@@ -340,16 +340,16 @@ import dataclasses, json, sys
 from pathlib import Path
 import torch, torch.distributed as dist, transformers
 from torch.distributed.device_mesh import init_device_mesh
-from stages.artifacts.params_file import load_params
-from stages.tokens.attention_names import NEED_LENGTHS
-from stages.tokens.batch import make_batch
+from stages.base.params_file import load_params
+from stages.forward.attention_names import NEED_LENGTHS
+from stages.forward.batch import make_batch
 from stages.training import sharded_model
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
-from stages.training.peak_memory import choose, measure
+from stages.planning.peak_memory import choose, measure
 from stages.training.precision import make_grad_scaler
 from stages.training.step import train_step
-from stages.training.timers import Timers, memory_gib, reset_peak_memory
+from stages.launching.timers import Timers, memory_gib, reset_peak_memory
 from tests.models import manifest_of
 
 config, num_tokens, changes = json.loads(sys.argv[1])
@@ -371,7 +371,7 @@ rows[:, num_tokens // 2] = 0
 model.train()
 reset_peak_memory()
 batch = make_batch(rows, 0, True, lengths=params.attention in NEED_LENGTHS)
-train_step(model, optimizer, scaler, [batch] * params.total_batch_size, num_tokens, params, Timers(lambda phase: None))
+train_step(model, optimizer, scaler, [batch] * params.total_batch_size, num_tokens, params)
 print(params.attention, params.loss, predicted, memory_gib()[1] - start)
 """
 

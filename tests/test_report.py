@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages.artifacts import history, outputs, publish
-from stages.artifacts.errors import StageError
-from stages.artifacts.origin import RECORDS
-from stages.artifacts.record import write_sealed
-from stages.export import pictures, report, runs
+from stages.base import history, outputs, publish
+from stages.base.errors import StageError
+from stages.base.origin import RECORDS
+from stages.base.record import write_sealed
+from stages.report import page as report
+from stages.report import pictures, runs
 from tests import reports
 from tests.project import REPO
 

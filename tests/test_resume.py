@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
-from stages.artifacts import history
-from stages.artifacts.errors import StageError
-from stages.artifacts.record import DamagedFile
+from stages.base import history
+from stages.base.errors import StageError
+from stages.base.record import DamagedFile
 from stages.checkpointing.layout import list_checkpoints, step_name
-from stages.training.state import STATE, TrainState
-from stages.training.verification import check_together
+from stages.checkpointing.state import STATE, TrainState
+from stages.launching.verification import check_together
 from tests.project import flip_bit
 from tests.ranks import Ranks
 from tests.trainings import Given, names, published, result
@@ -80,6 +80,7 @@ def test_10_12_a_training_killed_at_every_step_ends_with_the_same_result(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("save", [2, 6])

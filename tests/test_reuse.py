@@ -15,10 +15,11 @@ import datasets
 import psutil
 import pytest
 
-from stages.artifacts import code, reuse
-from stages.artifacts.errors import StageError
-from stages.corpus.limits import LIMITS, Limits
+from stages.base import code
+from stages.base.errors import StageError
 from stages.extract import ExtractParams, ExtractRuntime, extract
+from stages.formats.limits import LIMITS, Limits
+from stages.work import reuse
 from tests.corpus import (
     CORPUS,
     PARAMS,

@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from scripts import install, sample_corpus
-from stages.artifacts import publish
+from stages.base import publish
 from tests.project import REPO
 
 TINY_LLAMA = REPO / "models" / "tiny-llama"

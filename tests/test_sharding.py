@@ -30,21 +30,23 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from stages.artifacts.errors import StageError
-from stages.artifacts.params_file import load_params
+from stages.base.errors import StageError
+from stages.base.params_file import load_params
+from stages.checkpointing import saver
+from stages.checkpointing.state import ScalerState
+from stages.forward import sharded_weights, units
+from stages.forward.attention_names import NEED_LENGTHS
+from stages.forward.batch import count_labels, make_batch
+from stages.forward.distributed import all_reduce_sum, device_mesh, process_group
+from stages.launching.runtime import TrainRuntime
 from stages.model import meta
-from stages.tokens.attention_names import NEED_LENGTHS
-from stages.tokens.batch import count_labels, make_batch
-from stages.training import saver, sharded_model, sharded_weights, sharding, step
-from stages.training.distributed import all_reduce_sum, device_mesh, process_group
+from stages.training import sharded_model, sharding, step
 from stages.training.fsdp import FSDP_PRESETS, FsdpParams
 from stages.training.optimizer import make_optimizer
-from stages.training.params import TrainParams, TrainRuntime
+from stages.training.params import TrainParams
 from stages.training.precision import load_scaler_state, make_grad_scaler, scaler_state
 from stages.training.schedule import lr_ratio
-from stages.training.state import ScalerState
 from stages.training.step import StepResult, UnreadStep, train_step
-from stages.training.timers import Timers
 from tests.models import CONFIGS, MIXTRAL, CountedGraphs, full_value, manifest_of
 from tests.project import REPO
 from tests.trainings import checkpoint_manifest, train_state
@@ -85,7 +87,7 @@ class Training:
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.scaler = make_grad_scaler(params.precision, next(self.model.parameters()).device)
         runtime = load_params(TrainRuntime, "runtime", path=REPO / "params.yaml")
-        self.saver = saver.Saver(dataclasses.replace(runtime, async_checkpoint=True))
+        self.saver = saver.Saver(dataclasses.replace(runtime, async_checkpoint=True), timeout_minutes=30)
         self.step = 0
 
     def train(self, steps: int) -> list[tuple[float | None, float | None]]:
@@ -102,8 +104,7 @@ class Training:
         return results
 
     def queue_step(self, batches: list[dict[str, torch.Tensor]], num_labels: int) -> UnreadStep:
-        timers = Timers(lambda phase: None)
-        numbers = train_step(self.model, self.optimizer, self.scaler, batches, num_labels, self.params, timers)
+        numbers = train_step(self.model, self.optimizer, self.scaler, batches, num_labels, self.params)
         return UnreadStep(self.step + 1, num_labels, numbers)
 
     def train_step(self, batches: list[dict[str, torch.Tensor]], num_labels: int) -> StepResult:
@@ -112,14 +113,14 @@ class Training:
         return unread.result(*all_reduce_sum(own_loss), grad_norm)
 
     def save(self, directory: Path) -> None:
-        state = train_state(self.step, scaler_state(self.scaler))
+        state = train_state(self.step, ScalerState(*scaler_state(self.scaler)))
         self.saver.save(directory, self.model, self.optimizer, self.scheduler, state, {}, checkpoint_manifest())
         self.saver.wait()
 
     def load(self, directory: Path) -> None:
         state = saver.load(directory, self.model, self.optimizer, self.scheduler)
         self.step = state.step
-        load_scaler_state(self.scaler, state.loss_scaler)
+        load_scaler_state(self.scaler, state.loss_scaler.scale, state.loss_scaler.good_steps)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """This rank's part of the weights and of the state of the optimizer."""
@@ -198,7 +199,7 @@ def resumed_and_not(directory: Path, params: TrainParams) -> dict[str, Any]:
             straight = Training(directory / "wide", changed)
             resumed = Training(directory / "wide", changed, initialize=False)
         if name.startswith("fp16"):  # so high that steps overflow before and after the checkpoint
-            load_scaler_state(straight.scaler, ScalerState(scale=2.0**23, good_steps=0))
+            load_scaler_state(straight.scaler, scale=2.0**23, good_steps=0)
         steps = []
         for number in (1, 2):  # the first save allocates the memory of the copy, the second one fills it
             steps += straight.train(1)
@@ -379,7 +380,7 @@ def test_a_resumed_training_equals_an_uninterrupted_one(results: list[dict[str, 
             assert steps != others
         if name.startswith("fp16"):
             assert [norm is None for _, norm in steps] == [True, True, True, True, False]
-            assert scaler == ScalerState(scale=2.0**19, good_steps=1)
+            assert scaler == (2.0**19, 1)
             assert {value.item() for key, value in tensors.items() if key.endswith(" step")} == {1.0}
 
 
@@ -471,10 +472,10 @@ class StrangeModel(nn.Module):
 
 def test_layers_to_wrap_are_found_in_the_model() -> None:
     model = StrangeModel()
-    assert sharding.modules_to_wrap(model, meta.layer_classes(model)) == list(model.layers)
+    assert units.modules_to_wrap(model, meta.layer_classes(model)) == list(model.layers)
     assert meta.module_classes(model) == ["Embedding", "Linear", "ModuleList", "Strange"]
     with pytest.raises(StageError, match=r"embedding.weight and head.weight separately, but they are one weight"):
-        sharding.modules_to_wrap(model, ["Strange", "Embedding"])
+        units.modules_to_wrap(model, ["Strange", "Embedding"])
 
 
 @pytest.mark.parametrize(("precision", "num_skipped"), [("fp16", 16), ("bf16", 0)])
@@ -498,7 +499,7 @@ def test_a_gradient_that_is_not_finite_changes_no_bit(
 ) -> None:
     transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
     training = Training(tmp_path, dataclasses.replace(params, precision=precision))
-    load_scaler_state(training.scaler, ScalerState(scale=256.0 if precision == "fp16" else 1.0, good_steps=0))
+    load_scaler_state(training.scaler, scale=256.0 if precision == "fp16" else 1.0, good_steps=0)
     assert None not in training.train(2)[1]
     before = {name: value.clone() for name, value in training.tensors().items()}
     losses = step.training_losses

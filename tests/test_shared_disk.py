@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from stages.artifacts import publish
-from stages.artifacts.errors import StageError, Unavailable
-from stages.artifacts.file_lock import local_locks, open_lock, shared
-from stages.artifacts.shared_disk import wait_for_file
+from stages.base import publish
+from stages.base.errors import StageError, Unavailable
+from stages.base.file_lock import local_locks, open_lock, shared
+from stages.base.shared_disk import wait_for_file
 from stages.checkpointing import retention
 from stages.checkpointing.layout import list_checkpoints, verify
 from stages.checkpointing.lock import rank_lock, writer_lock

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from stages.artifacts.errors import StageError
-from stages.training import trackers
+from stages.base.errors import StageError
+from stages.launching import trackers
 
 
 @dataclasses.dataclass

@@ -17,22 +17,24 @@ from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 
 from stages import plan
-from stages.artifacts import history
-from stages.artifacts.errors import StageError
-from stages.artifacts.params_file import load_params
+from stages.base import history
+from stages.base.errors import StageError
+from stages.base.packed import TRAIN, VALIDATION
+from stages.base.params_file import load_params
+from stages.checkpointing import decision, run
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name
 from stages.checkpointing.lock import read_lock
+from stages.checkpointing.state import TrainState
+from stages.forward.batch import count_labels, make_batch
+from stages.forward.rows import TokenRows
+from stages.launching.rank import Rank
+from stages.launching.runtime import Launch, TrainRuntime
 from stages.model.manifest import MANIFEST, ModelManifest
-from stages.tokens.batch import count_labels, make_batch
-from stages.tokens.order import permute, step_rows
-from stages.tokens.packed import TRAIN, VALIDATION
-from stages.tokens.rows import TokenRows
-from stages.training import loop, run, step
-from stages.training.handoff import Launch
+from stages.ranks.watchdog import Heartbeat
+from stages.training import loop, step
 from stages.training.loader import BatchLoader
-from stages.training.params import TrainParams, TrainRuntime
-from stages.training.state import TrainState
-from stages.training.watchdog import Heartbeat
+from stages.training.order import permute, step_rows
+from stages.training.params import TrainParams
 from tests.project import Project, wait_for
 from tests.ranks import Ranks
 from tests.trainings import checkpoint_manifest, newest_checkpoint
@@ -149,12 +151,13 @@ class Signal:
     received = False
 
 
-def make_trainer(mesh: DeviceMesh, max_unread: int) -> loop.Trainer:
+def make_rank(mesh: DeviceMesh, max_unread: int) -> Rank:
     """A training in this process, whose numbers are read as late as on a GPU if `max_unread` is 1."""
     described = run.describe(load_params(TrainParams))
-    trainer = loop.Trainer(described, load_params(TrainRuntime, "runtime"), mesh, Signal(), Heartbeat(), lambda: None)  # type: ignore[arg-type]
-    trainer.max_unread = max_unread
-    return trainer
+    runtime, chosen = load_params(TrainRuntime, "runtime"), decision.begin(described, "auto")
+    one = Rank(described, runtime, chosen, mesh, Signal(), Heartbeat(), lambda: None)  # type: ignore[arg-type]
+    one.trainer.max_unread = max_unread
+    return one
 
 
 def test_numbers_that_are_read_late_are_complete_in_every_checkpoint(
@@ -165,7 +168,7 @@ def test_numbers_that_are_read_late_are_complete_in_every_checkpoint(
     training.set(runtime={"ckpt_freq": 3, "async_checkpoint": False, "keep_checkpoints": 9})
     contents = []
     for max_unread in (0, 1):
-        assert make_trainer(mesh, max_unread).train()
+        assert make_rank(mesh, max_unread).train()
         contents.append({path.name: content(path) for path in list_checkpoints(training.checkpoints())})
         assert contents[-1].keys() == {step_name(step) for step in (3, 6, 9, 12)}
         assert contents[-1][step_name(9)]["history.tsv"].count(b"\n") == 11
@@ -173,15 +176,15 @@ def test_numbers_that_are_read_late_are_complete_in_every_checkpoint(
     assert contents[0] == contents[1]
 
     queue_step = step.train_step
-    trainer = make_trainer(mesh, max_unread=1)
+    one = make_rank(mesh, max_unread=1)
 
     def stop_in_step_5(*args: Any) -> torch.Tensor:
-        trainer.stop_signal.received = trainer.step == 4
+        one.stop_signal.received = one.trainer.step == 4
         return queue_step(*args)
 
     monkeypatch.setattr(loop, "train_step", stop_in_step_5)
-    assert not trainer.train()
-    assert trainer.step == 5  # the step in which the signal came
+    assert not one.train()
+    assert one.trainer.step == 5  # the step in which the signal came
     losses, number = step.training_losses, 0
 
     def fail_in_step_7(*args: Any) -> Any:
@@ -192,12 +195,12 @@ def test_numbers_that_are_read_late_are_complete_in_every_checkpoint(
 
     monkeypatch.setattr(loop, "train_step", queue_step)
     monkeypatch.setattr(step, "training_losses", fail_in_step_7)
-    trainer = make_trainer(mesh, max_unread=1)
+    one = make_rank(mesh, max_unread=1)
     with pytest.raises(StageError, match=r"^step 7: the gradient norm is nan: .*; the newest checkpoint is of step 6$"):
-        trainer.train()
-    assert trainer.step == 8  # which was queued before the numbers of step 7 were read
+        one.train()
+    assert one.trainer.step == 8  # which was queued before the numbers of step 7 were read
     assert [path.name for path in list_checkpoints(training.checkpoints())] == [step_name(step) for step in (6, 5, 3)]
-    assert make_trainer(mesh, max_unread=1).train()
+    assert make_rank(mesh, max_unread=1).train()
     last = training.checkpoints() / step_name(12)
     assert content(last) == contents[0][step_name(12)]
 
@@ -210,10 +213,10 @@ def test_the_validation_loss_does_not_depend_on_the_rows_of_a_forward_pass(
     losses = {}
     for size in (None, 1, 5, 8, 14, 100):
         training.set(eval_batch_size=size)
-        trainer = make_trainer(mesh, max_unread=0)
-        trainer.validate()
-        assert trainer.validation_loader.num_validation_batches == math.ceil(14 / (size or 2))
-        losses[size] = trainer.validation_loss
+        one = make_rank(mesh, max_unread=0)
+        one.trainer.validate(one)
+        assert one.trainer.validation_loader.num_validation_batches == math.ceil(14 / (size or 2))
+        losses[size] = one.trainer.validation_loss
     assert losses == pytest.approx(dict.fromkeys(losses, losses[None]), rel=1e-6)
 
 
@@ -289,8 +292,8 @@ def test_more_epochs_continue_from_the_step_where_the_learning_rates_differ(
     training.set(num_epochs=2)
     longer = run.describe(load_params(TrainParams))
     runtime = load_params(TrainRuntime, "runtime")
-    assert run.resume_candidates(longer, runtime, print)[0].name == step_name(step)
-    assert run.resume_candidates(longer, replace(runtime, resume="never"), print) == []
+    assert decision.begin(longer, runtime.resume).paths[0].name == step_name(step)
+    assert decision.begin(longer, "never").paths == []
 
 
 def test_no_checkpoint_of_a_finished_run_is_adopted_by_a_run_of_the_same_length(
@@ -301,7 +304,7 @@ def test_no_checkpoint_of_a_finished_run_is_adopted_by_a_run_of_the_same_length(
     other = run.describe(replace(params, batch_size=4))
     for saved, adopted in ((10, ["step-00000010"]), (12, [])):  # 12 is the last step: step 10 no longer counts, either
         save_run(params, saved)
-        assert [path.name for path in run.resume_candidates(other, runtime, print)] == adopted
+        assert [path.name for path in decision.begin(other, runtime.resume).paths] == adopted
 
 
 def test_a_run_extends_the_one_that_it_names_and_records_it(training: Project, ranks: Ranks) -> None:
@@ -342,13 +345,11 @@ def test_what_cannot_be_extended_is_an_error_that_lists_what_can(
         (other, "params.seed: 1 there, 0 here\nparams.weight_decay: 0.5 there, 0.1 here"),
     ):
         with pytest.raises(StageError) as error:
-            run.resume_candidates(run.describe(replace(extending, extend_from=run_id)), runtime, print)
+            decision.begin(run.describe(replace(extending, extend_from=run_id)), runtime.resume)
         message = f"extend_from: run {run_id} cannot be extended:\n{reason}\nruns that can be extended: {good}"
         assert str(error.value) == message
     for resume in ("auto", "never"):  # part of what identifies the run, so `never` does not change it
-        found = run.resume_candidates(
-            run.describe(replace(extending, extend_from=good)), replace(runtime, resume=resume), print
-        )
+        found = decision.begin(run.describe(replace(extending, extend_from=good)), resume).paths
         assert [path.parent.name + path.name for path in found] == [good + step_name(12)]
 
 
@@ -362,9 +363,9 @@ def test_a_run_starts_over_only_if_it_can_and_nobody_reads_it(
         own = run.describe(params)
         save_run(params, 10)
         with read_lock([own.directory]), pytest.raises(StageError, match=reason):
-            run.start_over(own)
+            decision.begin(own, "never")
         assert len(list_checkpoints(own.directory)) == 1
-    run.start_over(own)
+    decision.begin(own, "never")
     assert list_checkpoints(own.directory) == []
 
 
@@ -390,7 +391,7 @@ def test_ranks_train_what_the_launcher_read_and_refuse_changed_files(
     training.set(max_steps=4)
     params = load_params(TrainParams)
     monkeypatch.setenv("TRAINING_LAUNCH", "")  # so that it is removed again
-    Launch(params, load_params(TrainRuntime, "runtime"), run.describe(params).identity).hand_over()
+    Launch(params, load_params(TrainRuntime, "runtime"), run.describe(params).identity, None).hand_over()
     launch = os.environ["TRAINING_LAUNCH"]
     training.set(seed=1, max_steps=2)  # for the next launch
     ranks.run(training, TRAINING_LAUNCH=launch)
@@ -408,7 +409,7 @@ def test_ranks_train_what_the_launcher_read_and_refuse_changed_files(
 
 
 def save_run(params: TrainParams, *saved: int) -> str:
-    """Make checkpoints of a run at some steps, as far as `resume_candidates` reads them; returns the run_id."""
+    """Make checkpoints of a run at some steps, as far as a decision reads them; returns the run_id."""
     described = run.describe(params)
     for number in saved:
         path = described.directory / step_name(number)
@@ -431,7 +432,7 @@ def test_a_changed_batch_size_adopts_nothing_where_a_router_loss_depends_on_it(
     checkpoint_manifest(identity=unfinished.identity, step=4, total_steps=12).write(path)
     training.set(batch_size=4)
     other = run.describe(load_params(TrainParams))
-    found = run.resume_candidates(other, load_params(TrainRuntime, "runtime"), print)
+    found = decision.begin(other, "auto").paths
     assert [path.name for path in found] == adopted
 
 
@@ -521,4 +522,4 @@ def test_a_step_has_one_collective_of_numbers(training: Project, ranks: Ranks) -
     ranks.run(training, f"count rank 0 at {training / 'collectives'}")
     collectives = [line.split() for line in (training / "collectives").read_text().splitlines()]
     sums = [size for name, size in collectives if name == "all_reduce"]
-    assert sums.count("40") == 9 + 3  # before each step, before each validation and the end
+    assert sums.count("32") == 9 + 3  # before each step, before each validation and the end

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
-from stages.artifacts.errors import StageError
-from stages.corpus import vocabulary
-from stages.corpus.encoding import Encoder, EncoderLimits
+from stages.base.errors import StageError
+from stages.tokenizing import vocabulary
+from stages.tokenizing.encoding import Encoder, EncoderLimits
 from tests.kinds import EOS, KINDS, SPECIAL, SPELLINGS, UNK, encode, make, prose, spec_of
 
 SMALL = EncoderLimits(batch=400, windows=(400, 2000))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from stages.corpus import comparison, windows
+from stages.tokenizing import comparison, windows
 
 WORDS = ["the", "of", "and", "to", "in", "is", "for", "tokens", "1234", "x=1", "über", "naïve", "東京", "😀"]
 SPECIAL = ["<unk>", "</s>"]

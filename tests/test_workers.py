@@ -21,12 +21,12 @@ import psutil
 import pytest
 import yaml
 
-from stages.artifacts.errors import StageError
-from stages.artifacts.process import INTERRUPTS, raise_on_interrupt
-from stages.artifacts.reuse import Store
-from stages.corpus import arrow, cluster, workers
-from stages.corpus.workers import Runtime, ordered_map, threaded_map
+from stages.base.errors import StageError
+from stages.base.process import INTERRUPTS, raise_on_interrupt
 from stages.extract import ExtractRuntime, extract
+from stages.work import arrow, cluster, workers
+from stages.work.reuse import Store
+from stages.work.workers import Runtime, ordered_map, threaded_map
 from tests import tasks
 from tests.corpus import CORPUS, PARAMS, SPLITS, content_of, organize_raw, put, put_large_file, put_slow_files
 from tests.project import BIN, REPO, is_alive, start_stage, wait_for
@@ -177,8 +177,8 @@ def test_the_work_of_a_killed_dask_worker_is_done_by_another(dask_cluster: DaskC
 STAGE = """
 import sys
 from pathlib import Path
-from stages.artifacts import command, publish
-from stages.corpus.workers import Runtime, ordered_map
+from stages.base import command, publish
+from stages.work.workers import Runtime, ordered_map
 from tests import tasks
 
 def main():
@@ -251,7 +251,7 @@ def test_signals_are_handled_as_before_where_nothing_was_interrupted() -> None:
 def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
     code = """
 import os, signal, time
-from stages.artifacts import command
+from stages.base import command
 
 class Finalized:
     def __del__(self):

@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts.identity import RunIdentity, TokenFingerprints
+from stages.base.identity import RunIdentity, TokenFingerprints
 from stages.checkpointing.layout import FORMAT, CheckpointManifest, list_checkpoints, step_name, verify
 from stages.checkpointing.pointer import RunPointer
-from stages.training.state import ScalerState, TrainMetrics, TrainState
+from stages.checkpointing.state import ScalerState, TrainMetrics, TrainState
 from tests.project import Project
 
 

@@ -78,8 +78,8 @@ class _Bare:
     def load(cls, project: Path, barrier: threading.Barrier) -> None:
         import datasets
 
-        from stages.corpus import vocabulary
-        from stages.corpus.fast_tokenizer import FastTokenizer
+        from stages.tokenizing import vocabulary
+        from stages.tokenizing.fast_tokenizer import FastTokenizer
 
         cls.texts = datasets.load_from_disk(str(project / "data/corpus"))["text"]
         cls.tokenizer = FastTokenizer(vocabulary.complete_bytes((project / "model/tokenizer.json").read_bytes()))

@@ -29,7 +29,7 @@ def write_params(project: Path, raw_dir: Path, num_processes: int, **values: Any
 
 def run_organize(work: Path, corpus: Path, num_processes: int) -> Timing:
     from stages import organize
-    from stages.artifacts.params_file import load_params
+    from stages.base.params_file import load_params
 
     write_params(work, corpus, num_processes)
     os.chdir(work)
@@ -41,8 +41,9 @@ def run_organize(work: Path, corpus: Path, num_processes: int) -> Timing:
 def run_extract(work: Path, corpus: Path, num_processes: int) -> Timing:
     """Time `extract`; the time of `organize` before it is in the note."""
     from stages import extract
-    from stages.artifacts.params_file import load_params
-    from stages.corpus import arrow, writer  # noqa: F401 - the stage imports them late, while the clock runs
+    from stages.base.params_file import load_params
+    from stages.formats import writer  # noqa: F401 - the stage imports them late, while the clock runs
+    from stages.work import arrow  # noqa: F401 - the stage imports them late, while the clock runs
 
     organized = run_organize(work, corpus, num_processes).seconds
     start = time.perf_counter()
@@ -76,8 +77,9 @@ def make_pack_project(work: Path, corpus: Path, tokenizer: Path) -> Path:
 
 def run_pack(work: Path, project: Path, num_processes: int) -> Timing:
     from stages import pack
-    from stages.artifacts.params_file import load_params
-    from stages.corpus import arrow, packing  # noqa: F401 - the stage imports them late, while the clock runs
+    from stages.base.params_file import load_params
+    from stages.tokenizing import packing  # noqa: F401 - the stage imports them late, while the clock runs
+    from stages.work import arrow  # noqa: F401 - the stage imports them late, while the clock runs
 
     model = str(project / "model")
     write_params(work, project, num_processes, seq_length=SEQ_LENGTH, validation_splits=1, model_name=model)

@@ -23,23 +23,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stages.artifacts import process
-from stages.artifacts.params_file import load_params
+from stages.base import process
+from stages.base.packed import TRAIN
+from stages.base.params_file import load_params
+from stages.forward.attention_names import NEED_LENGTHS
+from stages.forward.batch import make_batch
+from stages.forward.distributed import all_reduce_sum, device_mesh, device_type, process_group
+from stages.forward.rows import TokenRows
+from stages.launching import flops
+from stages.launching.timers import Timers, memory_gib, reset_peak_memory
 from stages.model.manifest import ModelManifest
-from stages.tokens.attention_names import NEED_LENGTHS
-from stages.tokens.batch import make_batch
-from stages.tokens.packed import TRAIN
-from stages.tokens.rows import TokenRows
-from stages.training import flops, peak_memory, sharded_model
+from stages.planning import peak_memory
+from stages.training import sharded_model
 from stages.training.determinism import use_deterministic_algorithms
-from stages.training.distributed import all_reduce_sum, device_mesh, device_type, process_group
 from stages.training.environment import set_environment
 from stages.training.loader import BatchLoader
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
 from stages.training.precision import check_precision, make_grad_scaler, set_float32_precision
 from stages.training.step import UnreadStep, train_step
-from stages.training.timers import Timers, memory_gib, reset_peak_memory
 
 RESULT = "result "
 """What the line of a result begins with."""
@@ -120,7 +122,7 @@ def measure(params: TrainParams, num_steps: int) -> dict[str, Any]:
         num_labels_of_all = exchange(num_labels, max_unread)
         if step == WARM_UP:
             reset_peak_memory()
-        numbers = train_step(model, optimizer, scaler, batches, num_labels_of_all, params, timers)
+        numbers = train_step(model, optimizer, scaler, batches, num_labels_of_all, params, timers.phase)
         unread.append(UnreadStep(step + 1, num_labels_of_all, numbers))
     while unread:
         exchange(0, max_unread=0)

@@ -19,10 +19,10 @@ from benchmarks import REPO
 from benchmarks.data.corpora import make_text
 from benchmarks.train.job import BETAS, EPS, LR, MAX_GRAD_NORM, SEED, WEIGHT_DECAY, Job
 from benchmarks.train.launched import Training
-from stages.artifacts import outputs
+from stages.base import outputs
 from stages.checkpointing.pointer import RunPointer, pointer_path
+from stages.launching import flops
 from stages.model import meta
-from stages.training import flops
 
 SHAPES = {  # hidden size, layers, attention heads, key-value heads, intermediate size, vocabulary
     "1M": (128, 4, 4, 2, 352, 4096),

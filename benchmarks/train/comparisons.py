@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.train.bench import Bench
 from benchmarks.train.launched import Training
-from stages.training import flops
+from stages.launching import flops
 
 OURS, BARE, TRAINER, DDP = "(a) ours", "(b) bare FSDP2", "(c) Trainer", "(d) DDP"
 PROGRAMS = {OURS: "", BARE: "bare", TRAINER: "trainer", DDP: "ddp"}

@@ -29,17 +29,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig
 
 from benchmarks import REPO
-from stages.artifacts.params_file import load_params
-from stages.artifacts.record import FileEntry
+from stages.base.params_file import load_params
+from stages.base.record import FileEntry
+from stages.forward import loss
+from stages.forward.batch import count_labels, make_batch
 from stages.model import meta
 from stages.model.manifest import ModelManifest
-from stages.tokens import loss
-from stages.tokens.batch import count_labels, make_batch
 from stages.training import sharded_model, step
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
 from stages.training.precision import make_grad_scaler
-from stages.training.timers import Timers
 
 KINDS = ("usual", "plain", "fused")
 ROW = 256
@@ -85,7 +84,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     def train(num_rows: int) -> None:
         batch = make_batch(torch.randint(1, args.vocab_size, (num_rows, ROW)), eos_token_id=0, document_mask=True)
         labels = count_labels(batch)
-        step.train_step(model, optimizer, scaler, [batch], labels, params, Timers(lambda phase: None))
+        step.train_step(model, optimizer, scaler, [batch], labels, params)
 
     with mock.patch.object(step, "training_losses", usual if args.kind == "usual" else loss.training_losses):
         train(1)

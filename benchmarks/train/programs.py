@@ -29,9 +29,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.train.job import BETAS, EPS, LR, MAX_GRAD_NORM, SEED, WEIGHT_DECAY, Job
 from benchmarks.train.load_watch import LoadWatch
-from stages.tokens.order import step_rows
-from stages.tokens.rows import TokenRows
-from stages.training.timers import memory_gib
+from stages.forward.rows import TokenRows
+from stages.launching.timers import memory_gib
+from stages.training.order import step_rows
 
 
 def print_step(job: Job, step: int) -> None:
@@ -52,8 +52,10 @@ def print_losses(losses: list[float]) -> None:
 def stage(job: Job) -> None:
     """The pipeline's training, until its weights are loaded."""
     from stages import train
-    from stages.artifacts.params_file import load_params
-    from stages.training import run, sharded_model, sharded_weights
+    from stages.base.params_file import load_params
+    from stages.checkpointing import run
+    from stages.forward import sharded_weights
+    from stages.training import sharded_model
     from stages.training.params import TrainParams
 
     build = sharded_model.build

@@ -1,1 +1,1 @@
-"""Checkpoints on the disk: their layout, who may write, which ones stay, and the pointer to the result."""
+"""What remembers a training: the run, its checkpoints on the disk, who may write, and which ones stay."""

@@ -21,13 +21,13 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from stages.artifacts import outputs
-from stages.artifacts.errors import MAY_PASS, StageError, as_stage_error
-from stages.artifacts.history import HISTORY
-from stages.artifacts.identity import Adoption, RunIdentity
-from stages.artifacts.publish import sha256_json
-from stages.artifacts.record import DamagedFile, FileEntry, check_files, first_problem, read_sealed, write_sealed
-from stages.artifacts.shared_disk import refresh
+from stages.base import outputs
+from stages.base.errors import MAY_PASS, StageError, as_stage_error
+from stages.base.history import HISTORY
+from stages.base.identity import Adoption, RunIdentity
+from stages.base.publish import sha256_json
+from stages.base.record import DamagedFile, FileEntry, check_files, first_problem, read_sealed, write_sealed
+from stages.base.shared_disk import refresh
 
 MANIFEST = "manifest.json"
 MODEL, OPTIMIZER = "model", "optimizer"

@@ -9,7 +9,7 @@ Three locks (flock) in it are held by open files, so the kernel releases them wh
     readers.lock   shared, by those who read checkpoints of a run that is not their own; exclusive, by the run while it
                    deletes old ones. It never waits for readers: what it cannot delete now, it deletes at a later save
 
-stages/artifacts/file_lock.py describes what such a lock is.
+stages/base/file_lock.py describes what such a lock is.
 """
 
 import errno
@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from stages.artifacts.errors import StageError, Unavailable, as_stage_error
-from stages.artifacts.file_lock import (
+from stages.base.errors import StageError, Unavailable, as_stage_error
+from stages.base.file_lock import (
     is_of_another_node,
     local_locks,
     open_lock,

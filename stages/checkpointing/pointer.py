@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from stages.artifacts import outputs
-from stages.artifacts.errors import StageError
-from stages.artifacts.identity import Adoption, RunIdentity
-from stages.artifacts.record import Record
+from stages.base import outputs
+from stages.base.errors import StageError
+from stages.base.identity import Adoption, RunIdentity
+from stages.base.record import Record
 from stages.checkpointing.layout import MANIFEST, CheckpointManifest, checkpoint_root
 
 _TRAIN_AGAIN = "dvc repro -f -s train"

@@ -9,9 +9,9 @@ from typing import Annotated
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from stages.artifacts import publish
-from stages.artifacts.errors import StageError, as_stage_error
-from stages.artifacts.history import lowest
+from stages.base import publish
+from stages.base.errors import StageError, as_stage_error
+from stages.base.history import lowest
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, verify
 from stages.checkpointing.lock import try_delete_lock
 

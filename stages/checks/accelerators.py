@@ -5,18 +5,19 @@ from pathlib import Path
 
 import torch
 
-from stages.artifacts import outputs
-from stages.artifacts.command import format_gib
+from stages.base import outputs
+from stages.base.command import format_gib
 from stages.checks.findings import Found, error, ok, warning
+from stages.forward.devices import DEVICES, num_devices
+from stages.forward.distributed import check_devices, device_type, use_gpu
+from stages.forward.document_mask import choose_attention
+from stages.forward.loss_probe import choose_loss
+from stages.launching.runtime import TrainRuntime
 from stages.model.manifest import ModelManifest
 from stages.plan import Plan
-from stages.tokens.document_mask import choose_attention
-from stages.tokens.loss_probe import choose_loss
-from stages.training.devices import DEVICES, num_devices
-from stages.training.distributed import check_devices, device_type, use_gpu
-from stages.training.memory import memory_limit
-from stages.training.memory_plan import USABLE, check_fits
-from stages.training.params import TrainParams, TrainRuntime
+from stages.planning.memory_plan import USABLE, check_fits
+from stages.ranks.memory import memory_limit
+from stages.training.params import TrainParams
 from stages.training.precision import check_precision, compute_dtype
 
 

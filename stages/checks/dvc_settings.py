@@ -6,7 +6,7 @@ from dvc.config import Config
 from dvc.exceptions import DvcException
 from dvc.repo import Repo
 
-from stages.artifacts.errors import StageError, one_line
+from stages.base.errors import StageError, one_line
 from stages.checks.findings import Found, error, ok, warning
 from stages.checks.machine import existing
 

@@ -6,7 +6,7 @@ Only of the standard library, so that the doctor can report that a package is mi
 from collections.abc import Callable, Generator
 from typing import Literal, NamedTuple, TypeVar
 
-from stages.artifacts.errors import StageError, as_stage_error, one_line
+from stages.base.errors import StageError, as_stage_error, one_line
 
 T = TypeVar("T")
 

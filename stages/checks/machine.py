@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from stages.artifacts.command import format_gib
-from stages.artifacts.errors import StageError
-from stages.artifacts.file_lock import exclusive, local_locks, open_lock
+from stages.base.command import format_gib
+from stages.base.errors import StageError
+from stages.base.file_lock import exclusive, local_locks, open_lock
 from stages.checks.findings import Finding, Found, collect, error, ok, warning
 
 _GIB = 2**30

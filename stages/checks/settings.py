@@ -5,22 +5,23 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from stages import plan
-from stages.artifacts import outputs
-from stages.artifacts.params_file import load_params
+from stages.base import outputs
+from stages.base.packed import TRAIN, VALIDATION, PackedTokens
+from stages.base.params_file import load_params
 from stages.checks.findings import Found, error, ok, warning
 from stages.consolidate import ConsolidateParams, ConsolidateRuntime
 from stages.download import DownloadParams
 from stages.evaluate import EvaluateParams, EvaluateRuntime
 from stages.extract import ExtractParams, ExtractRuntime
+from stages.forward.rows import TokenRows
+from stages.launching import trackers
+from stages.launching.runtime import TrainRuntime
 from stages.model import hub, hub_cache
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.organize import OrganizeParams, OrganizeRuntime, find_root
 from stages.pack import PackParams, PackRuntime, find_tokenizer_spec
 from stages.plan import Plan, PlanParams
-from stages.tokens.packed import TRAIN, VALIDATION, PackedTokens
-from stages.tokens.rows import TokenRows
-from stages.training import trackers
-from stages.training.params import TrainParams, TrainRuntime
+from stages.training.params import TrainParams
 
 
 class Settings(NamedTuple):

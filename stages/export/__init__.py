@@ -1,1 +1,1 @@
-"""The finished model: its weights as safetensors, its lineage, the model card, and a report on its training."""
+"""The finished model: its weights as safetensors, its lineage, and the model card."""

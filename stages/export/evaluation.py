@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stages.artifacts.record import Record
+from stages.base.record import Record
 
 
 def perplexity(loss: float) -> float:

@@ -7,9 +7,9 @@ same file everywhere.
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from stages.artifacts.identity import Adoption, TokenFingerprints
-from stages.artifacts.origin import Origin
-from stages.artifacts.record import SealedRecord
+from stages.base.identity import Adoption, TokenFingerprints
+from stages.base.origin import Origin
+from stages.base.record import SealedRecord
 
 
 @dataclass(frozen=True)

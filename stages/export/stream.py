@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from tqdm import tqdm
 
-from stages.artifacts.dtypes import BY_NAME
-from stages.artifacts.errors import StageError
-from stages.artifacts.garbage import paused_collector
-from stages.artifacts.model_files import WEIGHTS_INDEX
-from stages.artifacts.publish import write_json
+from stages.base.errors import StageError
+from stages.base.publish import write_json
+from stages.checkpointing.garbage import paused_collector
+from stages.model.dtypes import BY_NAME
+from stages.model.files import WEIGHTS_INDEX
 
 MEMORY = 32 << 20
 """Bytes of the blocks that all threads read at a time; the block before, and what is cast, take as many again."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from stages.artifacts.errors import StageError
-from stages.artifacts.model_files import WEIGHTS_INDEX
+from stages.base.errors import StageError
+from stages.model.files import WEIGHTS_INDEX
 
 
 @dataclass(frozen=True)

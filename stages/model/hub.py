@@ -16,18 +16,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from stages.artifacts import command, publish
-from stages.artifacts.errors import StageError, naming
-from stages.artifacts.model_files import (
-    CONFIG,
-    GENERATION_CONFIG,
-    LINEAGE,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    WEIGHTS,
-    WEIGHTS_INDEX,
-)
+from stages.base import command, publish
+from stages.base.errors import StageError, naming
 from stages.model import hub_cache
+from stages.model.files import CONFIG, GENERATION_CONFIG, LINEAGE, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WEIGHTS_INDEX
 from stages.model.license import is_license_file
 
 _PATTERNS = (

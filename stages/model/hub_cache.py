@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from stages.artifacts.errors import StageError
+from stages.base.errors import StageError
 
 _DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 """SHA-1 or SHA-256. A blob of another name has none."""

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import yaml
 
-from stages.artifacts.model_files import CARD
-from stages.artifacts.record import FileEntry, SealedRecord
+from stages.base.record import FileEntry, SealedRecord
+from stages.model.files import CARD
 
 LICENSE = Path("data/license.json")
 

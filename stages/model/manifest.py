@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from stages.artifacts.errors import StageError
-from stages.artifacts.model_files import CONFIG
-from stages.artifacts.record import FileEntry, SealedRecord, check_files
+from stages.base.errors import StageError
+from stages.base.record import FileEntry, SealedRecord, check_files
 from stages.model import hub_cache
+from stages.model.files import CONFIG
 
 MANIFEST = Path("data/model.json")
 REMEDY = "put it back, or run `dvc repro -f -s download`"

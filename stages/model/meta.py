@@ -24,9 +24,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from stages.artifacts.dtypes import DTYPES
-from stages.artifacts.errors import StageError, one_line
-from stages.artifacts.model_files import CONFIG
+from stages.base.errors import StageError, one_line
+from stages.model.dtypes import DTYPES
+from stages.model.files import CONFIG
 from stages.model.headers import StoredTensor
 from stages.model.manifest import ModelManifest
 

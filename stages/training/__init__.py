@@ -1,1 +1,1 @@
-"""The parts of the train stage: its parameters, its run, the sharded model, the steps and what is reported of them."""
+"""Decides the weights: order, sharding, precision, optimizer, schedule and the loop. Its code names the run."""

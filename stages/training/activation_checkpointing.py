@@ -13,7 +13,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import PreTrainedModel
 
-from stages.artifacts.errors import StageError
+from stages.base.errors import StageError
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
 

@@ -7,7 +7,7 @@ set stays.
 import os
 from pathlib import Path
 
-from stages.artifacts.outputs import OUTPUTS
+from stages.base.outputs import OUTPUTS
 from stages.training.params import TrainParams
 
 COMPILE_CACHE = OUTPUTS / ".compile"

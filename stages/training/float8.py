@@ -8,7 +8,7 @@ parameters, and so the checkpoints, would contain a class of torchao, which noth
 
 from torch import nn
 
-from stages.artifacts.errors import StageError
+from stages.base.errors import StageError
 
 
 def convert_linears(layers: list[nn.Module]) -> None:

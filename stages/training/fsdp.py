@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, PositiveInt
 
-from stages.artifacts.errors import StageError
+from stages.base.errors import StageError
 from stages.model.manifest import ModelManifest
 
 

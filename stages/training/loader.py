@@ -1,6 +1,6 @@
 """The batches of each step, as the forward passes of one rank.
 
-Which rows a step uses is a function of the step alone (stages/tokens/order.py), not of the number of ranks: so a
+Which rows a step uses is a function of the step alone (stages/training/order.py), not of the number of ranks: so a
 resume is an index, and the loader keeps no state that a checkpoint would have to save. With T = `total_batch_size`,
 B = `batch_size` and R ranks, the T rows of a step are dealt out like this (T = 12, B = 2, R = 2):
 
@@ -23,11 +23,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stages.tokens.batch import count_labels, make_batch
-from stages.tokens.device import pinned, to_device
-from stages.tokens.order import step_rows
-from stages.tokens.rows import TokenRows
-from stages.training.distributed import device_type
+from stages.forward.batch import count_labels, make_batch
+from stages.forward.device import pinned, to_device
+from stages.forward.distributed import device_type
+from stages.forward.rows import TokenRows
+from stages.training.order import step_rows
 from stages.training.params import TrainParams
 
 

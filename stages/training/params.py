@@ -1,45 +1,26 @@
-"""Parameters of the train stage: `TrainParams`, which DVC watches, and `TrainRuntime`, which never changes the result.
+"""The parameters that decide the weights. Those under `runtime`, which do not, are in stages/launching/runtime.py.
 
-Options are beside their component where its module imports no torch (schedule.py, fsdp.py, retention.py). The launcher,
-`plan` and `checkpoints` read them all, and must answer before torch is imported.
+Options are beside their component where its module imports no torch (schedule.py, fsdp.py). The launcher, `plan` and
+`checkpoints` read them all, and must answer before torch is imported.
 """
 
 import importlib.util
-import shlex
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from stages.artifacts.errors import StageError
-from stages.artifacts.model_files import CONFIG
-from stages.artifacts.outputs import ExperimentName
-from stages.checkpointing.retention import CheckpointRuntime
+from stages.base.errors import StageError
+from stages.base.outputs import ExperimentName
+from stages.forward.attention_names import Attention
+from stages.model.files import CONFIG
 from stages.model.manifest import ModelManifest
-from stages.tokens.attention_names import Attention
 from stages.training.fsdp import FsdpParams
 from stages.training.schedule import ScheduleParams
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 # Numbers too: YAML reads a run_id that has only decimal digits as one.
 RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$", coerce_numbers_to_str=True)]
-
-
-def _check_order(steps: tuple[int, int]) -> tuple[int, int]:
-    if steps[0] > steps[1]:
-        raise ValueError("the first step must not be after the last")
-    return steps
-
-
-def _check_options(options: str) -> str:
-    for option in shlex.split(options):  # a ValueError where a quote is not closed
-        if option == "--test-only" or option.startswith(("--array", "-a")):
-            raise ValueError(f"the training is one job, so sbatch cannot have {option}")
-    return options
-
-
-Steps = Annotated[tuple[PositiveInt, PositiveInt], AfterValidator(_check_order)]
-"""The first and the last of a range of steps, counted from 1."""
 
 
 @dataclass(frozen=True)
@@ -182,43 +163,6 @@ class TrainParams(ScheduleParams):
                 f"{self.total_batch_size}: add data, lower total_batch_size or raise num_epochs"
             )
         return min(steps, self.max_steps or steps)
-
-
-@dataclass(frozen=True)
-class TrainRuntime(CheckpointRuntime):
-    """The leaves of the `runtime` section that training reads. None of them changes what is learned."""
-
-    launcher: Literal["auto", "torchrun", "srun", "sbatch"]
-    """Where torchrun starts the ranks. torchrun: on this machine | srun: on each node of an allocation of Slurm | auto:
-    srun in an allocation of several nodes, else torchrun | sbatch: in a job of Slurm, which
-    the launch submits and follows; inside an allocation the same as auto."""
-    sbatch_args: Annotated[str, AfterValidator(_check_options)] | None
-    """Options of `sbatch`, as on its command line, for launcher sbatch."""
-    num_nodes: PositiveInt | None
-    """Nodes of the allocation that train; null: all. With launcher sbatch also the nodes of the job; null: those of
-    `sbatch_args` or of the script."""
-    nproc_per_node: PositiveInt | None
-    """Ranks on each node; null: one per GPU, or 2 where there is none."""
-    rdzv_endpoint: Annotated[str, Field(pattern=r"^[^:\s]+(:\d{1,5})?$")] | None
-    """`host` or `host:port` where the other nodes reach the first one; null: the address that srun has given them, and
-    a free port."""
-    log_freq: PositiveInt
-    """Optimizer steps between two lines of output."""
-    timeout_minutes: PositiveFloat
-    """How long a rank may take for one thing: after 0.9 of it rank 0 names the rank and ends all. After the full time
-    the others take rank 0 itself for lost. After a signal, the ranks have so long to save."""
-    max_restarts: NonNegativeInt
-    """How often the ranks are restarted after one of them crashed or hung. An error that would recur, and a
-    signal to stop, end the training at once."""
-    resume: Literal["auto", "never"]
-    """auto: continue from the newest checkpoint that this run would have reached itself | never: delete the checkpoints
-    of this run at the launch, and start over."""
-    tracker: Literal["none", "tensorboard", "wandb"]
-    """Where else the metrics go: files below outputs/<experiment_name>/ for TensorBoard or Weights & Biases."""
-    debug: bool
-    """Whether each rank writes what it does to outputs/<experiment_name>/logs/<run_id>/rank-N.log."""
-    profile_steps: Steps | None
-    """Steps of which rank 0 writes a trace to outputs/<experiment_name>/profile/<run_id>/; null: none."""
 
 
 def _nearest(value: int, factor: int) -> str:

@@ -7,10 +7,9 @@ import torch
 from torch.amp import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from stages.artifacts.dtypes import PRECISIONS
-from stages.artifacts.errors import StageError
+from stages.base.errors import StageError
+from stages.model.dtypes import PRECISIONS
 from stages.training.params import TrainParams
-from stages.training.state import ScalerState
 
 _GROWTH_TRACKER = "_growth_tracker"  # in the state dict of a GradScaler
 
@@ -79,12 +78,12 @@ def make_grad_scaler(precision: str, device: torch.device) -> GradScaler:
     return scaler
 
 
-def scaler_state(scaler: GradScaler) -> ScalerState:
-    """What a checkpoint keeps of a scaler."""
-    return ScalerState(scaler.get_scale(), scaler.state_dict().get(_GROWTH_TRACKER, 0))
+def scaler_state(scaler: GradScaler) -> tuple[float, int]:
+    """What a checkpoint keeps of a scaler: the scale, and how many steps in a row were good since it was changed."""
+    return scaler.get_scale(), scaler.state_dict().get(_GROWTH_TRACKER, 0)
 
 
-def load_scaler_state(scaler: GradScaler, state: ScalerState) -> None:
-    """Continue where `scaler_state` was called."""
+def load_scaler_state(scaler: GradScaler, scale: float, good_steps: int) -> None:
+    """Continue with what `scaler_state` returned."""
     if scaler.is_enabled():
-        scaler.load_state_dict({**scaler.state_dict(), "scale": state.scale, _GROWTH_TRACKER: state.good_steps})
+        scaler.load_state_dict({**scaler.state_dict(), "scale": scale, _GROWTH_TRACKER: good_steps})

@@ -47,3 +47,8 @@ def lr_ratio(params: ScheduleParams, total_steps: int, step: int) -> float:
     progress = min(1.0, max(0.0, (step - start) / max(1, end - start)))
     decayed = (1 + math.cos(math.pi * progress)) / 2 if params.lr_schedule == "cosine" else 1 - progress
     return params.min_lr_ratio + (1 - params.min_lr_ratio) * decayed
+
+
+def learning_rate(params: ScheduleParams, total_steps: int, step: int) -> float:
+    """The learning rate of optimizer step `step` (from 0)."""
+    return params.lr * lr_ratio(params, total_steps, step)

@@ -15,18 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from stages.forward.attention import activate_kernels
+from stages.forward.attention_names import IMPLEMENTATIONS
+from stages.forward.loss import fuse
+from stages.forward.sharded_weights import SeededRows, local_rows, read_weights, rebuild_buffers, seeded
 from stages.model import headers, meta
-from stages.model.manifest import REMEDY, ModelManifest
-from stages.tokens.attention import activate_kernels
-from stages.tokens.attention_names import IMPLEMENTATIONS
-from stages.tokens.loss import fuse
+from stages.model.manifest import ModelManifest
 from stages.training import sharding
 from stages.training.activation_checkpointing import checkpoint_activations
-from stages.training.distributed import run_on_rank0
 from stages.training.float8 import convert_linears
 from stages.training.params import TrainParams
-from stages.training.sharded_weights import SeededRows, read_weights, rebuild_buffers, seeded
-from stages.training.verification import check_together
 
 _RECOMPILE_LIMIT = 64
 """Of the code of a layer. A training of Gemma 3 needs nine, but torch allows eight by default: with `fullgraph` the
@@ -46,9 +44,9 @@ def build(
         params: Precision, sharding, the seed of random weights, and what `choose_attention` and `choose_loss` returned:
             with `auto`, transformers' own attention and the plain loss.
         mesh: The ranks of each copy of the model are its last axis.
-        initialize: Whether to fill the parameters, pretrained or random. A checkpoint fills them otherwise; what no
-            checkpoint holds, the buffers, is made in both cases.
-        note: Called while weights are made, or their files verified, to note progress for the watchdog.
+        initialize: Whether to fill the parameters, with those of the files, which are verified, or random ones. A
+            checkpoint fills them otherwise; what no checkpoint holds, the buffers, is made in both cases.
+        note: Called before each layer is made, to note progress for a watchdog.
     """
     directory = manifest.directory()
     model = prepare(manifest, params, mesh)
@@ -58,7 +56,6 @@ def build(
     if initialize and not manifest.weights:
         _fill_by_layers(model, reference, manifest.layer_classes, params.seed, note)
     elif initialize:
-        _verify_weights(manifest, note)  # before they are read
         read_weights(model, directory, meta.check_headers(reference, headers.read(directory, manifest.weights)))
     return model
 
@@ -87,12 +84,6 @@ def prepare(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> P
     return model
 
 
-def _verify_weights(manifest: ModelManifest, note: Callable[[], None]) -> None:
-    """Compare the files of the weights with their digests, a share on each rank; all ranks raise the same."""
-    directory = run_on_rank0(lambda: manifest.verify(manifest.weights, contents=False))
-    check_together({directory / name: manifest.files[name].sha256 for name in manifest.weights}, REMEDY, note)
-
-
 def _fill_by_layers(
     model: nn.Module, reference: PreTrainedModel, layer_classes: list[str], seed: int, note: Callable[[], None]
 ) -> None:
@@ -119,7 +110,7 @@ def _fill_by_layers(
             for param, name in own.items():
                 sharded = params[name]
                 assert isinstance(sharded, DTensor)
-                sharded.to_local().copy_(param[sharding.local_rows(sharded)])
+                sharded.to_local().copy_(param[local_rows(sharded)])
         done |= set(own.values())
         for module in modules:
             module.to_empty(device="meta", recurse=False)  # frees it: only one layer at a time is in memory

@@ -9,12 +9,9 @@ from itertools import pairwise
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from transformers import PreTrainedModel
 
-from stages.artifacts.errors import StageError
-from stages.model import meta
-from stages.tokens.loss import LossHead
+from stages.forward.loss import LossHead
+from stages.forward.units import modules_to_wrap, untied_embeddings
 from stages.training.fsdp import FsdpParams
 from stages.training.params import TrainParams
 from stages.training.precision import mixed_precision_policy
@@ -79,62 +76,6 @@ def materialize(model: nn.Module, params: TrainParams, mesh: DeviceMesh) -> None
             module._buffers[name] = None if buffer is None else buffer.to(mesh.device_type)
 
 
-def modules_to_wrap(model: nn.Module, classes: list[str]) -> list[nn.Module]:
-    """The modules that FSDP wraps, whose weights are gathered together, in the order of the model.
-
-    Args:
-        model: Its parameters may be on the meta device.
-        classes: Names of the classes of these modules.
-
-    Raises:
-        StageError: the classes would separate tied weights.
-    """
-    # FSDP shards a parameter with the innermost wrapped module around it; a tied one has two places, but one owner.
-    modules = [module for module in model.modules() if type(module).__name__ in classes]
-    _check_tied(model, modules, classes)
-    return modules
-
-
-def local_rows(param: DTensor) -> slice:
-    """Which rows of the full tensor this rank holds. `fully_shard` splits the first dim as `torch.chunk` does."""
-    placement, mesh = param.placements[-1], param.device_mesh
-    assert isinstance(placement, Shard) and placement.dim == 0
-    axis = mesh.ndim - 1
-    rows, size = param.shape[0], -(-param.shape[0] // mesh.size(axis))  # rounded up: the last ranks may have none
-    start = min(mesh.get_local_rank(axis) * size, rows)
-    own = slice(start, min(start + size, rows))
-    assert own.stop - own.start == param.to_local().shape[0]
-    return own
-
-
-def untied_embeddings(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The embedding and the output embedding, which FSDP gathers by themselves; nothing where they share a weight."""
-    if not isinstance(model, PreTrainedModel) or meta.tied_weights(model):
-        return [], []
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    return (
-        [embedding] if isinstance(embedding, nn.Embedding) else [],
-        [head] if isinstance(head, nn.Linear) else [],
-    )
-
-
 def _offloads(fsdp: FsdpParams, mesh: DeviceMesh) -> bool:
     """Without a GPU, the weights are in CPU memory anyway."""
     return bool(fsdp.cpu_offload) and mesh.device_type != "cpu"
-
-
-def _check_tied(model: nn.Module, modules: list[nn.Module], classes: list[str]) -> None:
-    for name, canonical in meta.tied_weights(model).items():
-        first, second = (_innermost(model, modules, key) for key in (name, canonical))
-        if first is not second:
-            raise StageError(
-                f"fsdp.wrap_layer_cls {','.join(classes)} would gather {canonical} and {name} separately, but they are "
-                "one weight: use null"
-            )
-
-
-def _innermost(model: nn.Module, modules: list[nn.Module], name: str) -> nn.Module:
-    """The wrapped module to which the parameter `name` belongs: `model` where it is in none of them."""
-    path = name.split(".")[:-1]
-    ancestors = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path), 0, -1)]
-    return next((module for module in ancestors if module in modules), model)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -11,14 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from stages.artifacts.errors import StageError
-from stages.artifacts.model_files import CONFIG
+from stages.base.errors import StageError
+from stages.forward.device import Readback
+from stages.forward.distributed import all_reduce_sum
+from stages.forward.loss import losses, training_losses
 from stages.model import meta
-from stages.tokens.device import Readback
-from stages.tokens.loss import losses, training_losses
-from stages.training.distributed import all_reduce_sum
+from stages.model.files import CONFIG
 from stages.training.params import TrainParams
-from stages.training.timers import Timers
 
 
 class StepResult(NamedTuple):
@@ -64,7 +64,7 @@ class UnreadStep:
 
 def train_step(
     model: nn.Module, optimizer: Optimizer, scaler: GradScaler, batches: list[dict[str, Tensor]], num_labels: int,
-    params: TrainParams, timers: Timers,
+    params: TrainParams, phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> Tensor:  # fmt: skip
     """Queue forward pass, backward pass and update: the CPU waits for nothing that the device computes.
 
@@ -89,7 +89,7 @@ def train_step(
     for number, batch in enumerate(batches, start=1):
         # Copies of the model (HYBRID_SHARD, ddp) exchange gradients once per step, not once per forward pass.
         model.set_requires_all_reduce(number == len(batches))
-        with timers.phase("forward"):
+        with phase("forward"):
             loss, router_loss = training_losses(model, batch)
             total += loss.detach()  # without the router loss, as in validation
             if router_loss_coef:
@@ -99,9 +99,9 @@ def train_step(
                         f"{CONFIG}"
                     )
                 loss = loss + router_loss_coef * router_loss * (batch["labels"] != -100).sum()
-        with timers.phase("backward"):
+        with phase("backward"):
             scaler.scale(loss * (1 / max(1, num_labels))).backward()
-    with timers.phase("update"):
+    with phase("update"):
         scaler.unscale_(optimizer)  # before clipping, which would otherwise compare the scaled norm with the limit
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), params.max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # an all-reduce of the ranks' parts

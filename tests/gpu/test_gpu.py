@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stages.checkpointing.layout import list_checkpoints, step_name
-from stages.training.handoff import DIRECTORY
+from stages.ranks.handoff import DIRECTORY
 from tests.faults import environment
 from tests.project import GPUS, LAUNCH, REPO, Project
 from tests.trainings import weights
@@ -23,7 +23,7 @@ CODE = {**GPU, "PYTHONPATH": os.pathsep.join([str(REPO), *filter(None, [os.envir
 PROBE = """
 import torch
 from transformers import AutoConfig
-from stages.tokens.document_mask import refusal
+from stages.forward.document_mask import refusal
 for name in ("llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt_neox"):
     sizes = {"attention_dropout": 0.0} if name == "gpt_neox" else {}
     for mask in (True, False):
@@ -32,9 +32,9 @@ for name in ("llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt_neox"):
 STEPS = """
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from stages.tokens.batch import make_batch
-from stages.tokens.loss import loss_sum
-from stages.tokens import attention
+from stages.forward.batch import make_batch
+from stages.forward.loss import loss_sum
+from stages.forward import attention
 sizes = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=512,
              num_hidden_layers=4, vocab_size=512, sliding_window=300, pad_token_id=None)
 model = AutoModelForCausalLM.from_config(
@@ -65,10 +65,10 @@ COMPILED = """
 import gc
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from stages.tokens import attention
-from stages.tokens.attention_names import IMPLEMENTATIONS, NEED_LENGTHS
-from stages.tokens.batch import make_batch
-from stages.tokens.loss import loss_sum
+from stages.forward import attention
+from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS
+from stages.forward.batch import make_batch
+from stages.forward.loss import loss_sum
 from stages.training.activation_checkpointing import checkpoint_activations
 sizes = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=512,
              num_hidden_layers=2, vocab_size=512, sliding_window=100, pad_token_id=None)
@@ -123,9 +123,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from stages.artifacts.params_file import load_params
-from stages.training.params import TrainRuntime
-from stages.training.saver import Saver
+from stages.base.params_file import load_params
+from stages.launching.runtime import TrainRuntime
+from stages.checkpointing.saver import Saver
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 weight = torch.zeros(1 << 26, device="cuda")
 saver = Saver(load_params(TrainRuntime, "runtime"))
@@ -146,7 +146,7 @@ print("all equal")
 LOSS = """
 import torch
 from torch.nn.functional import cross_entropy, linear
-from stages.tokens.loss import summed_loss
+from stages.forward.loss import summed_loss
 torch.use_deterministic_algorithms(True)
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     torch.manual_seed(0)

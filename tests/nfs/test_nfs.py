@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stages.artifacts.errors import StageError
-from stages.artifacts.file_lock import exclusive, local_locks, open_lock, read_status
-from stages.artifacts.record import FileEntry
-from stages.artifacts.shared_disk import refresh, wait_for_file
+from stages.base.errors import StageError
+from stages.base.file_lock import exclusive, local_locks, open_lock, read_status
+from stages.base.record import FileEntry
+from stages.base.shared_disk import refresh, wait_for_file
 from stages.checkpointing import retention
 from stages.checkpointing.layout import list_checkpoints, step_name, verify
 from stages.checkpointing.lock import rank_lock, writer_lock

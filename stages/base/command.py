@@ -1,0 +1,62 @@
+"""How a stage runs from the command line, and how it reports errors."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from stages.base import process
+from stages.base.errors import StageError, as_stage_error, is_out_of_memory, one_line
+
+USER_ERROR = 2
+"""Exit status after a `StageError`."""
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """An argument parser whose help is the docstring `doc` of the stage's module."""
+    # Before Python 3.14 argparse itself shows `extract.py`, which is not the command that works.
+    spec = sys.modules["__main__"].__spec__
+    prog = f"python -m {spec.name}" if spec else None
+    return argparse.ArgumentParser(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def format_gib(size: float) -> str:
+    """A number of bytes for people, in GiB: three decimals, so that small ones are not zero."""
+    return f"{size / 2**30:.3f} GiB"
+
+
+def run(main: Callable[[], None], after_interrupt: str = "run it again") -> None:
+    """Run `main`; a `StageError`, or an error of the operating system, is one message and exit status 2.
+
+    Ctrl-C and SIGTERM raise a KeyboardInterrupt in it, once: what cleans up after the first one is not interrupted by
+    others. They are one message, too, and the exit status that shells give them, 130 and 143.
+
+    A stage that DVC runs ends with it: DVC itself leaves its child alive when it is killed. DVC ignores Ctrl-C and
+    waits for the stage.
+
+    Args:
+        main: The stage; it may handle the signals in a way of its own.
+        after_interrupt: What to do then, for the message.
+    """
+    if "DVC_STAGE" in os.environ:
+        process.die_with_parent(signal.SIGTERM)  # not SIGKILL: a training saves a checkpoint first
+    with process.raise_on_interrupt() as received:
+        try:
+            main()
+        except BaseException as error:
+            if received:  # whatever the error is: the interrupt caused it
+                print(f"interrupted: {after_interrupt}", file=sys.stderr)
+                sys.exit(128 + received[0])
+            if isinstance(error, (StageError, OSError)):  # a full disk, a missing permission: the user's to fix, too
+                sys.exit(_fail(str(as_stage_error(error))))
+            if is_out_of_memory(error):
+                remedy = "lower runtime.num_workers or raise its limit, and run again"
+                sys.exit(_fail(f"memory ran out ({one_line(repr(error))}): {remedy}"))
+            raise
+
+
+def _fail(message: str) -> int:
+    for line in message.splitlines():
+        print(f"error: {line}", file=sys.stderr)
+    return USER_ERROR

@@ -1,0 +1,73 @@
+"""What stages raise for people, which is shown without a traceback, and how errors of others become that.
+
+Those of the operating system, and memory that ran out, are turned into it here, for the boundary of a stage
+(`command.run`); those of torch in stages/ranks/torch_errors.py, for the boundary of a rank.
+"""
+
+import errno
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_REMEDIES = dict.fromkeys(
+    (errno.ENOSPC, errno.EDQUOT),
+    ": free some space on that file system (data/.reuse of the project has results of earlier runs), and run again",
+) | {errno.EFBIG: ": raise the limit on the size of files (`ulimit -f unlimited`), and run again"}
+
+_OF_DISKS = {*_REMEDIES, errno.EIO, errno.EROFS, errno.ESTALE}
+
+MAY_PASS = frozenset(
+    (errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH,
+     errno.ECONNREFUSED, errno.ECONNRESET, errno.ENOTCONN, errno.ESHUTDOWN, errno.EREMOTEIO)
+)  # fmt: skip
+"""Errors that a file system gives while its server is away, or is being repaired."""
+
+_OUT_OF_MEMORY = re.compile(
+    r"MemoryError|DefaultCPUAllocator|can't allocate memory|can't start new thread|out of memory|_ALLOC_FAILED|"
+    r"cudaError: 2\b"
+)
+"""In the class or the message: of Python, the CPU allocator, threads, CUDA and NCCL, cuBLAS, and pinned memory."""
+
+
+class StageError(Exception):
+    """A mistake that the user can fix. Its message states what was given, what is allowed and what to do."""
+
+
+class Unavailable(StageError):
+    """A file system failed in a way that may pass: trying again a moment later makes sense."""
+
+
+def as_stage_error(error: StageError | OSError) -> StageError:
+    """One line for an error of the operating system: the path, the cause, and for a full disk the remedy.
+
+    `Unavailable`, if it may pass. What is a StageError stays as it is.
+    """
+    if isinstance(error, StageError):
+        return error
+    remedy = _REMEDIES.get(error.errno or 0, "")
+    # Of a copy, the second name is the file that is written.
+    path = (remedy and error.filename2) or error.filename or "a file"
+    return (Unavailable if error.errno in MAY_PASS else StageError)(f"{path}: {error.strerror or error}{remedy}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: most libraries have no class of their own for it."""
+    text = f"{type(error).__name__}: {error}"
+    return isinstance(error, (MemoryError, RuntimeError)) and _OUT_OF_MEMORY.search(text) is not None
+
+
+def one_line(error: object) -> str:
+    """The message of a library, which may have many lines, for a line of ours."""
+    return " ".join(str(error).split())[:500]
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name `path` in the error of a disk, which names no file if it comes from writing to an open one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _OF_DISKS:
+            error.filename = str(path)
+        raise

@@ -1,0 +1,106 @@
+"""The course of a training: tables to which it adds rows, and which its checkpoints contain.
+
+history.tsv    a row every `history_freq` steps and at every validation. It has no clock times: the file is as
+               reproducible as the weights
+speed.tsv      a row every `log_freq` steps: time and memory
+"""
+
+import csv
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from stages.base.errors import StageError
+from stages.base.identity import Adoption
+
+HISTORY = "history.tsv"
+"""Its name, in a checkpoint and in outputs/."""
+
+SPEED = "speed.tsv"
+"""Its name, in a checkpoint and in outputs/."""
+
+COLUMNS = ("step", "epoch", "tokens", "loss", "lr", "grad_norm", "validation_loss")
+
+Row = dict[str, float | None]
+"""A row by column; None where a cell is empty."""
+
+
+class Table:
+    """The rows of a running training, which include those of the run that it resumes."""
+
+    def __init__(self, columns: Sequence[str], text: str = "") -> None:
+        """Start with the content of a file that has these columns, or with no rows."""
+        self._columns = columns
+        self._lines = text.splitlines() or ["\t".join(columns)]
+
+    def add(self, **values: float | None) -> None:
+        """Add a row; columns that are not given, or None, are empty."""
+        # repr: the shortest digits that are read back as the same float.
+        cells = (values.get(name) for name in self._columns)
+        self._lines.append("\t".join("" if value is None else repr(value) for value in cells))
+
+    def text(self) -> str:
+        """Content of the file."""
+        return "\n".join(self._lines) + "\n"
+
+
+class History(Table):
+    """history.tsv."""
+
+    def __init__(self, text: str = "") -> None:
+        """Start with the content of a history.tsv, or with no rows."""
+        super().__init__(COLUMNS, text)
+
+    def without(self, name: str) -> "History":
+        """The same rows, with an empty column `name`."""
+        index = COLUMNS.index(name)
+        rows = [line.split("\t") for line in self._lines[1:]]
+        rows = [[*cells[:index], "", *cells[index + 1 :]] for cells in rows]
+        return History("\n".join(["\t".join(COLUMNS), *map("\t".join, rows)]))
+
+    def best_step(self, adopted: Adoption | None) -> int | None:
+        """The best step of the run itself: neither step 0, nor one until `adopted`, where another run ended."""
+        first = adopted.step if adopted else 0  # its losses may be on the same rows, and are in the history then
+        rows = [line.split("\t") for line in self._lines[1:]]
+        losses = {int(row[0]): float(row[-1]) for row in rows if row[-1]}
+        return lowest({step: loss for step, loss in losses.items() if step > first})
+
+
+def lowest(losses: Mapping[int, float]) -> int | None:
+    """The step with the lowest validation loss, the newest of several; None where no loss is finite."""
+    steps = (step for step, loss in losses.items() if math.isfinite(loss))
+    return min(steps, key=lambda step: (losses[step], -step), default=None)
+
+
+def read(path: Path) -> list[Row]:
+    """All rows, in the order of their steps.
+
+    Raises:
+        StageError: the file is missing or damaged.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file, delimiter="\t"))
+        return [{name: float(cell) if cell else None for name, cell in row.items()} for row in rows]
+    except FileNotFoundError:
+        raise StageError(f"{path} is missing: run `dvc repro train`") from None
+    except (ValueError, TypeError):
+        raise StageError(f"{path} is not valid: run `dvc repro -f -s train`") from None
+
+
+def series(rows: list[Row], name: str) -> tuple[list[float], list[float]]:
+    """The steps at which a column has a value, and the values."""
+    points = [(row["step"] or 0.0, value) for row in rows if (value := row.get(name)) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def digest(path: Path, last_step: int) -> str:
+    """The SHA-256 of a file that `read` reads, up to a step: that of the checkpoint of the step.
+
+    Raises:
+        StageError: the file is missing or damaged.
+    """
+    num_rows = sum((row["step"] or 0) <= last_step for row in read(path))
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return hashlib.sha256("\n".join(lines[: num_rows + 1]).encode()).hexdigest()

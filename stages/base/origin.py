@@ -1,0 +1,79 @@
+"""How the data of a model was made, for its lineage: each data stage records its parameters and packages.
+
+The records are data/splits/summary.json, data/extract.json and data/pack.json. `consolidate` copies what is here into
+lineage.json, so it needs neither these stages nor their parameters, which may have been edited since. Each record names
+what its stage read, so those of other data, which a stage has written since, are left out.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from stages.base import code, publish
+from stages.base.errors import StageError
+from stages.base.record import Record
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+RECORDS = {
+    "organize": Path("data/splits/summary.json"),
+    "extract": Path("data/extract.json"),
+    "pack": Path("data/pack.json"),
+}
+"""What each data stage writes about itself."""
+
+_PLACES = {"raw_dir"}
+"""Parameters that only state where something is on this machine."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What decided the result of a stage, in addition to its inputs and its code."""
+
+    params: dict[str, Any]
+    packages: dict[str, str]
+    """Versions of Python and of the packages that the stage imports."""
+
+    @classmethod
+    def of(cls, entry: str, params: "DataclassInstance") -> "Origin":
+        """The origin of what the module `entry` computes here and now."""
+        values = {name: value for name, value in dataclasses.asdict(params).items() if name not in _PLACES}
+        return cls(values, code.packages(entry))
+
+
+@dataclass(frozen=True)
+class DataRecord(Record):
+    """What the records of all data stages share; each has keys of its own too."""
+
+    STAGE: ClassVar[str] = "organize"
+
+    origin: Origin
+    source: str = ""
+    """Of what the stage read. In data/extract.json: SHA-256 of summary.json; in data/pack.json: that of the corpus."""
+    fingerprint: str = ""
+    """Of what it wrote: the corpus, the tokens. summary.json has none: its own SHA-256 covers the manifests."""
+
+
+def find_records(tokens: str) -> dict[str, DataRecord]:
+    """The records of how some tokens were made, by stage.
+
+    Args:
+        tokens: Their fingerprint, as in data/pack.json.
+
+    Returns:
+        Back to the first stage whose record is missing, of an older version, or of other data.
+    """
+    found: dict[str, DataRecord] = {}
+    written = tokens
+    for stage, path in reversed(RECORDS.items()):
+        try:
+            record = DataRecord.read(path)
+        except StageError:
+            break
+        if written != (record.fingerprint or publish.sha256_file(path)):
+            break
+        found = {stage: record, **found}
+        written = record.source
+    return found

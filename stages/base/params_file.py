@@ -1,0 +1,151 @@
+"""Typed parameters from `params.yaml`.
+
+Each stage keeps its parameters as a frozen dataclass beside it; the fields are the leaves of `params.yaml` that the
+stage reads, and `dvc.yaml` declares the same leaves (a test compares the two). What never changes a result is in
+the `runtime` section, is read by dataclasses of its own, and is listed under `meta.runtime` in `dvc.yaml`, which
+DVC does not watch. So the environment may override that section: a job sets what depends on its nodes without an edit
+of the file.
+"""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from stages.base.errors import StageError, one_line
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+PARAMS_FILE = Path("params.yaml")
+PIPELINE_FILE = Path("dvc.yaml")
+RUNTIME = "PIPELINE_RUNTIME"
+"""Environment variable with values of the `runtime` section that override those of the file: a YAML mapping."""
+
+
+def load_params(cls: type[T], section: str | None = None, path: Path = PARAMS_FILE) -> T:
+    """Read the fields of the dataclass `cls` from `params.yaml`, or from one `section` of it.
+
+    Types are applied on load: DVC writes `-S lr=0.00002` as `2e-05`, which YAML 1.1 reads as a string.
+
+    Raises:
+        StageError: a parameter is missing, unknown, ill-typed or out of range; one line for each, with the key, the
+            value and what is allowed.
+    """
+    values = _read(path)
+    _check_names(values, path)
+    if section is not None:
+        values = values.get(section) or {}
+    names = {field.name for field in dataclasses.fields(cls)}
+    place = _place(path, section)
+    adapter: TypeAdapter[T] = TypeAdapter(cls, config=None)
+    prefix = (section,) if section else ()
+    try:
+        # Not strict: the string "2e-05" becomes a float. Names of other stages are left out here, not refused.
+        result = adapter.validate_python({name: value for name, value in values.items() if name in names})
+    except ValidationError as error:
+        lines = [_explain(place, prefix, details) for details in error.errors(include_url=False)]
+        raise StageError("\n".join(lines)) from None
+    if found := [".".join([*prefix, name]) for name in _booleans(values, result)]:  # pydantic takes them for 0 and 1
+        raise StageError("\n".join(f"{place}: {name} must be a number, not a boolean" for name in found))
+    return result
+
+
+def _booleans(values: Mapping[str, Any], result: Any, prefix: str = "") -> Iterator[str]:
+    """The names of the parameters that are booleans in the file, and numbers in a parameter object."""
+    for field in dataclasses.fields(result):
+        given, value = values.get(field.name), getattr(result, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _booleans(given or {}, value, f"{prefix}{field.name}.")
+        elif isinstance(given, bool) and not isinstance(value, bool):
+            yield prefix + field.name
+
+
+def leaves(cls: type[Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all leaves of a parameter dataclass, in order: `seed`, `fsdp.strategy`, ..."""
+    hints = get_type_hints(cls)  # without `Annotated`, and with names in quotes resolved
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield from leaves(kind, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings by dotted name, in order: `seed`, `fsdp.strategy`, ..."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise StageError(f"{path} is missing: run from the root of the project") from None
+    except yaml.YAMLError as error:
+        raise StageError(f"{path} is not valid YAML: {one_line(error)}") from None
+    if not isinstance(values, dict):
+        raise StageError(f"{path} must contain `name: value` pairs")
+    if override := os.environ.get(RUNTIME):
+        try:
+            values["runtime"] = {**(values.get("runtime") or {}), **yaml.safe_load(override)}
+        except (TypeError, yaml.YAMLError):
+            raise StageError(
+                f"{RUNTIME} is {override!r}: it must contain values of the section `runtime`, "
+                "such as {nproc_per_node: 4}"
+            ) from None
+    return values
+
+
+def _check_names(values: Mapping[str, Any], path: Path) -> None:
+    """Refuse names that no stage reads: `dvc.yaml` beside `params.yaml` is the register of all names."""
+    pipeline = path.with_name(PIPELINE_FILE.name)
+    if not pipeline.exists():
+        return
+    stages = yaml.safe_load(pipeline.read_text(encoding="utf-8"))["stages"].values()
+    known = {name for stage in stages for entry in stage.get("params", []) for name in _names(entry)}
+    known |= {f"runtime.{name}" for stage in stages for name in stage.get("meta", {}).get("runtime", [])}
+    # Without this a misspelled name would leave the old value in force, and the run would look right.
+    unknown = [name for name, _ in flatten(values) if name not in known]
+    if unknown:
+        lines = (f"{_place(path, name)}: unknown parameter {name!r}{_suggest(name, known)}" for name in unknown)
+        raise StageError("\n".join(lines))
+
+
+def _names(entry: str | dict[str, list[str]]) -> list[str]:
+    """The parameters of an entry of `params`: one, or those of a file."""
+    return [entry] if isinstance(entry, str) else [name for names in entry.values() for name in names]
+
+
+def _place(path: Path, name: str | None) -> str:
+    """Where a parameter, or a section, is set."""
+    is_overridden = name is not None and name.partition(".")[0] == "runtime" and os.environ.get(RUNTIME)
+    return f"{path} with ${RUNTIME}" if is_overridden else str(path)
+
+
+def _suggest(name: str, known: set[str]) -> str:
+    # Sorted, because a set has another order in each process, and of equally close names the first is suggested.
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else "; no stage reads it"
+
+
+def _explain(path: str, prefix: tuple[str, ...], details: Any) -> str:
+    # A union such as `int | None` adds the names of its members to the location: keep what names the parameter.
+    name = ".".join([*prefix, *(str(part) for part in details["loc"])])
+    if details["type"] == "missing":
+        return f"{path}: parameter {name!r} is missing"
+    message = details["msg"].removeprefix("Value error, ")  # pydantic's prefix to a ValueError of a validator
+    if not details["loc"]:  # a check over several parameters, which names them itself
+        return f"{path}: {message}"
+    return f"{path}: {name} is {details['input']!r}: {message[0].lower()}{message[1:]}"

@@ -1,0 +1,178 @@
+"""Files and directories that appear complete or not at all: written beside their place, synced, renamed.
+
+Each stage reads what another one wrote, so a kill or a power cut must leave the old file, the new one or none, never a
+part that looks finished. The price is an fsync for each file and its directory. A lock on each output keeps two runs of
+a stage from writing side by side.
+"""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from stages.base.errors import naming
+from stages.base.file_lock import exclusive, open_lock, read_status, set_status, try_exclusive
+
+
+@contextmanager
+def lock(target: Path) -> Iterator[None]:
+    """Hold an output of a stage: another run of the stage in this working copy waits, and prints for whom.
+
+    It waits rather than fails, because a stage may outlive a killed `dvc` for a moment, and the next `dvc repro` must
+    not fail for that. What killed runs have left of `directory` is removed.
+    """
+    target = _real(target)
+    with open_lock(target.with_name(f".{target.name}.lock")) as file:  # not inside: the target is replaced
+        if not try_exclusive(file):
+            print(f"waiting for another run that writes {target} ({read_status(file)})", flush=True)
+            exclusive(file)
+        set_status(file, "running")
+        for leftover in target.parent.glob(_temporary_name(target.name, "[0-9a-f]" * 8)):
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield
+
+
+def _real(target: Path) -> Path:
+    """Where an output is a link, as to a larger disk, what it links to is replaced, not the link."""
+    return target.resolve() if target.is_symlink() else target
+
+
+def _temporary_name(name: str, random: str) -> str:
+    return f"{name}.{random}.tmp"  # ignored by .dvcignore
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, dataclasses by their fields; a reader sees the old file or the new one."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, default=_fields) + "\n")
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    # Not `dataclasses.asdict`, which copies everything deeply: seconds for a million entries.
+    if not dataclasses.is_dataclass(value):
+        raise TypeError(f"{type(value).__name__} has no JSON")
+    return vars(value)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        # newline: the same line ends, and digest, on each system
+        with naming(path), temporary.open("w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        rename(temporary, path)  # replaces the old file in one step; both are in one directory, so on one file system
+    except BaseException:  # Ctrl-C, too
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        ValueError: it is not valid.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deep") from None
+
+
+@contextmanager
+def directory(target: Path) -> Iterator[Path]:
+    """Yield an empty directory to fill; on success it is synced and takes the place of `target`.
+
+    On an error nothing of it stays, and `target` is as it was. What a killed process left is removed by `lock`.
+    """
+    target = _real(target)
+    # On the same file system. Of this run alone: a worker that outlives its stage, as on a cluster, must not write
+    # into the directory of the next run.
+    temporary, old = (target.with_name(_temporary_name(target.name, secrets.token_hex(4))) for _ in range(2))
+    temporary.mkdir(parents=True)
+    try:
+        with naming(target):
+            yield temporary
+            sync_tree(temporary)
+        # A rename replaces no directory with files in it, so the old one goes aside. Removing it first would take
+        # seconds, in which a kill leaves neither.
+        if target.exists():
+            rename(target, old)
+        rename(temporary, target)
+    except BaseException:  # Ctrl-C, too
+        if old.exists() and not target.exists():
+            rename(old, target)
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def sync_tree(path: Path) -> None:
+    """Flush a directory and all files below it to the disk."""
+    # File by file, and each directory for its entries: os.sync would wait for all other writers of the machine.
+    for root, _, files in os.walk(path):
+        for name in files:
+            with open(os.path.join(root, name), "rb") as file:
+                os.fsync(file.fileno())
+        sync_directory(Path(root))
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a file or a directory, and flush that; a file `target`, or an empty directory, is replaced.
+
+    The content must be on the disk before: file systems may write the new name before the data, and a power cut would
+    then leave an empty file where a valid one was.
+    """
+    inode = source.stat().st_ino
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        # NFS repeats a request whose answer was lost, and the second one finds that the first one has renamed it.
+        if not target.exists() or target.stat().st_ino != inode:
+            raise
+    sync_directory(target.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Flush the entries of one directory, so that a rename in it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of a file system that cannot sync directories, as some on a network
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sha256_file(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return sha256(file)
+
+
+def sha256(file: IO[bytes], num_bytes: int = sys.maxsize) -> str:
+    """The SHA-256 of the next `num_bytes` of an open file, or of all until its end."""
+    digest = hashlib.sha256()
+    while chunk := file.read(min(1 << 20, num_bytes)):
+        digest.update(chunk)
+        num_bytes -= len(chunk)
+    return digest.hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """The SHA-256 of a JSON value in canonical form: sorted keys, no spaces."""
+    # ASCII: a lone surrogate, as in a file name that is not UTF-8, can be escaped but not encoded.
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()

@@ -1,0 +1,278 @@
+"""What a launch does: nothing, resume, adopt the checkpoint of another run, extend one, or start. Decided once.
+
+Whoever holds the lock of the run decides: the launcher, or rank 0 where something else has started the ranks. The ranks
+take the first checkpoint of the decision whose files match their digests.
+"""
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from stages.base.errors import StageError
+from stages.base.identity import Adoption, RunIdentity
+from stages.checkpointing import retention
+from stages.checkpointing.layout import (
+    CheckpointManifest,
+    UnsupportedFormat,
+    checkpoint_root,
+    list_checkpoints,
+    step_name,
+    verify,
+)
+from stages.checkpointing.lock import try_delete_lock
+from stages.checkpointing.run import ABSENT, Run, compare, differences
+from stages.model.manifest import ModelManifest
+from stages.training.schedule import ScheduleParams, learning_rate
+
+_SCHEDULE = {field.name for field in dataclasses.fields(ScheduleParams)}
+_NEUTRAL = {
+    *("experiment_name", "export_from", "batch_size", "num_epochs", "max_steps", "history_freq"),
+    *("eval_batch_size", "eval_freq", "eval_rows"),
+    *("activation_checkpointing", "attention", "compile", "deterministic", "fsdp", "loss"),
+}
+"""Parameters that may differ between two runs which compute the same weights, up to rounding, at every step that both
+of them do. Those of the schedule may differ too: the learning rates themselves are compared, step by step."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `find` has found on the disk, and what else a decision depends on."""
+
+    own: dict[Path, CheckpointManifest | None]
+    """The checkpoints of the run itself, newest first; None: the manifest is damaged."""
+    is_finished: bool
+    """Whether the last of them is there, and its files are those of its manifest."""
+    others: dict[Path, CheckpointManifest]
+    """Those of other runs of the experiment that can be read, newest first in each run."""
+    unsupported: list[str]
+    """What is said of those that other versions of the pipeline wrote."""
+    is_copy: bool
+    """Whether this is the copy that DVC makes of a project for `dvc exp run --temp` and queued experiments."""
+    has_router_loss: bool
+    """Of the model: whether it trains the routers of a mixture of experts."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a launch does."""
+
+    action: Literal["finished", "resume", "adopt", "extend", "start"]
+    checkpoints: list[str]
+    """Where the training continues from: the first one that is valid. None: it starts at step 0."""
+    reason: str
+    """For people."""
+
+    @property
+    def paths(self) -> list[Path]:
+        """The checkpoints, as paths."""
+        return [Path(name) for name in self.checkpoints]
+
+
+def find(run: Run, contents: bool = True) -> Found:
+    """Look for the checkpoints of the experiment of `run`; `contents`: whether to hash the files of its last one."""
+    unsupported: list[str] = []
+
+    def read(paths: list[Path]) -> dict[Path, CheckpointManifest | None]:
+        found: dict[Path, CheckpointManifest | None] = {}
+        for path in paths:
+            try:
+                found[path] = CheckpointManifest.read(path)
+            except UnsupportedFormat as error:
+                unsupported.append(str(error))
+            except StageError:
+                found[path] = None  # `latest_valid` reports the damaged ones
+        return found
+
+    directories = sorted(checkpoint_root(run.params.experiment_name).glob("*/"))
+    others = [read(list_checkpoints(directory)) for directory in directories if directory.name != run.run_id]
+    return Found(
+        own=read(list_checkpoints(run.directory)),
+        is_finished=_is_valid(run.directory / step_name(run.total_steps), contents),
+        others={path: manifest for found in others for path, manifest in found.items() if manifest is not None},
+        unsupported=unsupported,
+        # Several copies train at the same time. If one adopted a checkpoint of another, its result would depend on
+        # which of them was ahead, or was interrupted.
+        is_copy=Path(os.environ.get("DVC_ROOT", ".")).resolve() != Path.cwd(),
+        has_router_loss=bool(ModelManifest.read().router_loss_coef),
+    )
+
+
+def _is_valid(checkpoint: Path, contents: bool) -> bool:
+    if not checkpoint.is_dir():
+        return False
+    try:
+        verify(checkpoint, contents)
+    except StageError:
+        return False  # the training falls back to the checkpoint before it
+    return True
+
+
+def decide(run: Run, resume: Literal["auto", "never"], found: Found) -> Decision:
+    """What a launch of `run` does. A function of its arguments alone.
+
+    | checkpoints | then |
+    |---|---|
+    | the last one of the run itself | nothing: it has finished |
+    | others of the run itself | resume |
+    | of another run that was the same until there, and is unfinished or shorter | adopt the one with the most steps |
+    | none of these, and `extend_from` names a finished and shorter run | extend that one |
+    | none | start |
+
+    Args:
+        run: What is to be trained.
+        resume: `runtime.resume`. With `never`, the checkpoints of the run itself are deleted, and it starts or extends.
+        found: What `find` has found.
+
+    Raises:
+        StageError: a checkpoint in the run's own directory belongs to another run, or the run that `extend_from` names
+            cannot be extended.
+    """
+    if resume == "auto" and found.own:  # they exclude all others, even those with more steps
+        for path, manifest in found.own.items():
+            if manifest is not None and manifest.identity != run.identity:
+                lines = "\n".join(differences(manifest.identity, run.identity))
+                raise StageError(f"{path} belongs to another run; move it away. It differs in\n{lines}")
+        newest = next(iter(found.own))
+        if found.is_finished:
+            reason = f"run {run.run_id} has already finished, at step {run.total_steps}: nothing to train"
+            return Decision("finished", [str(newest)], reason)
+        reason = f"run {run.run_id} continues from its own {newest.name}, of {run.total_steps} steps"
+        return Decision("resume", [str(path) for path in found.own], reason)
+    obstacles = {path: _why_not_adopt(run, resume, path, manifest, found) for path, manifest in found.others.items()}
+    if adoptable := [path for path, why in obstacles.items() if why is None]:
+        # The most steps first: they need not be computed again.
+        adoptable.sort(key=lambda path: (found.others[path].step, path), reverse=True)
+        reason = f"continuing from {adoptable[0]}, whose run was identical until there"
+        return Decision("adopt", [str(path) for path in adoptable], reason)
+    if run.params.extend_from is not None:
+        path = _last_to_extend(run, found)
+        return Decision("extend", [str(path)], f"extending {path} with another schedule")
+    if resume == "never" and found.own:
+        why = f"runtime.resume is never, so its {len(found.own)} checkpoints are deleted"
+    elif not found.others:
+        why = "there is no checkpoint to continue from"
+    else:
+        nearest = max(obstacles, key=lambda path: found.others[path].step)
+        why = f"no other run of the experiment did the same; {nearest} cannot be adopted: {obstacles[nearest]}"
+    return Decision("start", [], "; ".join([f"run {run.run_id} starts at step 0: {why}", *found.unsupported]))
+
+
+def begin(run: Run, resume: Literal["auto", "never"]) -> Decision:
+    """Decide, and with `never` delete the checkpoints of the run. Called by whoever holds its lock.
+
+    Raises:
+        StageError: as `decide`, or another run reads from the checkpoints that are to be deleted.
+    """
+    found = find(run)
+    decision = decide(run, resume, found)
+    if resume == "never" and found.own:
+        # `retention.prune` would count the old steps as the newest, and a rename could not replace them.
+        with try_delete_lock(run.directory) as nobody_reads:
+            if not nobody_reads:
+                raise StageError(f"{run.directory} is being read, so it cannot start over: launch it again in a minute")
+            retention.delete(list_checkpoints(run.directory))
+    return decision
+
+
+def _why_not_adopt(
+    run: Run, resume: Literal["auto", "never"], path: Path, manifest: CheckpointManifest, found: Found
+) -> str | None:
+    """Why `run` may not continue from a checkpoint of another run; None: it may.
+
+    It may where it would have reached these very weights itself, up to rounding:
+
+    - the same training rows and the same model to start from;
+    - the same parameters, but for those that cannot change the weights (`_NEUTRAL`);
+    - the same learning rate at every step until the checkpoint.
+
+    The code may differ: an unfinished run continues after a bug fix. And the two runs must not be the same piece of
+    work done twice: a *finished* run is continued only by a longer one. So a run that ran out of memory continues with
+    a smaller `batch_size`, and more `num_epochs` continue a finished run, but the same training with other code, once
+    it was finished, is trained again from step 0.
+
+    What is wrongly accepted here is a model that no run from scratch would give. So anything not listed counts as
+    different: a new parameter prevents an adoption until someone has thought about it.
+    """
+    if resume == "never":
+        return "runtime.resume is never"
+    if run.params.export_from == "best":
+        # Which validations are its own, of which it exports the best, must not depend on how far another run was.
+        return "export_from is best"
+    if found.is_copy:
+        return "this is a copy of the project, for an experiment"
+    # Of all its checkpoints: the last one but one of a finished run is not that of an unfinished one.
+    is_finished = any(
+        other.step >= other.total_steps for name, other in found.others.items() if name.parent == path.parent
+    )
+    if is_finished and manifest.total_steps >= run.total_steps:
+        what = "other code" if manifest.identity.code != run.identity.code else "other parameters"
+        return f"its run has finished, with {what}, and is not shorter"
+    if manifest.step >= run.total_steps:
+        return f"it is at step {manifest.step}, and this run has {run.total_steps}"
+    # The router loss of a mixture of experts is computed once per forward pass, so it depends on the rows of one.
+    changing = {"batch_size"} if found.has_router_loss else set()
+    if lines := _obstacles(manifest.identity, run.identity, (_NEUTRAL | _SCHEDULE) - changing):
+        return ", ".join(lines)
+    # The rates, not the parameters of the schedule: with `wsd`, runs of different lengths share the stable phase.
+    # Exact equality is right, as the same function computed both.
+    schedule = ScheduleParams(**{name: manifest.identity.params[name] for name in _SCHEDULE})
+    for step in range(manifest.step):
+        there = learning_rate(schedule, manifest.total_steps, step)
+        here = learning_rate(run.params, run.total_steps, step)
+        if there != here:
+            return f"the learning rate of step {step + 1} is {there} there, {here} here"
+    return None
+
+
+def _last_to_extend(run: Run, found: Found) -> Path:
+    """The last checkpoint of the run that `extend_from` names.
+
+    Unlike an adopted run it has other learning rates, so the result is another one than from scratch. That is why
+    `extend_from` is a parameter, part of the identity, and names one run: the result depends on nothing else.
+
+    Raises:
+        StageError: it has not finished, differs in more than `_why_not_adopt` allows and the schedule, or is not
+            shorter.
+    """
+    last = {
+        manifest.run_id: (path, manifest)
+        for path, manifest in found.others.items()
+        if manifest.step >= manifest.total_steps
+    }
+    ignored = _NEUTRAL | _SCHEDULE | {"extend_from"}
+    obstacles = {run_id: _obstacles(manifest.identity, run.identity, ignored) for run_id, (_, manifest) in last.items()}
+    for run_id, (_, manifest) in last.items():
+        if manifest.step >= run.total_steps:
+            obstacles[run_id].append(f"steps: {manifest.step} there, only {run.total_steps} here")
+    wanted = str(run.params.extend_from)
+    if wanted in last and not obstacles[wanted]:
+        return last[wanted][0]
+    lines = "\n".join(obstacles.get(wanted, [f"there is no finished run of this name in {run.directory.parent}"]))
+    possible = ", ".join(sorted(run_id for run_id in last if not obstacles[run_id])) or "none"
+    raise StageError(f"extend_from: run {wanted} cannot be extended:\n{lines}\nruns that can be extended: {possible}")
+
+
+def _obstacles(theirs: RunIdentity, ours: RunIdentity, ignored: set[str]) -> list[str]:
+    """The differences that keep one run from continuing the other; those of the parameters `ignored` do not."""
+    lines = []
+    for name, there, here in compare(dataclasses.asdict(theirs), dataclasses.asdict(ours)):
+        section, _, parameter = name.partition(".")
+        # Validation rows are only measured, so they may differ. A parameter that only one of the runs has comes from
+        # another version of the code, so it counts although it is ignored.
+        is_ignored = parameter.partition(".")[0] in ignored and ABSENT not in (there, here)
+        if not (name in ("code", "data.validation") or (section == "params" and is_ignored)):
+            lines.append(f"{name}: {there} there, {here} here")
+    return lines
+
+
+def adoption(run: Run, manifest: CheckpointManifest) -> Adoption:
+    """What the lineage of `run` records of the checkpoint of another run that it continues from."""
+    return Adoption(manifest.run_id, manifest.step, differences(manifest.identity, run.identity), manifest.adopted)
+
+
+def validates_same_rows(run: Run, manifest: CheckpointManifest) -> bool:
+    """Whether the validation losses of a checkpoint, which `run` adopts, are on the rows that `run` measures."""
+    theirs, ours = manifest.identity, run.identity
+    return theirs.data.validation == ours.data.validation and theirs.params["eval_rows"] == ours.params["eval_rows"]

@@ -1,0 +1,348 @@
+"""Saving and loading sharded checkpoints: published by rename, verified before they are trusted, never overwritten.
+
+The layout is described in stages/checkpointing/layout.py. A save writes into `step-N.tmp`, a new directory, and renames
+it once its manifest is on the disk. torch.distributed.checkpoint alone gives no such guarantee: saved over an older
+checkpoint and interrupted, it loads as a mix of both, and it does not notice a flipped bit.
+"""
+
+import copy
+import dataclasses
+import io
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from stages.base import publish
+from stages.base.errors import StageError, Unavailable, as_stage_error, naming
+from stages.base.record import FileEntry
+from stages.base.shared_disk import refresh, wait_for_file
+from stages.checkpointing import retention
+from stages.checkpointing.garbage import paused_collector
+from stages.checkpointing.layout import MODEL, OPTIMIZER, SCHEDULER, CheckpointManifest, TensorEntry
+from stages.checkpointing.retention import CheckpointRuntime
+from stages.checkpointing.rng import rng_state, set_rng_state
+from stages.checkpointing.state import STATE, TrainState
+from stages.forward.distributed import gather_on_rank0, run_on_all_ranks, run_on_rank0
+from stages.training.optimizer import set_lr
+
+_SWITCH_INTERVAL = 0.0005
+"""Seconds after which the interpreter passes from the thread that saves to the one that trains; by default 5 ms, which
+the training would wait after each of its operations while a checkpoint is being written."""
+
+
+_SHARED_SECONDS = 60
+"""After so long at most, NFS shows a node what another one has written."""
+
+_Tensors = dict[str, dict[str, Any]]
+"""Of the model and of the optimizer, by their names."""
+
+
+class _ModelPlanner(dcp.DefaultSavePlanner):
+    """torch keeps the plan of a save for the next one by the name of the planner's class."""
+
+
+class _OptimizerPlanner(dcp.DefaultSavePlanner):
+    """The same for the other save of a checkpoint."""
+
+
+_PLANNERS = {MODEL: _ModelPlanner, OPTIMIZER: _OptimizerPlanner}
+
+
+class _Small(NamedTuple):
+    """What a checkpoint contains beside tensors; immutable, or a copy."""
+
+    lr_scheduler: dict[str, Any]
+    state: TrainState
+    rng: dict[str, Any]
+    """Of this rank."""
+    tables: dict[str, str]
+    manifest: CheckpointManifest
+
+
+class Saver:
+    """Publishes the state of all ranks, one checkpoint at a time; a context manager that exits when all is published.
+
+    Asynchronous saves exchange memory for time: training waits only until torch's stager has copied the state of this
+    rank into CPU memory, which is kept for the next save. The rest happens in a thread; docs/benchmarks.md has what it
+    costs. The collectives of the thread use a process group of their own: the collectives of one group must come in the
+    same order on all ranks, and the thread runs in no order with the training.
+    """
+
+    def __init__(
+        self, runtime: CheckpointRuntime, timeout_minutes: float, report: Callable[[str], None] = print,
+        confirm_lock: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """A collective.
+
+        Args:
+            runtime: When and how to save.
+            timeout_minutes: Of the process group.
+            report: Called on rank 0 with what goes wrong and does not end the training.
+            confirm_lock: Raises an error where the lock of the run's directory is lost; called on rank 0.
+        """
+        self._keep, self._report, self._confirm_lock = runtime.keep_checkpoints, report, confirm_lock
+        # The same on all ranks, and soon over, as nothing is noted for the watchdog meanwhile.
+        self._pauses = [*_pauses(60 * timeout_minutes / 4)]
+        # A collective itself: every rank must create its groups in the same order.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+        cuda = torch.cuda.is_available()
+        # A new thread uses the first GPU, whichever is this rank's.
+        setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
+        self._thread = ThreadPoolExecutor(1, "saver", *setup) if runtime.async_checkpoint else None
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+            )
+        )
+        self._pending: Future[None] | None = None
+        self._switch_interval = sys.getswitchinterval()
+
+    def __enter__(self) -> "Saver":
+        if self._thread is not None:
+            sys.setswitchinterval(_SWITCH_INTERVAL)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.wait()
+            elif self._pending is not None:
+                wait([self._pending])  # the training failed; the checkpoint from before is still worth having
+        finally:
+            sys.setswitchinterval(self._switch_interval)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the pending save has failed, as far as this rank knows."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
+    def wait(self) -> None:
+        """Wait until the pending save is published; if it fails, all ranks raise the same `StageError`."""
+        pending, self._pending = self._pending, None  # first, so that a failure is raised once
+        if pending is not None:
+            pending.result()
+
+    def save(
+        self, directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, state: TrainState,
+        tables: dict[str, str], manifest: CheckpointManifest,
+    ) -> None:  # fmt: skip
+        """Publish the state of all ranks as `directory`, now or in the background, after the save before it.
+
+        Args:
+            directory: `.../<run_id>/step-N`.
+            model: Its parameters and persistent buffers are saved.
+            optimizer: Its state is saved.
+            scheduler: Its state is saved.
+            state: Its `rng` is filled in here.
+            tables: Content of `history.tsv` and `speed.tsv`, by their names.
+            manifest: Its `files` and `tensors` are filled in here.
+
+        Raises:
+            StageError: this save, or the one before it, failed; on all ranks alike.
+        """
+        self.wait()
+        # Contiguous: `consolidate` takes the bytes in the files for the elements in their order.
+        model_state = {name: tensor.contiguous() for name, tensor in _model_state(model).items()}
+        shapes = {
+            name: TensorEntry(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in model_state.items()
+        }
+        manifest = dataclasses.replace(manifest, tensors=shapes)
+        tensors = {MODEL: model_state, OPTIMIZER: _optimizer_state(model, optimizer)}
+        # Now, not in the thread: by then the training has drawn more random numbers and changed the scheduler.
+        small = _Small(copy.deepcopy(scheduler.state_dict()), state, rng_state(), tables, manifest)
+        if self._thread is None:
+            self._publish(directory, tensors, small)
+        else:
+            self._pending = self._thread.submit(self._publish_copy, directory, *self._copy(tensors), small)
+
+    def _copy(self, tensors: _Tensors) -> tuple[_Tensors, StageError | None]:
+        try:
+            return cast(_Tensors, self._stager.stage(tensors)), None
+        except (MemoryError, RuntimeError) as error:  # the second one is torch's, for memory of both kinds
+            return {}, StageError(
+                f"could not copy the weights and the optimizer state for an asynchronous save: {error!r}; set "
+                "runtime.async_checkpoint to false, which needs no copy"
+            )
+
+    def _publish_copy(self, directory: Path, tensors: _Tensors, problem: StageError | None, small: _Small) -> None:
+        def check() -> None:
+            if problem:
+                raise problem
+
+        run_on_all_ranks(check, self._group)  # in the thread, so that the training does not wait for other ranks
+        self._publish(directory, tensors, small)
+
+    def _publish(self, directory: Path, tensors: _Tensors, small: _Small) -> None:
+        """Publish a checkpoint, again where the file system fails in a way that may pass."""
+        for pause in self._pauses:
+            try:
+                return self._publish_once(directory, tensors, small)
+            except Unavailable as error:  # on all ranks alike
+                if dist.get_rank() == 0:
+                    self._report(f"{directory.name} is not saved yet: {error}; trying again in {pause:.0f} s")
+                time.sleep(pause)
+        self._publish_once(directory, tensors, small)
+
+    def _publish_once(self, directory: Path, tensors: _Tensors, small: _Small) -> None:
+        temporary = directory.with_name(directory.name + retention.TEMPORARY)
+
+        def prepare() -> bool:
+            self._confirm_lock()
+            if directory.exists():  # renamed at the last try, which failed after that
+                publish.sync_directory(directory.parent)
+                return True
+            shutil.rmtree(temporary, ignore_errors=True)  # a crash at this step may have left files of more ranks
+            temporary.mkdir(parents=True)
+            return False
+
+        # A barrier as well: no rank may write into the directory before rank 0 has emptied it.
+        if run_on_rank0(prepare, self._group):
+            return
+        refresh([temporary])
+        for kind, part in tensors.items():
+            self._write_tensors(temporary / kind, part)
+
+        def write() -> tuple[dict[str, FileEntry], dict[str, Any]]:
+            # Each rank hashes what it wrote: its files are still in its page cache, and all of them do it at once.
+            return _entries(temporary, temporary.glob(f"*/__{dist.get_rank()}_*.distcp")), small.rng
+
+        # A barrier as well: rank 0 lists the directory only when all ranks have written their files.
+        written = gather_on_rank0(write, self._group)
+
+        def finish() -> None:
+            shards, rng = zip(*written(), strict=True)
+            for rank, part in enumerate(shards):
+                for name, entry in part.items():
+                    if not wait_for_file(temporary / name, entry.size, _SHARED_SECONDS):
+                        raise StageError(
+                            f"{temporary / name}, which rank {rank} has written, is not on the node of rank 0: put the "
+                            "checkpoints on a disk that all nodes share (set CHECKPOINT_ROOT)"
+                        )
+            _write_small(temporary, small, list(rng))
+            files = {name: entry for part in shards for name, entry in part.items()}
+            rest = (path for path in temporary.rglob("*") if str(path.relative_to(temporary)) not in files)
+            files |= _entries(temporary, rest)
+            manifest = dataclasses.replace(small.manifest, files=dict(sorted(files.items())))
+            # The order is what makes it safe against a power cut: all files are on the disk before the manifest names
+            # them, and the manifest is before the rename makes the checkpoint exist. The rename itself is on the disk
+            # before an older checkpoint is deleted.
+            manifest.write(temporary)
+            publish.sync_tree(temporary)
+            self._confirm_lock()
+            publish.rename(temporary, directory)
+            retention.prune(directory.parent, self._keep, self._report)
+
+        # All ranks wait for it: a rank that trained on and crashed would otherwise have the launcher kill rank 0 while
+        # it publishes, and a failure here must end all of them.
+        run_on_rank0(finish, self._group)
+
+    def _write_tensors(self, directory: Path, tensors: dict[str, Any]) -> None:
+        torch.serialization.set_crc32_options(False)  # of this thread; the manifest has the SHA-256 of each file
+        # Nothing is copied ahead, so that the tensors are in the same order whether they are on a GPU or staged.
+        writer = dcp.FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=0)
+        planner = _PLANNERS[directory.name](enable_plan_caching=True)
+        try:
+            dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
+        except CheckpointException as error:
+            raise _save_error(directory, error) from None
+
+
+def load(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> TrainState:
+    """Fill model, optimizer, scheduler and random number generators from a verified checkpoint; returns its state.
+
+    The number of ranks may differ from the one that saved it; the generators are then left as they are, as there is
+    no state for each rank.
+    """
+    optimizer_state = get_optimizer_state_dict(model, optimizer)
+    tensors = {MODEL: _model_state(model), OPTIMIZER: optimizer_state["state"]}
+    run_on_all_ranks(lambda: _read_tensors(directory, tensors))
+    set_optimizer_state_dict(model, optimizer, optimizer_state)
+    scheduler.load_state_dict(torch.load(directory / SCHEDULER, weights_only=True))
+    # The optimizer's groups are not in the checkpoint, and a scheduler sets its rate only when it steps.
+    for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        set_lr(group, lr)
+    state = TrainState.read(directory / STATE)
+    if len(state.rng) == dist.get_world_size():
+        set_rng_state(state.rng[dist.get_rank()])
+    return state
+
+
+def _read_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
+    """Read into `tensors` in place; each rank reads the parts that it needs, whoever saved them.
+
+    Each by itself: otherwise torch has rank 0 collect what all ranks want to read, and send it back unchanged.
+    """
+    try:
+        with warnings.catch_warnings(), paused_collector():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            for kind, part in tensors.items():
+                dcp.load(part, storage_reader=dcp.FileSystemReader(checkpoint / kind), no_dist=True)
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise StageError(f"could not read {checkpoint}: {cause}") from None
+
+
+def _write_small(temporary: Path, small: _Small, rng: list[dict[str, Any]]) -> None:
+    buffer = io.BytesIO()  # torch.save to a path would raise RuntimeError, not OSError, on a full disk
+    torch.save(small.lr_scheduler, buffer)
+    with naming(temporary / SCHEDULER):
+        (temporary / SCHEDULER).write_bytes(buffer.getvalue())
+    dataclasses.replace(small.state, rng=rng).write(temporary / STATE)
+    for name, text in small.tables.items():
+        publish.write_text(temporary / name, text)
+
+
+def _model_state(model: nn.Module) -> dict[str, Any]:
+    """Parameters, a tied one once, and the buffers that belong to the state of the model."""
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return {**dict(model.named_parameters()), **buffers}
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state of each parameter by its name, as `get_optimizer_state_dict` returns it, but in a tenth of the time.
+
+    Without the parameter groups: the learning rate is in the scheduler's state, the rest in the run's parameters.
+    """
+    return {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
+
+
+def _entries(checkpoint: Path, paths: Iterable[Path]) -> dict[str, FileEntry]:
+    return {str(path.relative_to(checkpoint)): FileEntry.of(path) for path in paths if path.is_file()}
+
+
+def _save_error(directory: Path, error: CheckpointException) -> StageError:
+    rank, (cause, _) = next(iter(error.failures.items()))
+    if isinstance(cause, OSError):
+        cause.filename = cause.filename or str(directory)
+        problem = as_stage_error(cause)
+    else:  # after a failed write, torch's zip writer may only complain about a wrong position in the file
+        problem = StageError(f"{directory}: {cause} (is the disk full, or a limit of the file size reached?)")
+    return type(problem)(f"rank {rank} could not save a checkpoint; the one before it is still valid: {problem}")
+
+
+def _pauses(seconds: float) -> Iterator[float]:
+    """Pauses between tries, doubling from one second to half a minute: together at most `seconds`."""
+    pause = 1.0
+    while pause <= seconds:
+        yield pause
+        seconds -= pause
+        pause = min(2 * pause, 30)

@@ -1,0 +1,86 @@
+"""state.json of a checkpoint: where the training is, beside its tensors. Torch-free, as the launcher reads it too."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from stages.base.record import Record
+
+STATE = "state.json"
+"""Its name in a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the steps of a run have cost, added up over its launches.
+
+    Not in it: steps of another run whose checkpoint it adopted, and time whose work was lost and done again. All
+    figures are of rank 0.
+    """
+
+    steps: int = 0
+    launches: int = 0
+    """That have made these steps; 1: the run was never interrupted."""
+    training_seconds: float = 0.0
+    """All time by the clock between the start of the loop and the save, validations and earlier saves included."""
+    milliseconds: dict[str, float] = field(default_factory=dict)
+    """Mean per step of each phase; together they are all the time."""
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    """Model FLOPs utilization, from 0 to 1; None on CPUs, and where it is not known."""
+    memory_peak_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class TrainMetrics(Record):
+    """Content of outputs/train_metrics.json."""
+
+    STAGE: ClassVar[str] = "train"
+
+    steps: int = 0
+    tokens: int = 0
+    """Seen in these steps."""
+    loss: float | None = None
+    """Of the last step, in nats per token."""
+    validation_loss: float | None = None
+    """The newest, on the rows of `eval_rows`, in nats per token."""
+    skipped_steps: int = 0
+    """fp16: steps whose gradient was not finite."""
+    cost: Cost = field(default_factory=Cost)
+
+
+@dataclass(frozen=True)
+class CostColumns:
+    """Content of outputs/cost.json: each name is a column of `dvc exp show`, so there are few."""
+
+    steps: int
+    tokens_per_s: float | None
+    memory_peak_gib: float | None
+
+    @classmethod
+    def of(cls, metrics: TrainMetrics) -> "CostColumns":
+        """The columns of a training."""
+        return cls(metrics.steps, metrics.cost.tokens_per_second, metrics.cost.memory_peak_gib)
+
+
+@dataclass(frozen=True)
+class ScalerState:
+    """The loss scale of fp16; 1 in other precisions."""
+
+    scale: float
+    good_steps: int
+    """In a row, since the scale was changed."""
+
+
+@dataclass(frozen=True)
+class TrainState(Record):
+    """Content of state.json."""
+
+    STAGE: ClassVar[str] = "train"
+
+    step: int
+    """Optimizer steps done."""
+    epoch: float
+    metrics: TrainMetrics
+    loss_scaler: ScalerState
+    rng: list[dict[str, Any]]
+    """The states of the random number generators of each rank (stages/checkpointing/rng.py)."""

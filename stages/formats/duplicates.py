@@ -1,0 +1,165 @@
+"""Dropping strings that occurred before, in the same split or an earlier one: exactly, and with bounded memory.
+
+Strings are compared by 128 bits of BLAKE2b. That two of a trillion different strings share them has a chance below one
+in 10^14, so in practice what is dropped is a duplicate. Each split writes files of its digests, sorted and each once.
+Then all these files are merged, one range of digests after the other: memory holds a range, and a byte for each string.
+"""
+
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from stages.base.dataset import Shard
+from stages.work import arrow
+
+# 24 bytes. Little-endian, since on a cluster one machine may read what another one wrote.
+_ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("row", "<u8")])
+
+
+_ROWS_AT_ONCE = 1 << 14  # strings that are Python objects: 60 bytes each, beside what they contain
+
+
+class Split(NamedTuple):
+    """A shard whose digests are to be written."""
+
+    shard: Path
+    num_at_once: int
+    """Strings of which the digests are sorted at once, and written to one file: 100 bytes each."""
+
+
+class Filter(NamedTuple):
+    """A shard from which rows are to be dropped."""
+
+    source: Path
+    target: Path
+    is_first: NDArray[np.bool_]
+    """Which rows stay: (rows,)."""
+
+
+class Filtered(NamedTuple):
+    """A shard without its duplicates."""
+
+    shard: Shard
+    duplicates: int
+    characters: int
+    """In the duplicates."""
+
+
+def write_digests(split: Split) -> list[Path]:
+    """Write the digests of a shard's strings beside it, a file for each part of the shard; return the files.
+
+    Those of a part are sorted, each is there once, with its first row in the shard.
+    """
+    targets: list[Path] = []
+    row = 0
+    for digests in _digests(split.shard, split.num_at_once):
+        entries = np.empty(len(digests), _ENTRY)
+        entries["high"], entries["low"], entries["row"] = digests[:, 0], digests[:, 1], np.arange(len(digests))
+        entries["row"] += row
+        row += len(digests)
+        # Stable: equal ones stay in the order of their rows.
+        entries = entries[np.lexsort((entries["low"], entries["high"]))]
+        targets.append(split.shard.with_suffix(f".digests-{len(targets)}"))
+        targets[-1].write_bytes(entries[_is_first(entries)].tobytes())  # `tofile` ignores a full disk
+    return targets
+
+
+def _digests(shard: Path, num_at_once: int) -> Iterator[NDArray[np.uint64]]:
+    """The digests of a shard's strings, in order: (n, 2), with about `num_at_once` rows."""
+    digests = bytearray()
+    for offset in arrow.batch_offsets(shard):
+        texts = arrow.read_batch(shard, offset)["text"].cast(pa.binary())
+        if len(texts) == 1:  # it may be too long for the memory
+            digest = blake2b(digest_size=16)
+            for piece in arrow.read_text(shard, offset):
+                digest.update(piece)
+            digests += digest.digest()
+        else:
+            for first in range(0, len(texts), _ROWS_AT_ONCE):
+                for text in texts.slice(first, _ROWS_AT_ONCE).to_pylist():
+                    digests += blake2b(text, digest_size=16).digest()
+        if len(digests) >= 16 * num_at_once:
+            yield np.frombuffer(digests, "<u8").reshape(-1, 2)
+            digests = bytearray()
+    if digests:
+        yield np.frombuffer(digests, "<u8").reshape(-1, 2)
+
+
+def find(digests: Sequence[Sequence[Path]], num_rows: Sequence[int], num_at_once: int) -> list[NDArray[np.bool_]]:
+    """For each split which of its rows have a string that occurs for the first time: (rows,) bool.
+
+    Args:
+        digests: The files that `write_digests` wrote, of each split, in the order of the splits.
+        num_rows: Of each split.
+        num_at_once: Digests that are compared at once, about: 40 bytes each.
+    """
+    flags = [np.zeros(count, np.bool_) for count in num_rows]
+    paths = [*chain.from_iterable(digests)]
+    split_of_path = np.repeat(np.arange(len(digests)), list(map(len, digests)))
+    num_ranges = -(-sum(path.stat().st_size for path in paths) // (_ENTRY.itemsize * num_at_once))
+    # Digests are evenly distributed, so ranges of equal width have about equally many. Python's integers are exact.
+    limits = np.array([index * 2**64 // num_ranges for index in range(1, num_ranges)], np.uint64)
+    bounds = [_bounds(path, limits) for path in paths]
+    for index in range(num_ranges):  # equal digests are in one range, so ranges are independent
+        pieces = [_read_entries(path, ends[index], ends[index + 1]) for path, ends in zip(paths, bounds, strict=True)]
+        entries = np.concatenate(pieces)
+        split = np.repeat(split_of_path, [len(piece) for piece in pieces])
+        # Stable: equal ones in the order of their splits, and of their rows in one split.
+        order = np.lexsort((entries["low"], entries["high"]))
+        first = order[_is_first(entries[order])]
+        for number, flags_of_split in enumerate(flags):
+            flags_of_split[entries["row"][first[split[first] == number]]] = True
+    return flags
+
+
+def _read_entries(path: Path, first: int, end: int) -> NDArray[np.void]:
+    """Some entries of a file of digests."""
+    # Not mapped: what was read of a mapped file stays in memory. Not by numpy.fromfile, which takes an error of the
+    # disk for the end of the file.
+    with path.open("rb") as file:
+        file.seek(first * _ENTRY.itemsize)
+        return np.frombuffer(file.read((end - first) * _ENTRY.itemsize), _ENTRY)
+
+
+def _bounds(path: Path, limits: NDArray[np.uint64]) -> list[int]:
+    """Where the ranges between some limits begin in a file of digests, and where the last one ends."""
+    table = np.memmap(path, _ENTRY, "r")  # of which the search reads little
+    return [0, *np.searchsorted(table["high"], limits).tolist(), len(table)]
+
+
+def _is_first(entries: NDArray[np.void]) -> NDArray[np.bool_]:
+    """Whether each entry is the first of its digest; (n,) sorted."""
+    is_first = np.ones(len(entries), np.bool_)
+    high, low = entries["high"], entries["low"]
+    is_first[1:] = (high[1:] != high[:-1]) | (low[1:] != low[:-1])
+    return is_first
+
+
+def drop(task: Filter) -> Filtered:
+    """Write the target of a filter."""
+    source, target, is_first = task
+    row = characters = 0
+    with arrow.StreamWriter(target, arrow.TEXT) as stream:
+        for offset in arrow.batch_offsets(source):
+            batch = arrow.read_batch(source, offset)
+            keep = pa.array(is_first[row : row + len(batch)])
+            row += len(batch)
+            if len(batch) == 1:  # it may be too long for the memory
+                pieces = arrow.read_text(source, offset)
+                if keep[0].as_py():
+                    stream.write_text(pieces, pc.binary_length(batch["text"])[0].as_py())
+                else:
+                    characters += sum(map(arrow.count_characters, pieces))
+                continue
+            # The sum of nothing is null.
+            characters += pc.sum(pc.utf8_length(batch["text"].filter(pc.invert(keep)))).as_py() or 0
+            if kept := batch.filter(keep):  # a batch of no rows is not written
+                stream.write(kept.column(0))
+        return Filtered(stream.close(), row - stream.rows, characters)

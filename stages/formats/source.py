@@ -1,0 +1,343 @@
+"""The content of a raw file or a part of one, decompressed and as UTF-8, after its digest and encoding were checked.
+
+A parser never starts on a file that turns out to be truncated, changed or undecodable at its end, so such a file leaves
+no row. The price is a second pass over a large file; one of up to 64 MiB is kept in memory after the first. The digest
+of each pass is compared with that of the manifest, because the file may change in between.
+"""
+
+import codecs
+import gzip
+import hashlib
+import io
+import os
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+
+from stages.formats.limits import LIMITS, Limits
+from stages.splits import tree
+from stages.splits.manifests import Part
+
+# UTF-32 first: its little-endian mark begins with that of UTF-16. Decoders of these names drop the mark.
+_BYTE_ORDER_MARKS = (
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+# Encodings in which, of four bytes in a row, most are below 9 at some places, and hardly any are at others.
+_LAYOUTS = (
+    ("UTF-16LE", (1, 3), (0, 2)),
+    ("UTF-16BE", (0, 2), (1, 3)),
+    ("UTF-32LE", (2, 3), (0,)),
+    ("UTF-32BE", (0, 1), (3,)),
+)
+_CHUNK = 1 << 20  # bytes that are read at once to verify the rest of a file
+_MORE = 1 << 12  # bytes by which a file may have grown while it is read
+
+
+class Rejected(Exception):
+    """Something that cannot be read: a file, or one record in it."""
+
+    def __init__(self, reason: str, detail: str, position: str | None = None) -> None:
+        super().__init__(reason, detail, position)
+        self.reason = reason
+        """One of a few, by which rejections are counted."""
+        self.detail = detail
+        self.position = position
+        """Where in the file, such as `line 3`; None: the entire file."""
+
+
+class Changed(Exception):
+    """The file is not the one that was organized."""
+
+
+class Source:
+    """One raw file, or a part of it. No parser reads any of it before all of it was found complete and decodable.
+
+    Used with `with`, which raises `Changed` at its end, in place of any other error, if the reader was given other
+    bytes than those that were organized.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        compression: str,
+        digest: str,
+        fallback_encoding: str | None,
+        limits: Limits = LIMITS,
+        part: Part | None = None,
+    ) -> None:
+        """Read the file once, and a large one a second time.
+
+        Args:
+            path: The raw file.
+            compression: `.gz`, `.zst` or nothing.
+            digest: SHA-256 of the bytes as they are stored, of the part if there is one.
+            fallback_encoding: For content that is neither UTF-8 nor begins with a byte order mark.
+            limits: Also those of the reader of this source.
+            part: What to read of a file that is not compressed; None: all of it.
+
+        Raises:
+            Changed: the digest differs, or the file is gone.
+            Rejected: the compressed data is damaged, or the content is in none of these encodings.
+        """
+        self.limits = limits
+        self.first_line = part.line if part else 1
+        """The number in the file of the first line that is read."""
+        self._path, self._compression, self._digest, self._part = path, compression, digest, part
+        self._given: list[_Stored] = []  # what readers read
+        self.size = 0
+        """Bytes after decompression, in the file's own encoding."""
+        self.utf8_size = 0
+        """Bytes of the content as UTF-8, without byte order mark."""
+        self.used_fallback = False
+        """Whether the content is in `fallback_encoding`, and so may be decoded wrongly."""
+        content = self._check(fallback_encoding)
+        # UTF-8, the usual case, is neither decoded nor copied: its bytes are already what readers get.
+        if content is not None and self._encoding != "utf-8":
+            content = content.decode(self._encoding).encode()
+        self.data = content
+        """The content as UTF-8, without byte order mark; None: it is large, use `stream`."""
+
+    def __enter__(self) -> "Source":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with ExitStack() as opened:
+            for stored in self._given:
+                opened.enter_context(stored)
+            # Only if a change may be the reason: after Ctrl-C or on a full disk, the rest might take minutes.
+            if error is None or (isinstance(error, Exception) and not isinstance(error, (OSError, MemoryError))):
+                for stored in self._given:
+                    stored.verify(self._digest)
+
+    def stream(self) -> BinaryIO:
+        """The content as UTF-8, without byte order mark, to be read in pieces."""
+        return io.BytesIO(self.data) if self.data is not None else self._stream_large()
+
+    def _stream_large(self) -> BinaryIO:
+        stored = _Stored(_open(self._path), self._part)
+        self._given.append(stored)
+        return io.BufferedReader(_Pieces(self._utf8(stored)), self.limits.chunk)
+
+    def _utf8(self, stored: "_Stored") -> Iterator[bytes]:
+        decoder = codecs.getincrementaldecoder(self._encoding)()
+        for piece in _decompressed(stored, self._compression, self.limits.chunk):
+            yield piece if self._encoding == "utf-8" else decoder.decode(piece).encode()
+        yield decoder.decode(b"", final=True).encode()
+
+    def _check(self, fallback: str | None) -> bytes | None:
+        """Find the size and the encoding; return the content as it is stored, unless it is large."""
+        kept: list[bytes] | None = []
+        marked, trial = None, _Trial("utf-8")
+        start = self._part.start if self._part else 0  # perhaps inside of a character
+        num_controls = np.zeros(4, np.int64)  # by their position modulo 4
+        for piece in self._pieces():
+            # A mark inside a file is a character like others. Parts, which are UTF-8, begin with no other mark.
+            if not self.size and start == 0:
+                marked = next((name for mark, name in _BYTE_ORDER_MARKS if piece.startswith(mark)), None)
+                trial = _Trial(marked or "utf-8")
+            trial.add(piece)
+            controls = np.flatnonzero(np.frombuffer(piece, np.uint8) < 9)  # without tabs and line ends
+            if len(controls):
+                num_controls += np.bincount((start + self.size + controls) % 4, minlength=4)
+            self.size += len(piece)
+            if self.size > self.limits.largest_held:
+                kept = None
+            if kept is not None:
+                kept.append(piece)
+        trial.end()
+        # Before `fallback`: single-byte encodings accept NULs, too.
+        if not marked and (guess := self._unmarked(num_controls.tolist())):
+            remedy = f"convert it with `iconv -f {guess} -t UTF-8`"
+            raise Rejected("unknown encoding", f"looks like {guess} without a byte order mark: {remedy}")
+        objections = [trial.objection]
+        # A file with a mark is never tried in the fallback: cp1252 and latin-1 accept nearly any bytes.
+        if trial.objection and not marked and fallback:
+            self.used_fallback = True
+            trial = _Trial(fallback)
+            for piece in self._pieces() if kept is None else kept:
+                trial.add(piece)
+            trial.end()
+            objections.append(trial.objection)
+        if trial.objection:
+            raise Rejected("unknown encoding", "; ".join(objections))
+        self._encoding, self.utf8_size = trial.encoding, trial.utf8_size
+        return None if kept is None else b"".join(kept)
+
+    def _unmarked(self, num_controls: list[int]) -> str | None:
+        """The encoding that is not UTF-8, although the content may be valid as such, by its control characters.
+
+        In UTF-16, the first or second byte of every letter of the Latin, Greek, Cyrillic, Hebrew and Arabic scripts is
+        below 9, as are NUL and seven control characters that occur in hardly any text.
+        """
+        for name, most, hardly_any in _LAYOUTS:
+            # Half of the bytes are at the places `most`. More than half of them, and few others.
+            inside, outside = (sum(num_controls[place] for place in places) for places in (most, hardly_any))
+            if inside > max(1, self.size / 4) and outside < self.size / 8:
+                return name
+        return None
+
+    def _pieces(self) -> Iterator[bytes]:
+        """The content as it is stored, in pieces. If it ends without an error, the file is unchanged and complete."""
+        with _Stored(_open(self._path), self._part) as stored:
+            try:
+                yield from _decompressed(stored, self._compression, self.limits.chunk)
+            except Rejected:
+                stored.verify(self._digest)  # first of all, did the file change?
+                raise
+            stored.verify(self._digest)
+
+
+class _Stored:
+    """The stored bytes of a file, or of a part of one, which are hashed while they are read, and closed by `with`."""
+
+    closed = False
+
+    def __init__(self, descriptor: int, part: Part | None) -> None:
+        self.position = 0
+        """Bytes that were read."""
+        self._file, self._hash = descriptor, hashlib.sha256()
+        start, end, _ = part or Part(0, None, 1)
+        self._left = sys.maxsize if end is None else end - start
+        self._expected = os.fstat(descriptor).st_size - start
+        if start:
+            os.lseek(descriptor, start, os.SEEK_SET)
+
+    def __enter__(self) -> "_Stored":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
+    def close(self) -> None:
+        """Called when pyarrow has decompressed all that it was asked for: perhaps not all is verified yet."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most `size` bytes; none at the end.
+
+        Raises:
+            Changed: the file has grown. One to which another process appends would have no end.
+        """
+        # Not a mebibyte for a small file: all that is asked for is allocated, which takes longer than reading.
+        size = min(size, self._left, max(self._expected - self.position, 1) + _MORE)
+        piece = os.read(self._file, size)
+        self._hash.update(piece)
+        self._left -= len(piece)
+        self.position += len(piece)
+        if 0 < self._expected < self.position:  # some file systems give 0 for the size of any file
+            raise Changed
+        return piece
+
+    def verify(self, digest: str) -> None:
+        """Read what is left, and raise Changed if all bytes together have another digest."""
+        while self.read(_CHUNK):
+            pass
+        if self._hash.hexdigest() != digest:
+            raise Changed
+
+
+def is_unchanged(path: Path, digest: str, part: Part | None) -> bool:
+    """Whether a raw file, or a part of one, can be read and has the SHA-256 that it was organized with."""
+    try:
+        with _Stored(_open(path), part) as stored:
+            stored.verify(digest)
+    except (Changed, OSError):
+        return False
+    return True
+
+
+def _open(path: str | Path) -> int:
+    """Raises Changed if there is no regular file, as there was when it was organized."""
+    try:
+        return tree.open_regular(path)
+    except OSError:
+        if os.path.isfile(path):
+            raise  # a missing permission, too many open files
+        raise Changed from None
+
+
+class _Trial:
+    """Whether content, which is given in pieces, is in an encoding."""
+
+    def __init__(self, encoding: str) -> None:
+        self.encoding = encoding
+        self.objection = ""
+        """Why it is not."""
+        self.utf8_size = 0
+        """Bytes of the content as UTF-8."""
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+        self._seen = 0
+
+    def add(self, piece: bytes, is_last: bool = False) -> None:
+        """The next piece."""
+        if self.objection:
+            return
+        self._seen += len(piece)
+        try:
+            text = self._decoder.decode(piece, is_last)
+        except UnicodeDecodeError as error:
+            # The error counts from the first byte that the decoder had: those left of the piece before come first.
+            place = max(0, self._seen - len(error.object)) + error.start
+            self.objection = f"{self.encoding}: {error.reason} at byte {place}"
+        else:  # UTF-8, the usual case, is not encoded again
+            self.utf8_size += len(piece) if self.encoding == "utf-8" else len(text.encode())
+
+    def end(self) -> None:
+        """All pieces were added: a character that is cut off at the end of the file is an error only here."""
+        self.add(b"", is_last=True)
+
+
+class _Pieces(io.RawIOBase):
+    """The concatenation of byte strings, as a file."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._rest = pieces, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._rest = memoryview(piece)  # sliced below without copying
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
+
+
+def _decompressed(stored: _Stored, compression: str, size: int) -> Iterator[bytes]:
+    """The content in pieces of at least `size` bytes, or less at its end.
+
+    Raises:
+        Rejected: it is damaged.
+    """
+    content: Any = stored
+    if compression == ".gz":  # continues with the next member, and passes over zeros at the end, which pyarrow refuses
+        content = gzip.GzipFile(fileobj=stored, mode="rb")  # type: ignore[call-overload]
+    elif compression == ".zst":
+        content = pa.CompressedInputStream(pa.PythonFile(stored, "r"), "zstd")
+    try:
+        while piece := content.read(size):
+            yield piece
+        if compression and not stored.position:  # without even a header, which compressed emptiness has
+            raise EOFError("the file is empty")
+    except (EOFError, OSError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk: damage has no number
+            raise
+        if "requires too much memory" in str(error):
+            remedy = "recompress it: `zstd -dc --long=31 FILE | zstd -o NEW`"
+            detail = f"it was written by `zstd --long`, with more than 128 MiB: {remedy}"
+            raise Rejected("window too large", detail) from None
+        raise Rejected("damaged compression", str(error)) from None

@@ -1,0 +1,205 @@
+"""A shard of strings, written record by record, with memory for one record batch and one string."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from stages.base.dataset import Shard
+from stages.formats import json_values
+from stages.formats.limits import LIMITS, Limits
+from stages.formats.source import Rejected
+from stages.work.arrow import Mark, StreamWriter, slices
+
+_AT_ONCE = 1000  # strings that are Python objects, which need up to 80 bytes each, beside what they contain
+
+
+class TextWriter:
+    """Where the formats put strings, record by record: a row a string. A rejected record leaves no row.
+
+    Strings of several records make one record batch of `limits.batch` characters. A record that is longer than that
+    is written while it is read, so that memory holds a batch of it; if it is rejected, the stream is cut back.
+    """
+
+    def __init__(
+        self,
+        stream: StreamWriter,
+        min_chars: int,
+        report: Callable[[Rejected], None],
+        limits: Limits = LIMITS,
+    ) -> None:
+        self.records = 0
+        self.characters = 0
+        """Of complete records."""
+        self._stream, self._min_chars, self._report, self._limits = stream, min_chars, report, limits
+        # Not yet written, of complete records:
+        self._complete = _Rows()
+        self._json: list[bytes] = []  # after those
+        self._size = 0  # of both, characters
+        # Of the current record:
+        self._current = _Rows()  # not yet written
+        self._current_size = 0  # characters, with those already written
+        self._unwritten = 0  # of the size
+        self._start: Mark | None = None  # in the stream, if parts of it are there
+
+    def add(self, strings: list[str]) -> None:
+        """Add strings of the current record, in order; a record may need several calls.
+
+        Raises:
+            Rejected: one is too long.
+        """
+        texts = [string for string in strings if len(string) >= self._min_chars]
+        characters = sum(map(len, texts))
+        longest = self._limits.longest_string
+        # A character has at most 4 bytes. Most calls end with this comparison, which spares them the encoding.
+        if characters > longest // 4 and max(len(text.encode()) for text in texts) > longest:
+            raise Rejected("string too long", f"a string has more than {longest} bytes of UTF-8: split it")
+        self._current.extend(texts)
+        self._current_size += characters
+        self._unwritten += characters
+        if self._size + self._current_size > self._limits.batch:
+            self._write_current()
+
+    def add_text(self, stream: BinaryIO, size: int) -> None:
+        """Add a string of any length to the current record: an entire file of `size` bytes, as a stream of UTF-8.
+
+        Raises:
+            Rejected: it is too long for Arrow's `string`.
+        """
+        longest = self._limits.longest_text
+        if size > longest:
+            raise Rejected("string too long", f"a text of {size} bytes of UTF-8; it may have {longest}: split it")
+        # A character has at most 4 bytes, so if there are more of these, a record batch has no room for it.
+        if size <= 4 * self._limits.batch:
+            self.add([stream.read().decode()])
+            return
+        self._begin_long()
+        mark = self._stream.mark()
+        pieces = iter(partial(stream.read, self._limits.chunk), b"")
+        num_characters = self._stream.write_text(pieces, size)
+        if num_characters < self._min_chars:
+            self._stream.cut(mark)
+            return
+        self._current_size += num_characters
+
+    def end(self) -> None:
+        """The current record is complete: keep its strings."""
+        self._complete.extend_arrays(self._json_arrays())  # of earlier records: rows keep the order of the files
+        self.records += 1
+        self.characters += self._current_size
+        self._complete.extend_rows(self._current)
+        self._size += 0 if self._start else self._current_size
+        self._begin()
+
+    def add_json(self, record: bytes) -> None:
+        """Add a complete record for which `json.is_document` holds, and keep its strings."""
+        self.records += 1
+        self._json.append(record)  # cut later, many at once
+        self._size += len(record)  # bytes, at least as many as characters
+        if self._size > self._limits.batch:
+            self._write_complete()
+
+    def reject(self, rejected: Rejected) -> None:
+        """Drop the strings of the current record and report why."""
+        self._report(rejected)
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop the strings of the current record."""
+        if self._start is not None:
+            self._stream.cut(self._start)  # complete records before it were written first, and stay
+        self._begin()
+
+    def close(self) -> Shard:
+        """Write what is left of the complete records and end the shard."""
+        self._write_complete()
+        return self._stream.close()
+
+    def _begin(self) -> None:
+        self._current = _Rows()
+        self._current_size = self._unwritten = 0
+        self._start = None
+
+    def _begin_long(self) -> None:
+        """What precedes the first part of a long record must be in the stream before it."""
+        if self._start is None:
+            self._write_complete()
+            self._start = self._stream.mark()
+
+    def _write_current(self) -> None:
+        self._begin_long()
+        for batch in _batches(self._current.take(), pc.utf8_length, self._limits.batch):
+            self._stream.write(batch)
+        self._unwritten = 0
+
+    def _json_arrays(self) -> Iterator[pa.Array]:
+        """The strings of the JSON documents, in pieces."""
+        documents, self._json = self._json, []
+        if not documents:
+            return
+        for strings in json_values.strings(documents, self._limits.chunk):
+            lengths = pc.utf8_length(strings)
+            if self._min_chars > 1:
+                is_kept = pc.greater_equal(lengths, self._min_chars)
+                strings, lengths = strings.filter(is_kept), lengths.filter(is_kept)
+            self.characters += pc.sum(lengths).as_py() or 0
+            yield strings
+
+    def _write_complete(self) -> None:
+        waiting: list[pa.Array] = []
+        size = 0  # bytes of those that were added since the last batch was written
+        for array in chain(self._complete.take(), self._json_arrays()):
+            waiting.append(array)
+            size += array.nbytes
+            if size > self._limits.batch:
+                # All but the last batch, which may have room for more.
+                *batches, last = _batches(waiting, pc.binary_length, self._limits.batch)
+                for batch in batches:
+                    self._stream.write(batch)
+                waiting, size = [last], 0  # not its own size: it would be joined with each further row
+        for batch in _batches(waiting, pc.binary_length, self._limits.batch):
+            self._stream.write(batch)
+        self._size = 0
+
+
+class _Rows:
+    """Strings in order: in Arrow arrays, and a few in a Python list after them."""
+
+    def __init__(self) -> None:
+        self._arrays: list[pa.Array] = []
+        self._strings: list[str] = []
+
+    def extend(self, strings: Iterable[str]) -> None:
+        self._strings += strings
+        if len(self._strings) > _AT_ONCE:
+            self._convert()
+
+    def extend_arrays(self, arrays: Iterable[pa.Array]) -> None:
+        for array in arrays:
+            self._convert()
+            self._arrays.append(array)
+
+    def extend_rows(self, rows: "_Rows") -> None:
+        self.extend_arrays(rows._arrays)
+        self.extend(rows._strings)
+
+    def take(self) -> list[pa.Array]:
+        """Remove all rows and return them."""
+        self._convert()
+        arrays, self._arrays = self._arrays, []
+        return arrays
+
+    def _convert(self) -> None:
+        if self._strings:
+            self._arrays.append(pa.array(self._strings, pa.string()))
+            self._strings = []
+
+
+def _batches(arrays: Sequence[pa.Array], lengths: Callable[[pa.Array], pa.Array], size: int) -> Iterator[pa.Array]:
+    """Cut rows into record batches of at most `size`, as `lengths` measures strings, or of one row."""
+    if arrays:
+        rows = pa.concat_arrays(arrays)
+        yield from slices(rows, lengths(rows), size)

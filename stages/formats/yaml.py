@@ -1,0 +1,216 @@
+"""YAML: all string values at any depth, in the order of the file, each once; nothing is constructed.
+
+libyaml's events are read, not objects: so tags run no code, aliases and merge keys repeat nothing, and an impossible
+date is not an error. Plain scalars are typed by the core schema of YAML 1.2 (section 10.3.2).
+
+`extract` reads 17.5 MB/s in a process this way, 69 % of what libyaml's events allow; a standard parser, which builds
+objects, reaches 0.8 (docs/benchmarks.md).
+
+libyaml refuses some valid documents, which YAML 1.2 allows and YAML 1.1 does not. Of these, files of JSON occur: what
+libyaml refuses is read as JSON if all of it is.
+"""
+
+import io
+import re
+from typing import Any, BinaryIO
+
+import yaml
+from yaml._yaml import CParser
+
+from stages.formats import json
+from stages.formats.limits import Limits
+from stages.formats.source import Rejected, Source
+from stages.formats.writer import TextWriter
+
+_NOT_STRING = re.compile(
+    r"""null | Null | NULL | ~ |
+        true | True | TRUE | false | False | FALSE |
+        [-+]? [0-9]+ | 0o [0-7]+ | 0x [0-9a-fA-F]+ |
+        [-+]? ( \. [0-9]+ | [0-9]+ ( \. [0-9]* )? ) ( [eE] [-+]? [0-9]+ )? |
+        [-+]? \. ( inf | Inf | INF ) | \. ( nan | NaN | NAN )""",
+    re.VERBOSE,
+)
+# Most scalars begin otherwise, and are strings without a look at the expression.
+_FIRST_CHARACTERS = frozenset("nN~tTfF-+.0123456789")
+_STANDARD = "tag:yaml.org,2002:"
+_STRING_BY_TAG = {"!": True, _STANDARD + "str": True} | {
+    _STANDARD + name: False for name in ("null", "bool", "int", "float", "binary", "timestamp")
+}
+# U+FDD0 is the escape, so it is escaped itself: whatever the text contains, `restore` gives it back.
+_HIDDEN = {"\x85": "\ufdd01", "\u2028": "\ufdd02", "\u2029": "\ufdd03", "\ufdd1": "\ufdd04", "\ufdd0": "\ufdd00"}
+_HIDING = {ord(shown): hidden for shown, hidden in _HIDDEN.items()}
+_TO_HIDE = re.compile("[" + "".join(_HIDDEN) + "]")
+# A question mark at the start of a word, in a flow collection or elsewhere. It comes first, to be found fast.
+_QUESTION = re.compile(r"\?(?<=[ \t\r\n\[{,:]\?)(?=[^ \t\r\n\[\]{},])")
+_HIDDEN_QUESTION = "\ufdd1"
+_MOST_DIRECTIVES = 1000  # libyaml compares each `%TAG` with those before it: 3 ms for these, half an hour for 8 MB
+_LONGEST_PREFIX = 1024  # characters in a `%TAG`, as a copy of them is in each tag
+_DEEPEST = 1000  # libyaml needs time quadratic in the depth: 7 ms for this one, minutes for a million
+
+
+def is_string(event: yaml.ScalarEvent) -> bool:
+    """Whether a scalar is a string.
+
+    A tag of YAML's own decides. Other tags belong to an application and decide nothing: quoted and block scalars are
+    strings, and plain ones are unless they look like another type.
+    """
+    tag = event.tag
+    if tag is not None and tag in _STRING_BY_TAG:
+        return _STRING_BY_TAG[tag]
+    if event.style:  # quoted, literal or folded
+        return True
+    value = event.value
+    return value != "" and not (value[0] in _FIRST_CHARACTERS and _NOT_STRING.fullmatch(value))
+
+
+def read(source: Source, sink: TextWriter) -> None:
+    """Put the strings of each document of a file into `sink`.
+
+    Raises:
+        Rejected: what follows the last complete document is not YAML, is nested too deep, or has a string that is too
+            long.
+    """
+    text = _Text(source.stream(), source.limits.longest_string)
+    # Not an exception: its traceback would refer to this frame, which refers to it, and `extract` collects no cycles.
+    refused: tuple[str, str | None]
+    try:
+        return _read(text, sink, source.limits)
+    except yaml.MarkedYAMLError as error:
+        mark: Any = error.problem_mark or error.context_mark
+        position = f"line {mark.line + 1}, column {mark.column + 1}" if mark else None
+        refused = ": ".join(part for part in (error.context, error.problem) if part), position
+    except yaml.reader.ReaderError as error:
+        refused = f"{error.reason}: U+{error.character:04X}", f"byte {error.position}"
+    except Rejected as rejected:  # by `text` or `sink`
+        line = text.mark.line + 1 if text.mark else 1
+        raise Rejected(rejected.reason, rejected.detail, rejected.position or f"line {line}") from None
+    if text.num_records or not _is_json(source, sink):
+        raise Rejected("invalid YAML", *refused)
+
+
+def _is_json(source: Source, sink: TextWriter) -> bool:
+    """Whether all of a file is JSON; if so, its strings are a record of `sink`."""
+    sink.drop()  # what libyaml has read
+    try:
+        json.scan(source.stream().read, sink, 1, source.limits)  # one record: none is kept if an error follows
+    except Rejected:
+        return False
+    return True
+
+
+class _Text:
+    """The content as libyaml must see it.
+
+    libyaml implements YAML 1.1, in which NEL, LS and PS are line breaks. Since YAML 1.2 they are ordinary characters
+    (section 5.4), so libyaml gets noncharacters in their place, code points that Unicode reserves for internal use.
+    In a flow collection libyaml reads any question mark as the indicator of a key, and would drop the string of `[?x]`.
+    In YAML 1.2 only one before white space is an indicator (section 7.3.3), so the others are replaced, too.
+
+    libyaml holds scalars, tags and anchors of any size in memory. So what it is given between two events is limited.
+    """
+
+    def __init__(self, stream: BinaryIO, longest: int) -> None:
+        self.mark: Any = None
+        """Where the last event ended. Whoever reads the events sets it."""
+        self.num_records = 0
+        """Documents that are complete; set like `mark`."""
+        self._stream = io.TextIOWrapper(stream, "utf-8", newline="")
+        self._longest = longest
+        self._last = ""  # the last character that was read
+        self._hides = False
+        self._seen: Any = None  # the mark at the last call of `read`
+        self._size = self._num_directives = 0  # since then
+
+    def read(self, size: int = -1, /) -> str:
+        """The next `size` characters or one more, some of them replaced.
+
+        Raises:
+            Rejected: there was no event for too long.
+        """
+        text = self._stream.read(size)
+        if not text and self._last not in "\n\r":
+            text = "\n"  # the end of a file ends its last line
+        if text.endswith("?"):
+            text += self._stream.read(1)  # decides what the question mark is
+        self._check(text)
+        if not text.isascii() and _TO_HIDE.search(text):  # `translate` is as slow as the parser
+            self._hides = True
+            text = text.translate(_HIDING)
+        if "?" in text:
+            text, number = _QUESTION.subn(_HIDDEN_QUESTION, self._last + text)
+            text = text[len(self._last) :]
+            self._hides |= number > 0
+        self._last = text[-1:]
+        return text
+
+    def restore(self, value: str) -> str:
+        """What `value` was before `read`."""
+        if self._hides and not value.isascii():
+            value = value.replace(_HIDDEN_QUESTION, "?")
+            for shown, hidden in _HIDDEN.items():  # U+FDD0 last, or it would form other pairs
+                value = value.replace(hidden, shown)
+        return value
+
+    def _check(self, text: str) -> None:
+        if self.mark is not self._seen:
+            self._seen, self._size, self._num_directives = self.mark, 0, 0
+        self._size += len(text)
+        self._num_directives += text.count("\n%TAG") + text.count("\r%TAG")
+        if self._size > self._longest:
+            raise Rejected("string too long", f"a string, key or comment has more than {self._longest} characters")
+        if self._num_directives > _MOST_DIRECTIVES:
+            raise Rejected("invalid YAML", f"more than {_MOST_DIRECTIVES} %TAG directives")
+
+
+def _read(text: _Text, sink: TextWriter, limits: Limits) -> None:
+    """Put the strings into `sink`, at most `limits.chunk` characters at once unless a string is longer."""
+    get_event, restore = CParser(text).get_event, text.restore
+    strings: list[str] = []
+    size = 0  # characters of these
+    scalar = yaml.ScalarEvent  # a local name, as this runs for each scalar
+    is_key: bool | None = None  # the next node, if the innermost open collection is a mapping
+    outer: list[bool | None] = []  # the same of the collections around it
+    key_depth = 0  # from this number of open collections on, everything belongs to a key that is itself a collection
+    while True:
+        event: Any = get_event()
+        text.mark = event.end_mark
+        kind = type(event)
+        if kind is scalar:
+            if is_key:
+                is_key = False
+                continue
+            if is_key is not None:
+                is_key = True
+            if not key_depth and is_string(event):  # not inside of a key such as `? [a, b]`
+                strings.append(restore(event.value))
+                size += len(event.value)
+                if size > limits.chunk:  # a document may be the entire file
+                    sink.add(strings)
+                    strings, size = [], 0
+        elif kind is yaml.MappingStartEvent or kind is yaml.SequenceStartEvent:
+            outer.append(None if is_key is None else not is_key)
+            if is_key and not key_depth:
+                key_depth = len(outer)
+            if len(outer) > _DEEPEST:  # at the event, before libyaml gets deeper
+                line = event.start_mark.line + 1
+                raise Rejected("nested too deep", f"more than {_DEEPEST} levels", f"line {line}")
+            is_key = True if kind is yaml.MappingStartEvent else None
+        elif kind is yaml.MappingEndEvent or kind is yaml.SequenceEndEvent:
+            if key_depth == len(outer):
+                key_depth = 0
+            is_key = outer.pop()
+        elif kind is yaml.AliasEvent:  # a node that was read where it is anchored: only key or value changes
+            if is_key is not None:
+                is_key = not is_key
+        elif kind is yaml.DocumentEndEvent:
+            sink.add(strings)
+            strings, size = [], 0
+            sink.end()
+            text.num_records += 1
+        elif kind is yaml.DocumentStartEvent:
+            if event.tags and max(map(len, event.tags.values())) > _LONGEST_PREFIX:
+                raise Rejected(
+                    "string too long", f"a prefix of more than {_LONGEST_PREFIX} characters in a %TAG directive"
+                )
+        elif kind is yaml.StreamEndEvent:
+            return

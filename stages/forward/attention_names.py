@@ -1,0 +1,21 @@
+"""The values of `attention` in params.yaml. Without torch: params and `--help` need no more than the names."""
+
+from typing import Literal
+
+Attention = Literal["auto", "varlen", "flex", "sdpa", "flash_attention_2", "eager"]
+"""auto: the first that works with the model (stages/forward/document_mask.py) | varlen: flash kernels of torch, given
+the lengths of the documents | flex: compiled for the model's own mask, also with soft caps | sdpa: torch's
+`scaled_dot_product_attention`, with a mask of (T, T) values where documents are kept apart | flash_attention_2: the
+package flash_attn | eager: matrix products, the slowest."""
+
+IMPLEMENTATIONS = {
+    "varlen": "varlen",
+    "flex": "flex_attention",
+    "sdpa": "sdpa",
+    "flash_attention_2": "flash_attention_2",
+    "eager": "eager",
+}
+"""What transformers calls them. `varlen` is registered by stages/forward/attention.py."""
+
+NEED_LENGTHS = frozenset({"varlen", "flash_attention_2"})
+"""Those that need the lengths of the documents: `make_batch(lengths=True)`."""

@@ -1,0 +1,318 @@
+"""The loss of a causal language model on packed rows, a part of the tokens at a time.
+
+Logits are the largest tensors of a training: those of 8 rows of 4096 tokens and a vocabulary of 128 256 have 17 GB in
+fp32, and the steps of a cross-entropy and its gradient are as large again. So the loss and its gradient are computed
+for some tokens, and then for the next ones (`summed_loss`). With `fuse` the output embedding itself does that, inside
+the forward pass of the model, where FSDP2 has gathered its weight; then not even the logits exist as a whole.
+
+torch 2.13 has `torch.nn.functional.linear_cross_entropy` for this. It is not used: it adds up the loss and the gradient
+of the weight in the dtype of the hidden states, so the sum over 4096 tokens is rounded to a multiple of 128 in bf16 and
+may be infinite in fp16.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from stages.base.errors import one_line
+from stages.forward.device import Readback, read_late
+
+_LOGITS = {"cpu": 2**23, "cuda": 2**27}
+"""How many there are at a time, by device: 32 MiB in fp32 on CPUs; on GPUs 512, as their products should be large."""
+_assumed_device: str | None = None
+_FP16_FACTOR = 2.0**8
+"""Of gradients while they are in fp16, in which those of most logits would vanish: they are small probabilities."""
+
+
+class LossHead(nn.Linear):
+    """An output embedding that, while it is given labels, returns their summed loss instead of logits."""
+
+    _labels: Tensor | None = None
+
+    @contextmanager
+    def given(self, labels: Tensor) -> Iterator[None]:
+        """Have forward passes return the loss of `labels`: as many int64 as there will be hidden states."""
+        # An attribute, because models pass nothing but hidden states to their output embedding.
+        self._labels = labels
+        try:
+            yield
+        finally:
+            self._labels = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., H) -> (..., V), or a scalar in float32."""
+        if self._labels is None:
+            return super().forward(input)
+        return summed_loss(input.flatten(0, -2), self._labels.flatten(), self.weight, self.bias)
+
+
+@contextmanager
+def assumed_device(device_type: str) -> Iterator[None]:
+    """In the block, compute as many logits at a time as on a device of this type, to measure what it needs."""
+    global _assumed_device
+    before, _assumed_device = _assumed_device, device_type
+    try:
+        yield
+    finally:
+        _assumed_device = before
+
+
+def fuse(model: nn.Module) -> None:
+    """Let the output embedding compute the loss. Its weight, its name and what is tied to it stay the same."""
+    _head(model).__class__ = LossHead
+
+
+def obstacle_to_fuse(model: nn.Module, batch: dict[str, Tensor]) -> str | None:
+    """Why `fuse` would change the loss of a model that is not sharded, in words; None: it would not.
+
+    Some models change their logits after the output embedding: by a soft cap (Gemma 2), or a factor (Granite, Cohere).
+    They would do that to the loss. Where gradients are enabled, those of the parameters are compared too, and set to
+    None.
+
+    Args:
+        model: In evaluation mode.
+        batch: Some rows, as `make_batch` returns them.
+    """
+    head = _head(model)
+    if type(head) is not nn.Linear:
+        return f"its output embedding is not torch's nn.Linear, but {type(head).__name__}"
+    labels = batch["labels"].flatten()
+    # By torch's own function and not by `summed_loss`, which is compared as well.
+    expected = nn.functional.cross_entropy(logits(model, batch).flatten(0, 1).float(), labels, reduction="sum")
+    expected_gradients = _gradients(model, expected)
+    fuse(model)
+    try:
+        found = loss_sum(model, batch)
+        if found.shape != () or found.dtype != torch.float32:
+            return f"it makes a {found.dtype} of shape {tuple(found.shape)} of the loss"
+        gradients = _gradients(model, found)
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        return f"it cannot continue with a loss in place of logits ({type(error).__name__}: {one_line(error)})"
+    finally:
+        head.__class__ = nn.Linear
+    tolerance = 1e-3 if head.weight.dtype == torch.float32 else 5e-2
+    if not torch.isclose(found, expected, rtol=tolerance, atol=0):
+        return (
+            f"it changes logits after its output embedding, as by a soft cap or a factor (the loss of a test would be "
+            f"{found.item():.4f} instead of {expected.item():.4f})"
+        )
+    norms = {name: gradient.norm() for name, gradient in expected_gradients.items()}
+    # Some gradients are 0 but for rounding, such as those of the biases of keys: they are compared with all others.
+    least = 0.01 * torch.stack([*norms.values()]).norm() if norms else 0
+    for name, norm in norms.items():
+        if name not in gradients or (gradients[name] - expected_gradients[name]).norm() > tolerance * max(norm, least):
+            return f"the gradient of {name} would be another one"
+    return None
+
+
+def _gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Of the parameters that have one, in float32; none where gradients are disabled."""
+    if not loss.requires_grad:
+        return {}
+    loss.backward()
+    gradients = {name: param.grad.float() for name, param in model.named_parameters() if param.grad is not None}
+    model.zero_grad()
+    return gradients
+
+
+def _head(model: nn.Module) -> Any:
+    model_of_transformers: Any = model
+    return model_of_transformers.get_output_embeddings()
+
+
+def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The logits of a batch: (B, T, vocab_size), in the dtype that the model computes in. Of small batches only."""
+    output: Tensor = _forward(model, batch).logits
+    return output.view(*batch["input_ids"].shape, -1)  # with `lengths`, the model sees a single row
+
+
+def loss_sum(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The negative log-likelihood, in nats, summed over all labels of a batch: a scalar, float32.
+
+    A sum, not a mean: batches differ in their number of labels, so a mean of their means would give some tokens more
+    weight than others.
+    """
+    return training_losses(model, batch)[0]
+
+
+def training_losses(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """`loss_sum`, and the router loss of a mixture of experts that computes one: a scalar, float32, else None.
+
+    The router loss is low where all experts get equally many tokens of the batch. It is not a sum over tokens.
+    """
+    head = _head(model)
+    if isinstance(head, LossHead):
+        with head.given(batch["labels"]):
+            output = _forward(model, batch)
+        loss = output.logits
+    else:
+        output = _forward(model, batch)
+        loss = summed_loss(output.logits.flatten(0, 1), batch["labels"].flatten())
+    return loss, getattr(output, "aux_loss", None)
+
+
+def _forward(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+    inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    if "cu_seq_lens" in batch:
+        # As transformers names them for its flash attention. The length of a row, which bounds that of a document, is
+        # no tensor: the CPU would wait for the GPU to read it, and torch.compile takes it as a constant.
+        length, starts = batch["input_ids"].shape[1], batch["cu_seq_lens"]
+        inputs = {name: rows.view(1, -1) for name, rows in inputs.items()}
+        inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": length, "max_length_k": length}
+    # No cache of keys and values: nothing is generated, and it would keep those of every layer alive.
+    return model(**inputs, use_cache=False)
+
+
+def summed_loss(
+    inputs: Tensor, labels: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
+    num_logits: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The negative log-likelihood, in nats, summed over all labels: a scalar, float32.
+
+    Args:
+        inputs: (N, H) hidden states, or (N, V) logits where there is no weight.
+        labels: (N,) int64; -100 where nothing is to be predicted.
+        weight: (V, H), of the output embedding.
+        bias: (V,), of the output embedding.
+        num_logits: How many there are at a time, at most; None: a number that fits the device.
+    """
+    num_logits = num_logits or _LOGITS.get(_assumed_device or inputs.device.type, _LOGITS["cuda"])
+    vocab_size = inputs.shape[1] if weight is None else weight.shape[0]
+    # A power of two: the number of tokens is often a multiple of it, and then all parts are equal.
+    num_tokens = 1 << (max(1, num_logits // vocab_size).bit_length() - 1)
+    parts = [slice(start, start + num_tokens) for start in range(0, len(labels), num_tokens)]
+    loss: Tensor
+    if not torch.is_grad_enabled():
+        loss = _loss(inputs, labels, weight, bias, parts)
+    elif weight is None:
+        loss = _PlainLoss.apply(inputs, labels, parts)  # type: ignore[no-untyped-call]
+    else:
+        loss = _FusedLoss.apply(inputs, labels, weight, bias, parts)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _PlainLoss(torch.autograd.Function):
+    """Keeps the logits for the backward pass, and nothing in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, parts: list[slice]) -> Tensor:
+        ctx.save_for_backward(logits, labels)
+        ctx.parts = parts
+        return _loss(logits, labels, None, None, parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        logits, labels = ctx.saved_tensors
+        grad_logits = torch.empty_like(logits)
+        for part in ctx.parts:
+            grad = _grad_logits(_log_probs(logits[part]), labels[part])
+            torch.mul(grad, grad_loss * _has_label(labels[part]), out=grad_logits[part])
+        return grad_logits, None, None
+
+
+class _FusedLoss(torch.autograd.Function):
+    """Computes the gradients together with the loss: no logits are kept, or made again, for the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None, parts: list[slice]
+    ) -> Tensor:
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden)
+        # Added up in float32 over all parts, and rounded once, as the product of a plain loss is.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        ctx.dtype, ctx.factor = hidden.dtype, _FP16_FACTOR if hidden.dtype == torch.float16 else 1.0
+        for part in parts:
+            tokens, has_label = hidden[part], _has_label(labels[part])
+            log_probs = _log_probs(tokens, weight, bias)
+            loss += _negative_log_likelihood(log_probs, labels[part])
+            grad = _grad_logits(log_probs, labels[part])  # (n, V)
+            if ctx.factor != 1:
+                grad *= ctx.factor
+            rounded = grad.to(ctx.dtype)
+            torch.mm(rounded, weight, out=grad_hidden[part]).mul_(has_label)
+            tokens = tokens * has_label
+            if tokens.is_cuda and ctx.dtype != torch.float32:
+                torch.addmm(grad_weight, rounded.T, tokens, out_dtype=torch.float32, out=grad_weight)
+            else:
+                grad_weight.addmm_(grad.T, tokens.float())
+            if grad_bias is not None:
+                grad_bias += has_label.float().T.matmul(grad).view(-1)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        # With a dim: a scalar would first be rounded to the dtype of the gradient, and all gradients with it.
+        factor = (grad_loss / ctx.factor).view(1)
+        # In place, as they are large. A second backward pass through the same graph is an error of torch.
+        hidden, weight, bias = (
+            None if gradient is None else gradient.mul_(factor).to(ctx.dtype) for gradient in ctx.saved_tensors
+        )
+        return hidden, None, weight, bias, None
+
+
+def _loss(inputs: Tensor, labels: Tensor, weight: Tensor | None, bias: Tensor | None, parts: list[slice]) -> Tensor:
+    loss = torch.zeros((), dtype=torch.float32, device=inputs.device)
+    for part in parts:
+        loss += _negative_log_likelihood(_log_probs(inputs[part], weight, bias), labels[part])
+    return loss
+
+
+def _log_probs(inputs: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """(n, H) hidden states, or (n, V) logits -> (n, V) in float32."""
+    logits = inputs if weight is None else nn.functional.linear(inputs, weight, bias)
+    # In float32: the softmax sums over the vocabulary, and bf16 has 8 significant bits.
+    return logits.log_softmax(-1, dtype=torch.float32)
+
+
+def _negative_log_likelihood(log_probs: Tensor, labels: Tensor) -> Tensor:
+    # Not `nll_loss`, which torch lists as not deterministic on GPUs.
+    of_labels = log_probs.gather(1, labels.clamp(min=0)[:, None])  # (n, 1)
+    return -of_labels.masked_fill(~_has_label(labels), 0).sum()
+
+
+def _grad_logits(log_probs: Tensor, labels: Tensor) -> Tensor:
+    """The gradient of the logits, in place: the probabilities, minus 1 at the label.
+
+    Tokens without a label have some gradient, too: whoever multiplies it by something smaller leaves them out there.
+    """
+    minus_one = torch.full((len(labels), 1), -1.0, device=labels.device)
+    return log_probs.exp_().scatter_add_(1, labels.clamp(min=0)[:, None], minus_one)
+
+
+def _has_label(labels: Tensor) -> Tensor:
+    return (labels != -100)[:, None]  # (n, 1) bool
+
+
+def losses(
+    model: nn.Module, batches: Iterable[dict[str, Tensor]], before_forward: Callable[[], None] = lambda: None
+) -> Iterator[tuple[float, int]]:
+    """Measure the loss of each of several batches, as validation during training and the evaluate stage both do.
+
+    The caller puts the model in evaluation mode and turns gradients off.
+
+    Args:
+        model: Any causal language model of transformers, sharded or not.
+        batches: As `make_batch` returns them.
+        before_forward: Called before each forward pass.
+
+    Yields:
+        The negative log-likelihood in nats, summed over all labels of the batch, and the number of labels. They are
+        separate so that batches, and ranks, can be added up before the mean is taken.
+    """
+
+    def measure() -> Iterator[Readback]:
+        for batch in batches:
+            before_forward()
+            num_labels = (batch["labels"] != -100).sum()
+            yield Readback(torch.stack([loss_sum(model, batch).double(), num_labels.double()]))
+
+    return ((nats, int(num_labels)) for nats, num_labels in read_late(measure()))

@@ -1,0 +1,75 @@
+"""Rows of tokens, memory-mapped.
+
+The Arrow files are read in place: a dataset may be larger than memory, and the ranks of a machine share its pages.
+`datasets` would serve too; 20 000 rows of 256 tokens take it 0.44 s as NumPy arrays and 0.66 s row by row, where this
+takes 0.08 s, and its import adds 0.6 s to each start of a rank.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from stages.base.dataset import STATE
+from stages.base.errors import StageError
+from stages.base.packed import PackedTokens
+
+
+class TokenRows:
+    """The `input_ids` of a dataset of packed tokens. A row is copied only when it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        """Open `data/tokens/train` or `data/tokens/validation`.
+
+        Raises:
+            StageError: a file is missing or truncated, or there are more or fewer rows than the metadata lists.
+        """
+        tokens = PackedTokens.read(directory)
+        self.seq_length = tokens.seq_length
+        """Tokens per row."""
+        tables = [_open(path) for path in tokens.digests]
+        # Empty chunks are left out: NumPy cannot infer the -1 of reshape(0, -1).
+        chunks = [chunk for table in tables for chunk in table.column("input_ids").chunks if len(chunk)]
+        # Each (rows of the chunk, seq_length) int32, on the pages of the file.
+        self._chunks = [_values(chunk.flatten()).reshape(len(chunk), -1) for chunk in chunks]
+        self._ends = np.cumsum([len(chunk) for chunk in self._chunks], dtype=np.int64)
+        # The fingerprint does not cover the number of rows, and the length of a training follows from it.
+        if len(self) != tokens.num_rows:
+            raise StageError(
+                f"{directory / STATE} lists {tokens.num_rows} rows, and there are {len(self)}: "
+                "run `dvc repro -f -s pack`"
+            )
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._chunks else 0
+
+    def spread(self, limit: int | None) -> NDArray[np.int64]:
+        """The indices of at most `limit` rows (None: of all), spread evenly over all rows."""
+        num_rows = min(len(self), limit or len(self))
+        return np.arange(num_rows, dtype=np.int64) * len(self) // max(1, num_rows)
+
+    def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The rows at `indices`, in that order: (len(indices), seq_length) int32."""
+        # A copy: torch.from_numpy warns of arrays that are not writable, as those of a mapped file are.
+        result = np.empty((len(indices), self.seq_length), dtype=np.int32)
+        chunk_of_row = np.searchsorted(self._ends, indices, side="right")
+        for position, (chunk, index) in enumerate(zip(chunk_of_row, indices, strict=True)):
+            start = self._ends[chunk - 1] if chunk else 0
+            result[position] = self._chunks[chunk][index - start]
+        return result
+
+
+def _values(array: pa.Int32Array) -> NDArray[np.int32]:
+    """The values of an array without copying them. `to_numpy` would import pandas."""
+    # Buffer 0 has the validity bits; a sliced array shares the buffer of the one it was cut from, hence the offset.
+    return np.frombuffer(array.buffers()[1], np.int32, len(array), offset=4 * array.offset)
+
+
+def _open(path: Path) -> pa.Table:
+    try:
+        return pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # of the disk; that of a file which ends too early has no number
+            raise
+        raise StageError(f"{path} is not a complete Arrow file ({error}): run `dvc repro -f -s pack`") from None

@@ -1,0 +1,115 @@
+"""Filling a sharded model: each rank reads its own rows of the files, and computes the buffers, which no file holds."""
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from stages.model.headers import StoredTensor
+
+_SEEDED_ELEMENTS = 1 << 15
+"""Of the rows of a parameter that share a seed."""
+
+
+@torch.no_grad()
+def read_weights(model: nn.Module, directory: Path, stored: dict[str, list[StoredTensor]]) -> None:
+    """Fill parameters and stored buffers from safetensors, without reading the rows of other ranks."""
+    targets = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    by_file = defaultdict(list)
+    for name, parts in stored.items():
+        first = 0  # element of the parameter
+        for part in parts:
+            by_file[part.file].append((targets[name], first, part))
+            first += math.prod(part.shape)
+    for file, tensors in by_file.items():
+        with safe_open(directory / file, framework="pt") as reader:
+            # `copy_` converts, from bf16 to the fp32 that the optimizer updates. `get_slice` reads these rows only.
+            for target, first, part in tensors:
+                if not isinstance(target, DTensor):
+                    target.copy_(reader.get_tensor(part.key))
+                    continue
+                local = target.to_local().view(-1)
+                start = local_rows(target).start * math.prod(target.shape[1:])
+                row = math.prod(part.shape[1:])
+                begin, end = max(start, first), min(start + len(local), first + part.shape[0] * row)
+                if begin < end:
+                    rows = reader.get_slice(part.key)[(begin - first) // row : (end - first) // row]
+                    local[begin - start : end - start].copy_(rows.reshape(-1))
+
+
+def local_rows(param: DTensor) -> slice:
+    """Which rows of the full tensor this rank holds. `fully_shard` splits the first dim as `torch.chunk` does."""
+    placement, mesh = param.placements[-1], param.device_mesh
+    assert isinstance(placement, Shard) and placement.dim == 0
+    axis = mesh.ndim - 1
+    rows, size = param.shape[0], -(-param.shape[0] // mesh.size(axis))  # rounded up: the last ranks may have none
+    start = min(mesh.get_local_rank(axis) * size, rows)
+    own = slice(start, min(start + size, rows))
+    assert own.stop - own.start == param.to_local().shape[0]
+    return own
+
+
+@contextmanager
+def seeded(seed: str) -> Iterator[None]:
+    """Have the generator of the CPU give the same numbers on all ranks."""
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would seed the GPUs too, which are not forked
+        torch.default_generator.manual_seed(_number(seed))
+        yield
+
+
+def _number(seed: str) -> int:
+    return int.from_bytes(hashlib.sha256(seed.encode()).digest()[:8], "big")
+
+
+class SeededRows(TorchFunctionMode):
+    """Have `nn.init.normal_` fill parameters from seeds of their own, so that no other parameter changes their values.
+
+    The values of a model and a seed thus stay those of all versions.
+    """
+
+    def __init__(self, names: Mapping[Tensor, str], seed: int) -> None:
+        super().__init__()
+        self._names, self._seed = names, seed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensor = kwargs.get("tensor")
+        if func is not nn.init.normal_ or tensor not in self._names:
+            return func(*args, **kwargs)
+        generator = torch.Generator()
+        size = max(1, _SEEDED_ELEMENTS // max(1, math.prod(tensor.shape[1:])))
+        for number, rows in enumerate(torch.atleast_1d(tensor).split(size)):
+            generator.manual_seed(_number(f"{self._seed}/{self._names[tensor]}/{number * size}"))
+            rows.normal_(kwargs["mean"], kwargs["std"], generator=generator)
+        return tensor
+
+
+def rebuild_buffers(model: nn.Module, reference: PreTrainedModel, seed: int) -> None:
+    """Compute all buffers, such as the frequencies of rotary embeddings; those that files store are read afterwards.
+
+    `to_empty` leaves garbage in them, and the logits still look plausible.
+    """
+    buffers = dict(model.named_buffers())
+    for name, module in reference.named_modules():
+        if not module._buffers:
+            continue
+        # Not `to_empty`: it would also allocate parameters beside them, and separate an embedding from a tied head
+        # (Gemma 3 has a buffer there).
+        for key, buffer in module.named_buffers(recurse=False):
+            module._buffers[key] = torch.empty_like(buffer, device="cpu")
+        with seeded(f"{seed}/{name}"), torch.no_grad():
+            reference._init_weights(module)  # parameters beside the buffers stay on the meta device
+        for key, buffer in module.named_buffers(recurse=False):
+            buffers[f"{name}.{key}" if name else key].copy_(buffer)
+            module._buffers[key] = buffer.to("meta")

@@ -1,0 +1,313 @@
+"""One rank of the training: what it does around the loop, which alone decides the weights."""
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from stages.base.errors import StageError
+from stages.base.history import HISTORY, SPEED, History, Table
+from stages.base.identity import Adoption
+from stages.base.packed import REMEDY, TRAIN, VALIDATION, PackedTokens
+from stages.checkpointing import decision, layout, retention, saver
+from stages.checkpointing.layout import FORMAT, CheckpointManifest, latest_valid, list_checkpoints, step_name
+from stages.checkpointing.lock import rank_lock, read_lock, writer_lock
+from stages.checkpointing.run import Run, packages
+from stages.checkpointing.state import Cost, ScalerState, TrainState
+from stages.forward.distributed import device_mesh, is_rank0, process_group, run_on_rank0
+from stages.launching import flops, trackers
+from stages.launching.agreement import check_shared, refuse_different_ranks
+from stages.launching.console import Console, log_to, print_line
+from stages.launching.memory import remedies
+from stages.launching.metrics import SPEED_COLUMNS, MetricsLogger
+from stages.launching.profiler import Profiler
+from stages.launching.runtime import TrainRuntime, has_launcher, read_launch
+from stages.launching.start_line import start_line
+from stages.launching.timers import Timers, memory_gib
+from stages.launching.verification import check_together, verify_weights
+from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
+from stages.ranks import handoff
+from stages.ranks.signals import StopSignal
+from stages.ranks.torch_errors import explain_torch_errors
+from stages.ranks.watchdog import Heartbeat, watched
+from stages.training.determinism import use_deterministic_algorithms
+from stages.training.environment import set_environment
+from stages.training.loop import Trainer
+from stages.training.precision import check_precision, load_scaler_state, scaler_state, set_float32_precision
+from stages.training.step import StepResult
+
+T = TypeVar("T")
+
+_LOG = logging.getLogger("stages.train")
+
+
+class Rank:
+    """A rank of a training: its trainer, its checkpoints and what it reports. These are the `Hooks` of the loop."""
+
+    def __init__(
+        self, run: Run, runtime: TrainRuntime, chosen: decision.Decision, mesh: DeviceMesh, stop_signal: StopSignal,
+        heartbeat: Heartbeat, confirm_lock: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Build the model, or load the checkpoint that `chosen` names; a collective."""
+        self.run, self.params, self.runtime = run, run.params, runtime
+        self.stop_signal, self.heartbeat = stop_signal, heartbeat
+        model = ModelManifest.read()
+        # Before they are opened: pyarrow may fail in any way at damaged ones.
+        digests = PackedTokens.read(TRAIN).digests | PackedTokens.read(VALIDATION).digests
+        check_together(digests, REMEDY, lambda: heartbeat.note("verifying the tokens"))
+        self.adopted: Adoption | None = None
+        self.saved_step: int | None = None
+        self.saved_at = time.monotonic()
+        # Another run may be training: what this one adopts must stay until it is loaded.
+        with read_lock({path.parent for path in chosen.paths} - {run.directory}):
+            # Before the model is built: where there is a checkpoint, the weights of the model files are not read.
+            start = self.find_start(chosen.paths)
+            if start is None:
+                verify_weights(model, lambda: heartbeat.note("verifying the weights"))
+            self.trainer = Trainer(
+                self.params, model, run.seq_length, run.total_steps, mesh,
+                initialize=start is None, note=heartbeat.note,
+            )  # fmt: skip
+            self.saver = saver.Saver(runtime, runtime.timeout_minutes, print_line, confirm_lock)
+            state, history, speed = (None, History(), "") if start is None else self.resume(start)
+        self.tracker = trackers.start_tracker(runtime.tracker if is_rank0() else "none", run, self.trainer.step)
+        self.profiler = Profiler(runtime.profile_steps if is_rank0() else None,
+                                 run.log_directory / "profile" / run.run_id)  # fmt: skip
+        self.timers = Timers(lambda phase: heartbeat.note(f"step {self.trainer.step + 1}, {phase}"))
+        self.phase: Callable[[str], AbstractContextManager[None]] = self.timers.phase
+        self.note = heartbeat.note
+        self.before_step = self.profiler.before_step
+        self.metrics = MetricsLogger(
+            run, runtime.log_freq, Console(dist.get_rank(), self.trainer.step, run.total_steps), self.tracker,
+            self.timers, flops.flops_per_token(self.trainer.model, run.seq_length), history,
+            Table(SPEED_COLUMNS, speed), state.metrics if state else None,
+        )  # fmt: skip
+        if is_rank0():
+            self.print_choices(model, mesh)
+
+    def train(self) -> bool:
+        """Train to the last step; False where a signal asked to stop before. Either way the state is saved."""
+        with closing(self.tracker):
+            with self.saver, self.profiler:
+                is_finished = self.trainer.train(self)
+            self.metrics.console.close()
+        return is_finished
+
+    def print_choices(self, model: ModelManifest, mesh: DeviceMesh) -> None:
+        """Print where the training runs, and what was chosen for it."""
+        if model.router_loss_coef == 0:
+            print_line(ROUTER_LOSS_OFF)
+        if self.trainer.loss.reason:
+            print_line(f"loss: {self.trainer.loss.name}, because {self.trainer.loss.reason}")
+        if (steps := self.runtime.profile_steps) and steps[0] > self.run.total_steps:
+            print_line(
+                f"warning: runtime.profile_steps: there are no steps {steps[0]} to {steps[1]}, the last one is "
+                f"{self.run.total_steps}"
+            )
+        print_line(start_line(self.trainer.chosen, mesh))
+
+    # The hooks that are not those of the heartbeat, the timers and the profiler:
+
+    @contextmanager
+    def explained(self, step: int) -> Iterator[None]:
+        """Have errors name the step, and the checkpoint from which the next launch resumes."""
+        try:
+            yield
+        except StageError as error:
+            saved = self.saved_step
+            newest = f"the newest checkpoint is of step {saved}" if saved else "no checkpoint is saved yet"
+            raise StageError(f"step {step}: {error}; {newest}") from None
+
+    def progress(self, batches: Iterable[T], total: int) -> Iterable[T]:
+        """Show a bar for the batches of a validation."""
+        return self.metrics.console.progress(batches, total, "validation")
+
+    def wishes(self) -> tuple[bool, bool]:
+        """To stop after a signal or a failed save; to save where rank 0, whose clock counts, finds it due."""
+        return self.stop_signal.received or self.saver.failed, is_rank0() and self.is_time_to_save()
+
+    def report(self, step: int, result: StepResult, is_validated: bool) -> None:
+        """Report a step, and the validation after it."""
+        validation_loss = self.trainer.validation_loss if is_validated else None
+        if validation_loss is not None:
+            num_rows = len(self.trainer.validation_loader.validation_rows)
+            self.metrics.console.line(f"step {step}: validation loss {validation_loss:.4f} ({num_rows:,} rows)")
+        if self.runtime.debug and step:
+            rows = self.trainer.train_loader.step_indices(step - 1).tolist()
+            now, peak = memory_gib()
+            _LOG.debug(
+                f"step {step} done: rows {rows}, loss {result.loss!r}, grad norm {result.grad_norm!r}, "
+                f"memory {now:.3f} GiB, peak {peak:.3f} GiB"
+            )
+        self.metrics.log(step, result, validation_loss, is_validated)
+
+    def save(self) -> None:
+        """Publish a checkpoint of this step, unless there is one, or nothing was trained yet.
+
+        Raises:
+            StageError: this step, or one before it, has failed; or the save, or the one before it.
+        """
+        trainer = self.trainer
+        trainer.catch_up()  # the checkpoint has their history, and none that is not finite
+        if trainer.step in (0, self.saved_step):
+            return
+        self.heartbeat.note(f"saving step {trainer.step}")
+        state = TrainState(
+            step=trainer.step,
+            epoch=trainer.step * self.params.total_batch_size / self.run.num_rows,
+            metrics=self.metrics.snapshot(),
+            loss_scaler=ScalerState(*scaler_state(trainer.scaler)),
+            rng=[],
+        )
+        manifest = CheckpointManifest(
+            format=FORMAT,
+            run_id=self.run.run_id,
+            step=trainer.step,
+            total_steps=self.run.total_steps,
+            identity=self.run.identity,
+            validation_loss=trainer.validation_loss,
+            adopted=self.adopted,
+            packages=packages(),
+            files={},
+            tensors={},
+        )
+        path = self.run.directory / step_name(trainer.step)
+        tables = {HISTORY: self.metrics.history.text(), SPEED: self.metrics.speed.text()}
+        with self.timers.phase("saving"):
+            self.saver.save(path, trainer.model, trainer.optimizer, trainer.scheduler, state, tables, manifest)
+        self.saved_step, self.saved_at = trainer.step, time.monotonic()
+
+    def is_time_to_save(self) -> bool:
+        """Whether a checkpoint of this step is due."""
+        if self.is_best():
+            return True
+        freq, minutes = self.runtime.ckpt_freq, self.runtime.ckpt_minutes
+        by_step = freq is not None and self.trainer.step % freq == 0
+        return by_step or (minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes)
+
+    def is_best(self) -> bool:
+        """Whether this step is the one to export, unless a later one is better.
+
+        Then it is saved, whatever `runtime` says of checkpoints, so that the result does not depend on that.
+        """
+        is_measured = self.params.export_from == "best" and self.trainer.validation_loss is not None
+        return is_measured and self.metrics.history.best_step(self.adopted) == self.trainer.step
+
+    def find_start(self, candidates: list[Path]) -> Path | None:
+        """The first of `candidates` that is valid, or None to start at step 0; all ranks verify them together."""
+        directory = self.run.directory
+
+        def clean_up() -> None:
+            for newer in list_checkpoints(directory):
+                # Damaged: the run will publish this step again, and a rename cannot replace a directory.
+                if path is None or newer.name > path.name:
+                    retention.quarantine(newer)
+            retention.prune(directory, self.runtime.keep_checkpoints, print_line)
+
+        report = print_line if is_rank0() else lambda _: None
+        path = latest_valid(candidates, report, self.verify)
+        run_on_rank0(clean_up)
+        return path
+
+    def verify(self, checkpoint: Path) -> None:
+        """Compare every file of a checkpoint with its manifest, a share on each rank; all ranks raise the same."""
+        manifest = run_on_rank0(lambda: layout.verify(checkpoint, contents=False))
+        files = {checkpoint / name: entry.sha256 for name, entry in manifest.files.items()}
+        check_together(files, layout.REMEDY, lambda: self.heartbeat.note(f"verifying {checkpoint.name}"))
+
+    def resume(self, path: Path) -> tuple[TrainState, History, str]:
+        """Continue from a checkpoint of this run, or of one that it adopts or extends.
+
+        Returns:
+            Its state, its history, and the content of its speed.tsv, "" if it is of another run.
+        """
+        trainer = self.trainer
+        state = saver.load(path, trainer.model, trainer.optimizer, trainer.scheduler)
+        history = History((path / HISTORY).read_text(encoding="utf-8"))
+        manifest = CheckpointManifest.read(path)
+        load_scaler_state(trainer.scaler, state.loss_scaler.scale, state.loss_scaler.good_steps)
+        trainer.step, trainer.validation_loss, self.adopted = state.step, manifest.validation_loss, manifest.adopted
+        if path.parent == self.run.directory:
+            self.saved_step = trainer.step  # nothing to publish before the next step
+            speed = (path / SPEED).read_text(encoding="utf-8")
+        else:
+            speed = ""
+            self.adopted, trainer.validation_loss = decision.adoption(self.run, manifest), None
+            metrics = dataclasses.replace(state.metrics, cost=Cost())  # time and memory of this run alone
+            if not decision.validates_same_rows(self.run, manifest):  # losses that nobody may compare with ours
+                history = history.without("validation_loss")
+                metrics = dataclasses.replace(metrics, validation_loss=None)
+            state = dataclasses.replace(state, metrics=metrics)
+            trainer.use_own_lr()
+        if is_rank0():
+            print_line(f"resuming from step {trainer.step} of {self.run.total_steps}: {path}")
+        return state, history, speed
+
+
+def run(stop_signal: StopSignal) -> bool:
+    """Train as one of the ranks; False where a signal asked to stop before the last step."""
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+    if handoff.DIRECTORY not in os.environ:  # else the ranks of one machine find each other through a file there
+        names += ["MASTER_ADDR", "MASTER_PORT"]
+    if missing := [name for name in names if name not in os.environ]:
+        raise StageError(
+            f"{', '.join(missing)} must be set, as torchrun does: `python -m stages.launch` starts the ranks, also "
+            "on several nodes of Slurm"
+        )
+    # Before the process group come the errors that every rank finds by itself: none waits for another that has ended.
+    run, runtime, decided = read_launch()
+    set_environment(run.params)
+    set_float32_precision(run.params.tf32)
+    if run.params.deterministic:
+        use_deterministic_algorithms()
+    check_precision(run.params, run.seq_length)
+    trackers.check(runtime.tracker)
+    run.params.check_packages()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    run.params.grad_accum_steps(world_size)
+    mesh_shape = run.params.fsdp.mesh_shape(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
+    if runtime.debug:
+        log_to(run.log_directory / "logs" / run.run_id / f"rank-{rank}.log")
+    heartbeat = Heartbeat()
+    if_out_of_memory = (
+        f"use {remedies(run.params, world_size)}. The next launch resumes from the latest valid checkpoint, if there "
+        "is one; another seq_length is a new run"
+    )
+    with (
+        # Outermost: held until the process group has ended and the last checkpoint is published.
+        ExitStack() as locks,
+        explain_torch_errors(f"rank {rank}", if_out_of_memory),
+        process_group(runtime.timeout_minutes, os.environ.get(handoff.DIRECTORY)),
+    ):
+        refuse_different_ranks(run, runtime)  # before the mesh, which each rank makes from its own parameters
+        run_on_rank0(lambda: lock(run, locks))
+        for warning in check_shared(run.directory):
+            if is_rank0():
+                print_line(warning)
+        confirm_lock = locks.enter_context(rank_lock(run.directory))
+        with watched(heartbeat, runtime.timeout_minutes, runtime.debug):
+            mesh = device_mesh(mesh_shape, runtime.timeout_minutes)
+            heartbeat.note("choosing the checkpoint to start from")
+            chosen = decided or run_on_rank0(lambda: decision.begin(run, runtime.resume))
+            if decided is None and is_rank0():
+                print_line(chosen.reason)
+            one = Rank(run, runtime, chosen, mesh, stop_signal, heartbeat, confirm_lock)
+            stop_signal.training_starts()
+            return one.train()
+
+
+def lock(run: Run, locks: ExitStack) -> None:
+    """Lock the directory of a run, unless a launcher of ours has done so. Called on rank 0 alone.
+
+    Raises:
+        StageError: another training writes into it.
+    """
+    if not has_launcher():
+        locks.enter_context(writer_lock(run.directory, print_line))

@@ -1,0 +1,142 @@
+"""How a training is launched: the parameters under `runtime`, and what a launcher passes on to the ranks.
+
+The launcher reads the parameters once, for all ranks and all restarts. A rank that read params.yaml itself could train
+something else than the others, or after a restart another run inside the directory of the first one.
+"""
+
+import dataclasses
+import json
+import os
+import shlex
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
+
+from stages.base.errors import StageError
+from stages.base.identity import RunIdentity
+from stages.base.params_file import load_params
+from stages.base.record import first_problem
+from stages.checkpointing.decision import Decision
+from stages.checkpointing.retention import CheckpointRuntime
+from stages.checkpointing.run import Run, describe, differences
+from stages.training.params import TrainParams
+
+_LAUNCH = "TRAINING_LAUNCH"
+
+
+def _check_order(steps: tuple[int, int]) -> tuple[int, int]:
+    if steps[0] > steps[1]:
+        raise ValueError("the first step must not be after the last")
+    return steps
+
+
+def _check_options(options: str) -> str:
+    for option in shlex.split(options):  # a ValueError where a quote is not closed
+        if option == "--test-only" or option.startswith(("--array", "-a")):
+            raise ValueError(f"the training is one job, so sbatch cannot have {option}")
+    return options
+
+
+Steps = Annotated[tuple[PositiveInt, PositiveInt], AfterValidator(_check_order)]
+"""The first and the last of a range of steps, counted from 1."""
+
+
+@dataclass(frozen=True)
+class TrainRuntime(CheckpointRuntime):
+    """The leaves of the `runtime` section that training reads. None of them changes what is learned."""
+
+    launcher: Literal["auto", "torchrun", "srun", "sbatch"]
+    """Where torchrun starts the ranks. torchrun: on this machine | srun: on each node of an allocation of Slurm | auto:
+    srun in an allocation of several nodes, else torchrun | sbatch: in a job of Slurm, which
+    the launch submits and follows; inside an allocation the same as auto."""
+    sbatch_args: Annotated[str, AfterValidator(_check_options)] | None
+    """Options of `sbatch`, as on its command line, for launcher sbatch."""
+    num_nodes: PositiveInt | None
+    """Nodes of the allocation that train; null: all. With launcher sbatch also the nodes of the job; null: those of
+    `sbatch_args` or of the script."""
+    nproc_per_node: PositiveInt | None
+    """Ranks on each node; null: one per GPU, or 2 where there is none."""
+    rdzv_endpoint: Annotated[str, Field(pattern=r"^[^:\s]+(:\d{1,5})?$")] | None
+    """`host` or `host:port` where the other nodes reach the first one; null: the address that srun has given them, and
+    a free port."""
+    log_freq: PositiveInt
+    """Optimizer steps between two lines of output."""
+    timeout_minutes: PositiveFloat
+    """How long a rank may take for one thing: after 0.9 of it rank 0 names the rank and ends all. After the full time
+    the others take rank 0 itself for lost. After a signal, the ranks have so long to save."""
+    max_restarts: NonNegativeInt
+    """How often the ranks are restarted after one of them crashed or hung. An error that would recur, and a
+    signal to stop, end the training at once."""
+    resume: Literal["auto", "never"]
+    """auto: continue from the newest checkpoint that this run would have reached itself | never: delete the checkpoints
+    of this run at the launch, and start over."""
+    tracker: Literal["none", "tensorboard", "wandb"]
+    """Where else the metrics go: files below outputs/<experiment_name>/ for TensorBoard or Weights & Biases."""
+    debug: bool
+    """Whether each rank writes what it does to outputs/<experiment_name>/logs/<run_id>/rank-N.log."""
+    profile_steps: Steps | None
+    """Steps of which rank 0 writes a trace to outputs/<experiment_name>/profile/<run_id>/; null: none."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher read."""
+
+    params: TrainParams
+    runtime: TrainRuntime
+    identity: RunIdentity
+    decision: Decision | None
+    """Where the ranks start; None: whoever reads this decides."""
+
+    def hand_over(self) -> None:
+        """Pass it on to the processes that this one starts."""
+        # json, not pydantic's dump: that writes null for the infinity of `max_grad_norm: .inf`.
+        os.environ[_LAUNCH] = json.dumps(dataclasses.asdict(self))
+
+
+def _received() -> Launch | None:
+    """What the launcher read, in a rank that it started; None without a launcher.
+
+    Raises:
+        StageError: the code of this rank has other parameters than the launcher's.
+    """
+    if _LAUNCH not in os.environ:
+        return None
+    try:
+        return TypeAdapter(Launch).validate_python(json.loads(os.environ[_LAUNCH]))
+    except ValidationError as error:
+        raise StageError(f"the code has changed since the launch ({first_problem(error)}): launch it again") from None
+
+
+def has_launcher() -> bool:
+    """Whether a launcher of ours has started this rank, and holds the lock of the run."""
+    return _LAUNCH in os.environ
+
+
+def _is_first_start() -> bool:
+    """Whether `resume: never` is to delete the checkpoints of the run here: they are not of an earlier start.
+
+    Slurm counts the starts of a job; torchrun counts those after a failure, not those after a change of its nodes
+    (`--nnodes 1:4`). The launcher asks for `auto` at a restart.
+    """
+    return {os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")} == {"0"}
+
+
+def read_launch() -> tuple[Run, TrainRuntime, Decision | None]:
+    """What to train: what a launcher has read and decided, or without one what is in params.yaml now.
+
+    Raises:
+        StageError: the code, the tokens or the model are not those that the launcher has read.
+    """
+    launch = _received()
+    if launch is None:
+        run, runtime, decision = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime"), None
+    else:
+        run, runtime, decision = describe(launch.params), launch.runtime, launch.decision
+        if lines := differences(launch.identity, run.identity):
+            reasons = "\n".join(lines)
+            raise StageError(f"the files have changed since the launch (there): launch the training again\n{reasons}")
+    if not _is_first_start():
+        runtime = dataclasses.replace(runtime, resume="auto")
+    return run, runtime, decision

@@ -1,0 +1,97 @@
+"""The metrics of a training for TensorBoard or Weights & Biases, whose packages are extras of pyproject.toml.
+
+Both write below outputs/<experiment_name>/, and neither opens a connection. Only rank 0 has a tracker. A resumed run
+appends, and no step of it is shown twice.
+"""
+
+import dataclasses
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from stages.base.errors import StageError
+from stages.checkpointing.run import Run
+
+
+class Tracker(Protocol):
+    """Receives the metrics of a training."""
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Receive metrics of a step; they may come in several calls."""
+
+    def close(self) -> None:
+        """Write what is pending."""
+
+
+def check(name: str) -> None:
+    """Refuse a tracker whose package is not installed."""
+    if name != "none" and importlib.util.find_spec(name) is None:
+        raise StageError(
+            f"runtime.tracker is {name!r}, but the package {name} is not installed: `pip install {name}` (the "
+            f"extra `{name}` in pyproject.toml has the versions), or use 'none'"
+        )
+
+
+def start_tracker(name: str, run: Run, step: int) -> Tracker:
+    """The tracker that `runtime.tracker` names, for a run that continues after `step`."""
+    if name == "tensorboard":
+        return _TensorBoard(run.log_directory / "tensorboard" / run.run_id, step)
+    if name == "wandb":
+        return _Wandb(run)
+    return _Nothing()
+
+
+class _Nothing:
+    def log(self, step: int, values: dict[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _TensorBoard:
+    def __init__(self, directory: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard then ignores what an earlier start of the run wrote for steps that are repeated, even step 0.
+        self._writer = SummaryWriter(str(directory), purge_step=step + 1 if step else 0)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """Always offline. `wandb sync` uploads all starts of a run as one, because they have the same id."""
+
+    def __init__(self, run: Run) -> None:
+        import wandb
+
+        directory = run.log_directory / "wandb"
+        directory.mkdir(parents=True, exist_ok=True)
+        # What was logged cannot be undone: steps that are repeated are left out. Not opened with "a", where a write
+        # appends whatever its offset is; the number below has a fixed length, so it replaces the one before.
+        self._steps = os.open(directory / f"{run.run_id}.step", os.O_RDWR | os.O_CREAT, 0o666)
+        self._last = int(os.pread(self._steps, 20, 0) or -1)
+        self._run = wandb.init(
+            mode="offline", dir=run.log_directory, project=run.params.experiment_name, id=run.run_id, name=run.run_id,
+            config=dataclasses.asdict(run.params), settings=wandb.Settings(console="off", silent=True),
+        )  # fmt: skip
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        if step > self._last:
+            self._run.log(values, step=step)
+            os.pwrite(self._steps, b"%20d" % step, 0)
+
+    def close(self) -> None:
+        self._run.finish()
+        os.close(self._steps)
+
+
+def without_none(values: dict[str, Any]) -> dict[str, float]:
+    """`values` without those that are None."""
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,235 @@
+"""The memory that each rank needs at the peak of a step, measured before there is a GPU.
+
+The real model, its real sharding, `train_step` and the real optimizer run on fake tensors, which have shapes but no
+memory, in a process group whose other ranks do not exist. torch's FSDPMemTracker counts every tensor from its
+allocation to its end: seconds for a model of 7 billion parameters on any number of ranks. On CPUs it agrees with what
+the allocator counts in a real step, and the resident set grows by up to 2 % more (docs/training.md).
+
+The fake tensors are those of a CPU, because torch can compute with those of a GPU only where it was built for CUDA.
+Both have the same sizes, and the loss is computed in parts as large as on a GPU. What is not counted: CUDA, NCCL and
+cuBLAS themselves, memory inside kernels, and what allocators round up or cannot use.
+"""
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType, _FSDPState
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from stages.base.errors import StageError
+from stages.forward.attention_names import NEED_LENGTHS
+from stages.forward.batch import make_batch
+from stages.forward.document_mask import choose_attention
+from stages.forward.loss import assumed_device, loss_sum
+from stages.forward.loss_probe import choose_loss
+from stages.model.manifest import ModelManifest
+from stages.planning.memory_plan import KINDS, PeakMemory, Table, batch_sizes
+from stages.training import sharded_model
+from stages.training.optimizer import make_optimizer
+from stages.training.params import TrainParams
+from stages.training.precision import compute_dtype, make_grad_scaler
+from stages.training.step import train_step
+
+ERRORS = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError),
+)
+"""What `measure` raises where a model cannot be computed without values."""
+
+_KINDS = {
+    "weights": ("Sharded Param", "Buffer"),
+    "gradients": ("Sharded Grad",),
+    "optimizer": ("OptState",),
+    "unsharded": ("Unsharded Param", "Unsharded Grad", "All Gather", "Reduce Scatter"),
+    "activations": ("Activation", "Inputs"),
+    "temporaries": ("Temp",),
+}
+"""The fields of `PeakMemory`, as FSDPMemTracker names what they consist of."""
+
+
+_LONG = 4096
+"""Tokens in a row, for which the attention on CPUs needs as much memory as on GPUs: none for a mask."""
+
+
+def choose(manifest: ModelManifest, params: TrainParams) -> TrainParams:
+    """The settings to measure: attention and loss as a training would choose them, without `compile`.
+
+    Args:
+        manifest: The model manifest.
+        params: As in params.yaml.
+
+    Raises:
+        StageError: the model cannot be trained with those that `params` name.
+    """
+    # Those that have no form for CPUs mostly need as much memory as the one that `auto` finds here.
+    wanted = params.attention if params.attention in ("varlen", "sdpa", "eager") else "auto"
+    attention = choose_attention(wanted, manifest.directory(), params.document_mask, _LONG, torch.float32, "cpu")
+    loss = choose_loss(params.loss, manifest.directory(), compute_dtype(params.precision), "cpu")
+    return dataclasses.replace(params, compile=False, attention=attention, loss=loss.name)
+
+
+def measure(
+    manifest: ModelManifest, params: TrainParams, num_ranks: int, seq_length: int, device_type: str = "cuda"
+) -> PeakMemory:
+    """Measure rank 0, whose part of each weight is the largest.
+
+    Args:
+        manifest: The model manifest.
+        params: As in params.yaml. Compiled layers are measured as if they were not compiled.
+        num_ranks: Of the training, as if on one machine.
+        seq_length: Tokens per row.
+        device_type: Of the ranks.
+
+    Raises:
+        StageError: the model cannot be trained like this.
+        RuntimeError: or another of `ERRORS`: the computation depends on values, which fake tensors do not have, as that
+            of some mixtures of experts does.
+    """
+    wanted, params = params.attention, choose(manifest, params)
+    with _fake_ranks(params, num_ranks) as mesh, assumed_device(device_type):
+        model = sharded_model.prepare(manifest, params, mesh)
+        batches = [
+            _batch(params, num_rows, seq_length) for num_rows in (params.batch_size, params.rows_per_validation_pass)
+        ]
+        make_optimizer(torch.nn.Linear(64, 64), params)  # torchao computes tables with values at its first state
+        accumulates = params.total_batch_size > params.batch_size * num_ranks
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # the model is on the meta device, and is not fake
+            model.to_empty(device="cpu")
+            optimizer = make_optimizer(model, params)
+            scaler = make_grad_scaler(params.precision, torch.device("cpu"))
+            fake: list[dict[str, torch.Tensor]] = []
+            for real in batches:
+                fake.append({name: mode.from_tensor(value) for name, value in real.items()})
+            batch, validated = fake
+            if accumulates:  # the last forward pass of a step has the gradients of those before it beside it
+                for param in model.parameters():
+                    param.grad = torch.zeros_like(param)
+            model.train()
+            offloaded = ("weights", "gradients", "optimizer") if params.fsdp.resolved().cpu_offload else ()
+            tracker = _Tracker(model, optimizer, mode, [name for kind in offloaded for name in _KINDS[kind]])
+            tracker.track_inputs((batch, validated))
+            with tracker:
+                train_step(model, optimizer, scaler, [batch], 1, params)
+                if params.rows_per_validation_pass > params.batch_size:  # else it needs less than a step
+                    tracker.reset_mod_stats()  # it asks for this between two forward passes
+                    with torch.no_grad():
+                        loss_sum(model.eval(), validated)
+    sizes = {kind: sum(tracker.peak[name] for name in names) for kind, names in _KINDS.items()}
+    return PeakMemory(
+        total=tracker.peak_size,
+        # A GPU may have `flex` for what only `eager` can compute on a CPU.
+        is_upper_bound=params.attention == "eager" != wanted,
+        staging=sizes["weights"] + sizes["optimizer"],
+        **sizes,
+    )
+
+
+def make_table(
+    manifest: ModelManifest, params: TrainParams, num_ranks: int, seq_length: int, limit: int
+) -> Table:  # fmt: skip
+    """Measure each kind of activation checkpointing with growing batches, until one does not fit into `limit` bytes."""
+    table: dict[str, dict[int, int]] = {}
+    for kind in KINDS:
+        for size in batch_sizes(params, num_ranks):
+            values: dict[str, Any] = {"activation_checkpointing": kind, "batch_size": size}
+            try:
+                peak = measure(manifest, dataclasses.replace(params, **values), num_ranks, seq_length).total
+            except (StageError, *ERRORS):
+                break  # the model does not support this kind
+            table.setdefault(kind, {})[size] = peak
+            if peak > limit:
+                break
+    return table
+
+
+def _batch(params: TrainParams, num_rows: int, seq_length: int) -> dict[str, torch.Tensor]:
+    rows = torch.ones(num_rows, seq_length, dtype=torch.int32)
+    rows[:, seq_length // 2] = 0  # the end of a document: with some, attention may need a mask
+    return make_batch(rows, 0, params.document_mask, lengths=params.attention in NEED_LENGTHS)
+
+
+@contextmanager
+def _fake_ranks(params: TrainParams, num_ranks: int) -> Iterator[DeviceMesh]:
+    copies, size = params.fsdp.mesh_shape(num_ranks, num_ranks)
+    excepthook = sys.excepthook  # torch replaces it by one that prints a rank
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    # It would print the traceback of what is raised where a model depends on values, which the caller explains.
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.disabled = True
+    try:
+        sizes, names = ((size,), ("fsdp",)) if copies == 1 else ((copies, size), ("replicate", "fsdp"))
+        yield init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    finally:
+        logger.disabled = False
+        sys.excepthook = excepthook
+        dist.destroy_process_group()
+
+
+class _Tracker(FSDPMemTracker):
+    """Keeps the peak of a part of the memory, and no peaks of single modules, which would need most of the time."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, mode: FakeTensorMode, ignored: list[str]) -> None:
+        super().__init__(model, optimizer)
+        self._mode, self._ignored = mode, ignored
+        self.peak_size = 0
+        """Bytes, without the kinds in `ignored`."""
+        self.peak: dict[str, int] = {}
+        """Bytes of each kind, by its name."""
+
+    def _fsdp_param_group_post_backward(self, fsdp_mod: Any, orig_fsdp_param_group_post_backward: Any) -> Any:
+        # torch's own has the last gradient of the group in a variable while it is reduced, so that it ends too late.
+        def post_backward(*args: Any, **kwargs: Any) -> None:
+            params = fsdp_mod._get_fsdp_state()._fsdp_param_group.fsdp_params
+            self._name([param._unsharded_param.grad for param in params], _FSDPRefType.UNSHARDED_GRAD)
+            self._fsdp_state = _FSDPState.POST_BW
+            orig_fsdp_param_group_post_backward(*args, **kwargs)
+            self._name([param.sharded_param.grad for param in params], _FSDPRefType.SHARDED_GRAD)
+
+        return post_backward
+
+    def _name(self, tensors: list[torch.Tensor | None], kind: _FSDPRefType) -> None:
+        for tensor in tensors:
+            if tensor is not None:
+                self._update_and_maybe_create_winfos(tensor, kind)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and self._in_opt:
+            # `found_inf`, which adamw_8bit reads: it does not update. On GPUs that is compiled to kernels that need no
+            # memory, unlike its operations one by one.
+            return 1.0
+        self._operation = func
+        if func is torch.ops.aten._grouped_mm.default:  # of a mixture of experts
+            func = _grouped_mm
+        return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+    def _update_peak_stats(self, peak_state: Any) -> None:
+        """Called after each operation."""
+        # Where two gradients of one tensor meet, as those of a weight that the embedding shares with the head, autograd
+        # adds the second to the first in place. It does not with fake tensors, which are of a subclass: there the first
+        # one ends only now. The next operation counts what this one has made.
+        if self._operation is torch.ops.aten.add.Tensor and self._mod_tracker.is_bw:
+            return
+        # DTensor finds the shape of a result by computing with the full tensors: in this mode, entered once more. They
+        # do not exist in a real step.
+        if len(self._mode.enter_stack) > 1:
+            return
+        snapshot = self._curr_mem_snap[torch.device("cpu")]
+        sizes = {getattr(kind, "value", kind): size for kind, size in snapshot.items()}
+        size = sizes["Total"] - sum(sizes[name] for name in self._ignored)
+        if size > self.peak_size:
+            self.peak_size, self.peak = size, sizes
+
+
+def _grouped_mm(first: torch.Tensor, second: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+    """Without the check of torch's shape function that the dtype is bf16: its kernels have more."""
+    result = torch.ops.aten._grouped_mm.default(first.bfloat16(), second.bfloat16(), *others, **options)
+    assert isinstance(result, torch.Tensor)
+    return result.to(first.dtype)

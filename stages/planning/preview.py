@@ -1,0 +1,76 @@
+"""Rows of tokens as text: what a model will be fed, where documents end in it, and what it is not trained to predict.
+
+Most errors of data are found by reading a few rows: markup, repeated headers, a wrong encoding, documents of one line.
+"""
+
+import textwrap
+from collections.abc import Callable
+from itertools import groupby, pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stages.forward.batch import make_batch
+
+LEGEND = "⟦...⟧ is read but not predicted; a line of dashes ends a document; ⏎ is a line break"
+
+_WIDTH = 110
+_MAX_DOCUMENTS = 5
+"""Shown of a row."""
+_HEAD, _TAIL = 400, 100
+"""Characters shown of a longer document."""
+
+
+def render(row: NDArray[np.int32], decode: Callable[[list[int]], str], eos_token_id: int, document_mask: bool) -> str:
+    """Lines of text for one row.
+
+    Args:
+        row: (T,) integers, as in data/tokens/.
+        decode: From token ids to text.
+        eos_token_id: The token that ends a document.
+        document_mask: As in params.yaml; it decides which tokens are predicted.
+    """
+    tokens = [int(token) for token in row]
+    labels = make_batch(torch.tensor([tokens]), eos_token_id, document_mask)["labels"].flatten().tolist()
+    # `labels[t]` is the token after `tokens[t]`; nothing comes before the first one.
+    is_predicted = [False, *(label != -100 for label in labels[:-1])]
+    ends = [index + 1 for index, token in enumerate(tokens) if token == eos_token_id]
+    bounds = [0, *ends, *([len(tokens)] if len(tokens) not in ends else [])]
+    documents = list(pairwise(bounds))
+    lines = []
+    for start, end in documents[:_MAX_DOCUMENTS]:
+        lines += _wrap(_elide(_mark(tokens[start:end], is_predicted[start:end], decode)))
+        if tokens[end - 1] == eos_token_id:
+            lines.append(f"  {'-' * 8}")
+    if hidden := documents[_MAX_DOCUMENTS:]:
+        lines.append(f"  ... {len(hidden)} more documents with {len(tokens) - hidden[0][0]:,} tokens")
+    return "\n".join(lines)
+
+
+def _mark(tokens: list[int], is_predicted: list[bool], decode: Callable[[list[int]], str]) -> str:
+    """The text of some tokens, with brackets around those that are not predicted."""
+    text, done = "", 0
+    for predicted, run in groupby(is_predicted):
+        size = sum(1 for _ in run)
+        # Not the run alone: many tokenizers drop the space before the first token that they decode.
+        before, after = (decode(tokens[:end]) for end in (done, done + size))
+        piece = after[len(before) :] if after.startswith(before) else decode(tokens[done : done + size])
+        text += piece if predicted else f"⟦{piece}⟧"
+        done += size
+    return text
+
+
+def _elide(text: str) -> str:
+    if len(text) <= _HEAD + _TAIL:
+        return text
+    return f"{text[:_HEAD]} ... {len(text) - _HEAD - _TAIL:,} characters ... {text[-_TAIL:]}"
+
+
+def _wrap(text: str) -> list[str]:
+    # Data may contain anything, also what a terminal would obey.
+    text = "".join(char if char.isprintable() else "⏎" if char == "\n" else repr(char)[1:-1] for char in text)
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent="  ", subsequent_indent="  ",
+        drop_whitespace=False, break_on_hyphens=False,  # every character is shown
+    )  # fmt: skip

@@ -1,0 +1,75 @@
+"""What the ranks tell the process that has started them: errors, and how they have ended."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from stages.base import publish
+
+DIRECTORY = "TRAINING_DIRECTORY"
+"""Environment variable with a directory that the ranks share for one start of them: on one machine the file through
+which they find each other, and everywhere the errors that one of them has printed and how they have ended."""
+
+STDERR = "TRAINING_STDERR"
+"""Environment variable with the descriptor that is the launcher's stderr. That of torchrun is a file: what it prints is
+of interest only where no rank has said why it ended. torchrun passes on no descriptors but 0, 1 and 2."""
+
+_ENDED, _TRAINING = "ended-", "training"
+
+
+@contextmanager
+def rank() -> Iterator[None]:
+    """Around a whole rank: its stderr is that of the launcher, which is told the status with which the rank exits."""
+    if descriptor := os.environ.pop(STDERR, None):
+        os.dup2(int(descriptor), 2)
+    try:
+        yield
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            tell_launcher(end.code)
+        raise
+
+
+def tell_launcher(status: int) -> None:
+    """Tell the launcher, if there is one, that this rank exits with a status by its own decision."""
+    if directory := os.environ.get(DIRECTORY):
+        with suppress(OSError):  # then the launcher takes it for a crash
+            Path(directory, f"{_ENDED}{status}").touch()
+
+
+def told_statuses(directory: Path) -> set[int]:
+    """The statuses with which ranks have exited by their own decision."""
+    return {int(path.name.removeprefix(_ENDED)) for path in directory.glob(f"{_ENDED}*")}
+
+
+def tell_training() -> None:
+    """Tell the launcher, if there is one, that from here on a signal to stop is followed by a save."""
+    if directory := os.environ.get(DIRECTORY):
+        Path(directory, _TRAINING).touch()
+
+
+def was_training(directory: Path) -> bool:
+    """Whether a rank has begun to train."""
+    return Path(directory, _TRAINING).exists()
+
+
+def claim_error(message: str) -> bool:
+    """Claim to print an error; False where another rank of this machine has claimed the same one.
+
+    An error that all ranks find, each by itself, would otherwise be printed as often as there are ranks.
+    """
+    if directory := os.environ.get(DIRECTORY):
+        shared = Path(directory)
+    elif file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun's: of this rank, in a directory of this start
+        shared = Path(file).parents[1]
+    else:
+        return True
+    try:
+        # Creating a file is atomic and needs no other rank, which may have ended.
+        (shared / f"error-{publish.sha256_json(message)[:16]}").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # a full disk: rather twice than not at all
+        return True
+    return True

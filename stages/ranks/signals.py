@@ -1,0 +1,45 @@
+"""Signals that ask a training to stop, and how a rank remembers them."""
+
+import os
+import signal
+import threading
+
+from stages.ranks import handoff
+
+INTERRUPTED = 75
+"""Exit status of a training that was stopped by a signal and has saved: EX_TEMPFAIL, try again. It must not be 0, or
+DVC would record a half-trained run as the result of the stage."""
+
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
+"""Those that ask a training to save and exit."""
+
+
+class StopSignal:
+    """Remembers that a signal asked this process to stop; the training looks at it between two steps.
+
+    Before the first step there is nothing to save: such a signal ends the process at once, also where it waits for the
+    other ranks in a collective, in which no handler of Python would run. That is why a thread waits for the signals,
+    which are blocked in all others. They stay blocked: one that comes when the training is done changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self._is_training = False
+        self._lock = threading.Lock()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def training_starts(self) -> None:
+        """From here on, signals are remembered."""
+        handoff.tell_training()
+        with self._lock:
+            self._is_training = True
+
+    def _wait(self) -> None:
+        while True:
+            signal.sigwait(STOP_SIGNALS)
+            with self._lock:
+                self.received = True
+                if not self._is_training:
+                    handoff.tell_launcher(INTERRUPTED)
+                    os._exit(INTERRUPTED)

@@ -1,0 +1,58 @@
+"""Turning errors of torch into advice, at the boundary of a rank."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from stages.base.errors import StageError, is_out_of_memory, one_line
+
+_OF_OTHER_RANKS = re.compile("gloo|Wait timeout")
+"""Of gloo and the FileStore, whose errors have no class of their own."""
+
+_OF_PARAMETERS = {
+    r"does not have a deterministic implementation|CUBLAS_WORKSPACE_CONFIG": (
+        "deterministic: set it to false, or use another model or attention"
+    ),
+    r"cached during selective activation checkpoint has been mutated": (
+        "activation_checkpointing selective_op: use full or selective: a layer of this model overwrites a result that "
+        "would be kept"
+    ),
+    r"^torch\._(dynamo|inductor)\.": (
+        "compile: a layer of the model cannot be compiled as one graph: set it to false"
+    ),
+}  # fmt: skip
+"""A sign in the module of the error's class or in its message, the parameter at fault, and what to do."""
+
+
+class LostConnection(Exception):
+    """Another rank has ended, or does not answer."""
+
+
+@contextmanager
+def explain_torch_errors(who: str, if_out_of_memory: str) -> Iterator[None]:
+    """Turn an error of torch into one that names what to change.
+
+    Args:
+        who: This process, such as `rank 3`.
+        if_out_of_memory: What to change, such as `use batch_size 1`.
+
+    Raises:
+        StageError: this process is out of memory, an operation has no deterministic form, or a layer cannot be compiled
+            or does not allow selective_op.
+        LostConnection: to another rank, which prints its own reason, unless it was killed.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            reason = one_line(str(error).rpartition("err == 0. ")[2])  # without the line in torch's source
+            raise StageError(f"{who} is out of memory{f' ({reason})' if reason else ''}: {if_out_of_memory}") from None
+        if isinstance(error, dist.DistError) or _OF_OTHER_RANKS.search(str(error)):
+            # The rank that is at fault prints the cause; the others would bury it under a traceback each.
+            raise LostConnection(f"{who} lost the connection to another rank ({one_line(error)})") from None
+        for sign, advice in _OF_PARAMETERS.items():
+            if re.search(sign, f"{type(error).__module__}: {error}"):
+                raise StageError(f"{advice} ({one_line(error)})") from None
+        raise

@@ -1,0 +1,270 @@
+"""torchrun starts the ranks, ends all when one fails, and passes signals on: here, or with srun on nodes of Slurm.
+
+On one machine torchrun and the ranks find each other through files, bind sockets to 127.0.0.1 alone, and look up no
+name. On several nodes the first one has torchrun's store, at the address that srun gives to the tasks.
+
+A rank that decides itself to end says so (`handoff.tell_launcher`). Otherwise torchrun's report is shown.
+"""
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from stages.base import process
+from stages.base.command import USER_ERROR
+from stages.base.errors import StageError
+from stages.base.shared_disk import refresh
+from stages.forward.devices import num_devices
+from stages.ranks import handoff
+from stages.ranks.signals import INTERRUPTED, STOP_SIGNALS
+
+CRASHED = 1
+"""Exit status where a rank crashed or hung."""
+
+_LOG = "torchrun-"
+"""A file in the directory of the ranks with what torchrun prints, and the name of the node."""
+
+_OF_TASKS = ("SLURM_CPU", "SLURM_GPU", "SLURM_HINT", "SLURM_NTASKS_PER", "SLURM_TRES_PER_TASK", "SRUN_CPUS_PER_TASK")
+"""What the tasks of the job get, which srun would read as its options: torchrun must have its whole node."""
+
+_START = f'exec "$@" <&2 2>"${handoff.DIRECTORY}/{_LOG}${{SLURMD_NODENAME:-here}}"'
+"""The shell that becomes torchrun, whose stdin is the terminal: see `handoff.STDERR`."""
+
+_ON_A_NODE = f"""
+if ! [ -d "${handoff.DIRECTORY}" ]; then
+    echo "error: node $SLURMD_NODENAME does not see ${handoff.DIRECTORY} of the launcher: put the checkpoints on a" \\
+        "disk that all nodes share (set CHECKPOINT_ROOT)" >&2
+    exit {USER_ERROR}
+fi
+export PET_RDZV_ENDPOINT="${{ENDPOINT_HOST:-$SLURM_LAUNCH_NODE_IPADDR}}:$ENDPOINT_PORT"
+export PET_RDZV_CONF="is_host=$((SLURM_NODEID == 0))"
+{_START}
+"""
+"""The same on one node of several. Options of torchrun that differ between them are variables, which it reads too."""
+
+
+class Ranks(NamedTuple):
+    """How many ranks to start, and where."""
+
+    num_local: int
+    """On each node."""
+    num_nodes: int | None = None
+    """Nodes on which srun starts them; None: this machine, without srun."""
+
+    @property
+    def total(self) -> int:
+        """Ranks of all nodes."""
+        return self.num_local * (self.num_nodes or 1)
+
+
+def count_local_ranks(nproc_per_node: int | None) -> int:
+    """The ranks to start on each node: `nproc_per_node`, or if that is None one for each GPU here, or two on CPUs.
+
+    Raises:
+        StageError: there are GPUs, but torch cannot use them.
+    """
+    if nproc_per_node is not None:
+        return nproc_per_node
+    if not num_devices() and not Path("/dev/kfd").exists():  # without importing torch, which takes seconds
+        return 2
+    from stages.forward.distributed import check_devices
+
+    return check_devices(None) or 2
+
+
+def num_nodes(launcher: str, num_nodes: int | None) -> int | None:
+    """On how many nodes srun is to start the ranks; None: they are started on this machine, without it.
+
+    Args:
+        launcher: `runtime.launcher`.
+        num_nodes: `runtime.num_nodes`.
+
+    Raises:
+        StageError: there are not so many nodes.
+    """
+    is_allocated = "SLURM_JOB_ID" in os.environ
+    allocated = int(os.environ.get("SLURM_JOB_NUM_NODES", 1)) if is_allocated else 1
+    wanted = num_nodes or allocated
+    if launcher == "torchrun" or (launcher != "srun" and wanted == 1):
+        if (num_nodes or 1) > 1:
+            raise StageError(
+                f"runtime.num_nodes is {wanted}, but launcher torchrun starts the ranks of one machine: use srun"
+            )
+        return None
+    if not is_allocated or wanted > allocated:
+        here = f"an allocation of {allocated}" if is_allocated else "no allocation of Slurm"
+        nodes = f"{wanted} nodes" if wanted > 1 else "1 node"
+        raise StageError(
+            f"runtime.launcher {launcher} and runtime.num_nodes {num_nodes} need {nodes}, but this is "
+            f"in {here}: start it with `sbatch --nodes={wanted}` or in `salloc --nodes={wanted}`"
+        )
+    if shutil.which("srun") is None:
+        raise StageError(f"runtime.launcher {launcher} needs the command srun, which is not on PATH")
+    return wanted
+
+
+@contextmanager
+def shared_directory(ranks: Ranks, parent: Path | None = None) -> Iterator[Path]:
+    """A directory for one start of the ranks, below `parent` where that is on several nodes; removed at the end."""
+    prefix = "ranks-"
+    if ranks.num_nodes is None:
+        parent = None  # /tmp: locks in it are fast, and it is there when the disk of the checkpoints is full
+    elif parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
+        for leftover in parent.glob(f"{prefix}*"):  # of a launcher that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
+
+
+def run(
+    module: str, ranks: Ranks, directory: Path, timeout_minutes: float, endpoint: str | None = None,
+    stopping: threading.Event | None = None,
+) -> int:  # fmt: skip
+    """Run a module as so many ranks, until all have ended.
+
+    Args:
+        module: What each rank runs.
+        ranks: How many, and where.
+        directory: That they share for this start.
+        timeout_minutes: After a signal, the ranks have so long to save.
+        endpoint: On several nodes `host` or `host:port` where all of them reach the first one.
+        stopping: Set when the ranks are to save and exit.
+
+    Returns:
+        An exit status. Why it is not 0 is printed, by the ranks or here.
+    """
+    environment = {
+        **os.environ,
+        handoff.DIRECTORY: str(directory),
+        handoff.STDERR: "0",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if ranks.num_nodes is None else "0",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(60 * timeout_minutes)),
+    }
+    # Several ranks with one thread per core each would compete for the cores.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, _num_cpus() // ranks.num_local)))
+    torchrun = [
+        sys.executable, "-m", "torch.distributed.run" if ranks.num_nodes else "stages.ranks.torchrun",
+        f"--nnodes={ranks.num_nodes or 1}",
+        f"--nproc-per-node={ranks.num_local}", "--rdzv-backend=c10d", f"--log-dir={directory}",
+        f"--signals-to-handle={','.join(sorted(number.name for number in STOP_SIGNALS))}",
+    ]  # fmt: skip
+    if ranks.num_nodes is None:
+        at_death = signal.SIGKILL
+        torchrun += [
+            f"--rdzv-endpoint={directory / 'rendezvous'}",
+            "--rdzv-conf=store_type=file",
+            "--local-addr=127.0.0.1",
+        ]
+        command = ["sh", "-c", _START, "sh", *torchrun, "-m", module]
+    else:
+        at_death = signal.SIGTERM  # at which srun kills its tasks
+        host, port = _endpoint(endpoint)
+        environment = {name: value for name, value in environment.items() if not name.startswith(_OF_TASKS)}
+        environment |= {"ENDPOINT_HOST": host, "ENDPOINT_PORT": str(port)}
+        torchrun += [f"--rdzv-id={secrets.token_hex(4)}"]
+        srun = [
+            "srun", f"--nodes={ranks.num_nodes}", f"--ntasks={ranks.num_nodes}", "--ntasks-per-node=1", "--relative=0",
+            "--cpu-bind=none", "--overlap", "--export=ALL", "--quiet", "--kill-on-bad-exit=1", "--wait=0",
+        ]  # fmt: skip
+        command = [*srun, "sh", "-c", _ON_A_NODE, "sh", *torchrun, "-m", module]
+    started = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # a Ctrl-C in a terminal is for this process, which asks the ranks to save
+        preexec_fn=lambda: process.die_with_parent(at_death),
+    )
+    try:
+        _wait(started, stopping)
+    finally:  # the ranks die with torchrun
+        if started.poll() is None:
+            started.send_signal(at_death)
+            started.wait()
+    if started.returncode == 0:
+        return 0
+    refresh([directory])  # other nodes have written into it
+    told = handoff.told_statuses(directory)
+    for status in (INTERRUPTED, USER_ERROR):  # the others lost the connection, or were ended
+        if status in told:
+            return status
+    # A signal may end torchrun, or a rank, before it can say a word: then no rank has trained a step.
+    if stopping is not None and stopping.is_set() and not handoff.was_training(directory):
+        return INTERRUPTED
+    for line in _reports(directory, ranks.num_nodes or 1):
+        print(line, file=sys.stderr, flush=True)
+    return CRASHED
+
+
+def _wait(started: "subprocess.Popen[bytes]", stopping: threading.Event | None) -> None:
+    """Wait for the end of torchrun or srun, which pass on the signal that the ranks get when they are to stop."""
+    was_asked = False
+    while started.poll() is None:
+        if stopping is not None and stopping.is_set() and not was_asked:
+            started.send_signal(signal.SIGUSR1)  # srun answers others by killing its tasks
+            was_asked = True
+        try:
+            started.wait(0.1)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _reports(directory: Path, num_nodes: int) -> Iterator[str]:
+    """What torchrun has printed on each node: its table of the ranks that failed, or all, where there is none."""
+    logs = sorted(directory.glob(f"{_LOG}*"))
+    have_started = len(logs) == num_nodes  # otherwise one has not, and srun has ended the others
+    for log in logs:
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if not re.search("Error|Exception|signal", text):  # slurm/job.sh looks for this, to start the job again
+            if have_started:
+                name = log.name.removeprefix(_LOG)
+                yield f"error: node {name} was lost: torchrun has ended there without a word"
+        else:
+            yield text[max(text.find("=" * 20), 0) :].rstrip()
+
+
+def _endpoint(text: str | None) -> tuple[str, int]:
+    """Host and port of torchrun's store; an empty host: the address of this machine, which srun gives to the tasks.
+
+    Raises:
+        StageError: the port is none.
+    """
+    host, _, port = (text or "").partition(":")
+    if int(port or 0) > 65535:
+        raise StageError(f"runtime.rdzv_endpoint is {text}: ports are numbers up to 65535")
+    if not host and os.environ.get("SLURM_NODEID") != "0":  # as in `salloc` on a login node
+        names = subprocess.run(["scontrol", "show", "hostnames"], capture_output=True, text=True)
+        host = names.stdout.partition("\n")[0]
+    return host, int(port or _free_port())
+
+
+def _free_port() -> int:
+    """A port that nobody uses here now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _num_cpus() -> int:
+    """The CPUs that this process may use: of its affinity, and of Slurm's job where Slurm does not enforce them."""
+    own = len(os.sched_getaffinity(0))
+    return min(own, int(os.environ.get("SLURM_CPUS_ON_NODE", own)))
+
+
+if __name__ == "__main__":  # torchrun of one machine
+    from torch.distributed.run import main
+
+    # It records the full name of the machine with its events. Where /etc/hosts lacks it, nameservers would be asked.
+    socket.getfqdn = lambda name="": name or socket.gethostname()
+    main()

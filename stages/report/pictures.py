@@ -1,0 +1,204 @@
+"""Pictures of the course of a training, as SVG: for a paper, and for the page of the report.
+
+The same numbers give the same bytes, without dates or random ids. However many rows there are, matplotlib draws a curve
+with a limited number of points, among them every peak.
+"""
+
+import io
+from dataclasses import dataclass, field
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from numpy.typing import NDArray
+
+from stages.base import history
+from stages.base.history import Row
+
+COLORS = {
+    "back": "#ffffff",
+    "panel": "#f4f6f8",
+    "text": "#1b232c",
+    "grey": "#566270",
+    "line": "#dfe4ea",
+    "before": "#8a94a0",
+    "mark": "#fdf0d2",
+    "blue": "#1f5fa8",
+    "pale": "#8db5e2",
+    "orange": "#c04d08",
+    "green": "#1d7a5a",
+    "yellow": "#d9a21b",
+    "purple": "#7b4b9e",
+}
+"""Text and lines have the contrast that WCAG AA asks for, on `back` and on `panel`."""
+
+_STYLE: Any = {
+    "svg.hashsalt": "report",  # ids in the picture are random without it
+    "svg.fonttype": "path",  # looks the same where the font is missing
+    "figure.figsize": (5.4, 3.3),  # so small that the letters can be read on a phone, and as wide as a column of text
+    "figure.constrained_layout.use": True,
+    "savefig.facecolor": "none",
+    "axes.facecolor": "none",
+    "font.family": "DejaVu Sans",  # comes with matplotlib
+    "font.size": 9,
+    "text.color": COLORS["text"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": COLORS["grey"],
+    "axes.labelcolor": COLORS["text"],
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.xmargin": 0.01,
+    "axes.formatter.limits": (-2, 5),
+    "grid.color": COLORS["line"],
+    "grid.linewidth": 0.7,
+    "xtick.color": COLORS["grey"],
+    "ytick.color": COLORS["grey"],
+    "xtick.labelcolor": COLORS["text"],
+    "ytick.labelcolor": COLORS["text"],
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+    "lines.linewidth": 1.6,
+    "lines.solid_joinstyle": "round",
+    "path.simplify_threshold": 0.5,  # of a pixel
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A column of a table."""
+
+    column: str
+    color: str
+    label: str
+    before: str | None = None
+    """Label of the same curve of the run before; None: it is not drawn."""
+    is_mean: bool = False
+    """Whether it is the running mean of the column."""
+    style: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is drawn, over the steps."""
+
+    caption: str
+    label: str
+    """Of the vertical axis."""
+    curves: list[Curve]
+    scale: str = "zero"
+    """Of the vertical axis: from `zero`; `log`; or `auto`, around the values."""
+
+
+_THIN = {"linewidth": 0.8}
+_PHASES = {
+    "data": "yellow", "forward": "blue", "backward": "pale", "update": "green", "validation": "orange",
+    "saving": "purple", "other": "grey",
+}  # fmt: skip
+COURSE = {
+    "loss": Picture(
+        "Loss",
+        "loss (nats per token)",
+        [
+            Curve("loss", "pale", "training, each step", style=_THIN),
+            Curve("loss", "blue", "training, running mean", "run before: training, mean", is_mean=True),
+            # Fewer points, and none without held-out rows.
+            Curve("validation_loss", "orange", "validation", "run before: validation", style={"linestyle": "dashed"}),
+        ],
+        "auto",
+    ),
+    "learning_rate": Picture("Learning rate", "learning rate", [Curve("lr", "blue", "this run", "run before")]),
+    "gradient_norm": Picture(
+        "Gradient norm",
+        "gradient norm, before clipping",
+        [
+            Curve("grad_norm", "pale", "each step", style=_THIN),
+            Curve("grad_norm", "blue", "running mean", "run before, running mean", is_mean=True),
+        ],
+        "log",
+    ),
+}
+"""Of history.tsv, by name."""
+SPEED = {
+    "tokens_per_second": Picture(
+        "Tokens per second", "tokens per second", [Curve("tokens_per_second", "blue", "this run", "run before")]
+    ),
+    "memory": Picture(
+        "Memory",
+        "memory of rank 0 (GiB)",
+        [
+            Curve("memory_gib", "green", "now"),
+            Curve("memory_peak_gib", "blue", "peak", "run before, peak"),
+        ],
+    ),
+    "step_time": Picture(
+        "Time of a step",
+        "milliseconds per step",
+        [Curve(f"{phase}_ms", color, phase, style=_THIN) for phase, color in _PHASES.items()],
+    ),
+}
+"""Of speed.tsv."""
+
+
+def draw(picture: Picture, rows: list[Row], before: list[Row]) -> tuple[str, str] | None:
+    """A picture with a legend above it where there are several curves, and its text; None: there are no values.
+
+    The text, for those who do not see it, has the last value of each curve, and of losses the lowest.
+
+    Args:
+        picture: What is drawn.
+        rows: Of this run.
+        before: Of the run before, in grey.
+    """
+    drawn = [(rows, curve, curve.color, curve.label) for curve in picture.curves]
+    drawn += [(before, curve, "before", curve.before) for curve in picture.curves if curve.before]
+    texts, positive = [], True
+    with mpl.rc_context(_STYLE):
+        # Figure, not pyplot: no backend is chosen, no display needed, and nothing is kept in global state.
+        figure = Figure()
+        axes = figure.add_subplot()
+        axes.set(xlabel="step", ylabel=picture.label)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # 1: where there is a single step
+        for table, curve, color, label in drawn:
+            steps, values = series(table, curve)
+            if not values.any():
+                continue
+            marker = {"marker": "o", "clip_on": False} if len(steps) == 1 else {}  # a line of one point cannot be seen
+            order = 1.9 if color == "before" else 2  # behind the others
+            axes.plot(steps, values, color=COLORS[color], label=label, zorder=order, **{**marker, **curve.style})
+            lowest = f" (lowest {_text(values.min())})" if "loss" in curve.column else ""
+            texts += [f"{label} {_text(values[-1])}{lowest}"]
+            positive &= values.min() > 0
+        if not texts:
+            return None
+        if picture.scale == "zero":
+            axes.set_ylim(0, None)
+        elif picture.scale == "log" and positive:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_locator(NullLocator())
+        labels = axes.get_legend_handles_labels()[1]
+        if len(labels) > 1:
+            figure.legend(loc="outside upper left", ncols=2 if max(map(len, labels)) > 12 else 4)
+        file = io.StringIO()
+        # Not the time of day, nor the version of matplotlib.
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return file.getvalue(), f"Last values of {picture.label}: {'; '.join(texts)}"
+
+
+def series(rows: list[Row], curve: Curve) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The steps at which a curve has a finite value, and the values."""
+    points = np.array(history.series(rows, curve.column))
+    steps, values = points[:, np.isfinite(points[1])]
+    if curve.is_mean:
+        window = max(1, len(values) // 50)
+        sums = np.cumsum([0.0, *values])
+        steps, values = steps[window - 1 :], (sums[window:] - sums[:-window]) / window
+    return steps, values
+
+
+def _text(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

@@ -1,0 +1,113 @@
+"""Files that are read line by line, cut into parts, so that one large file fills all splits.
+
+A part has the lines that begin in one range of `size` bytes, aligned to `size`, so lines that are appended to a file
+change its last part only. Only UTF-8 is cut: there a byte 10 is always a line end, and each part can be decoded alone.
+Memory holds a piece of a part, however long the part and its lines are.
+"""
+
+import codecs
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from stages.splits import tree
+from stages.splits.manifests import Part, RawFile
+
+PARTS_PER_SPLIT = 8
+"""At least, if the corpus is one large file: counts that differ by one then differ by at most an eighth."""
+SMALLEST = 16 << 10
+"""Bytes: files up to this size are never cut. 20 splits of one file need 320 KB."""
+
+_CHUNK = 1 << 20  # bytes read at once
+
+
+class Task(NamedTuple):
+    """A range of a file."""
+
+    file: Path
+    start: int
+    """Offset, a multiple of the size of the ranges."""
+    end: int
+
+
+class Measured(NamedTuple):
+    """The lines that begin in a range; without any, `start` is `end`."""
+
+    start: int
+    end: int
+    num_lines: int
+    digest: str
+
+
+def size_of(num_bytes: int, num_splits: int, smallest: int) -> int:
+    """The size of the parts of a corpus: a power of two, so that it stays the same until the corpus has doubled."""
+    share = num_bytes // (num_splits * PARTS_PER_SPLIT)
+    return max(smallest, 1 << share.bit_length() >> 1)
+
+
+def tasks(file: Path, num_bytes: int, size: int) -> list[Task]:
+    """What `measure` must be called with for a file of so many bytes, in order."""
+    return [Task(file, start, start + size) for start in range(0, num_bytes, size)]
+
+
+def measure(task: Task) -> Measured | None:
+    """Measure a part.
+
+    None: it is not UTF-8, or cannot be read.
+    """
+    try:
+        with open(tree.open_regular(task.file), "rb") as file:
+            start = _line_start(file, task.start, task.end)
+            # A line that begins in this range may go beyond it, and one that began before may go beyond this range.
+            return _measure(file, start, _line_start(file, task.end) if start < task.end else start)
+    except (UnicodeDecodeError, OSError):
+        return None
+
+
+def join(path: str, measured: Iterable[Measured]) -> list[RawFile]:
+    """The lines of the manifest for all parts of a file, in order."""
+    files: list[RawFile] = []
+    line = 1
+    for start, end, num_lines, digest in measured:
+        files.append(RawFile(path, end - start, digest, Part(start, end, line)))
+        line += num_lines
+    *others, last = files
+    assert last.part
+    return [*others, last._replace(part=last.part._replace(end=None))]
+
+
+def name(file: RawFile, size: int) -> str:
+    """By which a part is assigned to a split: it stays the same when the lines in it, or after it, change."""
+    assert file.part
+    return f"{file.path}\0{file.part.start // size}"  # NUL is in no path
+
+
+def _line_start(file: BinaryIO, place: int, limit: int | None = None) -> int:
+    """The offset of the first line that begins at `place` or later; if there is none, the size of the file.
+
+    If no line begins before `limit`, the result is `limit`: the rest of a very long line is not read.
+    """
+    if place == 0:
+        return 0
+    file.seek(place - 1)
+    # In pieces: a line may be longer than the memory.
+    while piece := file.readline(min(_CHUNK, limit - file.tell()) if limit else _CHUNK):
+        if piece.endswith(b"\n"):
+            break
+    return min(file.tell(), os.fstat(file.fileno()).st_size)  # a file may be sought beyond its end
+
+
+def _measure(file: BinaryIO, start: int, end: int) -> Measured:
+    """Raises UnicodeDecodeError if it is not UTF-8."""
+    digest, decoder, num_lines = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
+    file.seek(start)
+    place = start
+    while place < end and (piece := file.read(min(_CHUNK, end - place))):
+        digest.update(piece)
+        decoder.decode(piece)
+        num_lines += piece.count(b"\n")
+        place += len(piece)
+    decoder.decode(b"", final=True)
+    return Measured(start, place, num_lines, digest.hexdigest())

@@ -1,0 +1,1 @@
+"""From strings to rows of tokens: encoding, and packing documents into rows."""

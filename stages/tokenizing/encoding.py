@@ -1,0 +1,303 @@
+"""From strings to tokens, with memory for a batch of text even where a document is long.
+
+Two libraries can encode: the model's own, which is the tokenizers that transformers requires, and a fast one. The fast
+one is used where it is known to give the same tokens. Each character that occurs is encoded by both, alone and among
+others, as the two know different versions of Unicode: a document with a character that differs is left to the model's
+own. A sample of each batch is encoded by both, too. If it differs, nothing that was encoded is used.
+
+The model's own needs about a hundred times the memory of its text, the fast one forty times. So text is encoded in
+batches, and a long document in windows.
+"""
+
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models
+
+from stages.base.errors import StageError
+from stages.tokenizing import vocabulary, windows
+from stages.tokenizing.comparison import TEXTS, Comparison, Differs, encode
+from stages.tokenizing.fast_tokenizer import Failed
+from stages.work import arrow
+
+NAME = f"tokenizers {tokenizers.__version__}"
+"""The model's own, of the version that transformers requires."""
+
+Tokens = NDArray[np.integer[Any]]
+Encode = Callable[[Sequence[str]], Sequence[NDArray[Any]]]
+
+
+class TokenizerSpec(NamedTuple):
+    """How strings become tokens."""
+
+    path: Path
+    """A `tokenizer.json`."""
+    sha256: str
+    """Of that file."""
+    eos_token_id: int
+    """Ends each document, and occurs nowhere else."""
+    unk_token_id: int | None
+    """Replaces what the vocabulary cannot express."""
+    special_tokens: tuple[str, ...]
+    """No text gives them, except for the unknown token."""
+    vocab_size: int
+    """Rows of the model's embedding."""
+    is_fast: bool = False
+    """Whether the fast tokenizer may encode."""
+
+    @property
+    def dtype(self) -> np.dtype[np.integer[Any]]:
+        """The smallest that can represent the vocabulary."""
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
+
+
+class EncoderLimits(NamedTuple):
+    """What bounds the memory, in bytes of UTF-8. It changes no token."""
+
+    batch: int = 1 << 20
+    """Encoded at once."""
+    sample: int = 1 << 11
+    """Of a batch, encoded by both tokenizers: 0.2 % of the text, as one of them is about 20 times as slow."""
+    windows: tuple[int, ...] = (1 << 18, 1 << 22)
+    """Of a string longer than a batch, so many are encoded at once; the next size is tried where windows cannot be
+    joined. It needs up to 200 times as much memory. After larger ones, malloc would not return it to the system."""
+
+
+DEFAULT_LIMITS = EncoderLimits()
+
+
+class Piece(NamedTuple):
+    """A part of the tokens of some documents, and counts of characters of these documents, each counted once."""
+
+    tokens: Tokens
+    """(n,) `spec.dtype`."""
+    num_dropped: int = 0
+    """They leave no token, or lose a part of their bytes."""
+    num_slow: int = 0
+    """Encoded by the model's own tokenizer, although the fast one may encode."""
+
+
+_SEEN, _DROPPED, _DIFFERS = 1, 2, 4
+"""Bits for a character."""
+
+_END = 1 << 12
+"""Bytes of a block of text that decide which part of it is compared."""
+
+
+class _Refused(Exception):
+    """A document cannot be encoded; the message is the reason."""
+
+
+class Encoder:
+    """Encodes documents."""
+
+    def __init__(self, spec: TokenizerSpec, limits: EncoderLimits = DEFAULT_LIMITS) -> None:
+        """Load the tokenizers.
+
+        Raises:
+            Differs: the fast one cannot be used.
+        """
+        # Workers use all cores already, and `num_workers: 1` means one. `tokenizers` reads this at each batch.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self._spec = spec
+        self._limits = limits
+        content, names = vocabulary.rename(spec.path, spec.special_tokens)
+        self._tokenizer = Tokenizer.from_buffer(content)
+        self._tokenizer.encode_special_tokens = True  # `<|endoftext|>` in a text is text
+        self._tokenizer.no_truncation()  # or documents would lose all after the limit in the file, without an error
+        self._tokenizer.no_padding()  # or documents of a batch would get the length of the longest
+        ids = {token: self._tokenizer.token_to_id(name) for token, name in names.items()}
+        self._renamed = {token_id: token for token, token_id in ids.items() if token_id is not None}
+        # What may not be within a document: EOS may not even where it is the unknown token, too.
+        special = self._renamed.keys() - {spec.unk_token_id} | {spec.eos_token_id}
+        self._is_special = np.zeros(spec.vocab_size, np.bool_)  # of each id
+        self._is_special[[token_id for token_id in special if token_id < spec.vocab_size]] = True
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self._known = np.zeros(sys.maxunicode + 1, np.uint8)  # of each character
+        self._plain = b""  # ASCII characters that were seen, are not dropped, and do not differ
+        self._differing: set[str] = set()  # characters; a regular expression needs a microsecond for each of a text
+        self._own: Encode = partial(encode, self._tokenizer)
+        self._comparison: Comparison | None = None
+        if spec.is_fast:
+            self._load_fast(content)
+
+    def _load_fast(self, content: bytes) -> None:
+        try:
+            self._comparison = Comparison(self._tokenizer, content)
+        except Failed as error:
+            reason = str(error).partition(". ")[0]  # what follows is advice to whoever calls the library
+            raise Differs(f"it cannot use {self._spec.path.name}: {reason}") from None
+        # Under its new name no text has a special token.
+        added = {self._renamed.get(token_id, token.content): token for token_id, token in self._added.items()}
+        self._look_at(bytes(range(128)) + "".join([*added, *TEXTS]).encode())
+        if (differing := self._known[:128] & (_DIFFERS | _DROPPED) == _DIFFERS).any():
+            raise Differs(f"it gives other tokens for the character {chr(int(differing.argmax()))!r}")
+        choosy = [text for text, token in added.items() if token.single_word or token.lstrip or token.rstrip]
+        self._comparison.check_all(added, choosy, self._differing)
+
+    def encode(self, documents: pa.StringArray) -> Iterator[Piece]:
+        """Yield the documents' tokens, each document with EOS at its end, in pieces of any length.
+
+        Raises:
+            StageError: the tokenizer gives ids that the model does not know, or cannot encode a document.
+            Differs: the fast tokenizer gives other tokens than the model's own.
+        """
+        for batch in arrow.slices(documents, pc.binary_length(documents), self._limits.batch):
+            try:
+                yield from self._encode(batch)
+            except Failed as error:
+                raise Differs(f"it cannot encode all of the text: {error}") from None
+            except Exception as error:
+                if type(error) not in (_Refused, Exception):  # the latter is what `tokenizers` raises
+                    raise
+                if len(batch) > 1:  # which document is it about?
+                    for index in range(len(batch)):
+                        yield from self.encode(batch.slice(index, 1))
+                    continue
+                beginning = str(memoryview(batch[0].as_buffer())[:200], "utf-8", "ignore")[:50]
+                raise StageError(
+                    f"{self._spec.path} cannot encode the document that begins with {beginning!r}: {error}. "
+                    "Remove or change it in raw_dir, or give the model another tokenizer or eos_token_id"
+                ) from None
+
+    def _encode(self, batch: pa.StringArray) -> Iterator[Piece]:
+        text = _text(batch)
+        num_dropped, has_differing = 0, False
+        for block in self._blocks(text):
+            dropped, differs = self._look_at(block)
+            num_dropped += dropped
+            has_differing |= differs
+            if self._comparison:
+                self._compare(block)
+        if len(text) <= self._limits.batch:
+            tokens, num_slow = self._encode_batch(batch, has_differing)
+            yield Piece(tokens, num_dropped, num_slow)
+            return
+        pieces = self._encode_long(text, has_differing)  # it is alone
+        for piece in pieces:
+            self._check(piece)
+        yield from map(Piece, pieces)
+        end = np.array([self._spec.eos_token_id], self._spec.dtype)  # (1,)
+        yield Piece(end, num_dropped, sum(map(arrow.count_characters, self._blocks(text))) if has_differing else 0)
+
+    def _blocks(self, text: memoryview) -> Iterator[bytes]:
+        """UTF-8 in blocks of at most `limits.batch` bytes."""
+        start = 0
+        while start < len(text):
+            stop = windows.border(text, start + self._limits.batch)
+            yield bytes(text[start:stop])
+            start = stop
+
+    def _look_at(self, text: bytes) -> tuple[int, bool]:
+        """How many characters of a text are dropped, and whether the fast tokenizer encodes any of them differently.
+
+        Dropped are those that leave no token, or lose a part of their bytes: byte-level vocabularies without an unknown
+        token drop the bytes that they lack; some normalizers drop control characters. White space is not counted where
+        the tokenizer only uses it to find words. Each character is decided by encoding it alone.
+        """
+        rest = text.translate(None, self._plain)  # usually only what is not ASCII
+        codes = np.frombuffer(str(rest, "utf-8").encode("utf-32-le"), np.uint32)  # (characters,)
+        if len(new := np.unique(codes[self._known[codes] == 0])):
+            self._known[new] = [_SEEN | _DROPPED * self._drops(chr(code)) for code in new]
+            if self._comparison:
+                self._known[new[self._comparison.characters([*map(chr, new)])]] |= _DIFFERS
+            self._plain = bytes(np.flatnonzero(self._known[:128] == _SEEN).tolist())
+            self._differing.update(chr(code) for code in new if self._known[code] & _DIFFERS)
+        known = self._known[codes]
+        return int(np.count_nonzero(known & _DROPPED)), bool(np.any(known & _DIFFERS))
+
+    def _drops(self, character: str) -> bool:
+        tokenizer = self._tokenizer
+        try:
+            encoding = tokenizer.encode(character, add_special_tokens=False)
+        except Exception:  # a model of words without an unknown token may know the character within words only
+            return False
+        if not self._added.keys().isdisjoint(encoding.ids):
+            return False
+        word = tokenizer.normalizer.normalize_str(character) if tokenizer.normalizer else character
+        if tokenizer.pre_tokenizer:
+            word = "".join(part for part, _ in tokenizer.pre_tokenizer.pre_tokenize_str(word))
+        # A token is at least as long as what it stands for; a byte-level word has a character for each byte.
+        is_partly_lost = len("".join(encoding.tokens)) < len(word)
+        return is_partly_lost or not (encoding.ids or character.isspace())
+
+    def _compare(self, text: bytes) -> None:
+        """Encode a sample of a text with both tokenizers; where it is depends on the text alone."""
+        assert self._comparison
+        start = windows.border(text, zlib.crc32(text[-_END:]) % max(1, len(text) - self._limits.sample))
+        sample = str(text[start : windows.border(text, start + self._limits.sample)], "utf-8")
+        if not self._differs(sample):
+            self._comparison.check(sample)
+
+    def _differs(self, text: str) -> bool:
+        return not self._differing.isdisjoint(text)
+
+    def _best(self, has_differing: bool) -> Encode:
+        """What encodes text with or without a character for which the two tokenizers differ."""
+        return self._own if has_differing or not self._comparison else self._comparison.fast.encode
+
+    def _encode_batch(self, batch: pa.StringArray, has_differing: bool) -> tuple[Tokens, int]:
+        """The tokens of all documents in a row, (n,), and how many characters the fast tokenizer has not encoded."""
+        different = batch.dictionary_encode()  # records repeat their strings: encode each once
+        strings = different.dictionary.to_pylist()
+        num_slow = 0
+        documents: Sequence[NDArray[Any]]
+        if has_differing:
+            documents = [self._best(self._differs(string))([string])[0] for string in strings]
+            num_slow = sum(len(string) for string in batch.to_pylist() if self._differs(string))
+        else:
+            documents = self._best(False)(strings)
+        end = np.array([self._spec.eos_token_id], np.uint32)
+        tokens = self._narrow(np.concatenate([part for document in documents for part in (document, end)]))
+        self._check(tokens, len(documents))
+        if len(documents) < len(batch):
+            starts = np.cumsum([0, *(len(document) + 1 for document in documents)], dtype=np.int32)
+            lists = pa.ListArray.from_arrays(arrow.from_numpy(starts), arrow.from_numpy(tokens))
+            tokens = np.from_dlpack(lists.take(different.indices).flatten()).view(self._spec.dtype)
+        return tokens, num_slow
+
+    def _encode_long(self, text: memoryview, has_differing: bool) -> list[Tokens]:
+        """Encode a document in windows."""
+        encode, is_bpe = self._best(has_differing), isinstance(self._tokenizer.model, models.BPE)
+        for size in self._limits.windows:
+            try:
+                return [*map(self._narrow, windows.encode(encode, text, size, is_bpe))]
+            except windows.NotJoined:  # what was encoded so far is dropped
+                continue
+        raise _Refused(
+            f"a part of it cannot be divided into words, and at once only {size} bytes can be encoded, not {len(text)}"
+        )
+
+    def _narrow(self, ids: NDArray[Any]) -> Tokens:
+        # Before the cast, which would wrap 70 000 to 4 464 in uint16 without an error.
+        if ids.max(initial=0) >= self._spec.vocab_size:
+            raise StageError(
+                f"{self._spec.path} gives token {ids.max()}, but the model's vocab_size is {self._spec.vocab_size}: "
+                "the tokenizer belongs to another model"
+            )
+        return ids.astype(self._spec.dtype)
+
+    def _check(self, tokens: Tokens, num_ends: int = 0) -> None:
+        """Raise if there are more special tokens than the EOS that ends each document."""
+        found = tokens[self._is_special[tokens]]
+        if len(found) > num_ends:  # the first of a single document is in its text
+            token_id = int(found[0])
+            token = self._renamed.get(token_id) or self._tokenizer.id_to_token(token_id)
+            raise _Refused(f"its text gives the special token {token!r}")
+
+
+def _text(documents: pa.StringArray) -> memoryview:
+    """The UTF-8 of documents, one after the other; no copy."""
+    _, offsets, data = documents.buffers()
+    ends = np.frombuffer(offsets, np.int32)[documents.offset :][: len(documents) + 1]
+    return memoryview(data)[ends[0] : ends[-1]]

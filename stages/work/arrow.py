@@ -1,0 +1,227 @@
+"""Directories that `datasets.load_from_disk` reads, written without `datasets`: Arrow streams and two JSON files.
+
+Record batches are written one by one, in the encapsulated format of Arrow's IPC streams, so that memory holds one of
+them, and a record that turns out to be unreadable can be cut off again.
+"""
+
+import hashlib
+import io
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from stages.base.dataset import Shard
+from stages.base.record import damaged
+
+Features = dict[str, Any]
+"""The type of each column, by its name, as `datasets` writes them."""
+
+_PIECE = 1 << 20  # bytes that are copied at once
+_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # a message of length 0, which pyarrow writes on close, too
+
+CHANGED = "it was changed while it was read, so run `dvc repro` again"
+"""What to do about a shard that is no longer the one that was verified."""
+
+TEXT: Features = {"text": {"dtype": "string", "_type": "Value"}}
+"""The features of a corpus."""
+
+
+def token_features(seq_length: int) -> Features:
+    """The features of rows of `seq_length` tokens, int32."""
+    return {"input_ids": {"feature": {"dtype": "int32", "_type": "Value"}, "length": seq_length, "_type": "List"}}
+
+
+def schema(features: Features) -> pa.Schema:
+    """The Arrow schema that `datasets` expects for one of the features above."""
+    kinds = {
+        name: pa.string() if feature["_type"] == "Value" else pa.list_(pa.int32(), feature["length"])
+        for name, feature in features.items()
+    }
+    # `datasets` reads the features from this key; without it, it would derive them from the types.
+    return pa.schema(kinds, metadata={"huggingface": json.dumps({"info": {"features": features}})})
+
+
+def shard_name(index: int, num_shards: int) -> str:
+    """The file name that `datasets` gives to a shard."""
+    return f"data-{index:05d}-of-{num_shards:05d}.arrow"
+
+
+def from_numpy(array: NDArray[Any]) -> pa.Array:
+    """The same one-dimensional array for Arrow; no copy. `pa.array` would import pandas."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(array.dtype), len(array), [None, pa.py_buffer(array)])
+
+
+def slices(rows: pa.Array, lengths: pa.Array, size: int) -> Iterator[pa.Array]:
+    """Consecutive rows whose lengths are at most `size` together, or a single longer one."""
+    ends = np.cumsum(np.from_dlpack(lengths), dtype=np.int64)  # `to_numpy` would import pandas
+    first = 0
+    while first < len(ends):
+        limit = size + (ends[first - 1] if first else 0)
+        last = max(int(np.searchsorted(ends, limit, "right")), first + 1)
+        yield rows[first:last]
+        first = last
+
+
+class Mark(NamedTuple):
+    """A place in a stream, to which it can be cut back."""
+
+    position: int
+    rows: int
+    digest: "hashlib._Hash"
+    """Of what precedes it."""
+
+
+class StreamWriter:
+    """An Arrow IPC stream that can be cut back to an earlier length.
+
+    A `with` block closes the file on any error; only `close` makes it a complete stream. Its digest is that of what was
+    to be written, not of what the file contains, so that whoever verifies the file finds any difference.
+    """
+
+    def __init__(self, path: Path, features: Features) -> None:
+        self.path = path
+        self.rows = 0
+        self.schema = schema(features)
+        # A worker that was lost may still write to its file, or may have put it into the store: start a new file.
+        path.unlink(missing_ok=True)
+        self._digest = hashlib.sha256()
+        self._file = path.open("wb")
+        self._append(self.schema.serialize())
+
+    def __enter__(self) -> "StreamWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, rows: pa.Array) -> None:
+        """Append a record batch."""
+        self.rows += len(rows)
+        # `serialize` copies, so the caller may fill its buffer again.
+        self._append(pa.record_batch([rows], schema=self.schema).serialize())
+
+    def write_text(self, pieces: Iterable[bytes], size: int) -> int:
+        """Append a record batch of one string, which comes in pieces of UTF-8; return its characters.
+
+        The bytes are those that `write` would append, but memory holds a piece.
+
+        Args:
+            pieces: Of the string.
+            size: Of all pieces, in bytes; at least 1.
+        """
+        before, after = self._message(size)
+        self._append(before)
+        num_characters = 0
+        for piece in pieces:
+            self._append(piece)
+            num_characters += count_characters(piece)
+        self._append(after)
+        self.rows += 1
+        return num_characters
+
+    def _message(self, size: int) -> tuple[bytes, bytes]:
+        """What precedes and what follows the string in a record batch of one."""
+        zeros = pa.py_buffer(mmap.mmap(-1, size))  # in place of the string: never read, so they need no memory
+        text = pa.StringArray.from_buffers(1, pa.py_buffer(struct.pack("<ii", 0, size)), zeros)
+        batch = pa.record_batch([text], schema=self.schema)
+        sink = _WithoutBuffer(zeros)
+        with pa.ipc.new_stream(pa.PythonFile(sink, "w"), self.schema) as stream:
+            stream.write_batch(batch)
+            [before, after] = sink.parts
+        return before.removeprefix(self.schema.serialize()), after  # the schema is in the file already
+
+    def mark(self) -> Mark:
+        """The current end of the stream, for `cut`."""
+        return Mark(self._file.tell(), self.rows, self._digest.copy())
+
+    def cut(self, mark: Mark) -> None:
+        """Drop what was written after `mark`, which is used up."""
+        position, self.rows, self._digest = mark
+        self._file.seek(position)
+        self._file.truncate()  # a shorter record may follow, or none
+
+    def close(self) -> Shard:
+        """End the stream."""
+        # No fsync: `publish.directory` flushes the shards before it renames their directory.
+        self._append(_END_OF_STREAM)
+        self._file.close()
+        return Shard(self.path.name, self.rows, self._digest.hexdigest())
+
+    def _append(self, data: Any) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+
+
+class _WithoutBuffer(io.RawIOBase):
+    """Keeps what pyarrow writes before and after a buffer."""
+
+    def __init__(self, buffer: pa.Buffer) -> None:
+        self.parts = [b""]
+        self._buffer = buffer
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if isinstance(data, pa.Buffer) and data.address == self._buffer.address:
+            self.parts.append(b"")
+        else:
+            self.parts[-1] += bytes(data)
+        return len(data)
+
+
+def batch_offsets(path: Path) -> list[int]:
+    """The offset in bytes of each record batch of a shard, for `read_batch`."""
+    offsets: list[int] = []
+    with pa.memory_map(str(path)) as file:
+        pa.ipc.read_message(file)  # the schema
+        while True:
+            offset = file.tell()
+            try:
+                pa.ipc.read_message(file)
+            except EOFError:  # the end of the stream: pyarrow has no list of batches in this format
+                return offsets
+            offsets.append(offset)
+
+
+def read_batch(path: Path, offset: int) -> pa.RecordBatch:
+    """Read one record batch of a shard without copying it.
+
+    Raises:
+        StageError: there is none at the offset.
+    """
+    file = pa.memory_map(str(path))  # not closed: the batch refers to it, and both end together
+    try:
+        schema = pa.ipc.read_schema(file)
+        file.seek(offset)
+        return pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
+    except (pa.ArrowInvalid, EOFError):
+        raise damaged(path, "it has no record batch where it had one", CHANGED) from None
+
+
+def read_text(path: Path, offset: int) -> Iterator[bytes]:
+    """The string of a record batch of one row, in pieces.
+
+    They are read, not mapped: what was touched of a mapped file stays in memory while it is mapped.
+    """
+    size = pc.binary_length(read_batch(path, offset).column(0))[0].as_py()
+    with path.open("rb") as file:
+        file.seek(offset)
+        _, metadata = struct.unpack("<ii", file.read(8))
+        end = file.seek(metadata + 8, os.SEEK_CUR) + size  # the offsets of the string precede it: two of 32 bits
+        while piece := file.read(min(_PIECE, end - file.tell())):
+            yield piece
+
+
+def count_characters(utf8: bytes) -> int:
+    """The characters that begin in a piece of UTF-8."""
+    return int(np.count_nonzero(np.frombuffer(utf8, np.int8) >= -64))  # those below are 10xxxxxx: continuations
