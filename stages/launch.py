@@ -23,7 +23,7 @@ from stages.base.history import HISTORY, SPEED, History
 from stages.base.params_file import load_params
 from stages.base.record import DamagedFile
 from stages.base.shared_disk import refresh
-from stages.checkpointing.decision import Decision, begin, decide, find
+from stages.checkpointing.decision import begin, decide, find
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name, verify
 from stages.checkpointing.lock import writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
@@ -45,34 +45,27 @@ def main() -> None:
     arguments = parser.parse_args()
     run, runtime, _ = read_launch()  # in a job that a launcher has submitted: what it read
     last = run.directory / step_name(run.total_steps)
+    if arguments.explain:
+        decision = decide(run, runtime.resume, find(run))
+        print(f"{decision.action}: {decision.reason}")
+        return
     is_submitted = sbatch.submits(runtime)
-    if arguments.explain or is_submitted:
-        decision = decide(run, runtime.resume, find(run, contents=False))
-        if arguments.explain:
-            print(f"{decision.action}: {decision.reason}")
-            return
-        if decision.action != "finished" and (status := sbatch.run_job(run, runtime)):
-            sys.exit(status)
+    if is_submitted and decide(run, runtime.resume, find(run)).action != "finished":
+        _exit_unless_finished(sbatch.run_job(run, runtime))
     # Also around the outs: another launcher, with resume=never, could delete the checkpoint that they are written from.
     with writer_lock(run.directory, print_line) as set_status:
-        was_finished = False
         if not is_submitted:
-            decision = begin(run, runtime.resume)
-            print_line(decision.reason)
-            was_finished = decision.action == "finished"
-        if not is_submitted and not was_finished:
-            status = _train(run, runtime, decision, set_status)
-            if status == INTERRUPTED:
-                saved = list_checkpoints(run.directory)
-                state = f"{saved[0].name} is saved; {_next_launch(runtime)}" if saved else "no step was done yet"
-                print(f"interrupted: {state}", file=sys.stderr)
-            if status:
-                sys.exit(status)
+            _exit_unless_finished(_train(run, runtime, set_status))
         refuse_changed_files(run, runtime)
         refresh([last])  # the ranks may have written it on another node
-        metrics, exported = write_outs(run, last, contents=was_finished)
+        metrics, exported = write_outs(run, last)
     print(f"train: {metrics.steps:,} steps, {metrics.tokens:,} tokens: {losses_text(metrics)}; run {run.run_id}"
           f"{'' if exported == last else f', whose best checkpoint is {exported.name}'}")  # fmt: skip
+
+
+def _exit_unless_finished(status: int) -> None:
+    if status:
+        sys.exit(status)
 
 
 def losses_text(metrics: TrainMetrics) -> str:
@@ -98,7 +91,7 @@ def refuse_changed_files(run: Run, runtime: TrainRuntime) -> None:
         )
 
 
-def write_outs(run: Run, last: Path, contents: bool) -> tuple[TrainMetrics, Path]:
+def write_outs(run: Run, last: Path) -> tuple[TrainMetrics, Path]:
     """Write the outs of the train stage from the last checkpoint of a run: the same bytes whenever it is called.
 
     So DVC finds nothing changed after a stage that only had to look.
@@ -106,7 +99,6 @@ def write_outs(run: Run, last: Path, contents: bool) -> tuple[TrainMetrics, Path
     Args:
         run: The run.
         last: Its last checkpoint, which is valid.
-        contents: Whether the bytes of the best checkpoint must be verified too, or only its sizes.
 
     Returns:
         The metrics, and the checkpoint that `export_from` chooses.
@@ -114,7 +106,7 @@ def write_outs(run: Run, last: Path, contents: bool) -> tuple[TrainMetrics, Path
     Raises:
         StageError: that checkpoint is missing or damaged.
     """
-    exported = _best(last, contents) if run.params.export_from == "best" else last
+    exported = _best(last) if run.params.export_from == "best" else last
     metrics = TrainState.read(last / STATE).metrics
     for out, name in ((outputs.HISTORY, HISTORY), (outputs.SPEED, SPEED)):
         publish.write_text(out, (last / name).read_text(encoding="utf-8"))
@@ -124,7 +116,7 @@ def write_outs(run: Run, last: Path, contents: bool) -> tuple[TrainMetrics, Path
     return metrics, exported
 
 
-def _best(last: Path, contents: bool) -> Path:
+def _best(last: Path) -> Path:
     history = History((last / HISTORY).read_text(encoding="utf-8"))
     step = history.best_step(CheckpointManifest.read(last).adopted)
     if step is None:
@@ -135,15 +127,23 @@ def _best(last: Path, contents: bool) -> Path:
         )
     best = last.with_name(step_name(step))
     try:
-        verify(best, contents)
+        verify(best, contents=False)
     except DamagedFile as error:
-        from_start = "from the start, with runtime.resume=never"
+        from_start = "here from the start, with runtime.resume=never"
         raise StageError(f"export_from is best, and that is step {step}, but {error}, {from_start}") from None
     return best
 
 
-def _train(run: Run, runtime: TrainRuntime, decision: Decision, set_status: Callable[[str], None]) -> int:
-    """Run the ranks, again where one crashed and `max_restarts` allows it; returns an exit status."""
+def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -> int:
+    """Run the ranks, if any step is left, again where one crashed and `max_restarts` allows it.
+
+    Returns:
+        An exit status: 0, if the run has finished.
+    """
+    decision = begin(run, runtime.resume)
+    print_line(decision.reason)
+    if decision.action == "finished":
+        return 0
     stopping = threading.Event()
 
     def stop(number: int, frame: object) -> None:
@@ -156,6 +156,7 @@ def _train(run: Run, runtime: TrainRuntime, decision: Decision, set_status: Call
     ranks = torchrun.Ranks(
         torchrun.count_local_ranks(runtime.nproc_per_node), torchrun.num_nodes(runtime.launcher, runtime.num_nodes)
     )
+    status = torchrun.CRASHED
     for restart in range(runtime.max_restarts + 1):
         if restart:
             print(f"restart {restart} of {runtime.max_restarts}", file=sys.stderr, flush=True)
@@ -165,12 +166,15 @@ def _train(run: Run, runtime: TrainRuntime, decision: Decision, set_status: Call
             status = torchrun.run(
                 "stages.train", ranks, directory, runtime.timeout_minutes, runtime.rdzv_endpoint, stopping
             )
-        if status != torchrun.CRASHED:
-            return status
-        if stopping.is_set():
+        if status != torchrun.CRASHED or stopping.is_set():
             break
-    if_killed = f"; if a rank was killed by signal 9 because memory ran out, use {remedies(run.params, ranks.total)}"
-    print(f"error: the training failed as shown above; {_next_launch(runtime)}{if_killed}", file=sys.stderr)
+    if status == torchrun.CRASHED:
+        killed = f"; if a rank was killed by signal 9 because memory ran out, use {remedies(run.params, ranks.total)}"
+        print(f"error: the training failed as shown above; {_next_launch(runtime)}{killed}", file=sys.stderr)
+    elif status == INTERRUPTED:
+        saved = list_checkpoints(run.directory)
+        state = f"{saved[0].name} is saved; {_next_launch(runtime)}" if saved else "no step was done yet"
+        print(f"interrupted: {state}", file=sys.stderr)
     return status
 
 

@@ -263,7 +263,7 @@ def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> 
     check_num_ranks(params, num_ranks)
     plan = estimate(params, ModelManifest.read(), PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
     run = describe(params)
-    decide(run, runtime.resume, find(run, contents=False))  # the launch would refuse what this refuses
+    decide(run, runtime.resume, find(run))  # the launch would refuse what this refuses
     check_disk(params, runtime, plan)
     return plan
 

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from stages import launch
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
-from stages.checkpointing.decision import Decision
 from stages.checkpointing.run import describe
 from stages.forward.batch import make_batch
 from stages.forward.distributed import check_devices, use_gpu
@@ -233,8 +232,7 @@ def test_the_launcher_sets_the_environment_of_the_ranks(training: Project, monke
     monkeypatch.setattr(signal, "signal", lambda *args: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     described, runtime = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
-    start = Decision("start", [], "no checkpoints")
-    assert launch._train(described, runtime, start, lambda status: None) == 0
+    assert launch._train(described, runtime, lambda status: None) == 0
     assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 

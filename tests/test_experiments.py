@@ -57,9 +57,9 @@ def test_an_experiment_in_a_copy_adopts_no_checkpoint_of_another(
     for project, adopted in ((training, [path]), (copy, [])):
         project.set(batch_size=4)
         monkeypatch.chdir(project.path)
-        assert decision.begin(run.describe(load_params(TrainParams)), "auto").paths == adopted
+        assert decision.begin(run.describe(load_params(TrainParams)), "auto").checkpoints == adopted
     copy.set(batch_size=2)
-    assert decision.begin(other, "auto").paths == [path]  # its own
+    assert decision.begin(other, "auto").checkpoints == [path]  # its own
 
 
 def test_a_relative_checkpoint_root_is_not_in_the_copy_that_dvc_deletes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,13 +23,11 @@ from stages.base.packed import TRAIN, VALIDATION
 from stages.base.params_file import load_params
 from stages.checkpointing import decision, run
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name
-from stages.checkpointing.lock import read_lock
 from stages.checkpointing.state import TrainState
 from stages.forward.batch import count_labels, make_batch
 from stages.forward.rows import TokenRows
 from stages.launching.rank import Rank
 from stages.launching.runtime import Launch, TrainRuntime
-from stages.model.manifest import MANIFEST, ModelManifest
 from stages.ranks.watchdog import Heartbeat
 from stages.training import loop, step
 from stages.training.loader import BatchLoader
@@ -37,7 +35,7 @@ from stages.training.order import permute, step_rows
 from stages.training.params import TrainParams
 from tests.project import Project, wait_for
 from tests.ranks import Ranks
-from tests.trainings import checkpoint_manifest, newest_checkpoint
+from tests.trainings import newest_checkpoint
 
 
 def content(path: Path) -> dict[str, bytes]:
@@ -274,39 +272,6 @@ def test_another_lr_starts_over_and_more_epochs_continue(training: Project, rank
     assert "resuming" not in ranks.run(training, "kill rank 0 at step 0", -9)
 
 
-@pytest.mark.parametrize(
-    ("values", "step"),
-    [
-        ({"lr_schedule": "constant"}, 12),
-        ({"lr_schedule": "cosine", "lr_decay_steps": 12}, 12),
-        ({"lr_schedule": "wsd", "lr_decay_ratio": 0.2}, 10),  # the end of the stable phase
-        ({"lr_schedule": "cosine"}, 2),  # that of the warm-up
-    ],
-)
-def test_more_epochs_continue_from_the_step_where_the_learning_rates_differ(
-    training: Project, monkeypatch: pytest.MonkeyPatch, values: dict[str, object], step: int
-) -> None:
-    monkeypatch.chdir(training.path)
-    training.set(**values)
-    save_run(load_params(TrainParams), *range(2, 13, 2))
-    training.set(num_epochs=2)
-    longer = run.describe(load_params(TrainParams))
-    runtime = load_params(TrainRuntime, "runtime")
-    assert decision.begin(longer, runtime.resume).paths[0].name == step_name(step)
-    assert decision.begin(longer, "never").paths == []
-
-
-def test_no_checkpoint_of_a_finished_run_is_adopted_by_a_run_of_the_same_length(
-    training: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(training.path)
-    params, runtime = load_params(TrainParams), load_params(TrainRuntime, "runtime")
-    other = run.describe(replace(params, batch_size=4))
-    for saved, adopted in ((10, ["step-00000010"]), (12, [])):  # 12 is the last step: step 10 no longer counts, either
-        save_run(params, saved)
-        assert [path.name for path in decision.begin(other, runtime.resume).paths] == adopted
-
-
 def test_a_run_extends_the_one_that_it_names_and_records_it(training: Project, ranks: Ranks) -> None:
     ranks.run(training)
     shorter = training.checkpoints().name
@@ -328,45 +293,6 @@ def test_a_run_extends_the_one_that_it_names_and_records_it(training: Project, r
     training.set(extend_from=None, runtime={"resume": "auto"})  # another run: its result does not depend on that one
     assert "resuming" not in ranks.run(training)
     assert newest_checkpoint(training, 24).parent != last.parent
-
-
-def test_what_cannot_be_extended_is_an_error_that_lists_what_can(
-    training: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(training.path)
-    params, runtime = load_params(TrainParams), load_params(TrainRuntime, "runtime")
-    good = save_run(replace(params, batch_size=4, lr=0.1, lr_schedule="linear"), 10, 12)
-    unfinished, long = save_run(replace(params, lr=0.2), 10), save_run(replace(params, num_epochs=2), 24)
-    other = save_run(replace(params, seed=1, weight_decay=0.5), 12)
-    extending = replace(params, num_epochs=2, lr=0.5)
-    for run_id, reason in (
-        (unfinished, "there is no finished run of this name in outputs/test/checkpoints"),
-        (long, "steps: 24 there, only 24 here"),
-        (other, "params.seed: 1 there, 0 here\nparams.weight_decay: 0.5 there, 0.1 here"),
-    ):
-        with pytest.raises(StageError) as error:
-            decision.begin(run.describe(replace(extending, extend_from=run_id)), runtime.resume)
-        message = f"extend_from: run {run_id} cannot be extended:\n{reason}\nruns that can be extended: {good}"
-        assert str(error.value) == message
-    for resume in ("auto", "never"):  # part of what identifies the run, so `never` does not change it
-        found = decision.begin(run.describe(replace(extending, extend_from=good)), resume).paths
-        assert [path.parent.name + path.name for path in found] == [good + step_name(12)]
-
-
-def test_a_run_starts_over_only_if_it_can_and_nobody_reads_it(
-    training: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(training.path)
-    params = load_params(TrainParams)
-    for extend_from, reason in (("0123456789abcdef", "cannot be extended"), (None, "is being read")):
-        params = replace(params, extend_from=extend_from)
-        own = run.describe(params)
-        save_run(params, 10)
-        with read_lock([own.directory]), pytest.raises(StageError, match=reason):
-            decision.begin(own, "never")
-        assert len(list_checkpoints(own.directory)) == 1
-    decision.begin(own, "never")
-    assert list_checkpoints(own.directory) == []
 
 
 def test_a_rank_that_read_other_files_than_rank_0_is_named_once(
@@ -406,34 +332,6 @@ def test_ranks_train_what_the_launcher_read_and_refuse_changed_files(
     other_code = json.dumps({name: value for name, value in json.loads(launch).items() if name != "runtime"})
     output = ranks.run(training, status=2, TRAINING_LAUNCH=other_code)
     assert output == "error: the code has changed since the launch (runtime: Field required): launch it again\n"
-
-
-def save_run(params: TrainParams, *saved: int) -> str:
-    """Make checkpoints of a run at some steps, as far as a decision reads them; returns the run_id."""
-    described = run.describe(params)
-    for number in saved:
-        path = described.directory / step_name(number)
-        path.mkdir(parents=True)
-        checkpoint_manifest(
-            run_id=described.run_id, identity=described.identity, step=number, total_steps=described.total_steps
-        ).write(path)
-    return described.run_id
-
-
-@pytest.mark.parametrize(("coef", "adopted"), [(None, ["step-00000004"]), (0.0, ["step-00000004"]), (0.01, [])])
-def test_a_changed_batch_size_adopts_nothing_where_a_router_loss_depends_on_it(
-    training: Project, monkeypatch: pytest.MonkeyPatch, coef: float | None, adopted: list[str]
-) -> None:
-    monkeypatch.chdir(training.path)
-    replace(ModelManifest.read(), router_loss_coef=coef).write(MANIFEST)
-    unfinished = run.describe(load_params(TrainParams))
-    path = unfinished.directory / step_name(4)
-    path.mkdir(parents=True)
-    checkpoint_manifest(identity=unfinished.identity, step=4, total_steps=12).write(path)
-    training.set(batch_size=4)
-    other = run.describe(load_params(TrainParams))
-    found = decision.begin(other, "auto").paths
-    assert [path.name for path in found] == adopted
 
 
 def test_a_changed_batch_size_adopts_an_unfinished_run(training: Project, ranks: Ranks) -> None:

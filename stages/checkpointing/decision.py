@@ -43,7 +43,7 @@ class Found:
     own: dict[Path, CheckpointManifest | None]
     """The checkpoints of the run itself, newest first; None: the manifest is damaged."""
     is_finished: bool
-    """Whether the last of them is there, and its files are those of its manifest."""
+    """Whether the last of them is there, and its files have the sizes that its manifest lists."""
     others: dict[Path, CheckpointManifest]
     """Those of other runs of the experiment that can be read, newest first in each run."""
     unsupported: list[str]
@@ -59,19 +59,14 @@ class Decision:
     """What a launch does."""
 
     action: Literal["finished", "resume", "adopt", "extend", "start"]
-    checkpoints: list[str]
+    checkpoints: list[Path]
     """Where the training continues from: the first one that is valid. None: it starts at step 0."""
     reason: str
     """For people."""
 
-    @property
-    def paths(self) -> list[Path]:
-        """The checkpoints, as paths."""
-        return [Path(name) for name in self.checkpoints]
 
-
-def find(run: Run, contents: bool = True) -> Found:
-    """Look for the checkpoints of the experiment of `run`; `contents`: whether to hash the files of its last one."""
+def find(run: Run) -> Found:
+    """Look for the checkpoints of the experiment of `run`. Reads no tensors: a finished run may have terabytes."""
     unsupported: list[str] = []
 
     def read(paths: list[Path]) -> dict[Path, CheckpointManifest | None]:
@@ -89,7 +84,7 @@ def find(run: Run, contents: bool = True) -> Found:
     others = [read(list_checkpoints(directory)) for directory in directories if directory.name != run.run_id]
     return Found(
         own=read(list_checkpoints(run.directory)),
-        is_finished=_is_valid(run.directory / step_name(run.total_steps), contents),
+        is_finished=_is_complete(run.directory / step_name(run.total_steps)),
         others={path: manifest for found in others for path, manifest in found.items() if manifest is not None},
         unsupported=unsupported,
         # Several copies train at the same time. If one adopted a checkpoint of another, its result would depend on
@@ -99,11 +94,12 @@ def find(run: Run, contents: bool = True) -> Found:
     )
 
 
-def _is_valid(checkpoint: Path, contents: bool) -> bool:
+def _is_complete(checkpoint: Path) -> bool:
     if not checkpoint.is_dir():
         return False
     try:
-        verify(checkpoint, contents)
+        manifest = verify(checkpoint, contents=False)
+        verify(checkpoint, names=[name for name in manifest.files if "/" not in name])  # what the outs are written from
     except StageError:
         return False  # the training falls back to the checkpoint before it
     return True
@@ -137,18 +133,18 @@ def decide(run: Run, resume: Literal["auto", "never"], found: Found) -> Decision
         newest = next(iter(found.own))
         if found.is_finished:
             reason = f"run {run.run_id} has already finished, at step {run.total_steps}: nothing to train"
-            return Decision("finished", [str(newest)], reason)
+            return Decision("finished", list(found.own), reason)
         reason = f"run {run.run_id} continues from its own {newest.name}, of {run.total_steps} steps"
-        return Decision("resume", [str(path) for path in found.own], reason)
+        return Decision("resume", list(found.own), reason)
     obstacles = {path: _why_not_adopt(run, resume, path, manifest, found) for path, manifest in found.others.items()}
     if adoptable := [path for path, why in obstacles.items() if why is None]:
         # The most steps first: they need not be computed again.
         adoptable.sort(key=lambda path: (found.others[path].step, path), reverse=True)
         reason = f"continuing from {adoptable[0]}, whose run was identical until there"
-        return Decision("adopt", [str(path) for path in adoptable], reason)
+        return Decision("adopt", adoptable, reason)
     if run.params.extend_from is not None:
         path = _last_to_extend(run, found)
-        return Decision("extend", [str(path)], f"extending {path} with another schedule")
+        return Decision("extend", [path], f"extending {path} with another schedule")
     if resume == "never" and found.own:
         why = f"runtime.resume is never, so its {len(found.own)} checkpoints are deleted"
     elif not found.others:

@@ -33,7 +33,9 @@ MANIFEST = "manifest.json"
 MODEL, OPTIMIZER = "model", "optimizer"
 METADATA = ".metadata"
 SCHEDULER = "lr_scheduler.pt"
-REMEDY = "put a good copy of it back, or train it again"
+REMEDY = (
+    "put a good copy of it back, or move the checkpoint away and run `dvc repro -f -s train`, which trains it again"
+)
 """About a file of a checkpoint that is damaged."""
 FORMAT = 2
 """Of the manifest and of the files that it lists. Another one is refused."""

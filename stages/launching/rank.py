@@ -66,9 +66,9 @@ class Rank:
         self.saved_step: int | None = None
         self.saved_at = time.monotonic()
         # Another run may be training: what this one adopts must stay until it is loaded.
-        with read_lock({path.parent for path in chosen.paths} - {run.directory}):
+        with read_lock({path.parent for path in chosen.checkpoints} - {run.directory}):
             # Before the model is built: where there is a checkpoint, the weights of the model files are not read.
-            start = self.find_start(chosen.paths)
+            start = self.find_start(chosen.checkpoints)
             if start is None:
                 verify_weights(model, lambda: heartbeat.note("verifying the weights"))
             self.trainer = Trainer(

@@ -92,7 +92,7 @@ class Launch:
     def hand_over(self) -> None:
         """Pass it on to the processes that this one starts."""
         # json, not pydantic's dump: that writes null for the infinity of `max_grad_norm: .inf`.
-        os.environ[_LAUNCH] = json.dumps(dataclasses.asdict(self))
+        os.environ[_LAUNCH] = json.dumps(dataclasses.asdict(self), default=str)  # the paths of the decision
 
 
 def _received() -> Launch | None:
