@@ -32,7 +32,7 @@ from stages.checkpointing.lock import read_lock
 from stages.checkpointing.pointer import RunPointer, resolve
 from stages.export import card
 from stages.export.evaluation import bits_per_byte
-from stages.export.provenance import InitialModel, Lineage
+from stages.export.lineage import InitialModel, Lineage
 from stages.model import headers
 from stages.model.dtypes import PRECISIONS
 from stages.model.files import CARD, CONFIG, GENERATION_CONFIG, LINEAGE, WEIGHTS_INDEX

@@ -28,11 +28,11 @@ from stages.base.packed import METRICS, REMEDY, VALIDATION, PackedTokens, PackMe
 from stages.base.params_file import load_params
 from stages.base.record import check_files
 from stages.export.evaluation import Evaluation, Loss, bits_per_byte, perplexity
-from stages.export.provenance import Lineage
+from stages.export.lineage import Lineage
 from stages.model.dtypes import PRECISIONS
 from stages.model.files import LINEAGE
 from stages.model.manifest import MANIFEST, ModelManifest
-from stages.report.measure import MEASUREMENTS, REQUEST, Measurements, Part, Request, remedies, stored_dtype
+from stages.report.measure import MEASUREMENTS, REQUEST, LossSum, Measurements, Request, remedies, stored_dtype
 
 BATCH_TOKENS = 8192
 """Of a forward pass, unless a row is longer. More would hardly be faster, and a GPU may hold the whole model here."""
@@ -209,7 +209,7 @@ def describe(
         dtype: Of the stored weights.
     """
 
-    def measured(*parts: Part) -> Loss | None:
+    def measured(*parts: LossSum) -> Loss | None:
         # fsum: exact, whatever the order. A mean over tokens, not over batches, which have different numbers of them.
         nats, tokens = math.fsum(part.nats for part in parts), sum(part.tokens for part in parts)
         rows = sum(part.rows for part in parts)

@@ -137,7 +137,7 @@ class Metrics(Record):
     origin: Origin
 
 
-class Task(NamedTuple):
+class SplitTask(NamedTuple):
     """One split."""
 
     manifest: Path
@@ -189,7 +189,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     shard_names = [arrow.shard_name(index, len(parts)) for index in range(len(parts))]
     with publish.directory(CORPUS) as directory:
         tasks = [
-            Task(
+            SplitTask(
                 manifest=splits.SPLITS / part.manifest,
                 digest=part.digest,
                 num_bytes=part.bytes,
@@ -232,7 +232,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
 
 
 def deduplicate(
-    tasks: Sequence[Task],
+    tasks: Sequence[SplitTask],
     shards: Sequence[Shard],
     targets: Sequence[Path],
     runtime: ExtractRuntime,
@@ -243,7 +243,7 @@ def deduplicate(
 
     sources = [task.shard for task in tasks]
     num_at_once = tasks[0].limits.digests
-    splits_to_digest = [duplicates.Split(source, num_at_once) for source in sources]
+    splits_to_digest = [duplicates.DigestTask(source, num_at_once) for source in sources]
     num_bytes = sum(path.stat().st_size for path in sources)
     digests = list(workers.ordered_map(duplicates.write_digests, splits_to_digest, runtime, num_bytes=num_bytes))
     # In the stage, not by workers: what occurs first depends on all splits.
@@ -271,7 +271,7 @@ def key(manifest_digest: str, params: ExtractParams, limits: Limits, code_digest
     return publish.sha256_json(["extract", manifest_digest, decisive, dataclasses.asdict(limits), code_digest])
 
 
-def run(tasks: Sequence[Task], runtime: workers.Runtime) -> list[SplitResult]:
+def run(tasks: Sequence[SplitTask], runtime: workers.Runtime) -> list[SplitResult]:
     """Extract all splits; return the results in their order. The largest begins first, so that none ends late."""
     order = sorted(range(len(tasks)), key=lambda index: -tasks[index].num_bytes)
     ordered = [tasks[index] for index in order]
@@ -287,7 +287,7 @@ def run(tasks: Sequence[Task], runtime: workers.Runtime) -> list[SplitResult]:
     return [results[index] for index in range(len(tasks))]
 
 
-def extract_split(task: Task) -> SplitResult:
+def extract_split(task: SplitTask) -> SplitResult:
     """Write the shard of one split, or fetch it from the store."""
     if found := task.store.fetch(task.key, task.shard):
         shard = found.shard._replace(filename=task.shard.name)
@@ -298,7 +298,7 @@ def extract_split(task: Task) -> SplitResult:
     return result
 
 
-def read_split(task: Task) -> SplitResult:
+def read_split(task: SplitTask) -> SplitResult:
     """Write the shard of one split from its raw files."""
     from stages.formats import json_values
     from stages.formats.readers import READERS

@@ -31,7 +31,7 @@ from stages.checkpointing.run import Run, describe, differences
 from stages.checkpointing.state import STATE, CostColumns, TrainMetrics, TrainState
 from stages.launching import sbatch
 from stages.launching.console import print_line
-from stages.launching.memory import remedies
+from stages.launching.remedies import remedies
 from stages.launching.runtime import Launch, TrainRuntime, read_launch
 from stages.ranks import torchrun
 from stages.ranks.signals import INTERRUPTED, STOP_SIGNALS

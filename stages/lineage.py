@@ -27,7 +27,7 @@ from stages.base.origin import RECORDS
 from stages.base.packed import TRAIN, VALIDATION
 from stages.base.params_file import PARAMS_FILE, flatten, load_params
 from stages.checkpointing import layout, run
-from stages.export.provenance import Lineage
+from stages.export.lineage import Lineage
 from stages.formats.source import is_unchanged
 from stages.model.files import CARD, LINEAGE
 from stages.model.manifest import MANIFEST, ModelManifest

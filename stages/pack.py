@@ -70,7 +70,7 @@ class PackRuntime(workers.Runtime):
     """Disk for results of earlier runs, in GiB, in addition to what outputs and DVC's cache occupy anyway."""
 
 
-class Split(NamedTuple):
+class ShardTask(NamedTuple):
     """A split of the corpus, and where its tokens belong."""
 
     shard: Path
@@ -83,7 +83,7 @@ class Split(NamedTuple):
     """The file to write, in the form of `packing.encode`."""
 
 
-class Part(NamedTuple):
+class PackedRows(NamedTuple):
     """The rows of some splits."""
 
     num_rows: int
@@ -246,7 +246,7 @@ def write_parts(
     params: PackParams,
     runtime: PackRuntime,
     max_batch_tokens: int,
-) -> tuple[Part, Part]:
+) -> tuple[PackedRows, PackedRows]:
     """Write the datasets for training and for validation; rows are cut while later splits are encoded.
 
     Raises:
@@ -269,11 +269,11 @@ def encode_splits(
     directory: Path,
     store: reuse.Store[packing.Counts],
     runtime: PackRuntime,
-) -> Generator[tuple[Split, packing.Counts, bool], None, None]:
+) -> Generator[tuple[ShardTask, packing.Counts, bool], None, None]:
     """Yield each split, in order, when its tokens are in `directory`; what was counted; whether the store had them."""
     code_digest = code.digest_with_packages("stages.pack")
     splits = [
-        Split(
+        ShardTask(
             shard=CORPUS / shard.filename,
             num_documents=shard.rows,
             sha256=shard.sha256,
@@ -305,14 +305,14 @@ def key(shard_digest: str, spec: encoding.TokenizerSpec, code_digest: str) -> st
     return publish.sha256_json(["pack", shard_digest, decisive, code_digest])
 
 
-def fetch_splits(splits: Sequence[Split], store: reuse.Store[packing.Counts]) -> dict[Split, packing.Counts]:
+def fetch_splits(splits: Sequence[ShardTask], store: reuse.Store[packing.Counts]) -> dict[ShardTask, packing.Counts]:
     """Put the tokens of those splits that the store has in their places."""
     with closing(workers.threaded_map(lambda split: store.fetch(split.key, split.tokens), splits)) as found:
         return {split: counts for split, counts in zip(splits, found, strict=True) if counts is not None}
 
 
 def encode_missing(
-    splits: Sequence[Split],
+    splits: Sequence[ShardTask],
     spec: encoding.TokenizerSpec,
     store: reuse.Store[packing.Counts],
     runtime: PackRuntime,
@@ -351,19 +351,19 @@ def encode_missing(
             yield counts
 
 
-def tasks_of(split: Split, spec: encoding.TokenizerSpec) -> Iterator[packing.Task]:
+def tasks_of(split: ShardTask, spec: encoding.TokenizerSpec) -> Iterator[packing.BatchTask]:
     """The tasks that encode a split: one for each of its record batches."""
     for offset in arrow.batch_offsets(split.shard):
-        yield packing.Task(split.shard, offset, spec, split.tokens.with_name(f"{split.tokens.name}-{offset}"))
+        yield packing.BatchTask(split.shard, offset, spec, split.tokens.with_name(f"{split.tokens.name}-{offset}"))
 
 
 def write_rows(
-    splits: Iterable[tuple[Split, packing.Counts, bool]],
+    splits: Iterable[tuple[ShardTask, packing.Counts, bool]],
     directory: Path,
     spec: encoding.TokenizerSpec,
     params: PackParams,
     max_batch_tokens: int,
-) -> Part:
+) -> PackedRows:
     """Write the dataset of rows of some splits, and remove the files of their tokens."""
     directory.mkdir(exist_ok=True)
     counts, num_reused = packing.Counts(), 0
@@ -379,10 +379,10 @@ def write_rows(
         shard = writer.close()
     dataset = Dataset(features, [shard])
     dataset.write(directory)
-    return Part(shard.rows, writer.num_tokens, counts, num_reused, dataset.fingerprint)
+    return PackedRows(shard.rows, writer.num_tokens, counts, num_reused, dataset.fingerprint)
 
 
-def too_few(name: str, part: Part, params: PackParams) -> str:
+def too_few(name: str, part: PackedRows, params: PackParams) -> str:
     """The error message for a part without a single row."""
     message = f"{name} has {part.num_tokens} tokens, too few for one row of seq_length {params.seq_length}: "
     if name == "validation":

@@ -58,7 +58,7 @@ from stages.checkpointing.layout import CheckpointManifest, TensorEntry
 from stages.checkpointing.lock import try_delete_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.export import card, stream
-from stages.export.provenance import InitialModel, Lineage
+from stages.export.lineage import InitialModel, Lineage
 from stages.model.manifest import MANIFEST, ModelManifest
 from tests.models import LAYERS, SIZES, write_tokenizer
 from tests.project import REPO, flip_bit, start_stage, wait_for

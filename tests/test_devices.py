@@ -32,9 +32,8 @@ from stages.ranks.torch_errors import explain_torch_errors
 from stages.training import sharded_model
 from stages.training.activation_checkpointing import _contexts
 from stages.training.environment import set_environment
-from stages.training.float8 import convert_linears
 from stages.training.params import TrainParams
-from stages.training.precision import check_precision, set_float32_precision
+from stages.training.precision import check_precision, convert_linears, set_float32_precision
 from tests.models import CONFIGS, MIXTRAL, CountedGraphs, full_value, manifest_of
 from tests.project import Project
 from tests.ranks import Ranks

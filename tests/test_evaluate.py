@@ -35,7 +35,7 @@ from stages.base.params_file import load_params
 from stages.checkpointing.state import TrainMetrics
 from stages.evaluate import EvaluateParams, EvaluateRuntime
 from stages.export.evaluation import Evaluation
-from stages.export.provenance import InitialModel, Lineage
+from stages.export.lineage import InitialModel, Lineage
 from stages.forward import distributed, document_mask
 from stages.forward.loss import LossHead
 from stages.forward.rows import TokenRows

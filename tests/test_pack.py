@@ -515,7 +515,7 @@ def test_finished_splits_are_kept_when_another_fails(monkeypatch: pytest.MonkeyP
 def failing(function: Any, calls: int) -> Any:
     """The function, which fails after so many calls."""
 
-    def limited(task: packing.Task) -> packing.Encoded:
+    def limited(task: packing.BatchTask) -> packing.Encoded:
         nonlocal calls
         calls -= 1
         if calls < 0:
@@ -547,7 +547,7 @@ def test_the_file_of_a_lost_worker_is_not_written_to() -> None:
     target.write_bytes(b"of a lost worker")
     with target.open("rb") as left:
         [offset] = arrow.batch_offsets(path)
-        packing.encode(packing.Task(shard=path, offset=offset, spec=spec_of_model(), target=target))
+        packing.encode(packing.BatchTask(shard=path, offset=offset, spec=spec_of_model(), target=target))
         assert left.read() == b"of a lost worker"
     assert target.stat().st_size == 2 * len("text.")
 
@@ -589,7 +589,7 @@ def test_trap_28_what_changes_while_it_is_packed_is_not_stored(monkeypatch: pyte
     make_corpus(SPLITS)
     encode_intact = packing.encode
 
-    def encode_replaced(task: packing.Task) -> packing.Encoded:
+    def encode_replaced(task: packing.BatchTask) -> packing.Encoded:
         encoded = encode_intact(task)
         make_corpus([["another"], *SPLITS[1:]])
         return encoded
@@ -610,7 +610,7 @@ def test_trap_28_tokens_that_are_not_those_of_the_encoder_are_not_stored(
     make_corpus(SPLITS)
     encode_intact = packing.encode
 
-    def encode_damaged(task: packing.Task) -> packing.Encoded:
+    def encode_damaged(task: packing.BatchTask) -> packing.Encoded:
         encoded = encode_intact(task)
         if damage == "cut":
             os.truncate(task.target, task.target.stat().st_size - 2)

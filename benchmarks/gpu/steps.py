@@ -35,12 +35,16 @@ from stages.launching.timers import Timers, memory_gib, reset_peak_memory
 from stages.model.manifest import ModelManifest
 from stages.planning import peak_memory
 from stages.training import sharded_model
-from stages.training.determinism import use_deterministic_algorithms
 from stages.training.environment import set_environment
 from stages.training.loader import BatchLoader
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
-from stages.training.precision import check_precision, make_grad_scaler, set_float32_precision
+from stages.training.precision import (
+    check_precision,
+    make_grad_scaler,
+    set_float32_precision,
+    use_deterministic_algorithms,
+)
 from stages.training.step import UnreadStep, train_step
 
 RESULT = "result "

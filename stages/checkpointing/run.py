@@ -19,7 +19,7 @@ from stages.checkpointing.layout import checkpoint_root
 from stages.model.manifest import MANIFEST
 from stages.training.params import TrainParams
 
-WEIGHTS = ("stages.training.loop", "stages.training.determinism", "stages.training.environment")
+WEIGHTS = ("stages.training.loop", "stages.training.environment")
 """What computes the weights: these modules, and what they reach in `DECIDING`."""
 
 DECIDING = (

@@ -8,9 +8,9 @@ import torch
 from stages.base import outputs
 from stages.base.command import format_gib
 from stages.checks.findings import Found, error, ok, warning
-from stages.forward.devices import DEVICES, num_devices
 from stages.forward.distributed import check_devices, device_type, use_gpu
 from stages.forward.document_mask import choose_attention
+from stages.forward.gpus import DEVICES, num_devices
 from stages.forward.loss_probe import choose_loss
 from stages.launching.runtime import TrainRuntime
 from stages.model.manifest import ModelManifest

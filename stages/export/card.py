@@ -14,7 +14,7 @@ import yaml
 from stages.export.evaluation import perplexity
 
 if TYPE_CHECKING:
-    from stages.export.provenance import Lineage
+    from stages.export.lineage import Lineage
 
 
 @dataclass(frozen=True)

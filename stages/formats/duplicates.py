@@ -26,7 +26,7 @@ _ENTRY = np.dtype([("high", "<u8"), ("low", "<u8"), ("row", "<u8")])
 _ROWS_AT_ONCE = 1 << 14  # strings that are Python objects: 60 bytes each, beside what they contain
 
 
-class Split(NamedTuple):
+class DigestTask(NamedTuple):
     """A shard whose digests are to be written."""
 
     shard: Path
@@ -52,7 +52,7 @@ class Filtered(NamedTuple):
     """In the duplicates."""
 
 
-def write_digests(split: Split) -> list[Path]:
+def write_digests(split: DigestTask) -> list[Path]:
     """Write the digests of a shard's strings beside it, a file for each part of the shard; return the files.
 
     Those of a part are sorted, each is there once, with its first row in the shard.

@@ -2,12 +2,19 @@
 
 from collections.abc import Callable
 
-from stages.formats import json, jsonl, text, yaml
+from stages.formats import json, jsonl, yaml
 from stages.formats.source import Source
 from stages.formats.writer import TextWriter
 
+
+def _read_text(source: Source, sink: TextWriter) -> None:
+    """Plain text, Markdown, CSV: the entire file is one record of one string, exactly as it is."""
+    sink.add_text(source.stream(), source.utf8_size)
+    sink.end()
+
+
 READERS: dict[str, Callable[[Source, TextWriter], None]] = {
-    "text": text.read,
+    "text": _read_text,
     "json": json.read,
     "jsonl": jsonl.read,
     "yaml": yaml.read,

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from stages.base.errors import StageError, Unavailable, as_stage_error
-from stages.forward.devices import DEVICES, num_devices
+from stages.forward.gpus import DEVICES, num_devices
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from stages.base.errors import one_line
-from stages.forward.device import Readback, read_late
+from stages.forward.transfer import Readback, read_late
 
 _LOGITS = {"cpu": 2**23, "cuda": 2**27}
 """How many there are at a time, by device: 32 MiB in fp32 on CPUs; on GPUs 512, as their products should be large."""

@@ -25,9 +25,9 @@ from stages.forward.distributed import device_mesh, is_rank0, process_group, run
 from stages.launching import flops, trackers
 from stages.launching.agreement import check_shared, refuse_different_ranks
 from stages.launching.console import Console, log_to, print_line
-from stages.launching.memory import remedies
 from stages.launching.metrics import SPEED_COLUMNS, MetricsLogger
 from stages.launching.profiler import Profiler
+from stages.launching.remedies import remedies
 from stages.launching.runtime import TrainRuntime, has_launcher, read_launch
 from stages.launching.start_line import start_line
 from stages.launching.timers import Timers, memory_gib
@@ -37,10 +37,15 @@ from stages.ranks import handoff
 from stages.ranks.signals import StopSignal
 from stages.ranks.torch_errors import explain_torch_errors
 from stages.ranks.watchdog import Heartbeat, watched
-from stages.training.determinism import use_deterministic_algorithms
 from stages.training.environment import set_environment
 from stages.training.loop import Trainer
-from stages.training.precision import check_precision, load_scaler_state, scaler_state, set_float32_precision
+from stages.training.precision import (
+    check_precision,
+    load_scaler_state,
+    scaler_state,
+    set_float32_precision,
+    use_deterministic_algorithms,
+)
 from stages.training.step import StepResult
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from stages.base import process
 from stages.base.command import USER_ERROR
 from stages.base.errors import StageError
 from stages.base.shared_disk import refresh
-from stages.forward.devices import num_devices
+from stages.forward.gpus import num_devices
 from stages.ranks import handoff
 from stages.ranks.signals import INTERRUPTED, STOP_SIGNALS
 

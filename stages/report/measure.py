@@ -91,7 +91,7 @@ class Request(Record):
 
 
 @dataclass(frozen=True)
-class Part:
+class LossSum:
     """What was measured on some rows."""
 
     rows: int
@@ -108,9 +108,9 @@ class Measurements(Record):
     STAGE: ClassVar[str] = "evaluate"
 
     num_parameters: int
-    eval_rows: Part
+    eval_rows: LossSum
     """Of the rows that the training has measured too."""
-    others: Part
+    others: LossSum
     """Of all other rows."""
     samples: list[Sample]
 
@@ -196,9 +196,9 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
         num_samples = sum(len(theirs) for _, theirs in found)
         samples = [found[index % num_ranks][1][index // num_ranks] for index in range(num_samples)]
 
-    def part(in_eval_rows: bool) -> Part:
+    def part(in_eval_rows: bool) -> LossSum:
         own = [found for found in zip(batches, sums, strict=False) if found[0].in_eval_rows == in_eval_rows]
-        return Part(
+        return LossSum(
             rows=sum(len(batch.rows) for batch, _ in own),
             tokens=sum(tokens for _, (_, tokens) in own),
             nats=math.fsum(nats for _, (nats, _) in own),  # exact, whatever the order
@@ -346,8 +346,8 @@ def measure_batches(
     from tqdm import tqdm
 
     from stages.forward.batch import make_batch
-    from stages.forward.device import to_device
     from stages.forward.loss import losses
+    from stages.forward.transfer import to_device
 
     own, num_counted = _share(batches, is_sharded)
 

@@ -14,7 +14,7 @@ from stages.base.errors import StageError
 from stages.base.history import Row
 from stages.base.params_file import PARAMS_FILE, flatten
 from stages.export.evaluation import Evaluation
-from stages.export.provenance import Lineage
+from stages.export.lineage import Lineage
 from stages.model.files import LINEAGE
 
 _NUM_COMMITS = 10

@@ -23,7 +23,7 @@ SMALLEST = 16 << 10
 _CHUNK = 1 << 20  # bytes read at once
 
 
-class Task(NamedTuple):
+class Range(NamedTuple):
     """A range of a file."""
 
     file: Path
@@ -47,12 +47,12 @@ def size_of(num_bytes: int, num_splits: int, smallest: int) -> int:
     return max(smallest, 1 << share.bit_length() >> 1)
 
 
-def tasks(file: Path, num_bytes: int, size: int) -> list[Task]:
+def tasks(file: Path, num_bytes: int, size: int) -> list[Range]:
     """What `measure` must be called with for a file of so many bytes, in order."""
-    return [Task(file, start, start + size) for start in range(0, num_bytes, size)]
+    return [Range(file, start, start + size) for start in range(0, num_bytes, size)]
 
 
-def measure(task: Task) -> Measured | None:
+def measure(task: Range) -> Measured | None:
     """Measure a part.
 
     None: it is not UTF-8, or cannot be read.

@@ -29,7 +29,7 @@ MAX_BATCH_TOKENS = 4 << 20
 make_encoder = cache(Encoder)  # a worker encodes many record batches, and a large tokenizer takes a second to load
 
 
-class Task(NamedTuple):
+class BatchTask(NamedTuple):
     """One record batch of a corpus."""
 
     shard: Path
@@ -67,7 +67,7 @@ class Encoded(NamedTuple):
     """Of the tokens."""
 
 
-def encode(task: Task) -> Encoded:
+def encode(task: BatchTask) -> Encoded:
     """Encode all documents of a record batch.
 
     Raises:

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stages.forward.batch import count_labels, make_batch
-from stages.forward.device import pinned, to_device
 from stages.forward.distributed import device_type
 from stages.forward.rows import TokenRows
+from stages.forward.transfer import pinned, to_device
 from stages.training.order import step_rows
 from stages.training.params import TrainParams
 

@@ -1,9 +1,10 @@
-"""The dtype of forward and backward pass, TF32, and the loss scale of fp16.
+"""How exactly the training computes: dtypes, TF32, float8, sums in a fixed order, and the loss scale of fp16.
 
 The weights that the optimizer updates, and the gradients summed over the ranks, are fp32 in any case.
 """
 
 import torch
+from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -59,6 +60,51 @@ def set_float32_precision(tf32: bool) -> None:
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = tf32  # of convolutions, where it is the default
+
+
+def use_deterministic_algorithms() -> None:
+    """Have torch use only algorithms that give the same bits each time, and raise an error where there is none.
+
+    Without it a GPU adds in an order that varies, as in the backward pass of attention and where an embedding gathers
+    its gradient, so two runs differ by rounding. The part of cuBLAS and NCCL is in stages/training/environment.py.
+
+    The flag reaches the kernels of attention: those of flash and memory-efficient attention then add up their gradients
+    in a fixed order, and `sdpa` avoids cuDNN's. The compiler chooses no kernel by timing it.
+    """
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    # It would fill all new memory with NaN, to show reads of what nobody has written: a pass over each tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def convert_linears(layers: list[nn.Module]) -> None:
+    """Have the linear layers inside `layers` compute in float8, with torchao. Modules and parameters keep their names.
+
+    Inputs, weights and gradients are cast with one scale per tensor, computed from its largest value each time (dynamic
+    tensorwise scaling). torchao can also gather the weights in float8 (`enable_fsdp_float8_all_gather`); then the
+    parameters, and so the checkpoints, would contain a class of torchao, which nothing else could load.
+
+    The head is not in a layer, so it is not converted: its error would reach the loss directly.
+
+    Raises:
+        StageError: there is no linear layer that can compute in float8.
+    """
+    from torchao.float8 import convert_to_float8_training  # slow to import, and an extra
+
+    converted = []
+
+    def is_suitable(module: nn.Module, name: str) -> bool:
+        # The GPU multiplies float8 matrices only where both dims are multiples of 16.
+        suitable = isinstance(module, nn.Linear) and module.in_features % 16 == module.out_features % 16 == 0
+        converted.extend([name] * suitable)
+        return suitable
+
+    for layer in layers:
+        convert_to_float8_training(layer, module_filter_fn=is_suitable)
+    if not converted:
+        raise StageError(
+            "precision fp8: no layer of the model has linear modules whose sizes are multiples of 16: use bf16"
+        )
 
 
 def make_grad_scaler(precision: str, device: torch.device) -> GradScaler:

@@ -23,8 +23,8 @@ from stages.model import headers, meta
 from stages.model.manifest import ModelManifest
 from stages.training import sharding
 from stages.training.activation_checkpointing import checkpoint_activations
-from stages.training.float8 import convert_linears
 from stages.training.params import TrainParams
+from stages.training.precision import convert_linears
 
 _RECOMPILE_LIMIT = 64
 """Of the code of a layer. A training of Gemma 3 needs nine, but torch allows eight by default: with `fullgraph` the

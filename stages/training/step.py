@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from stages.base.errors import StageError
-from stages.forward.device import Readback
 from stages.forward.distributed import all_reduce_sum
 from stages.forward.loss import losses, training_losses
+from stages.forward.transfer import Readback
 from stages.model import meta
 from stages.model.files import CONFIG
 from stages.training.params import TrainParams
