@@ -238,7 +238,7 @@ def make_loss(loss: float | None, rows: int, tokens: int, text: PartMetrics) -> 
     """A loss in nats per token of a text, and what follows from it; None where there is none."""
     if loss is None:
         return None
-    return Loss(rows, tokens, loss, perplexity(loss), bits_per_byte(loss, text.tokens, text.bytes))
+    return Loss(rows, tokens, loss, perplexity(loss), bits_per_byte(loss, text.tokens, text.measured_bytes))
 
 
 def check_export(evaluation: Evaluation, params: Mapping[str, Any]) -> None:
