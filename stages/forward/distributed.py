@@ -59,7 +59,7 @@ def process_group(timeout_minutes: float, directory: str | None = None) -> Itera
     dist.destroy_process_group()
 
 
-def device_mesh(shape: tuple[int, int], timeout_minutes: float) -> DeviceMesh:
+def device_mesh(shape: tuple[int, int], timeout_minutes: float, nccl_share: float = 1) -> DeviceMesh:
     """The mesh of all ranks; a collective.
 
     It has one axis, `fsdp`, over which the model is sharded, and before it, where there are several copies of the
@@ -68,6 +68,7 @@ def device_mesh(shape: tuple[int, int], timeout_minutes: float) -> DeviceMesh:
     Args:
         shape: Copies of the model, ranks that share each.
         timeout_minutes: Of its groups.
+        nccl_share: Of this time, that of collectives on GPUs.
     """
     copies, size = shape
     # Of a mesh with two axes, fully_shard replicates over the first and shards over the second.
@@ -75,6 +76,9 @@ def device_mesh(shape: tuple[int, int], timeout_minutes: float) -> DeviceMesh:
     mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=names)
     for group in mesh.get_all_groups():  # those of some of the ranks get torch's default of 10 or 30 minutes
         _set_pg_timeout(timedelta(minutes=timeout_minutes), group)
+        if device_type() == "cuda":
+            backend = group._get_backend(torch.device("cuda"))
+            backend._set_default_timeout(timedelta(minutes=nccl_share * timeout_minutes))
     return mesh
 
 

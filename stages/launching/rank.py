@@ -278,13 +278,9 @@ def run(stop_signal: StopSignal) -> bool:
     run.params.check_packages()
     run.params.grad_accum_steps(world_size)
     mesh_shape = run.params.fsdp.mesh_shape(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
-    timeout_minutes = runtime.timeout_minutes
     if runtime.debug:
         logs = run.log_directory / "logs" / run.run_id
         log_to(logs / f"rank-{rank}.log")
-        # NCCL writes what each rank was doing when its own time is up: before the watchdog ends all, after 0.9 of it.
-        timeout_minutes *= 0.8
-        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(logs / "nccl-rank-"))
     heartbeat = Heartbeat()
@@ -296,7 +292,7 @@ def run(stop_signal: StopSignal) -> bool:
         # Outermost: held until the process group has ended and the last checkpoint is published.
         ExitStack() as locks,
         explain_torch_errors(f"rank {rank}", if_out_of_memory),
-        process_group(timeout_minutes, os.environ.get(handoff.DIRECTORY)),
+        process_group(runtime.timeout_minutes, os.environ.get(handoff.DIRECTORY)),
     ):
         refuse_different_ranks(run, runtime)  # before the mesh, which each rank makes from its own parameters
         run_on_rank0(lambda: lock(run, locks))
@@ -305,7 +301,8 @@ def run(stop_signal: StopSignal) -> bool:
                 print_line(warning)
         confirm_lock = locks.enter_context(rank_lock(run.directory))
         with watched(heartbeat, runtime.timeout_minutes, runtime.debug):
-            mesh = device_mesh(mesh_shape, timeout_minutes)
+            # NCCL then writes what each rank was doing before the watchdog ends all, after 0.9 of the time.
+            mesh = device_mesh(mesh_shape, runtime.timeout_minutes, nccl_share=0.8 if runtime.debug else 1)
             heartbeat.note("choosing the checkpoint to start from")
             chosen = decided or run_on_rank0(lambda: decision.begin(run, runtime.resume))
             if decided is None and is_rank0():
