@@ -31,7 +31,7 @@ from stages.export.evaluation import Evaluation, Loss, bits_per_byte, perplexity
 from stages.export.lineage import Lineage
 from stages.model.dtypes import PRECISIONS
 from stages.model.files import LINEAGE
-from stages.model.manifest import MANIFEST, ModelManifest
+from stages.model.manifest import ModelManifest
 from stages.report.measure import MEASUREMENTS, REQUEST, LossSum, Measurements, Request, remedies, stored_dtype
 
 BATCH_TOKENS = 8192
@@ -130,8 +130,6 @@ def evaluate(
     rows = PackedTokens.read(VALIDATION)
     if rows.fingerprint != lineage.data.validation:
         raise StageError(f"{VALIDATION} has other rows than the training measured: run `dvc repro evaluate`")
-    if model.eos_token_id is None:  # the one that `pack` wrote; the exported config may have another
-        raise StageError(f"{MANIFEST}: the tokenizer has no EOS token, which must end the documents")
     check_files(rows.digests, REMEDY)
     print(f"evaluate: measuring {rows.num_rows:,} held-out rows", flush=True)  # it may take minutes
     measurements = measure(

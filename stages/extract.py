@@ -27,6 +27,7 @@ from tqdm import tqdm
 from stages.base import code, command, publish
 from stages.base.dataset import Dataset, Shard
 from stages.base.errors import StageError
+from stages.base.names import printable
 from stages.base.origin import Origin
 from stages.base.params_file import load_params
 from stages.base.record import Record
@@ -220,7 +221,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         dataset = Dataset(arrow.TEXT, shards)
         metrics(params, counts, rejected, dataset.fingerprint).write(METRICS)
         if counts["rejected_files"] > params.max_rejected_files:
-            raise StageError(too_many(counts["rejected_files"], rejected, params.max_rejected_files))
+            raise StageError(*too_many(counts["rejected_files"], rejected, params.max_rejected_files))
         dataset.write(directory)
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
@@ -323,7 +324,7 @@ def read_split(task: SplitTask) -> SplitResult:
         writer = TextWriter(stream, params.min_chars, report, task.limits)
         for file in splits.read_manifest(task.manifest, task.digest):
             rejections = []
-            path = splits.printable(file.path)
+            path = printable(file.path)
             found = suffixes.find(file.path)
             assert found, "organize lists no other files"
             format, compression = found
@@ -391,8 +392,8 @@ def metrics(params: ExtractParams, counts: Counter[str], rejected: list[Rejectio
     )
 
 
-def too_many(number: int, rejected: list[Rejection], limit: int) -> str:
-    """The error message for more rejected files than are allowed."""
+def too_many(number: int, rejected: list[Rejection], limit: int) -> list[str]:
+    """The lines of the error for more rejected files than are allowed."""
     first_of_file = {entry.path: entry for entry in reversed(rejected)}  # of equal keys the last stays: the first
     lines = [
         f"{path}: {entry.reason}" + f" at {entry.position}" * bool(entry.position) + f": {entry.detail}"
@@ -400,7 +401,7 @@ def too_many(number: int, rejected: list[Rejection], limit: int) -> str:
     ]
     more = [f"... and {number - NUM_PRINTED} more"] * (number > NUM_PRINTED)
     remedy = f"{number} files could not be read, max_rejected_files is {limit}: fix them, or raise it (all: {METRICS})"
-    return "\n".join([*lines, *more, remedy])
+    return [*lines, *more, remedy]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from stages.base import command, publish
 from stages.base.errors import StageError
+from stages.base.names import is_utf8, printable
 from stages.base.origin import Origin
 from stages.base.params_file import load_params
 from stages.splits import assignment, parts, suffixes, tree
@@ -94,7 +95,6 @@ def organize(
     if params.deduplicate_files:
         files, duplicates = deduplicate(files)
     members = assign(files, params.num_splits, part_size)
-    names = [splits.printable(path_of(file)) for file in files]
     num_bytes = sum(part.size for file in files for part in file)
     num_parts = [len(file) for file in files if len(file) > 1]
     # Replaced as a directory, so that no manifest of an earlier run with more splits stays.
@@ -104,13 +104,12 @@ def organize(
             bytes=num_bytes,
             formats=count_formats(files),
             splits=[write_split(directory, index, member) for index, member in enumerate(members)],
-            names_not_utf8=[name for name, file in zip(names, files, strict=True) if name != path_of(file)],
+            names_not_utf8=[printable(path) for path in map(path_of, files) if not is_utf8(path)],
             duplicate_files=len(duplicates),
             duplicates=duplicates,
             passed_over_counts=reasons,
             passed_over=[
-                splits.PassedOver(splits.printable(item.path), item.reason)
-                for item in sorted(passed_over, key=tree.by_path)
+                splits.PassedOver(printable(item.path), item.reason) for item in sorted(passed_over, key=tree.by_path)
             ],
             origin=Origin.of("stages.organize", params),
         ).write(directory / splits.SUMMARY)
@@ -272,8 +271,7 @@ def deduplicate(files: Sequence[File]) -> tuple[list[File], list[splits.Duplicat
         # `files` is sorted, so the first is the same on every machine.
         first = first_of.setdefault(tuple(part.digest for part in file), file)
         if first is not file:
-            path, of = splits.printable(path_of(file)), splits.printable(path_of(first))
-            duplicates.append(splits.Duplicate(path=path, of=of))
+            duplicates.append(splits.Duplicate(path=printable(path_of(file)), of=printable(path_of(first))))
     return list(first_of.values()), duplicates
 
 

@@ -222,13 +222,9 @@ def find_tokenizer_spec(params: PackParams) -> encoding.TokenizerSpec:
     """The model's tokenizer, checked against the model manifest and the parameters.
 
     Raises:
-        StageError: it is missing or was changed, has no EOS token, or the model does not allow such long rows.
+        StageError: it is missing or was changed, or the model does not allow such long rows.
     """
     model = ModelManifest.read()
-    if model.eos_token_id is None:
-        raise StageError(
-            f"{model.model_name} has no EOS token, which must end each document: set eos_token_id in its config.json"
-        )
     if model.max_seq_length is not None and params.seq_length > model.max_seq_length:
         raise StageError(
             f"seq_length is {params.seq_length}, {model.model_name} allows at most {model.max_seq_length}: lower it"

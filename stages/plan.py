@@ -178,7 +178,6 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
 
     from stages.planning.preview import LEGEND, render  # imports torch
 
-    assert model.eos_token_id is not None, "`estimate` refuses a model without one"
     model.verify([TOKENIZER])  # a damaged one would be an error of no class
     tokenizer = Tokenizer.from_file(str(model.directory() / TOKENIZER))
     try:
@@ -283,16 +282,14 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
     """What a training of `model` with these parameters needs.
 
     Raises:
-        StageError: the rows are too long for the model, there are too few, the model has no EOS token or no layers as
-            in `fsdp.wrap_layer_cls`, or the optimizer's package is not installed.
+        StageError: the rows are too long for the model, there are too few, the model has no layers as in
+            `fsdp.wrap_layer_cls`, or the optimizer's package is not installed.
     """
     # `plan` runs before the training, so what would fail there is refused here, without a GPU.
     if model.max_seq_length is not None and train.seq_length > model.max_seq_length:
         raise StageError(
             f"seq_length is {train.seq_length}, but {model.model_name} supports at most {model.max_seq_length} tokens"
         )
-    if model.eos_token_id is None:
-        raise StageError(f"{model.model_name} has no eos_token_id: set one in its generation_config.json")
     params.fsdp.wrapped_classes(model)
     params.check_compile(model)
     params.check_packages()

@@ -39,7 +39,6 @@ from stages.export.lineage import InitialModel, Lineage
 from stages.forward import distributed, document_mask
 from stages.forward.loss import LossHead
 from stages.forward.rows import TokenRows
-from stages.model.manifest import ModelManifest
 from stages.ranks import watchdog
 from stages.ranks.watchdog import Heartbeat
 from stages.report import generation, measure
@@ -312,12 +311,6 @@ def test_rows_other_than_those_of_the_training_are_refused() -> None:
     write_rows(8)
     (MODEL / "lineage.json").write_bytes(lineage)
     with pytest.raises(StageError, match=r"validation has other rows than the training measured: run `dvc repro"):
-        run_stage()
-
-
-def test_a_model_without_an_eos_token_is_refused() -> None:
-    dataclasses.replace(ModelManifest.read(), eos_token_id=None).write()
-    with pytest.raises(StageError, match=r"data/model.json: the tokenizer has no EOS token"):
         run_stage()
 
 

@@ -301,7 +301,7 @@ def test_the_fingerprint_depends_on_the_content_only() -> None:
 def test_trap_26_a_model_without_an_eos_token_is_refused() -> None:
     make_corpus([["train"], ["validation"]])
     make_model(eos_token_id=None)
-    with pytest.raises(StageError, match=r"no EOS token.*set eos_token_id"):
+    with pytest.raises(StageError, match=r"eos_token_id: .*: run `dvc repro -f -s download`"):
         run()
     make_model(eos_token_id=5000)
     with pytest.raises(StageError, match="has no token 5000"):

@@ -1,9 +1,11 @@
 """state.json of a checkpoint: where the training is, beside its tensors. Torch-free, as the launcher reads it too."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
-from stages.base.record import Record
+from stages.base.record import Record, damaged
+from stages.checkpointing.layout import REMEDY, CheckpointManifest
 
 STATE = "state.json"
 """Its name in a checkpoint."""
@@ -84,3 +86,15 @@ class TrainState(Record):
     loss_scaler: ScalerState
     rng: list[dict[str, Any]]
     """The states of the random number generators of each rank (stages/checkpointing/rng.py)."""
+
+    @classmethod
+    def of(cls, checkpoint: Path) -> "TrainState":
+        """The state in a checkpoint.
+
+        Raises:
+            StageError: it is missing, not valid, or of another step than the checkpoint.
+        """
+        state, step = cls.read(checkpoint / STATE), CheckpointManifest.read(checkpoint).step
+        if state.step != step:
+            raise damaged(checkpoint / STATE, f"it is of step {state.step}, not of step {step}", REMEDY)
+        return state

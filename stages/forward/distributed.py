@@ -229,5 +229,5 @@ def _results(outcomes: list[Any]) -> list[Any]:
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             kind = Unavailable if isinstance(failure, Unavailable) else StageError
-            raise kind(f"rank {rank}: {failure}")
+            raise kind(f"rank {rank}: {failure.args[0]}", *failure.args[1:])
     return [result for result, _ in outcomes]

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from stages.base.names import printable
+
 T = TypeVar("T")
 
 
@@ -49,7 +51,7 @@ class Console:
 
 def print_line(text: str) -> None:
     """Print one line at once, also into a pipe."""
-    print(text, flush=True)
+    print(printable(text), flush=True)
 
 
 def log_to(path: Path) -> None:

@@ -12,6 +12,7 @@ import yaml
 from stages.base import history, outputs, publish
 from stages.base.errors import StageError
 from stages.base.history import Row
+from stages.base.names import printable
 from stages.base.params_file import PARAMS_FILE, flatten
 from stages.export.evaluation import Evaluation
 from stages.export.lineage import Lineage
@@ -112,7 +113,7 @@ def previous(run: Run) -> Previous | None:
         if found.lineage.run_id != run.lineage.run_id:
             return Previous(commit[:10], subject, found)
     if problems:
-        print(f"report: no run before this one can be read; commit {problems[0]}", file=sys.stderr)
+        print(f"report: no run before this one can be read; commit {printable(problems[0])}", file=sys.stderr)
     return None
 
 

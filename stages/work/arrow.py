@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from stages.base.dataset import Shard
+from stages.base.errors import explained
 from stages.base.record import damaged
 
 Features = dict[str, Any]
@@ -196,9 +197,14 @@ class _WithoutBuffer(io.RawIOBase):
 
 
 def batch_offsets(path: Path) -> list[int]:
-    """The offset in bytes of each record batch of a shard, for `read_batch`."""
+    """The offset in bytes of each record batch of a shard, for `read_batch`.
+
+    Raises:
+        StageError: it has other content.
+    """
     offsets: list[int] = []
-    with pa.memory_map(str(path)) as file:
+    no_stream = explained(lambda problem: damaged(path, f"it is no stream of Arrow ({problem})", CHANGED))
+    with no_stream, pa.memory_map(str(path)) as file:
         pa.ipc.read_message(file)  # the schema
         while True:
             offset = file.tell()
