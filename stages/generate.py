@@ -46,7 +46,8 @@ def main() -> None:
         parser.error("give a prompt, as an argument or on standard input")
     directory = args.model or outputs.directory(load_params(GenerateParams).experiment_name) / "model"
     if not (directory / CONFIG).is_file():
-        raise StageError(f"{directory} is not a model directory: run `dvc repro`, or give another one with --model")
+        remedy = f"give that of a model; {outputs.RESTORE}" if args.model else "run `dvc repro`, or give --model DIR"
+        raise StageError(f"{directory} is not a model directory: {remedy}")
     try:
         prompt = sys.stdin.buffer.read().decode() if args.prompt is None else args.prompt
         prompt.encode()  # bytes of an argument that are not UTF-8 are surrogates in it
