@@ -132,7 +132,7 @@ def test_a_model_directory_alone_is_enough(project: Project, tmp_path: Path, mon
     assert missing.keys() >= {"data/model.json of models/nano", "data/tokens/train", "data/splits/summary.json"}
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "not a directory: .* `dvc get"), ("{}", "lineage.json is not valid")])
+@pytest.mark.parametrize(("content", "message"), [(None, "not a directory: .* `dvc get"), ("{}", "json is not valid")])
 def test_what_is_no_model_is_a_clear_error(empty_project: Path, content: str | None, message: str) -> None:
     if content:
         Path("model").mkdir()
