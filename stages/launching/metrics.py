@@ -115,7 +115,7 @@ class MetricsLogger:
             f"{rate:,.0f} tokens/s"
             + ("" if mfu is None else f"  MFU {mfu:.0%}")
             + (f"  {skipped} steps skipped" if skipped else "")
-            + f"  ETA {clock(left)}"
+            + (f"  ETA {clock(left)}" if left else "")
         )
 
     def snapshot(self) -> TrainMetrics:
