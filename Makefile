@@ -18,11 +18,11 @@ ifeq ($(filter --allow-missing,$(ARGS)),)
 endif
 	.venv/bin/dvc repro $(ARGS)
 
-# In DVC, what is kept or sorted by wins over what is dropped; `.*/` are outs.
+# DVC compares the beginnings of the names; what is kept wins over what is dropped. `.*/` and `models` are files.
 KEEP ?= validation_loss|steps|tokens|memory
 show: ## Show the experiments in a table; KEEP='tokens|memory': other metrics; ARGS=-A: those of older commits too
 	@.venv/bin/dvc exp show --only-changed --keep '$(KEEP)' $(if $(findstring loss,$(KEEP)),--sort-by validation_loss) \
-		--drop '.*/|Created|Executor|loss|steps|tokens|memory|perplexity|bits' $(ARGS)
+		--drop '.*/|models$$|Created|Executor|.*loss|steps|tokens|memory|perplexity|bits' $(ARGS)
 
 # Without `setup`: it reports what is not set up.
 doctor: ## Check this machine and the project before a job: packages, GPUs, disks, limits, model, tokens, DVC; ARGS=--full
