@@ -152,10 +152,10 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
 
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
-    set_environment(run.params)
     ranks = torchrun.Ranks(
         torchrun.count_local_ranks(runtime.nproc_per_node), torchrun.num_nodes(runtime.launcher, runtime.num_nodes)
     )
+    set_environment(run.params, ranks.num_nodes or 1)
     status = torchrun.CRASHED
     for restart in range(runtime.max_restarts + 1):
         if restart:

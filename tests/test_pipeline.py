@@ -92,7 +92,12 @@ def test_raw_files_can_be_added_to_dvc_and_never_to_git(name: str) -> None:
 
 def test_own_models_can_be_added_to_dvc_and_not_by_chance_to_git() -> None:
     assert is_ignored_by_git("models/mine/model.safetensors")
-    for path in ("models/mine.dvc", "models/tiny-llama/config.json", "models/make_tiny_llama.py"):
+    for path in (
+        "models/mine.dvc",
+        "models/tiny-llama/config.json",
+        "models/templates/a.jinja",
+        "models/make_tiny_llama.py",
+    ):
         assert not is_ignored_by_git(path)
 
 

@@ -20,15 +20,13 @@ from stages.forward.gpus import DEVICES, num_devices
 
 T = TypeVar("T")
 
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
 
 @contextmanager
 def process_group(timeout_minutes: float, directory: str | None = None) -> Iterator[None]:
     """Join the process group that the environment describes.
 
-    On one machine all its sockets are bound to the loopback interface, and no name is looked up; on several, to the
-    interface through which this one reaches the first.
+    On one machine all its sockets are bound to the loopback interface, and no name is looked up; on several, those of
+    gloo to the interface through which this one reaches the first, and NCCL's to those that it finds.
 
     Args:
         timeout_minutes: After this time without an answer another rank counts as lost.
@@ -38,15 +36,17 @@ def process_group(timeout_minutes: float, directory: str | None = None) -> Itera
     store: dist.Store | None = None  # torch then makes the one that torchrun has put into the environment
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size == int(os.environ["LOCAL_WORLD_SIZE"]):  # gloo would ask the nameserver for the name of this machine
-        os.environ |= dict.fromkeys(_INTERFACES, loopback_interface())
+        loopback = loopback_interface()
+        # To NCCL, a name is the beginning of a name, unless it follows `=`.
+        os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
         if directory is not None:
             # A TCPStore would listen on all interfaces, and ask the nameserver for the name of 127.0.0.1.
             store = dist.FileStore(os.path.join(directory, "store"), world_size)
             store.set_timeout(timeout)  # else five minutes, also to wait for a rank that starts later
     elif interface := interface_towards(os.environ["MASTER_ADDR"]):
-        # gloo would take the address that the name of this machine has, which may be that of loopback.
-        for name in _INTERFACES:
-            os.environ.setdefault(name, interface)
+        # gloo would take the address that the name of this machine has, which may be that of loopback. NCCL finds the
+        # interfaces itself: there may be several for data, beside that of the addresses.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if check_devices(int(os.environ["LOCAL_WORLD_SIZE"])):
         device = use_gpu(int(os.environ["LOCAL_RANK"]))
         # gloo beside NCCL: checkpoints and decisions are exchanged on the CPU, where they do not wait for the GPU.

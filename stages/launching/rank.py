@@ -269,18 +269,25 @@ def run(stop_signal: StopSignal) -> bool:
         )
     # Before the process group come the errors that every rank finds by itself: none waits for another that has ended.
     run, runtime, decided = read_launch()
-    set_environment(run.params)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    set_environment(run.params, num_nodes=world_size // int(os.environ["LOCAL_WORLD_SIZE"]))
     set_float32_precision(run.params.tf32)
     if run.params.deterministic:
         use_deterministic_algorithms()
     check_precision(run.params, run.seq_length)
     trackers.check(runtime.tracker)
     run.params.check_packages()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run.params.grad_accum_steps(world_size)
     mesh_shape = run.params.fsdp.mesh_shape(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
+    timeout_minutes = runtime.timeout_minutes
     if runtime.debug:
-        log_to(run.log_directory / "logs" / run.run_id / f"rank-{rank}.log")
+        logs = run.log_directory / "logs" / run.run_id
+        log_to(logs / f"rank-{rank}.log")
+        # NCCL writes what each rank was doing when its own time is up: before the watchdog ends all, after 0.9 of it.
+        timeout_minutes *= 0.8
+        os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(logs / "nccl-rank-"))
     heartbeat = Heartbeat()
     if_out_of_memory = (
         f"use {remedies(run.params, world_size)}. The next launch resumes from the latest valid checkpoint, if there "
@@ -290,7 +297,7 @@ def run(stop_signal: StopSignal) -> bool:
         # Outermost: held until the process group has ended and the last checkpoint is published.
         ExitStack() as locks,
         explain_torch_errors(f"rank {rank}", if_out_of_memory),
-        process_group(runtime.timeout_minutes, os.environ.get(handoff.DIRECTORY)),
+        process_group(timeout_minutes, os.environ.get(handoff.DIRECTORY)),
     ):
         refuse_different_ranks(run, runtime)  # before the mesh, which each rank makes from its own parameters
         run_on_rank0(lambda: lock(run, locks))
@@ -299,7 +306,7 @@ def run(stop_signal: StopSignal) -> bool:
                 print_line(warning)
         confirm_lock = locks.enter_context(rank_lock(run.directory))
         with watched(heartbeat, runtime.timeout_minutes, runtime.debug):
-            mesh = device_mesh(mesh_shape, runtime.timeout_minutes)
+            mesh = device_mesh(mesh_shape, timeout_minutes)
             heartbeat.note("choosing the checkpoint to start from")
             chosen = decided or run_on_rank0(lambda: decision.begin(run, runtime.resume))
             if decided is None and is_rank0():

@@ -345,7 +345,7 @@ def measure_batches(
     import torch.distributed as dist
     from tqdm import tqdm
 
-    from stages.forward.batch import make_batch
+    from stages.forward.batch import read_batch
     from stages.forward.loss import losses
     from stages.forward.transfer import to_device
 
@@ -356,8 +356,7 @@ def measure_batches(
         # disable=None: where there is no terminal
         for number, batch in enumerate(tqdm(own, desc="evaluate", unit="batch", disable=is_quiet or None), start=1):
             heartbeat.note(f"measuring batch {number} of {len(own)}")
-            input_ids = torch.from_numpy(rows.rows(batch.rows))  # (B, T)
-            inputs = make_batch(input_ids, request.eos_token_id, request.document_mask, lengths)
+            inputs = read_batch(rows, batch.rows, request.eos_token_id, request.document_mask, lengths)
             yield to_device(inputs, model.device)
 
     with torch.no_grad():
