@@ -56,7 +56,7 @@ def main() -> None:
 def _list(runs: list[Path], params: TrainParams) -> None:
     try:
         current = describe(params).run_id
-    except StageError:  # the tokens or the model are not there
+    except (StageError, FileNotFoundError):  # the tokens or the model are not there
         current = None
     pointed = _pointed(params.experiment_name)
     print(f"{'run':16}  {'checkpoint':21}  {'size':>10}  {'age':>17}  {'validation loss':>15}  state")

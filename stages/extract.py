@@ -128,6 +128,10 @@ class Metrics(Record):
     strings: int
     """Rows of the corpus."""
     characters: int
+    median_characters: int | None
+    """Of the strings; rounded down by at most 3 % from 64 on. null: there are none."""
+    short_strings: int
+    """With fewer than 20 characters."""
     rejected: dict[str, int]
     """Files or records, by reason."""
     rejections: list[Rejection]
@@ -161,7 +165,7 @@ class SplitResult:
 
     shard: Shard
     counts: Counter[str]
-    """`rejected` and a reason, for each reason; otherwise named as in `Metrics`."""
+    """`rejected` and a reason, for each reason; the strings by length; otherwise named as in `Metrics`."""
     rejected: list[RejectedFile]
     changed: list[str]
     """Files that are not those that were organized. If there are any, the result is not used, and not stored."""
@@ -181,6 +185,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     Raises:
         StageError: files changed after `organize`, or too many cannot be read. All files are tried before.
     """
+    from stages.formats import lengths
     from stages.work import arrow
 
     parts = splits.read_summary(splits.SPLITS).splits
@@ -226,8 +231,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     return (
-        f"extract: {counts['strings']} strings, {counts['characters'] / 1e6:.1f} M characters, "
-        f"from {counts['files']} files; {counts['rejected_files']} rejected (see {METRICS}); "
+        f"extract: {counts['strings']} strings{lengths.describe(counts)}, {counts['characters'] / 1e6:.1f} M "
+        f"characters, from {counts['files']} files; {counts['rejected_files']} rejected (see {METRICS}); "
         f"{sum(result.is_reused for result in results)} of {len(results)} splits reused"
     )
 
@@ -259,6 +264,7 @@ def deduplicate(
         counts["duplicate_strings"] += result.duplicates
         counts["strings"] -= result.duplicates
         counts["characters"] -= result.characters
+        counts.subtract(result.lengths)
     return [result.shard for result in filtered]
 
 
@@ -301,7 +307,7 @@ def extract_split(task: SplitTask) -> SplitResult:
 
 def read_split(task: SplitTask) -> SplitResult:
     """Write the shard of one split from its raw files."""
-    from stages.formats import json_values
+    from stages.formats import json_values, lengths
     from stages.formats.readers import READERS
     from stages.formats.source import Changed, Rejected, Source
     from stages.formats.writer import TextWriter
@@ -342,6 +348,7 @@ def read_split(task: SplitTask) -> SplitResult:
             if rejections:
                 rejected.append(RejectedFile((path, offset), rejections))
         shard = writer.close()
+    counts += lengths.count_shard(task.shard)
     # |= keeps the larger of two counts, and these names have none yet.
     counts |= Counter(records=writer.records, strings=shard.rows, characters=writer.characters)
     return SplitResult(shard, counts, rejected, changed)
@@ -374,6 +381,8 @@ def join_parts(rejected: Iterable[RejectedFile], num_listed: int) -> list[Reject
 
 def metrics(params: ExtractParams, counts: Counter[str], rejected: list[Rejection], fingerprint: str) -> Metrics:
     """The content of `data/extract.json`."""
+    from stages.formats import lengths
+
     prefix = "rejected "
     by_reason = {name.removeprefix(prefix): counts[name] for name in sorted(counts) if name.startswith(prefix)}
     return Metrics(
@@ -384,6 +393,8 @@ def metrics(params: ExtractParams, counts: Counter[str], rejected: list[Rejectio
         duplicate_strings=counts["duplicate_strings"],
         strings=counts["strings"],
         characters=counts["characters"],
+        median_characters=lengths.median(counts),
+        short_strings=lengths.num_short(counts),
         rejected=by_reason,
         rejections=rejected,
         source=publish.sha256_file(splits.SPLITS / splits.SUMMARY),

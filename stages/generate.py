@@ -52,7 +52,8 @@ def main() -> None:
         parser.error("give a prompt, as an argument or on standard input")
     directory = args.model or outputs.directory(load_params(GenerateParams).experiment_name) / "model"
     if not (directory / CONFIG).is_file():
-        raise StageError(f"{directory} is not a model directory: run `dvc repro`, or give another one with --model")
+        remedy = f"give that of a model; {outputs.RESTORE}" if args.model else "run `dvc repro`, or give --model DIR"
+        raise StageError(f"{directory} is not a model directory: {remedy}")
     try:
         prompts = turns(sys.stdin) if args.chat and args.prompt is None else [given(args.prompt)]
         # Here, as they take seconds: not for --help.

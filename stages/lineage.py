@@ -3,7 +3,7 @@
 Reads    a model directory that `consolidate` wrote; and what there is of the project in the current directory: the
          checkpoint, data/, params.yaml, the code, the raw files, the installed packages
 Writes   nothing
-Command  python -m stages.lineage verify DIR
+Command  python -m stages.lineage verify [DIR]
 
 Each line is `equal`, `different`, or `missing` with the place where it would be. The exit status is 0 if nothing
 differs; what is missing does not count, because a model directory may be all that there is. The directory itself must
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
-from stages.base import code, command, publish
+from stages.base import code, command, outputs, publish
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
 from stages.base.identity import RunIdentity
@@ -58,15 +58,18 @@ def main() -> None:
     parser = command.parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     verifying = commands.add_parser("verify", help="compare what there is with the lineage of a model")
-    verifying.add_argument("directory", type=Path, metavar="DIR", help="the model, such as outputs/tiny-llama/model")
+    verifying.add_argument(
+        "directory", type=Path, metavar="DIR", nargs="?", help="default: the model of the experiment in params.yaml"
+    )
     arguments = parser.parse_args()
+    directory = arguments.directory or outputs.directory(load_params(TrainParams).experiment_name) / "model"
     num_different = 0
-    for finding in verify(arguments.directory):
+    for finding in verify(directory):
         num_different += finding.state == "different"
         detail = f": {finding.detail}" if finding.detail else ""
         print(printable(f"{finding.state:9}  {finding.name}{detail}"), flush=True)
     if num_different:
-        raise StageError(f"{num_different} of these differ from what {arguments.directory / LINEAGE} records")
+        raise StageError(f"{num_different} of these differ from what {directory / LINEAGE} records")
 
 
 def verify(directory: Path) -> Iterator[Finding]:
@@ -76,7 +79,7 @@ def verify(directory: Path) -> Iterator[Finding]:
         StageError: there is no valid lineage.json.
     """
     if not directory.is_dir():
-        raise StageError(f"{directory} is not a directory: name that of a model, such as outputs/tiny-llama/model")
+        raise StageError(f"{directory} is not a directory: name that of a model; {outputs.RESTORE}")
     lineage = Lineage.read(directory / LINEAGE)
     try:
         experiment_name = TypeAdapter(ExperimentName).validate_python(lineage.params.get("experiment_name"))

@@ -201,9 +201,10 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         metrics.write(METRICS)
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
+    held_out = validation.num_tokens / (train.num_tokens + validation.num_tokens)
     return (
-        f"pack: {train.num_rows} rows to train on and {validation.num_rows} to validate, of {params.seq_length} "
-        f"tokens; {metrics.train.characters_per_token} characters per token; "
+        f"pack: {train.num_rows} rows to train on and {validation.num_rows} to validate ({held_out:.1%} of tokens), "
+        f"of {params.seq_length} tokens; {metrics.train.characters_per_token} characters per token; "
         f"{train.num_reused + validation.num_reused} of {len(shards)} splits reused; "
         f"encoded by {encoder.name}"
         + (f" ({counts.num_slow / counts.num_characters:.1%} by {encoding.NAME})" if counts.num_slow else "")

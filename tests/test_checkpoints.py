@@ -362,6 +362,9 @@ def test_checkpoints_are_listed_verified_and_pruned(training: Project, ranks: Ra
     losses = {step: CheckpointManifest.read(finished / f"step-{step:08d}").validation_loss for step in before[1]}
     last_and_best = sorted({12, min(losses, key=losses.__getitem__)})
 
+    (training / "data/model.json").rename(training / "model.json")
+    assert "current run" not in training.run(*COMMAND, "list"), "which it is depends on the model"
+    (training / "model.json").rename(training / "data/model.json")
     output = training.run(*COMMAND, "list")
     assert len(output.splitlines()) == 1 + len(before[0]) + len(before[1]) + 2
     assert "damaged, in quarantine" in output and "left by a crash" in output

@@ -52,7 +52,7 @@ def test_what_changes_no_bit_on_cpus_changes_none_in_a_killed_training_either(fr
     assert output.count("training with") == 1
     assert re.search(
         r"^training with 2 ranks \(CPU\): precision bf16, attention sdpa, loss fused, strategy fsdp FULL_SHARD, "
-        r"batch 8 = 2 x 2 rows x 2 passes, activation checkpointing selective_op, deterministic, "
+        r"batch 8 = 2 ranks x 2 rows x 2 accumulation steps, activation checkpointing selective_op, deterministic, "
         r"memory \d\.\d\d of \d+\.\d\d GiB before the first step$",
         output,
         re.M,

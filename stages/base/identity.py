@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-RunId = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
+RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 """Name of a run, and of the directory of its checkpoints."""
 
 

@@ -33,6 +33,20 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where and when the newest launch of a run trained, for people."""
+
+    device: str
+    """Name of a GPU, or of the processor."""
+    ranks: int
+    nodes: int
+    commit: str | None
+    """Of the project, whose files may have been edited since; null: it is in no git repository."""
+    date: str = ""
+    """Of the newest checkpoint, in UTC: `2026-03-01 10:31`."""
+
+
+@dataclass(frozen=True)
 class TrainMetrics(Record):
     """Content of outputs/train_metrics.json."""
 
@@ -48,6 +62,7 @@ class TrainMetrics(Record):
     skipped_steps: int = 0
     """fp16: steps whose gradient was not finite."""
     cost: Cost = field(default_factory=Cost)
+    place: Place | None = None
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from stages.launching import flops, trackers
 from stages.launching.agreement import check_shared, refuse_different_ranks
 from stages.launching.console import Console, log_to, print_line
 from stages.launching.metrics import SPEED_COLUMNS, MetricsLogger
+from stages.launching.place import find_place
 from stages.launching.profiler import Profiler
 from stages.launching.remedies import remedies
 from stages.launching.runtime import TrainRuntime, has_launcher, read_launch
@@ -92,7 +93,7 @@ class Rank:
         self.metrics = MetricsLogger(
             run, runtime.log_freq, Console(dist.get_rank(), self.trainer.step, run.total_steps), self.tracker,
             self.timers, flops.flops_per_token(self.trainer.model, run.seq_length), history,
-            Table(SPEED_COLUMNS, speed), state.metrics if state else None,
+            Table(SPEED_COLUMNS, speed), state.metrics if state else None, find_place() if is_rank0() else None,
         )  # fmt: skip
         if is_rank0():
             self.print_choices(model, mesh)

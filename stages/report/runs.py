@@ -66,7 +66,12 @@ class Run:
     def params(self) -> dict[str, dict[str, Any]]:
         """The parameters of each stage that are known, by dotted name."""
         stages = {stage: origin.params for stage, origin in self.lineage.origins.items()}
-        return {stage: dict(flatten(values)) for stage, values in {**stages, "train": self.lineage.params}.items()}
+        found = {stage: dict(flatten(values)) for stage, values in {**stages, "train": self.lineage.params}.items()}
+        # What the preset sets is null in `fsdp`.
+        return {
+            stage: {name: value for name, value in values.items() if value is not None or not name.startswith("fsdp.")}
+            for stage, values in found.items()
+        }
 
 
 @dataclass(frozen=True)
