@@ -188,7 +188,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     from stages.formats import lengths
     from stages.work import arrow
 
-    parts = splits.read_summary(splits.SPLITS).splits
+    summary = splits.read_summary(splits.SPLITS)
+    parts = summary.splits
     store = reuse.Store(reuse.root(), SplitResult)
     # With the versions of packages, unlike run_id: another parser may read other text, and a split costs only minutes.
     code_digest = code.digest_with_packages("stages.extract")
@@ -223,7 +224,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         rejected = join_parts(chain.from_iterable(result.rejected for result in results), limits.num_listed)
         counts["rejected_files"] = len({entry.path for entry in rejected})
         # Before the error, which refers the user to this file for all rejections.
-        dataset = Dataset(arrow.TEXT, shards)
+        sourced = [shard._replace(source=summary.source(index)) for index, shard in enumerate(shards)]
+        dataset = Dataset(arrow.TEXT, sourced)
         metrics(params, counts, rejected, dataset.fingerprint).write(METRICS)
         if counts["rejected_files"] > params.max_rejected_files:
             raise StageError(*too_many(counts["rejected_files"], rejected, params.max_rejected_files))

@@ -35,7 +35,7 @@ from stages.training.step import train_step
 from tests.models import CONFIGS, SIZES, manifest_of
 from tests.project import REPO, Project
 
-ROWS = PackedTokens(digests={}, fingerprint="", num_rows=96, seq_length=32)
+ROWS = PackedTokens(digests={}, fingerprint="", num_rows=96, seq_length=32, sources={})
 
 
 @pytest.fixture

@@ -28,6 +28,8 @@ class TokenRows:
         tokens = PackedTokens.read(directory)
         self.seq_length = tokens.seq_length
         """Tokens per row."""
+        self.sources = tokens.sources
+        """The rows of each source, in the order of the rows; none: they are of all files."""
         tables = [_open(path) for path in tokens.digests]
         # Empty chunks are left out: NumPy cannot infer the -1 of reshape(0, -1).
         columns = {
