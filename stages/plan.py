@@ -43,6 +43,8 @@ _FP32 = 4
 _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
 """Bytes per parameter of the optimizer state; in 8 bits, 256 values share a scale."""
 
+_MUCH_PADDING = 0.3
+"""Of the tokens that are computed; more is worth a warning."""
 _NUM_SHOWN = 3
 """Rows in rows.txt, the first ones of the first step."""
 
@@ -150,9 +152,20 @@ def measure_memory(
         f"batch_size {params.batch_size} x {seq_length:,} tokens, {params.precision}, activation_checkpointing "
         f"{params.activation_checkpointing}"
     )
+    chosen, rows = peak_memory.choose(model, params), None
+    if chosen.params.attention == "padded":
+        rows = TokenRows(TRAIN)
+        share = peak_memory.padding(model, chosen, num_ranks, rows).share
+        reason = f", because {chosen.reason}" if chosen.reason else ""
+        print(f"plan: attention padded{reason}; {share:.0%} of the tokens that are computed are padding")
+        if share > _MUCH_PADDING:
+            print(
+                f"plan: warning: of more documents in a step, more have the same length: raise total_batch_size "
+                f"{params.total_batch_size}, batch_size {params.batch_size} or seq_length {seq_length:,}"
+            )
     try:
-        peak = peak_memory.measure(model, params, num_ranks, seq_length)
-        table = peak_memory.make_table(model, params, num_ranks, seq_length, limit) if limit else {}
+        peak = peak_memory.measure(model, chosen, num_ranks, seq_length, rows=rows)
+        table = peak_memory.make_table(model, chosen, num_ranks, seq_length, limit, rows) if limit else {}
     except peak_memory.ERRORS as error:
         state = _state_bytes(params, model.num_parameters) / size
         print(

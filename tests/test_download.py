@@ -547,6 +547,25 @@ def test_a_directory_without_a_causal_language_model_is_refused() -> None:
         describe("quantized")
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("bert", "an encoder:"),
+        ("xlm", "an encoder:"),
+        ("bart", "an encoder-decoder"),
+        ("whisper", "an encoder-decoder"),
+    ],
+)
+def test_what_only_can_be_used_as_a_causal_model_is_refused_as_what_it_is(name: str, kind: str) -> None:
+    write_model(Path("model"), weights=False)
+    publish.write_json(Path("model/config.json"), {"model_type": name})
+    with pytest.raises(StageError, match=f"{name} is {kind}.* Use a decoder"):
+        describe()
+    if name == "bert":
+        publish.write_json(Path("model/config.json"), {"model_type": name, "is_decoder": True})
+        assert describe().architecture == "BertLMHeadModel"
+
+
 def test_a_model_without_a_valid_tokenizer_json_is_refused() -> None:
     write_model(Path("model"))
     path = Path("model/tokenizer.json")

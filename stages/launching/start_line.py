@@ -28,6 +28,8 @@ def start_line(params: TrainParams, mesh: DeviceMesh) -> str:
         strategy += f" in groups of {size}"
     passes = params.grad_accum_steps(num_ranks)
     batch = f"{params.total_batch_size} = {num_ranks} x {params.batch_size} rows x {passes} passes"
+    if params.attention == "padded":
+        batch = f"{params.total_batch_size} rows in passes of up to {params.batch_size} rows"
     chosen = {
         f"precision {params.precision}": True,
         "TF32": params.tf32 and mesh.device_type == "cuda",

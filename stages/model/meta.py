@@ -15,7 +15,7 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -23,6 +23,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from stages.base.errors import StageError, one_line
 from stages.model.dtypes import DTYPES
@@ -50,17 +51,31 @@ def build(
     """
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        other_kind = _other_kind(config)  # building it would write into the config
         # Shapes and names without memory.
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False
             )
-            return model
-    except (ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # of any architecture, whose sizes may be missing or not fit each other
         raise StageError(
             f"{directory / CONFIG} does not describe a causal language model that transformers "
             f"{transformers.__version__} can build: {one_line(error)}"
         ) from None
+    if other_kind:
+        raise StageError(
+            f"{directory / CONFIG}: {config.model_type} is {other_kind}. Use a decoder, such as Llama or Qwen"
+        )
+    return model
+
+
+def _other_kind(config: PreTrainedConfig) -> str | None:
+    """What a model was made for, of those that transformers registers as causal ones and that are not."""
+    if config.is_encoder_decoder:
+        return "an encoder-decoder: it continues what its encoder has read"
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        return "an encoder: its tokens attend to those behind them"
+    return None
 
 
 def describe(model: PreTrainedModel, **others: Any) -> ModelManifest:
