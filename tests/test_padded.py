@@ -243,7 +243,7 @@ def test_plan_prints_what_share_is_padding_and_warns(
     monkeypatch.setattr(peak_memory, "padding", lambda *_: Padding(share=0.31, most_sequences=(2, 32)))
     plan.measure_memory(model, params, 2, 32, limit=None)
     output = capsys.readouterr().out
-    assert "; 31% of the tokens that are computed are padding\nplan: warning: of more documents in a step" in output
+    assert "; 31% of the tokens that are computed are padding\nwarning: 31% is much padding. Of more" in output
     assert "raise total_batch_size 8, batch_size 2 or seq_length 32\n" in output
 
 

@@ -12,6 +12,7 @@ is causal: for these the first test is enough, in fp32 and up to rounding. The p
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,6 +134,25 @@ def refusal(
     if reason and attention == "varlen":
         deactivate_kernels()  # sdpa would call them too
     return reason
+
+
+def sees_what_follows(directory: Path) -> bool:
+    """Whether the tokens of a model depend on those after them, as in an encoder, so that it learns to copy.
+
+    False also where a small copy of it cannot be tested. Seeds the random number generator of torch.
+    """
+    with suppress(Exception):  # of any architecture
+        small = small_config(AutoConfig.from_pretrained(directory, local_files_only=True))
+        if small is None:
+            return False
+        model = random_model(small, "eager", torch.float32, "cpu")
+        rows = torch.randint(1, VOCAB_SIZE - 1, (1, _LENGTH))  # (B, T)
+        changed, is_other = _change(rows, 0, slice(_LENGTH - 1, _LENGTH))
+        with torch.no_grad():
+            found, other = (logits(model, {"input_ids": tokens})[is_other] for tokens in (rows, changed))
+        # Other kernels may round differently; what a token sees changes its logits by more than a hundredth.
+        return not torch.allclose(found, other, rtol=0, atol=1e-3, equal_nan=True)
+    return False
 
 
 def _find_fault(

@@ -3,6 +3,8 @@
 Apart from the readers, because `organize` needs the names only: an edit of a parser must not run it again.
 """
 
+import os
+
 FORMATS = {
     ".txt": "text",
     ".md": "text",
@@ -17,6 +19,12 @@ FORMATS = {
 COMPRESSIONS = (".gz", ".zst")
 LINES = tuple(suffix for suffix, format in FORMATS.items() if format == "jsonl")
 """Suffixes of files that may be cut at the start of any line: compressed ones cannot be entered there."""
+
+
+def ending(path: str) -> str:
+    """The suffix of any file, in lower case; two where the last is of a compression; "" where there is none."""
+    stem, suffix = os.path.splitext(os.path.basename(path).lower())
+    return os.path.splitext(stem)[1] + suffix if suffix in COMPRESSIONS else suffix
 
 
 def find(path: str) -> tuple[str, str] | None:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stages.forward.attention_names import NEED_LENGTHS
-from stages.forward.batch import count_labels, make_batch
+from stages.forward.batch import count_labels, read_batch
 from stages.forward.distributed import device_type
 from stages.forward.padded import count_tokens, padded_batches
 from stages.forward.rows import TokenRows
@@ -147,9 +147,8 @@ class BatchLoader:
         return step_rows(step, self._params.total_batch_size, len(self._rows), self._params.seed)
 
     def _batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        rows = torch.from_numpy(self._rows.rows(indices))  # (B, T) int32
         lengths = self._params.attention in NEED_LENGTHS
-        return make_batch(rows, self._eos_token_id, self._params.document_mask, lengths)
+        return read_batch(self._rows, indices, self._eos_token_id, self._params.document_mask, lengths)
 
     def _padded(self, batch: dict[str, Tensor], batch_size: int, num_ranks: int) -> list[dict[str, Tensor]]:
         """The forward passes of all ranks, of padded documents; `batch` has the rows of all ranks."""
