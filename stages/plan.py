@@ -47,6 +47,8 @@ _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
 
 _LEAST_HELD_OUT = 0.02
 """Part of the rows below which a warning says so."""
+_MUCH_PADDING = 0.3
+"""Of the tokens that are computed; more is worth a warning."""
 
 _NUM_SHOWN = 3
 """Rows in rows.txt, the first ones of the first step."""
@@ -167,17 +169,30 @@ def measure_memory(
     except StageError as error:  # these ranks are assumed, others may train
         print(f"plan: the memory of {num_ranks} ranks (plan.num_ranks) is not known: {error}")
         return None, {}
-    print(
-        f"plan: {num_ranks} ranks x {params.batch_size} rows x {accumulated} accumulation steps = "
-        f"{params.total_batch_size} rows per step"
-    )
     settings = (
         f"batch_size {params.batch_size} x {seq_length:,} tokens, {params.precision}, activation_checkpointing "
         f"{params.activation_checkpointing}"
     )
+    chosen, rows = peak_memory.choose(model, params), None
+    if chosen.params.attention == "padded":
+        rows = TokenRows(TRAIN)
+        share = peak_memory.padding(model, chosen, num_ranks, rows).share
+        reason = f", because {chosen.reason}" if chosen.reason else ""
+        print(f"plan: attention padded{reason}; {share:.0%} of the tokens that are computed are padding")
+        if share > _MUCH_PADDING:
+            print(
+                f"warning: {share:.0%} is much padding. Of more documents in a step, more have the same length: raise "
+                f"total_batch_size {params.total_batch_size}, batch_size {params.batch_size} or seq_length "
+                f"{seq_length:,}"
+            )
+    else:
+        print(
+            f"plan: {num_ranks} ranks x {params.batch_size} rows x {accumulated} accumulation steps = "
+            f"{params.total_batch_size} rows per step"
+        )
     try:
-        peak = peak_memory.measure(model, params, num_ranks, seq_length)
-        table = peak_memory.make_table(model, params, num_ranks, seq_length, limit) if limit else {}
+        peak = peak_memory.measure(model, chosen, num_ranks, seq_length, rows=rows)
+        table = peak_memory.make_table(model, chosen, num_ranks, seq_length, limit, rows) if limit else {}
     except peak_memory.ERRORS as error:
         state = _state_bytes(params, model.num_parameters) / size
         print(

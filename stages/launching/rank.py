@@ -110,6 +110,10 @@ class Rank:
         """Print where the training runs, and what was chosen for it."""
         if model.router_loss_coef == 0:
             print_line(ROUTER_LOSS_OFF)
+        if self.trainer.attention.name == "padded":
+            share = self.trainer.train_loader.padding(mesh.size()).share
+            reason = f", because {self.trainer.attention.reason}" if self.trainer.attention.reason else ""
+            print_line(f"attention: padded{reason}; {share:.0%} of the tokens that are computed are padding")
         if self.trainer.loss.reason:
             print_line(f"loss: {self.trainer.loss.name}, because {self.trainer.loss.reason}")
         if (steps := self.runtime.profile_steps) and steps[0] > self.run.total_steps:

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
@@ -28,7 +29,7 @@ from stages.base.packed import VALIDATION
 from stages.base.publish import read_json
 from stages.base.record import Record
 from stages.export.evaluation import Sample
-from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS
+from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
 from stages.model import headers
 from stages.model.files import CONFIG
 from stages.ranks import handoff
@@ -170,7 +171,7 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
         What all ranks have found, on rank 0; the others have nothing that counts.
 
     Raises:
-        StageError: no attention keeps the model's documents apart.
+        StageError: the model's documents cannot be kept apart.
     """
     import torch.distributed as dist
 
@@ -178,13 +179,14 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
     from stages.forward.rows import TokenRows
 
     rows = TokenRows(VALIDATION)
-    batches = plan_batches(request, rows)
     if is_sharded is None:
         is_sharded = must_shard(request)
     heartbeat.note("loading the model")
     model, tokenizer = load(request, is_sharded)
-    with rows_attention(model, request, rows.seq_length) as lengths:
-        sums = measure_batches(model, rows, batches, request, lengths, heartbeat, is_sharded)
+    with rows_attention(model, request, rows.seq_length) as attention:
+        # Documents of many rows together need less padding.
+        batches = plan_batches(request, rows, request.batch_size * (8 if attention == "padded" else 1))
+        sums = measure_batches(model, rows, batches, request, attention, heartbeat, is_sharded)
     samples = generate_samples(model, tokenizer, rows, request, heartbeat, is_sharded)
     heartbeat.note("collecting what the ranks have found")
     gathered = gather_on_rank0(lambda: (sums, samples))
@@ -207,16 +209,16 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
     return Measurements(model.num_parameters(), part(True), part(False), samples)
 
 
-def plan_batches(request: Request, rows: "TokenRows") -> list[Batch]:
-    """The batches: those of rows that the training has measured, then those of the others."""
+def plan_batches(request: Request, rows: "TokenRows", size: int) -> list[Batch]:
+    """The batches of `size` rows: those of rows that the training has measured, then those of the others."""
     import numpy as np
 
     eval_rows = rows.spread(request.eval_rows)
     others = np.setdiff1d(np.arange(len(rows)), eval_rows)
     return [
-        Batch(some[first : first + request.batch_size], in_eval_rows)
+        Batch(some[first : first + size], in_eval_rows)
         for some, in_eval_rows in ((eval_rows, True), (others, False))
-        for first in range(0, len(some), request.batch_size)
+        for first in range(0, len(some), size)
     ]
 
 
@@ -313,8 +315,8 @@ def load(request: Request, is_sharded: bool) -> tuple["PreTrainedModel", Any]:
 
 
 @contextmanager
-def rows_attention(model: "PreTrainedModel", request: Request, seq_length: int) -> Iterator[bool]:
-    """Have a model use the fastest attention function for rows of documents; yields whether it needs their lengths.
+def rows_attention(model: "PreTrainedModel", request: Request, seq_length: int) -> Iterator[Attention]:
+    """Have a model use the fastest attention function for rows of documents; yields its name.
 
     Not that of the training: it may not work in the dtype of the exported weights. All that are accepted give the same
     loss, up to rounding. A collective.
@@ -324,20 +326,23 @@ def rows_attention(model: "PreTrainedModel", request: Request, seq_length: int) 
     from stages.forward.document_mask import choose_attention
 
     attention = run_on_rank0(
-        lambda: choose_attention(
-            "auto", request.directory, request.document_mask, seq_length, model.dtype, model.device.type
+        lambda: (
+            choose_attention(
+                "auto", request.directory, request.document_mask, seq_length, model.dtype, model.device.type
+            ).name
         )
     )
     if attention == "varlen":
         activate_kernels()
     own = model.config._attn_implementation
-    model.set_attn_implementation(IMPLEMENTATIONS[attention])
-    yield attention in NEED_LENGTHS
+    if implementation := IMPLEMENTATIONS[attention]:
+        model.set_attn_implementation(implementation)
+    yield attention
     model.set_attn_implementation(own)  # to generate text, one token after another
 
 
 def measure_batches(
-    model: "PreTrainedModel", rows: "TokenRows", batches: Sequence[Batch], request: Request, lengths: bool,
+    model: "PreTrainedModel", rows: "TokenRows", batches: Sequence[Batch], request: Request, attention: Attention,
     heartbeat: "Heartbeat", is_sharded: bool,
 ) -> list[tuple[float, int]]:  # fmt: skip
     """The loss of each batch of this rank's share in nats, summed over the tokens predicted, and their number."""
@@ -346,21 +351,35 @@ def measure_batches(
     from tqdm import tqdm
 
     from stages.forward.batch import read_batch
+    from stages.forward.distributed import run_on_all_ranks
     from stages.forward.loss import losses
+    from stages.forward.padded import extended, padded_batches
     from stages.forward.transfer import to_device
 
     own, num_counted = _share(batches, is_sharded)
+    sums = [(0.0, 0)] * len(own)
+    measured: list[int] = []
+    """For each forward pass, which of the batches it is of."""
 
     def made() -> Iterator[dict[str, "Tensor"]]:
         is_quiet = dist.get_rank() > 0 or not own
         # disable=None: where there is no terminal
-        for number, batch in enumerate(tqdm(own, desc="evaluate", unit="batch", disable=is_quiet or None), start=1):
-            heartbeat.note(f"measuring batch {number} of {len(own)}")
-            inputs = read_batch(rows, batch.rows, request.eos_token_id, request.document_mask, lengths)
-            yield to_device(inputs, model.device)
+        for index, batch in enumerate(tqdm(own, desc="evaluate", unit="batch", disable=is_quiet or None)):
+            heartbeat.note(f"measuring batch {index + 1} of {len(own)}")
+            lengths = attention in NEED_LENGTHS
+            inputs = [read_batch(rows, batch.rows, request.eos_token_id, request.document_mask, lengths)]
+            if attention == "padded":
+                inputs = padded_batches(inputs[0], max_tokens=request.batch_size * rows.seq_length)
+                if is_sharded:  # each is a collective: as many on all ranks
+                    inputs = extended(inputs, max(run_on_all_ranks(partial(len, inputs))))
+            measured.extend([index] * len(inputs))
+            yield from (to_device(each, model.device) for each in inputs)
 
     with torch.no_grad():
-        return list(losses(model, made()))[:num_counted]
+        found = list(losses(model, made()))
+    for index, (nats, num_tokens) in zip(measured, found, strict=True):
+        sums[index] = sums[index][0] + nats, sums[index][1] + num_tokens
+    return sums[:num_counted]
 
 
 def generate_samples(
