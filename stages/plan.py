@@ -362,9 +362,11 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
     num_parameters, moments = model.num_parameters, _MOMENTS[params.optimizer]
     order = RowOrder(params, train.num_rows, train.sources)
     steps = params.total_steps(order.num_rows)
-    repeats, shares = order.repeats(steps), order.shares
+    order.check_repeats(steps)
+    epochs, shares = order.epochs(steps), order.shares
     validations = 1 + math.ceil(steps / params.eval_freq)
-    rows_per_validation = min(validation.num_rows, params.eval_rows or validation.num_rows)
+    held_out = validation.sources.values() or [validation.num_rows]
+    rows_per_validation = sum(min(num_rows, params.eval_rows or num_rows) for num_rows in held_out)
     validated, trained = validations * rows_per_validation, steps * params.total_batch_size  # rows
     tokens_per_step = params.total_batch_size * train.seq_length
     return Plan(
@@ -381,8 +383,8 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
                 rows=num_rows,
                 tokens=num_rows * train.seq_length,
                 share=round(shares.get(name, 0.0), 6),
-                epochs=round(repeats.get(name, 0.0), 4),
-                trained_tokens=round(repeats.get(name, 0.0) * num_rows) * train.seq_length,
+                epochs=round(epochs.get(name, 0.0), 4),
+                trained_tokens=round(epochs.get(name, 0.0) * num_rows) * train.seq_length,
             )
             for name, num_rows in train.sources.items()
         },

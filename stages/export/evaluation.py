@@ -1,7 +1,7 @@
 """outputs/evaluation.json: the losses of the finished model, and what it writes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from stages.base.record import Record
@@ -63,6 +63,8 @@ class Evaluation(Record):
     exported: Loss | None
     """Of the exported weights, on these rows."""
     samples: list[Sample]
+    sources: dict[str, Loss | None] = field(default_factory=dict)
+    """Of the exported weights on all held-out rows of each source; none: the rows are of all files."""
 
     @property
     def measured_all(self) -> bool:

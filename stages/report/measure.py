@@ -14,9 +14,9 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -114,6 +114,8 @@ class Measurements(Record):
     others: LossSum
     """Of all other rows."""
     samples: list[Sample]
+    sources: dict[str, LossSum] = field(default_factory=dict)
+    """Of all rows of each source; none: they are of all files."""
 
 
 class Batch(NamedTuple):
@@ -123,6 +125,8 @@ class Batch(NamedTuple):
     """(B,): their indices."""
     in_eval_rows: bool
     """Whether the training has measured them too."""
+    source: str
+    """Of all of them; "": there are none."""
 
 
 def main() -> None:
@@ -198,26 +202,37 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
         num_samples = sum(len(theirs) for _, theirs in found)
         samples = [found[index % num_ranks][1][index // num_ranks] for index in range(num_samples)]
 
-    def part(in_eval_rows: bool) -> LossSum:
-        own = [found for found in zip(batches, sums, strict=False) if found[0].in_eval_rows == in_eval_rows]
+    def part(is_wanted: Callable[[Batch], bool]) -> LossSum:
+        own = [found for found in zip(batches, sums, strict=False) if is_wanted(found[0])]
         return LossSum(
             rows=sum(len(batch.rows) for batch, _ in own),
             tokens=sum(tokens for _, (_, tokens) in own),
             nats=math.fsum(nats for _, (nats, _) in own),  # exact, whatever the order
         )
 
-    return Measurements(model.num_parameters(), part(True), part(False), samples)
+    return Measurements(
+        model.num_parameters(),
+        part(lambda batch: batch.in_eval_rows),
+        part(lambda batch: not batch.in_eval_rows),
+        samples,
+        {source: part(partial(_is_of, source)) for source in rows.sources},
+    )
+
+
+def _is_of(source: str, batch: Batch) -> bool:
+    return batch.source == source
 
 
 def plan_batches(request: Request, rows: "TokenRows", size: int) -> list[Batch]:
     """The batches of `size` rows: those of rows that the training has measured, then those of the others."""
     import numpy as np
 
-    eval_rows = rows.spread(request.eval_rows)
-    others = np.setdiff1d(np.arange(len(rows)), eval_rows)
+    eval_rows, all_rows = rows.spread(request.eval_rows), rows.spread(None)
+    others = {source: np.setdiff1d(all_rows[source], measured) for source, measured in eval_rows.items()}
     return [
-        Batch(some[first : first + size], in_eval_rows)
-        for some, in_eval_rows in ((eval_rows, True), (others, False))
+        Batch(some[first : first + size], in_eval_rows, source)
+        for of_sources, in_eval_rows in ((eval_rows, True), (others, False))
+        for source, some in of_sources.items()
         for first in range(0, len(some), size)
     ]
 

@@ -32,7 +32,7 @@ from stages.forward.distributed import device_type
 from stages.forward.padded import count_tokens, padded_batches
 from stages.forward.rows import TokenRows
 from stages.forward.transfer import pinned, to_device
-from stages.training.order import step_rows
+from stages.training.mixture import RowOrder
 from stages.training.params import TrainParams
 
 _SAMPLE = 2**20
@@ -68,6 +68,8 @@ class BatchLoader:
         self._params = params
         self._eos_token_id = eos_token_id
         self._router_loss = router_loss
+        self.order = RowOrder(params, len(rows), rows.sources)
+        """Of training rows; not of those of a validation."""
         # A new thread uses the first GPU, whichever is this rank's, and would pin memory for that one.
         on_gpu = torch.cuda.is_available()
         setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_gpu else (None, ())
@@ -95,34 +97,41 @@ class BatchLoader:
         indices = self._step_rows(step)
         return indices.reshape(-1, dist.get_world_size(), self._params.batch_size)[:, dist.get_rank()]
 
-    def validation_batches(self) -> Iterator[dict[str, Tensor]]:
-        """This rank's share of the rows that a validation measures: the same rows for any number of ranks.
+    def validation_batches(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """This rank's share of the rows that a validation measures, each batch with the source of all of its rows.
 
-        Every rank gets as many batches, because each forward pass is a collective operation: past the end the last row
-        is repeated, with labels that do not count.
+        They are the same rows for any number of ranks. Every rank gets as many batches, because each forward pass is a
+        collective operation: past the end the last row is repeated, with labels that do not count.
         """
-        rows, size, rank = self.validation_rows, self._params.rows_per_validation_pass, dist.get_rank()
+        for source, rows in self.validation_rows.items():
+            for batch in self._validation_batches(rows):
+                yield source, to_device(batch, device_type())
+
+    def _validation_batches(self, rows: NDArray[np.int64]) -> Iterator[dict[str, Tensor]]:
+        size, rank = self._params.rows_per_validation_pass, dist.get_rank()
         if self._params.attention == "padded":
             for start in range(0, len(rows), self._params.total_batch_size):  # as many at a time as in a step
-                for batch in self._own_padded(rows[start : start + self._params.total_batch_size], size):
-                    yield to_device(batch, device_type())
+                yield from self._own_padded(rows[start : start + self._params.total_batch_size], size)
             return
-        for number in range(self.num_validation_batches):
+        for number in range(self._num_batches(rows)):
             start = (number * dist.get_world_size() + rank) * size
             own = np.arange(start, start + size)
             batch = self._batch(rows[np.minimum(own, len(rows) - 1)])
             batch["labels"].view(size, -1)[torch.from_numpy(own >= len(rows))] = -100
-            yield to_device(batch, device_type())
+            yield batch
 
     @property
-    def validation_rows(self) -> NDArray[np.int64]:
-        """The indices of the rows that a validation measures."""
+    def validation_rows(self) -> dict[str, NDArray[np.int64]]:
+        """The indices of the rows that a validation measures, by source: `TokenRows.spread`."""
         return self._rows.spread(self._params.eval_rows)
 
     @property
     def num_validation_batches(self) -> int:
         """Forward passes of each rank in a validation; of padded documents there are mostly more."""
-        return math.ceil(len(self.validation_rows) / (self._params.rows_per_validation_pass * dist.get_world_size()))
+        return sum(map(self._num_batches, self.validation_rows.values()))
+
+    def _num_batches(self, rows: NDArray[np.int64]) -> int:
+        return math.ceil(len(rows) / (self._params.rows_per_validation_pass * dist.get_world_size()))
 
     def padding(self, num_ranks: int) -> "Padding":
         """What padded documents cost on a number of ranks, in the first steps."""
@@ -144,7 +153,7 @@ class BatchLoader:
 
     def _step_rows(self, step: int) -> NDArray[np.int64]:
         """The rows of a step, on all ranks: (total_batch_size,)."""
-        return step_rows(step, self._params.total_batch_size, len(self._rows), self._params.seed)
+        return self.order.step(step)
 
     def _batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         lengths = self._params.attention in NEED_LENGTHS

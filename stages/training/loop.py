@@ -28,7 +28,7 @@ from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainParams
 from stages.training.precision import compute_dtype, make_grad_scaler
 from stages.training.schedule import learning_rate, lr_ratio
-from stages.training.step import StepResult, UnreadStep, train_step, validation_loss
+from stages.training.step import StepResult, UnreadStep, train_step, validation_losses
 
 T = TypeVar("T")
 
@@ -110,6 +110,8 @@ class Trainer:
         """Steps done."""
         self.validation_loss: float | None = None
         """Of this very step, if it was validated."""
+        self.source_losses: dict[str, float | None] = {}
+        """Of the last validation, by source; nothing if there are no sources."""
         self._unread: deque[UnreadStep] = deque()
         """The newest steps, whose numbers are not read yet."""
         # On a GPU the numbers of a step are read when the next one is queued: the GPU always has something to do.
@@ -208,8 +210,10 @@ class Trainer:
         """Measure the loss on the validation rows; a collective."""
         loader = self.validation_loader
         with hooks.phase("validation"):
-            self.validation_loss = validation_loss(
+            self.validation_loss, of_source = validation_losses(
                 self.model,
                 hooks.progress(loader.validation_batches(), loader.num_validation_batches),
+                loader.validation_rows,
                 before_forward=lambda: hooks.note(f"validation after step {self.step}"),
             )
+            self.source_losses = {source: loss for source, loss in of_source.items() if source}

@@ -135,16 +135,19 @@ class RowOrder:
         counts = self._mixture.counts if self._mixture else self._sizes
         return dict(zip(self._names, (counts / counts.sum()).tolist(), strict=True))
 
-    def repeats(self, total_steps: int) -> dict[str, float]:
-        """How often the whole training uses each source, in epochs of it; nothing if there are no sources.
+    def epochs(self, num_steps: int) -> dict[str, float]:
+        """How often the first steps use a row of each source; nothing if there are no sources."""
+        num_rows = num_steps * self._params.total_batch_size
+        used = self._mixture.used(num_rows) if self._mixture else self._sizes * (num_rows / self.num_rows)
+        return dict(zip(self._names, (used / self._sizes).tolist(), strict=True))
+
+    def check_repeats(self, total_steps: int) -> None:
+        """Check how often the whole training uses each source.
 
         Raises:
             StageError: one more often than `max_repeats` allows.
         """
-        num_rows = total_steps * self._params.total_batch_size
-        used = self._mixture.used(num_rows) if self._mixture else self._sizes * num_rows / self.num_rows
-        repeats = dict(zip(self._names, (used / self._sizes).tolist(), strict=True))
-        limits = self._params.max_repeats or {}
+        repeats, limits = self.epochs(total_steps), self._params.max_repeats or {}
         if too_many := [name for name, limit in limits.items() if repeats.get(name, 0) > limit]:
             found = ", ".join(
                 f"{name} is used {repeats[name]:.2f} times, at most {limits[name]:g}" for name in too_many
@@ -152,7 +155,6 @@ class RowOrder:
             raise StageError(
                 f"max_repeats: {found}: lower its share in mixture, num_epochs or max_steps, or add raw files to it"
             )
-        return repeats
 
 
 def mixed_rows(
