@@ -226,9 +226,9 @@ def read_corpus(params: PackParams) -> list[Shard]:
     if not any(shard.rows for shard in shards[:num_train]):
         raise StageError(
             f"there is no text to train on: all of it is in {held_out}, which are held out. Add raw files; or write "
-            "the text as JSON Lines: only .jsonl and .ndjson are cut into parts for several splits, if they are large, "
-            'not compressed and in UTF-8 (docs/data.md, "How files become splits"); or lower validation_splits (0: '
-            "training without validation)"
+            "the text as JSON Lines or Parquet: only .jsonl, .ndjson and tables are cut into parts for several splits, "
+            'if they are large, not compressed and in UTF-8 (docs/data.md, "How files become splits"); or lower '
+            "validation_splits (0: training without validation)"
         )
     if params.validation_splits and not any(shard.rows for shard in shards[num_train:]):
         raise StageError(

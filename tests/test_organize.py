@@ -294,7 +294,7 @@ def parts_in(result: dict[str, bytes]) -> list[dict[str, Any]]:
 def measured_parts(path: Path, size: int) -> list[parts.Measured]:
     """Those that have lines."""
     tasks = parts.tasks(path, path.stat().st_size, size)
-    return [part for part in map(parts.measure, tasks) if part and part.start < part.end]
+    return [part for measured in map(parts.measure, tasks) for part in measured or () if part.start < part.end]
 
 
 @settings(max_examples=200)

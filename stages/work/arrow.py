@@ -33,6 +33,8 @@ CHANGED = "it was changed while it was read, so run `dvc repro` again"
 
 TEXT: Features = {"text": {"dtype": "string", "_type": "Value"}}
 """The features of a corpus."""
+WITH_CONVERSATIONS: Features = {**TEXT, "messages": TEXT["text"]}
+"""The same where rules make conversations: of each row one is null. `messages` is JSON (stages/formats/records.py)."""
 
 
 def token_features(seq_length: int) -> Features:
@@ -103,11 +105,11 @@ class StreamWriter:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def write(self, rows: pa.Array) -> None:
-        """Append a record batch."""
+    def write(self, rows: pa.Array, column: int = 0) -> None:
+        """Append a record batch of rows that have a value in one column."""
         self.rows += len(rows)
         # `serialize` copies, so the caller may fill its buffer again.
-        self._append(pa.record_batch([rows], schema=self.schema).serialize())
+        self._append(self._batch(rows, column).serialize())
 
     def write_text(self, pieces: Iterable[bytes], size: int) -> int:
         """Append a record batch of one string, which comes in pieces of UTF-8; return its characters.
@@ -132,12 +134,18 @@ class StreamWriter:
         """What precedes and what follows the string in a record batch of one."""
         zeros = pa.py_buffer(mmap.mmap(-1, size))  # in place of the string: never read, so they need no memory
         text = pa.StringArray.from_buffers(1, pa.py_buffer(struct.pack("<ii", 0, size)), zeros)
-        batch = pa.record_batch([text], schema=self.schema)
+        batch = self._batch(text, 0)
         sink = _WithoutBuffer(zeros)
         with pa.ipc.new_stream(pa.PythonFile(sink, "w"), self.schema) as stream:
             stream.write_batch(batch)
             [before, after] = sink.parts
         return before.removeprefix(self.schema.serialize()), after  # the schema is in the file already
+
+    def _batch(self, rows: pa.Array, column: int) -> pa.RecordBatch:
+        columns = [
+            rows if index == column else pa.nulls(len(rows), kind) for index, kind in enumerate(self.schema.types)
+        ]
+        return pa.record_batch(columns, schema=self.schema)
 
     def mark(self) -> Mark:
         """The current end of the stream, for `cut`."""
@@ -208,8 +216,14 @@ def read_batch(path: Path, offset: int) -> pa.RecordBatch:
         raise damaged(path, "it has no record batch where it had one", CHANGED) from None
 
 
+def rows_of(batch: pa.RecordBatch) -> tuple[pa.Array, int]:
+    """The strings of a record batch of a corpus, which are in one column, and which one that is."""
+    column = next((index for index, values in enumerate(batch.columns) if not values.null_count), 0)
+    return batch.column(column), column
+
+
 def read_text(path: Path, offset: int) -> Iterator[bytes]:
-    """The string of a record batch of one row, in pieces.
+    """The document of a record batch of one row, in pieces.
 
     They are read, not mapped: what was touched of a mapped file stays in memory while it is mapped.
     """
