@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup repro doctor certify bundle unbundle test slow faults slurm slurm-test nfs-test gpu check lock
+.PHONY: help setup repro show doctor certify bundle unbundle test slow faults slurm slurm-test nfs-test gpu check lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -17,6 +17,12 @@ ifeq ($(filter --allow-missing,$(ARGS)),)
 	@$(PY) -m scripts.sample_corpus
 endif
 	.venv/bin/dvc repro $(ARGS)
+
+# DVC compares the beginnings of the names; what is kept wins over what is dropped. `.*/` and `models` are files.
+KEEP ?= validation_loss|steps|tokens|memory
+show: ## Show the experiments in a table; KEEP='tokens|memory': other metrics; ARGS=-A: those of older commits too
+	@.venv/bin/dvc exp show --only-changed --keep '$(KEEP)' $(if $(findstring loss,$(KEEP)),--sort-by validation_loss) \
+		--drop '.*/|models$$|Created|Executor|.*loss|steps|tokens|memory|perplexity|bits' $(ARGS)
 
 # Without `setup`: it reports what is not set up.
 doctor: ## Check this machine and the project before a job: packages, GPUs, disks, limits, model, tokens, DVC; ARGS=--full

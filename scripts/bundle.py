@@ -28,13 +28,13 @@ from packaging.markers import Marker, default_environment
 from scripts import unbundle
 from stages.base import command, publish
 from stages.base.errors import StageError
+from stages.base.names import is_utf8, printable
 from stages.base.params_file import load_params
 from stages.base.record import check_files
 from stages.download import DownloadParams
 from stages.model.license import LICENSE, ModelLicense
 from stages.model.manifest import MANIFEST, REMEDY, ModelManifest
 from stages.organize import OrganizeParams, find_root
-from stages.splits import manifests as splits
 from stages.splits import suffixes, tree
 
 HF_HOME = PurePath(".hf")
@@ -106,8 +106,8 @@ def committed() -> list[str]:
     if dirty:
         raise StageError(
             f"{len(dirty)} files are not in the last commit, and a bundle has commits only: "
-            f"{', '.join(line.split(maxsplit=1)[1] for line in dirty[:10])}\n"
-            "commit them (dvc.lock with the results of the stages), or list them in .git/info/exclude"
+            f"{', '.join(line.split(maxsplit=1)[1] for line in dirty[:10])}",
+            "commit them (dvc.lock with the results of the stages), or list them in .git/info/exclude",
         )
     if output("git", "rev-parse", "--is-shallow-repository") == "true":
         raise StageError("this clone has a part of the history: run `git fetch --unshallow` first")
@@ -213,13 +213,12 @@ def copy_raw_files(files: Path) -> list[str]:
     links = sorted(path for path in found if os.path.islink(path) and path not in read)
     if links:
         notes.append(
-            f"{len(links)} links in {raw_dir} are not carried, such as {splits.printable(links[0])}: organize passes "
-            "them over"
+            f"{len(links)} links in {raw_dir} are not carried, such as {printable(links[0])}: organize passes them over"
         )
     for path in sorted(found.difference(links)):
         relative = os.path.join(place, os.path.relpath(path, root))
-        if splits.printable(relative) != relative or re.search(r"[\n\r\\]", relative):  # as sha256sum writes no line
-            raise StageError(f"{splits.printable(path)!r} has a backslash, a line end or no UTF-8 in it: rename it")
+        if not is_utf8(relative) or re.search(r"[\n\r\\]", relative):  # as sha256sum writes no line
+            raise StageError(f"{path} has a backslash, a line end or no UTF-8 in it: rename it")
         copy(Path(path), files / relative)
     return notes
 
@@ -252,7 +251,7 @@ def push_results(directory: Path) -> bool:
             repo.push(stages, remote="bundle")
             states = repo.status(stages, cloud=True, remote="bundle")
     except DvcException as error:
-        raise StageError(str(error)) from None
+        raise StageError(*str(error).splitlines()) from None
     if states:
         raise StageError(f"DVC's cache lacks {', '.join(states)}: {remedy}")
     for path in (directory / "files/md5").glob("*/*"):
@@ -274,7 +273,7 @@ def output(*arguments: str) -> str:
     """
     process = subprocess.run(arguments, capture_output=True, text=True, errors="surrogateescape")
     if process.returncode != 0:
-        raise StageError(f"{' '.join(arguments)}: {process.stderr.strip()}")
+        raise StageError(*f"{' '.join(arguments)}: {process.stderr.strip()}".splitlines())
     return process.stdout.strip()
 
 

@@ -78,7 +78,7 @@ def main() -> None:
         skipped = sorted(wanted - certificate["allowed"].keys())
         problems += [f"{stage}: `{certificate['command']}` did not run it" for stage in skipped]
     if problems:
-        raise StageError("\n".join([*problems, f"{arguments.output} lists the same"]))
+        raise StageError(*problems, f"{arguments.output} lists the same")
     print(f"certify: no address but this machine's own was asked for, and no name looked up: see {arguments.output}")
 
 

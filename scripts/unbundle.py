@@ -25,6 +25,8 @@ from typing import Any
 
 SUMS = "SHA256SUMS"
 ABOUT = "bundle.json"
+_KEYS = {"branch", "python", "machine", "has_results", "notes", "next"}
+"""Of that file."""
 REPOSITORY = "repository.bundle"
 WHEELS = "wheels"
 FILES = "files"
@@ -48,7 +50,7 @@ except DvcException as error:
 
 
 class Refused(Exception):
-    """The bundle cannot be installed; the message names the reason and the remedy."""
+    """The bundle cannot be installed; each argument is a line about the reason and the remedy."""
 
 
 def main() -> None:
@@ -59,8 +61,8 @@ def main() -> None:
     try:
         unbundle(Path(__file__).absolute().parent, target)
     except (Refused, OSError) as error:
-        for line in str(error).splitlines():
-            print("error: " + line, file=sys.stderr)
+        for line in error.args if isinstance(error, Refused) else [str(error)]:
+            print("error: " + printable(line), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted: run it again", file=sys.stderr)
@@ -76,7 +78,12 @@ def unbundle(bundle: Path, target: Path) -> None:
     print(f"verifying {bundle}", flush=True)
     sums = read_sums(bundle)
     verify(bundle, sums)
-    about = json.loads((bundle / ABOUT).read_text(encoding="utf-8"))
+    try:
+        about = json.loads((bundle / ABOUT).read_text(encoding="utf-8"))
+        if not {*about} >= _KEYS:
+            raise ValueError
+    except (ValueError, TypeError):
+        raise Refused(f"{bundle / ABOUT} is not valid: bundle again") from None
     check_machine(about)
     files = {path[len(FILES) + 1 :]: digest for path, digest in sums.items() if path.startswith(FILES + "/")}
     missing = check_target(target, files)
@@ -92,15 +99,16 @@ def unbundle(bundle: Path, target: Path) -> None:
         os.replace(str(temporary), str(final))
     install(bundle, target, about["has_results"])
     for note in about["notes"]:
-        print("note: " + note)
-    print("unbundled: cd {} && {}".format(shlex.quote(str(target)), about["next"]))
+        print("note: " + printable(note))
+    print("unbundled: cd {} && {}".format(shlex.quote(str(target)), printable(about["next"])))
 
 
 def read_sums(bundle: Path) -> "dict[str, str]":
     """The digest of each file of the bundle, by its path."""
     if not (bundle / SUMS).is_file():
         raise Refused(f"{bundle / SUMS} is missing: copy the whole bundle again")
-    lines = [line.partition("  ") for line in (bundle / SUMS).read_text(encoding="utf-8").split("\n") if line]
+    text = (bundle / SUMS).read_text(encoding="utf-8", errors="surrogateescape")
+    lines = [line.partition("  ") for line in text.split("\n") if line]
     for _, _, path in lines:
         parts = path.split("/")
         if {"", ".", ".."} & {*parts} or parts[:2] == [FILES, ".git"]:
@@ -152,7 +160,7 @@ def verify(bundle: Path, sums: "dict[str, str]") -> None:
         elif sha256(bundle / path) != digest:
             problems.append(f"{bundle / path} is damaged: copy it again")
     if problems:
-        raise Refused("\n".join([*sorted(problems), "nothing was installed"]))
+        raise Refused(*sorted(problems), "nothing was installed")
 
 
 def check_target(target: Path, files: "dict[str, str]") -> "list[str]":
@@ -170,7 +178,7 @@ def check_target(target: Path, files: "dict[str, str]") -> "list[str]":
     present = [path for path in files if os.path.lexists(str(target / path))]
     lost = [path for path in present if not (target / path).is_file() or sha256(target / path) != files[path]]
     if lost:
-        raise Refused("\n".join(f"{target / path} has another content: move it away" for path in sorted(lost)))
+        raise Refused(*(f"{target / path} has another content: move it away" for path in sorted(lost)))
     return sorted(set(files).difference(present))
 
 
@@ -208,6 +216,11 @@ def install(bundle: Path, target: Path, has_results: bool) -> None:
             )
 
 
+def printable(text: str) -> str:
+    """The text as one line, as `stages/base/names.py` makes it: names in a bundle must not look like our messages."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's content, in hex."""
     digest = hashlib.sha256()
@@ -226,7 +239,7 @@ def git(directory: Path, *arguments: str) -> str:
     command = ["git", "-C", str(directory), *arguments]
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode != 0:
-        raise Refused(f"{' '.join(command)} failed: {process.stderr.strip()}")
+        raise Refused(*f"{' '.join(command)} failed: {process.stderr.strip()}".splitlines())
     return process.stdout
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from stages.base import command
 from stages.base.command import format_gib
 from stages.base.errors import StageError
+from stages.base.names import printable
 from stages.base.params_file import load_params
 from stages.checkpointing import retention
 from stages.checkpointing.layout import CheckpointManifest, checkpoint_root, latest_valid, list_checkpoints, verify
@@ -55,7 +56,7 @@ def main() -> None:
 def _list(runs: list[Path], params: TrainParams) -> None:
     try:
         current = describe(params).run_id
-    except StageError:  # the tokens or the model are not there
+    except (StageError, FileNotFoundError):  # the tokens or the model are not there
         current = None
     pointed = _pointed(params.experiment_name)
     print(f"{'run':16}  {'checkpoint':21}  {'size':>10}  {'age':>17}  {'validation loss':>15}  state")
@@ -67,9 +68,10 @@ def _list(runs: list[Path], params: TrainParams) -> None:
             marked = {"best": path == best, "current run": directory.name == current, "in run.json": path == pointed}
             marks = [mark for mark, applies in marked.items() if applies]
             with suppress(FileNotFoundError):  # where a training deletes it meanwhile
-                age = timedelta(seconds=int(time.time() - path.stat().st_mtime))
+                age = timedelta(seconds=int(time.time() - path.lstat().st_mtime))
+                run, name = printable(directory.name), printable(path.name)
                 print(
-                    f"{directory.name:16}  {path.name:21}  {format_gib(_size(path)):>10}  {age!s:>17}  "
+                    f"{run:16}  {name:21}  {format_gib(_size(path)):>10}  {age!s:>17}  "
                     f"{'' if loss is None else f'{loss:.4f}':>15}  {', '.join([_state(path, complete), *marks])}"
                 )
 
@@ -90,20 +92,23 @@ def _verify(runs: list[Path]) -> None:
             if path.exists():  # otherwise a training has deleted it meanwhile
                 damaged.append(str(error))
         else:
-            print(f"{path} is valid")
+            print(f"{printable(path)} is valid")
     if damaged:
-        raise StageError("\n".join(damaged))
+        raise StageError(*damaged)
 
 
 def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> None:
     pointed = _pointed(current.params.experiment_name)
     freed: list[int] = []  # bytes
     for directory in runs:
+        if directory.is_symlink():  # what it leads to may belong to another experiment
+            print(f"{printable(directory)} is a link: skipped")
+            continue
         # The locks are held while it deletes: a training that starts now is refused, and could otherwise resume from
         # a checkpoint that is about to go.
         with try_writer_lock(directory, "pruning") as is_locked:
             if not is_locked:
-                print(f"{directory} is being trained: skipped")
+                print(f"{printable(directory)} is being trained: skipped")
                 continue
             if arguments.other_runs and directory.name != current.run_id:
                 paths = [*retention.list_leftovers(directory), *list_checkpoints(directory)]
@@ -112,14 +117,15 @@ def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> Non
             # Only now: those who want to read wait for this lock, and choosing what goes reads all bytes.
             with try_delete_lock(directory) as nobody_reads:
                 if not nobody_reads:
-                    print(f"{directory} is being read: skipped")
+                    print(f"{printable(directory)} is being read: skipped")
                     continue
                 for path in paths:
                     if path == pointed:  # DVC has no copy of it, and could only train it again
                         continue
-                    size = _size(path)
+                    size = 0 if path.is_symlink() else _size(path)
                     freed.append(size)
-                    print(f"{'deleting' if arguments.yes else 'would delete'} {path}, {format_gib(size)}")
+                    verb = "deleting" if arguments.yes else "would delete"
+                    print(f"{verb} {printable(path)}, {format_gib(size)}")
                     if arguments.yes:
                         retention.delete([path])
     command_line = f"python -m stages.checkpoints prune{' --other-runs' if arguments.other_runs else ''} --yes"

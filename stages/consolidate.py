@@ -35,7 +35,7 @@ from stages.export.evaluation import bits_per_byte
 from stages.export.lineage import InitialModel, Lineage
 from stages.model import headers
 from stages.model.dtypes import PRECISIONS
-from stages.model.files import CARD, CONFIG, GENERATION_CONFIG, LINEAGE, WEIGHTS_INDEX
+from stages.model.files import CARD, CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, LINEAGE, WEIGHTS_INDEX
 from stages.model.license import ModelLicense
 from stages.model.manifest import MANIFEST, REMEDY, ModelManifest
 
@@ -182,6 +182,7 @@ def export(
         _write_config(temporary / CONFIG, model.architecture, dtype)
         if GENERATION_CONFIG not in copied and reference.generation_config is not None:
             reference.generation_config.save_pretrained(temporary)
+        _add_chat(temporary, pointer)
         small = sorted({path.name for path in temporary.iterdir()} - {*digests.files, LINEAGE, CARD})
         others = {name: publish.sha256_file(temporary / name) for name in small}
         lineage = _lineage(pointer, checkpoint, model, source, digests, others)
@@ -200,7 +201,7 @@ def _check_listed(path: Path, listed: dict[str, TensorEntry], expected: "Mapping
     differing = sorted(name for name in wanted.keys() | listed.keys() if wanted.get(name) != listed.get(name))
     if differing:
         lines = [f"  {name}: {_text(listed.get(name))} instead of {_text(wanted.get(name))}" for name in differing[:5]]
-        raise StageError("\n".join([f"{path}: {len(differing)} tensors are not those of the model", *lines]))
+        raise StageError(f"{path}: {len(differing)} tensors are not those of the model", *lines)
 
 
 def _text(entry: TensorEntry | None) -> str:
@@ -262,6 +263,26 @@ def _write_config(path: Path, architecture: str, dtype: str) -> None:
     publish.write_json(path, {**config, "architectures": [architecture], "dtype": dtype})
 
 
+def _add_chat(directory: Path, pointer: RunPointer) -> None:
+    """Add what the model needs to be talked to, where it was trained on conversations.
+
+    That is the chat template that they were rendered with, and the tokens that end its turns: text is generated until
+    one that generation_config.json lists, which for a base model are others.
+    """
+    if "pack" not in find_records(fingerprint(pointer.identity.data.train, pointer.identity.data.validation)):
+        return
+    packed = PackMetrics.read(METRICS)
+    if packed.chat_template is None or packed.train.conversations is None:
+        return
+    publish.write_text(directory / CHAT_TEMPLATE, packed.chat_template)
+    path = directory / GENERATION_CONFIG
+    config = publish.read_json(path)
+    listed = config.get("eos_token_id")
+    known = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    if missing := [token for token in packed.train.conversations.terminators if token not in known]:
+        publish.write_json(path, {**config, "eos_token_id": [*known, *missing]})
+
+
 def _losses(checkpoint: Path, lineage: Lineage) -> card.Losses | None:
     # The checkpoint's own copy of the history, which `layout.verify` has compared with the manifest.
     losses = dict(zip(*history.series(history.read(checkpoint / history.HISTORY), "validation_loss"), strict=True))
@@ -270,7 +291,7 @@ def _losses(checkpoint: Path, lineage: Lineage) -> card.Losses | None:
         return None
     # Only if data/pack.json is of these tokens.
     text = PackMetrics.read(METRICS).validation if "pack" in lineage.origins else None
-    return card.Losses(loss, bits_per_byte(loss, text.tokens, text.bytes) if text else None)
+    return card.Losses(loss, bits_per_byte(loss, text.tokens, text.measured_bytes) if text else None)
 
 
 if __name__ == "__main__":

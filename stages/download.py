@@ -18,11 +18,12 @@ from pydantic import Field
 from tqdm import tqdm
 
 from stages.base import command, publish
-from stages.base.errors import StageError, one_line
+from stages.base.errors import StageError, explained
+from stages.base.names import printable
 from stages.base.params_file import load_params
 from stages.base.record import FileEntry
 from stages.model import headers, hub, hub_cache
-from stages.model.files import TOKENIZER, TOKENIZER_CONFIG
+from stages.model.files import CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from stages.model.license import ModelLicense
 from stages.model.manifest import MANIFEST, ModelManifest
 
@@ -52,12 +53,13 @@ def main() -> None:
         model.write()
     origin = "a local directory" if model.commit is None else f"commit {model.commit}"
     weights = f"{model.dtype} weights in {len(model.weights)} files" if model.weights else "random weights"
+    name = printable(model.model_name)
     print(
-        f"download: {model.model_name} ({origin}): {model.architecture}, {model.num_parameters:,} parameters, "
+        f"download: {name} ({origin}): {model.architecture}, {model.num_parameters:,} parameters, "
         f"{weights}, {sum(entry.size for entry in model.files.values()):,} bytes"
     )
     if terms.problem:
-        print(f"download: the license of {model.model_name} is unknown: {terms.problem}")
+        print(f"download: the license of {name} is unknown: {terms.problem}")
     if model.commit is not None and hub_cache.listing(model.model_name, model.commit) is None:
         # Filled by an older tool, or copied without it. The Hub is not asked: the cache has all that must be there.
         print(
@@ -80,28 +82,63 @@ def describe(params: DownloadParams) -> ModelManifest:
             "add them, or set it to 'random' or 'auto'"
         )
     directory = source.directory
-    eos, bos, pad = _special_tokens(params.model_name, directory)
+    _check_tokenizer(params.model_name, directory)
 
-    from stages.model import meta  # torch and transformers take seconds to import: not for --help
+    # torch and transformers take seconds to import: not for --help
+    from stages.forward.document_mask import sees_what_follows
+    from stages.model import meta
 
+    _check_generation_config(directory)
     model = meta.build(directory)
     stored = headers.read(directory, source.weights)
-    if stored:  # else the run starts from random weights
-        meta.check_headers(model, stored)
-        meta.check_tied(model, stored, directory)
-    config = model.config.get_text_config()  # a multimodal config has the decoder's values one level below
-    return meta.describe(
-        model,
-        model_name=params.model_name,
-        model_revision=params.model_revision,
-        commit=source.commit,
-        dtype=meta.dtype_name(model, stored),
-        files=_hash(params.model_name, source, hub.model_files(source)),
-        weights=source.weights,
-        eos_token_id=_first(eos, getattr(config, "eos_token_id", None)),
-        bos_token_id=_first(bos, getattr(config, "bos_token_id", None)),
-        pad_token_id=_first(pad, getattr(config, "pad_token_id", None)),
-    )
+    with meta.understood(directory):
+        if stored:  # else the run starts from random weights
+            meta.check_headers(model, stored)
+            meta.check_tied(model, stored, directory)
+        eos, bos, pad = _special_tokens(directory)
+        config = model.config.get_text_config()  # a multimodal config has the decoder's values one level below
+        eos_token_id = _first(eos, getattr(config, "eos_token_id", None))
+        if eos_token_id is None:
+            raise StageError(
+                f"{params.model_name} has no EOS token, which must end each document: set eos_token in the "
+                f"{TOKENIZER_CONFIG} of a copy, or eos_token_id in its {CONFIG}"
+            )
+        manifest = meta.describe(
+            model,
+            model_name=params.model_name,
+            model_revision=params.model_revision,
+            commit=source.commit,
+            dtype=meta.dtype_name(directory, stored),
+            files=_hash(params.model_name, source, hub.model_files(source)),
+            weights=source.weights,
+            eos_token_id=eos_token_id,
+            bos_token_id=_first(bos, getattr(config, "bos_token_id", None)),
+            pad_token_id=_first(pad, getattr(config, "pad_token_id", None)),
+        )
+        _check_trainable(manifest, is_quantized=bool(getattr(model.config, "quantization_config", None)))
+    if sees_what_follows(directory):
+        raise StageError(
+            f"model_name is {params.model_name!r}: in {manifest.architecture}, with this {CONFIG}, a token sees those "
+            "after it, as in an encoder: it would learn to copy the next one. Use a model that generates text"
+        )
+    return manifest
+
+
+def _check_trainable(model: ModelManifest, is_quantized: bool) -> None:
+    """Refuse what `pack` or `train` could not use.
+
+    Raises:
+        StageError: the weights are quantized, the embedding has no row for EOS, or the length of a text is none.
+    """
+    if is_quantized:
+        raise StageError(f"{CONFIG}: the weights are quantized (quantization_config), which cannot be trained")
+    if not 0 <= model.eos_token_id < model.vocab_size:
+        raise StageError(
+            f"{model.model_name}: the EOS token has the id {model.eos_token_id}, and there are {model.vocab_size} rows "
+            f"of the embedding: correct eos_token_id or vocab_size in the {CONFIG} of a copy"
+        )
+    if model.max_seq_length is not None and model.max_seq_length < 2:
+        raise StageError(f"{CONFIG}: max_position_embeddings is {model.max_seq_length}: correct it in a copy")
 
 
 def describe_license(model: ModelManifest) -> ModelLicense:
@@ -114,8 +151,8 @@ def describe_license(model: ModelManifest) -> ModelLicense:
     return ModelLicense.of(source.directory, _hash(model.model_name, source, hub.license_files(source)))
 
 
-def _special_tokens(model_name: str, directory: Path) -> tuple[int | None, int | None, int | None]:
-    """The ids of EOS, BOS and padding in the tokenizer, which decides what `pack` writes; the config may differ."""
+def _check_tokenizer(model_name: str, directory: Path) -> None:
+    """Refuse a model without the tokenizer that `pack` reads."""
     if not (directory / TOKENIZER).is_file():
         problem = f"model_name is {model_name!r}: it has no {TOKENIZER}"
         if not any(path for pattern in _OTHER_TOKENIZERS for path in directory.glob(pattern)):
@@ -125,16 +162,28 @@ def _special_tokens(model_name: str, directory: Path) -> tuple[int | None, int |
             )
         raise StageError(
             f"{problem}. Convert its tokenizer in a local copy of the "
-            "model (pip install sentencepiece tiktoken), and set model_name to that directory:\n"
-            "  from transformers import AutoTokenizer\n"
-            "  AutoTokenizer.from_pretrained('<copy>').save_pretrained('<copy>')"
+            "model (pip install sentencepiece tiktoken), and set model_name to that directory:",
+            "  from transformers import AutoTokenizer",
+            "  AutoTokenizer.from_pretrained('<copy>').save_pretrained('<copy>')",
         )
+
+
+def _check_generation_config(directory: Path) -> None:
+    """Refuse what `evaluate` could not read, which is after the training."""
+    from transformers import GenerationConfig
+
+    path = directory / GENERATION_CONFIG
+    if path.is_file():
+        with explained(lambda problem: StageError(f"{path} cannot be read: {problem}: correct it in a copy")):
+            GenerationConfig.from_pretrained(directory, local_files_only=True)
+
+
+def _special_tokens(directory: Path) -> tuple[int | None, int | None, int | None]:
+    """The ids of EOS, BOS and padding in the tokenizer, which decides what `pack` writes; the config may differ."""
     from transformers import AutoTokenizer
 
-    try:
+    with explained(lambda problem: StageError(f"{directory}: the tokenizer cannot be loaded: {problem}")):
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, ImportError) as error:  # what transformers raises on files it cannot use
-        raise StageError(f"{directory}: the tokenizer cannot be loaded: {one_line(error)}") from None
     return tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
 
 
@@ -142,7 +191,7 @@ def _first(token_id: int | None, configured: int | list[int] | None) -> int | No
     """The tokenizer's id, else that of the config: of several the first."""
     if token_id is not None:
         return token_id
-    return configured[0] if isinstance(configured, list) else configured
+    return next(iter(configured), None) if isinstance(configured, list) else configured
 
 
 def _hash(model_name: str, source: hub.ModelSource, names: list[str]) -> dict[str, FileEntry]:

@@ -12,8 +12,10 @@ is written where the exported weights have another loss than those that were tra
 """
 
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,14 +32,14 @@ from stages.base.record import check_files
 from stages.export.evaluation import Evaluation, Loss, bits_per_byte, perplexity
 from stages.export.lineage import Lineage
 from stages.model.dtypes import PRECISIONS
-from stages.model.files import LINEAGE
-from stages.model.manifest import MANIFEST, ModelManifest
+from stages.model.files import CARD, LINEAGE
+from stages.model.manifest import ModelManifest
 from stages.report.measure import MEASUREMENTS, REQUEST, LossSum, Measurements, Request, remedies, stored_dtype
 
 BATCH_TOKENS = 8192
 """Of a forward pass, unless a row is longer. More would hardly be faster, and a GPU may hold the whole model here."""
 DIGITS = 6
-"""Significant digits of the losses. The last bits may depend on the number of threads, and so of ranks."""
+"""Significant digits of losses, and of what follows from them. The last bits may depend on the number of threads."""
 MAX_ROUNDED_AWAY = 0.05
 """Part of the gain that the rounding of the export may undo without a warning."""
 TOLERANCES = {"fp32": 1e-4, "fp16": 2**-10, "tf32": 2**-10, "bf16": 2**-7, "fp8": 2**-4}
@@ -56,6 +58,8 @@ class EvaluateParams:
     """Rows per forward pass."""
     eval_samples: NonNegativeInt
     """How many texts the model continues; 0 for none."""
+    raw_dir: str
+    """Where the raw files are, for the report: what `organize` records is the same on each machine."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,19 @@ def main() -> None:
     params, runtime = load_params(EvaluateParams), load_params(EvaluateRuntime, "runtime")
     with publish.lock(outputs.REPORT):
         write(evaluate(params, runtime), params)
+        keep_from_dvc(outputs.directory(params.experiment_name))
+
+
+def keep_from_dvc(directory: Path) -> None:
+    """Have DVC leave the model of an experiment where it is when another `experiment_name` has its turn.
+
+    `dvc exp run` and `dvc checkout` delete what DVC put there and no stage of the moment has as an out, unless it was
+    changed since (`_remove_unused_links` in dvc/repo/checkout.py). So two small files get a new time and keep their
+    bytes: `dvc status` finds nothing changed.
+    """
+    with suppress(OSError):  # links to a cache with files of another user, which DVC then deletes as before
+        for path in (directory / "model" / CARD, directory / "run.json"):
+            os.utime(path)
 
 
 def measure_on_ranks(request: Request, runtime: EvaluateRuntime) -> Measurements:
@@ -130,8 +147,6 @@ def evaluate(
     rows = PackedTokens.read(VALIDATION)
     if rows.fingerprint != lineage.data.validation:
         raise StageError(f"{VALIDATION} has other rows than the training measured: run `dvc repro evaluate`")
-    if model.eos_token_id is None:  # the one that `pack` wrote; the exported config may have another
-        raise StageError(f"{MANIFEST}: the tokenizer has no EOS token, which must end the documents")
     check_files(rows.digests, REMEDY)
     print(f"evaluate: measuring {rows.num_rows:,} held-out rows", flush=True)  # it may take minutes
     measurements = measure(
@@ -162,15 +177,16 @@ def write(evaluation: Evaluation, params: EvaluateParams) -> None:
     try:
         with publish.directory(outputs.REPORT) as report_directory:
             evaluation.write(outputs.EVALUATION)
-            report.write(report_directory, params.experiment_name)
+            report.write(report_directory, params.experiment_name, params.raw_dir)
             publish.write_json(outputs.METRICS, Metrics(*metrics))
     except BaseException:  # Ctrl-C, too: all of them, or none
         outputs.EVALUATION.unlink(missing_ok=True)
         outputs.METRICS.unlink(missing_ok=True)
         raise
     losses = (
-        f"validation loss {loss_text(validation)}; on the rows that the training measured "
-        f"{loss_text(evaluation.exported)}, before training {loss_text(evaluation.untrained)}"
+        f"validation loss {loss_text(validation)}"
+        + f"; on the rows that the training measured {loss_text(evaluation.exported)}" * (not evaluation.measured_all)
+        + f", before training {loss_text(evaluation.untrained)}"
         if validation
         else "no rows are held out to measure a loss on"
     )
@@ -213,7 +229,7 @@ def describe(
         # fsum: exact, whatever the order. A mean over tokens, not over batches, which have different numbers of them.
         nats, tokens = math.fsum(part.nats for part in parts), sum(part.tokens for part in parts)
         rows = sum(part.rows for part in parts)
-        return make_loss(float(f"{nats / tokens:.{DIGITS}g}") if tokens else None, rows, tokens, text)
+        return make_loss(_rounded(nats / tokens) if tokens else None, rows, tokens, text)
 
     exported = measured(measurements.eval_rows)
     losses = dict(zip(*history.series(course, "validation_loss"), strict=True))
@@ -238,7 +254,12 @@ def make_loss(loss: float | None, rows: int, tokens: int, text: PartMetrics) -> 
     """A loss in nats per token of a text, and what follows from it; None where there is none."""
     if loss is None:
         return None
-    return Loss(rows, tokens, loss, perplexity(loss), bits_per_byte(loss, text.tokens, text.bytes))
+    bits = bits_per_byte(loss, text.tokens, text.measured_bytes)
+    return Loss(rows, tokens, loss, _rounded(perplexity(loss)), None if bits is None else _rounded(bits))
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.{DIGITS}g}")
 
 
 def check_export(evaluation: Evaluation, params: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from stages.base import code, command, publish
 from stages.base.dataset import Dataset, Shard
 from stages.base.errors import StageError
+from stages.base.names import printable
 from stages.base.origin import Origin
 from stages.base.params_file import load_params
 from stages.base.record import Record
@@ -139,6 +140,10 @@ class Metrics(Record):
     strings: int
     """Rows of the corpus."""
     characters: int
+    median_characters: int | None
+    """Of the strings; rounded down by at most 3 % from 64 on. null: there are none."""
+    short_strings: int
+    """With fewer than 20 characters."""
     rejected: dict[str, int]
     """Files or records, by reason."""
     rejections: list[Rejection]
@@ -173,7 +178,8 @@ class SplitResult:
 
     shard: Shard
     counts: Counter[str]
-    """`rejected` and a reason, for each reason; those of a rule after its index; otherwise named as in `Metrics`."""
+    """`rejected` and a reason, for each reason; those of a rule after its index; the strings by length; otherwise named
+    as in `Metrics`."""
     rejected: list[RejectedFile]
     changed: list[str]
     """Files that are not those that were organized. If there are any, the result is not used, and not stored."""
@@ -208,6 +214,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         StageError: a rule fits no file; files changed after `organize`, or too many cannot be read. All files are tried
             before.
     """
+    from stages.formats import lengths
     from stages.work import arrow
 
     parts = splits.read_summary(splits.SPLITS).splits
@@ -253,15 +260,15 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         dataset = Dataset(params.features, shards)
         metrics(params, counts, rejected, dataset.fingerprint).write(METRICS)
         if counts["rejected_files"] > params.max_rejected_files:
-            raise StageError(too_many(counts["rejected_files"], rejected, params.max_rejected_files))
+            raise StageError(*too_many(counts["rejected_files"], rejected, params.max_rejected_files))
         dataset.write(directory)
     if advice := sum((result.advice for result in results), Counter()):
         print(describe_advice(advice))
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     return (
-        f"extract: {counts['strings']} strings, {counts['characters'] / 1e6:.1f} M characters, "
-        f"from {counts['files']} files; {counts['rejected_files']} rejected (see {METRICS}); "
+        f"extract: {counts['strings']} strings{lengths.describe(counts)}, {counts['characters'] / 1e6:.1f} M "
+        f"characters, from {counts['files']} files; {counts['rejected_files']} rejected (see {METRICS}); "
         f"{sum(result.is_reused for result in results)} of {len(results)} splits reused"
     )
 
@@ -269,7 +276,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
 def find_paths(parts: Iterable[splits.Split]) -> list[str]:
     """The files of all splits, printable, each once."""
     files = chain.from_iterable(splits.read_manifest(splits.SPLITS / part.manifest, part.digest) for part in parts)
-    return sorted({splits.printable(file.path) for file in files})
+    return sorted({printable(file.path) for file in files})
 
 
 def find_unfit(results: Iterable[SplitResult]) -> list[RejectedFile]:
@@ -317,6 +324,7 @@ def deduplicate(
         counts["duplicate_strings"] += result.duplicates
         counts["strings"] -= result.duplicates
         counts["characters"] -= result.characters
+        counts.subtract(result.lengths)
     return [result.shard for result in filtered]
 
 
@@ -360,7 +368,7 @@ def extract_split(task: SplitTask) -> SplitResult:
 
 def read_split(task: SplitTask) -> SplitResult:
     """Write the shard of one split from its raw files."""
-    from stages.formats import json_values, readers
+    from stages.formats import json_values, lengths, readers
     from stages.formats.advice import find_advice
     from stages.formats.records import Records
     from stages.formats.source import Changed, Rejected
@@ -387,7 +395,7 @@ def read_split(task: SplitTask) -> SplitResult:
         writer = TextWriter(stream, params.min_chars, report, task.limits)
         for file in splits.read_manifest(task.manifest, task.digest):
             rejections = []
-            path = splits.printable(file.path)
+            path = printable(file.path)
             offset = file.part.start if file.part else 0
             counts["files"] += offset == 0  # each file once, with its first part
             index, rule = rules.find(params.records, path) or (None, None)
@@ -413,6 +421,7 @@ def read_split(task: SplitTask) -> SplitResult:
             if rejections:
                 rejected.append(RejectedFile((path, offset), rejections))
         shard = writer.close()
+    counts += lengths.count_shard(task.shard)
     # |= keeps the larger of two counts, and these names have none yet.
     counts |= Counter(records=writer.records, strings=shard.rows, characters=writer.characters)
     return SplitResult(shard, counts, rejected, changed, unfit, fit, advice)
@@ -445,6 +454,8 @@ def join_parts(rejected: Iterable[RejectedFile], num_listed: int) -> list[Reject
 
 def metrics(params: ExtractParams, counts: Counter[str], rejected: list[Rejection], fingerprint: str) -> Metrics:
     """The content of `data/extract.json`."""
+    from stages.formats import lengths
+
     return Metrics(
         files=counts["files"],
         fallback_encoded_files=counts["fallback_encoded_files"],
@@ -453,6 +464,8 @@ def metrics(params: ExtractParams, counts: Counter[str], rejected: list[Rejectio
         duplicate_strings=counts["duplicate_strings"],
         strings=counts["strings"],
         characters=counts["characters"],
+        median_characters=lengths.median(counts),
+        short_strings=lengths.num_short(counts),
         rejected=_starting_with("rejected ", counts),
         rejections=rejected,
         rules=[
@@ -469,8 +482,8 @@ def _starting_with(prefix: str, counts: Counter[str]) -> dict[str, int]:
     return {name.removeprefix(prefix): counts[name] for name in sorted(counts) if name.startswith(prefix)}
 
 
-def too_many(number: int, rejected: list[Rejection], limit: int) -> str:
-    """The error message for more rejected files than are allowed."""
+def too_many(number: int, rejected: list[Rejection], limit: int) -> list[str]:
+    """The lines of the error for more rejected files than are allowed."""
     first_of_file = {entry.path: entry for entry in reversed(rejected)}  # of equal keys the last stays: the first
     lines = [
         f"{path}: {entry.reason}" + f" at {entry.position}" * bool(entry.position) + f": {entry.detail}"
@@ -478,7 +491,7 @@ def too_many(number: int, rejected: list[Rejection], limit: int) -> str:
     ]
     more = [f"... and {number - NUM_PRINTED} more"] * (number > NUM_PRINTED)
     remedy = f"{number} files could not be read, max_rejected_files is {limit}: fix them, or raise it (all: {METRICS})"
-    return "\n".join([*lines, *more, remedy])
+    return [*lines, *more, remedy]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Continue a text with a trained model; the text appears as it is generated.
+"""Continue a text with a trained model, or talk to it; the text appears as it is generated.
 
 Reads    outputs/<experiment_name>/model/, or another model directory
 Command  python -m stages.generate "Once upon a time"
+         python -m stages.generate --chat
          python -m stages.generate --model DIR --temperature 0 < prompt.txt
 
 On a GPU if there is one. The same seed gives the same text on the same device.
@@ -11,8 +12,10 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from stages.base import command, outputs
 from stages.base.errors import StageError
@@ -33,6 +36,9 @@ def main() -> None:
     """Run the command."""
     parser = command.parser(__doc__)
     parser.add_argument("prompt", nargs="?", help="the beginning of the text; without it, what is on standard input")
+    parser.add_argument(
+        "--chat", action="store_true", help="the prompt is a turn of the user; without it, each line of standard input"
+    )
     parser.add_argument("--model", type=Path, metavar="DIR", help="default: that of the experiment in params.yaml")
     parser.add_argument(
         "--max-new-tokens", type=positive_integer, default=128, metavar="N", help="default: %(default)s"
@@ -42,48 +48,79 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=seed, default=0, help="default: %(default)s")
     args = parser.parse_args()
-    if args.prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+    if args.prompt is None and (sys.stdin is None or (sys.stdin.isatty() and not args.chat)):
         parser.error("give a prompt, as an argument or on standard input")
     directory = args.model or outputs.directory(load_params(GenerateParams).experiment_name) / "model"
     if not (directory / CONFIG).is_file():
-        raise StageError(f"{directory} is not a model directory: run `dvc repro`, or give another one with --model")
+        remedy = f"give that of a model; {outputs.RESTORE}" if args.model else "run `dvc repro`, or give --model DIR"
+        raise StageError(f"{directory} is not a model directory: {remedy}")
     try:
-        prompt = sys.stdin.buffer.read().decode() if args.prompt is None else args.prompt
-        prompt.encode()  # bytes of an argument that are not UTF-8 are surrogates in it
+        prompts = turns(sys.stdin) if args.chat and args.prompt is None else [given(args.prompt)]
+        # Here, as they take seconds: not for --help.
+        import torch
+        from transformers import TextStreamer
+
+        from stages.ranks.torch_errors import explain_torch_errors
+        from stages.report import generation
+
+        others = "a GPU with more memory, or the CPU (CUDA_VISIBLE_DEVICES=)"
+        other = others if torch.cuda.is_available() else "or a machine with more memory"
+        with explain_torch_errors("this process", f"use a smaller --max-new-tokens, a shorter prompt, {other}"):
+            model, tokenizer = generation.load(directory)
+            torch.manual_seed(args.seed)
+            streamer = TextStreamer(tokenizer, skip_prompt=args.chat, skip_special_tokens=True)  # such as the EOS
+            messages: list[dict[str, str]] = []
+            for prompt in prompts:
+                if args.chat:
+                    messages.append({"role": "user", "content": prompt})
+                    tokens = generation.encode_chat(tokenizer, messages)  # (1, T)
+                else:
+                    tokens = generation.encode(tokenizer, prompt)
+                check_length(tokens.shape[1], generation.max_length(model), args.max_new_tokens)
+                answer = generation.generate(
+                    model, tokens.to(model.device), args.max_new_tokens, args.temperature, streamer
+                )
+                messages.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise StageError(f"the prompt is not UTF-8 at position {error.start}: convert it, as with iconv") from None
+    except BrokenPipeError:  # nobody reads on, as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
 
-    # Here, as they take seconds: not for --help.
-    import torch
-    from transformers import TextStreamer
 
-    from stages.ranks.torch_errors import explain_torch_errors
-    from stages.report import generation
+def given(prompt: str | None) -> str:
+    """The prompt, as an argument or on standard input; a UnicodeError where it is not UTF-8."""
+    prompt = sys.stdin.buffer.read().decode() if prompt is None else prompt
+    prompt.encode()  # bytes of an argument that are not UTF-8 are surrogates in it
+    return prompt
 
-    others = "a GPU with more memory, or the CPU (CUDA_VISIBLE_DEVICES=)"
-    other = others if torch.cuda.is_available() else "or a machine with more memory"
-    with explain_torch_errors("this process", f"use a smaller --max-new-tokens, a shorter prompt, {other}"):
-        model, tokenizer = generation.load(directory)
-        tokens = generation.encode(tokenizer, prompt).to(model.device)  # (1, T)
-        num_tokens, limit = tokens.shape[1], generation.max_length(model)
-        if not num_tokens:
-            raise StageError("the prompt has no token: give at least a word")
-        if num_tokens >= limit:
-            raise StageError(
-                f"the prompt has {num_tokens} tokens, and the model allows {limit} in all: give a shorter one"
-            )
-        if args.max_new_tokens > limit - num_tokens:
-            print(
-                f"warning: at most {limit - num_tokens} tokens follow, not {args.max_new_tokens}: the prompt has "
-                f"{num_tokens}, and the model allows {limit} in all",
-                file=sys.stderr,
-            )
-        torch.manual_seed(args.seed)
-        streamer = TextStreamer(tokenizer, skip_special_tokens=True)  # such as the EOS
-        try:
-            generation.generate(model, tokens, args.max_new_tokens, args.temperature, streamer)
-        except BrokenPipeError:  # nobody reads on, as after `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+
+def turns(lines: TextIO) -> Iterator[str]:
+    """The turns of the user: a line each, asked for where there is a terminal."""
+    while True:
+        if lines.isatty():
+            print("> ", end="", flush=True)
+        if not (line := lines.readline()):
+            return
+        if line.strip():
+            yield given(line.strip())
+
+
+def check_length(num_tokens: int, limit: int, max_new_tokens: int) -> None:
+    """Check that the model has room for a prompt and what is asked for.
+
+    Raises:
+        StageError: not even for the prompt.
+    """
+    if not num_tokens:
+        raise StageError("the prompt has no token: give at least a word")
+    if num_tokens >= limit:
+        raise StageError(f"the prompt has {num_tokens} tokens, and the model allows {limit} in all: give a shorter one")
+    if max_new_tokens > limit - num_tokens:
+        print(
+            f"warning: at most {limit - num_tokens} tokens follow, not {max_new_tokens}: the prompt has "
+            f"{num_tokens}, and the model allows {limit} in all",
+            file=sys.stderr,
+        )
 
 
 def positive_integer(text: str) -> int:

@@ -28,7 +28,7 @@ from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, st
 from stages.checkpointing.lock import writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.checkpointing.run import Run, describe, differences
-from stages.checkpointing.state import STATE, CostColumns, TrainMetrics, TrainState
+from stages.checkpointing.state import CostColumns, TrainMetrics, TrainState
 from stages.launching import sbatch
 from stages.launching.console import print_line
 from stages.launching.remedies import remedies
@@ -47,7 +47,7 @@ def main() -> None:
     last = run.directory / step_name(run.total_steps)
     if arguments.explain:
         decision = decide(run, runtime.resume, find(run))
-        print(f"{decision.action}: {decision.reason}")
+        print_line(f"{decision.action}: {decision.reason}")
         return
     is_submitted = sbatch.submits(runtime)
     if is_submitted and decide(run, runtime.resume, find(run)).action != "finished":
@@ -83,11 +83,11 @@ def refuse_changed_files(run: Run, runtime: TrainRuntime) -> None:
         StageError: naming what differs.
     """
     if lines := differences(run.identity, describe(load_params(TrainParams)).identity):
-        reasons = "\n".join(lines)
         auto = " (with runtime.resume auto: `never` deletes it)" if runtime.resume == "never" else ""
         raise StageError(
             f"run {run.run_id} has finished, but its files have changed since the launch (there). `dvc repro` trains "
-            f"what they are now; undo the changes first, and it finds the finished run{auto}\n{reasons}"
+            f"what they are now; undo the changes first, and it finds the finished run{auto}",
+            *lines,
         )
 
 
@@ -107,7 +107,7 @@ def write_outs(run: Run, last: Path) -> tuple[TrainMetrics, Path]:
         StageError: that checkpoint is missing or damaged.
     """
     exported = _best(last) if run.params.export_from == "best" else last
-    metrics = TrainState.read(last / STATE).metrics
+    metrics = TrainState.of(last).metrics
     for out, name in ((outputs.HISTORY, HISTORY), (outputs.SPEED, SPEED)):
         publish.write_text(out, (last / name).read_text(encoding="utf-8"))
     metrics.write(outputs.TRAIN_METRICS)
@@ -152,10 +152,10 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
 
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
-    set_environment(run.params)
     ranks = torchrun.Ranks(
         torchrun.count_local_ranks(runtime.nproc_per_node), torchrun.num_nodes(runtime.launcher, runtime.num_nodes)
     )
+    set_environment(run.params, ranks.num_nodes or 1)
     status = torchrun.CRASHED
     for restart in range(runtime.max_restarts + 1):
         if restart:

@@ -3,7 +3,7 @@
 Reads    a model directory that `consolidate` wrote; and what there is of the project in the current directory: the
          checkpoint, data/, params.yaml, the code, the raw files, the installed packages
 Writes   nothing
-Command  python -m stages.lineage verify DIR
+Command  python -m stages.lineage verify [DIR]
 
 Each line is `equal`, `different`, or `missing` with the place where it would be. The exit status is 0 if nothing
 differs; what is missing does not count, because a model directory may be all that there is. The directory itself must
@@ -17,15 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
+from pydantic import TypeAdapter, ValidationError
 
-from stages.base import code, command, publish
+from stages.base import code, command, outputs, publish
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
 from stages.base.identity import RunIdentity
+from stages.base.names import printable
 from stages.base.origin import RECORDS
+from stages.base.outputs import ExperimentName
 from stages.base.packed import TRAIN, VALIDATION
-from stages.base.params_file import PARAMS_FILE, flatten, load_params
+from stages.base.params_file import PARAMS_FILE, flatten, load_params, read_values
 from stages.checkpointing import layout, run
 from stages.export.lineage import Lineage
 from stages.formats.source import is_unchanged
@@ -56,14 +58,18 @@ def main() -> None:
     parser = command.parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     verifying = commands.add_parser("verify", help="compare what there is with the lineage of a model")
-    verifying.add_argument("directory", type=Path, metavar="DIR", help="the model, such as outputs/tiny-llama/model")
+    verifying.add_argument(
+        "directory", type=Path, metavar="DIR", nargs="?", help="default: the model of the experiment in params.yaml"
+    )
     arguments = parser.parse_args()
+    directory = arguments.directory or outputs.directory(load_params(TrainParams).experiment_name) / "model"
     num_different = 0
-    for finding in verify(arguments.directory):
+    for finding in verify(directory):
         num_different += finding.state == "different"
-        print(f"{finding.state:9}  {finding.name}{': ' * bool(finding.detail)}{finding.detail}", flush=True)
+        detail = f": {finding.detail}" if finding.detail else ""
+        print(printable(f"{finding.state:9}  {finding.name}{detail}"), flush=True)
     if num_different:
-        raise StageError(f"{num_different} of these differ from what {arguments.directory / LINEAGE} records")
+        raise StageError(f"{num_different} of these differ from what {directory / LINEAGE} records")
 
 
 def verify(directory: Path) -> Iterator[Finding]:
@@ -73,16 +79,18 @@ def verify(directory: Path) -> Iterator[Finding]:
         StageError: there is no valid lineage.json.
     """
     if not directory.is_dir():
-        raise StageError(f"{directory} is not a directory: name that of a model, such as outputs/tiny-llama/model")
+        raise StageError(f"{directory} is not a directory: name that of a model; {outputs.RESTORE}")
     lineage = Lineage.read(directory / LINEAGE)
-    if not isinstance(lineage.params.get("experiment_name"), str):
-        raise StageError(f"{directory / LINEAGE} is not valid: its params have no experiment_name")
+    try:
+        experiment_name = TypeAdapter(ExperimentName).validate_python(lineage.params.get("experiment_name"))
+    except ValidationError:
+        raise StageError(f"{directory / LINEAGE} is not valid: its params have no experiment_name") from None
     yield from _model_directory(directory, {**lineage.weights, **lineage.files})
     # From the model directory alone: lineage.json itself was edited if these do not fit each other.
     identity = RunIdentity(lineage.params, lineage.data, lineage.model.manifest, lineage.code)
     run_id = publish.sha256_json(dataclasses.asdict(identity))[:16]
     yield _check("run_id of parameters, data, model and code", directory, lineage.run_id, lambda: run_id)
-    root = layout.checkpoint_root(lineage.params["experiment_name"])
+    root = layout.checkpoint_root(experiment_name)
     checkpoint = root / lineage.run_id / layout.step_name(lineage.step)
     yield _check(
         f"checkpoint {checkpoint}", checkpoint, lineage.checkpoint, lambda: layout.verify(checkpoint).result_sha256
@@ -152,7 +160,7 @@ def _initial_model() -> Iterator[Finding]:
 
 def _params_and_packages(lineage: Lineage) -> Iterator[Finding]:
     def params_of(params: Mapping[str, Any]) -> dict[str, Any]:
-        values = yaml.safe_load(PARAMS_FILE.read_text(encoding="utf-8"))
+        values = read_values(PARAMS_FILE)
         return {name: values.get(name) for name in params}
 
     yield _check(
@@ -188,7 +196,7 @@ def _raw_files() -> Iterator[Finding]:
 
 def _compare_raw(root: Path, files: Iterable[splits.RawFile]) -> None:
     changed = (file.path for file in files if not is_unchanged(root / file.path, file.digest, file.part))
-    names = sorted({*map(splits.printable, changed)})
+    names = sorted({*map(printable, changed)})
     if names:
         more = f" and {len(names) - _LISTED} more" * (len(names) > _LISTED)
         raise StageError(f"{', '.join(names[:_LISTED])}{more} missing or changed")

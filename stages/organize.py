@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from stages.base import command, publish
 from stages.base.errors import StageError
+from stages.base.names import is_utf8, printable
 from stages.base.origin import Origin
 from stages.base.params_file import load_params
 from stages.splits import assignment, parts, suffixes, tables, tree
@@ -30,6 +31,9 @@ from stages.work import workers
 
 WRITTEN = (splits.SPLITS, *map(Path, ("data/corpus", "data/tokens", "data/.reuse", "outputs")))
 """The directories that stages write."""
+
+_NUM_PRINTED = 5
+"""Kinds of skipped files that the stage prints; all files are in the summary."""
 
 File = Sequence[splits.RawFile]
 """All parts of a raw file, in order, or the entire file alone."""
@@ -88,9 +92,8 @@ def organize(
     passed_over += unreadable
     reasons = dict(sorted(Counter(item.reason for item in passed_over).items()))
     if not files:
-        found = ", ".join(f"{count} x {reason}" for reason, count in reasons.items()) or "it is empty"
         raise StageError(
-            f"raw_dir {params.raw_dir!r} contains no file that can be read ({found}): "
+            f"raw_dir {params.raw_dir!r} contains no file that can be read ({skipped(passed_over) or 'it is empty'}): "
             f"put files there that end in {' '.join(suffixes.FORMATS)}"
         )
     # Before the assignment, so that the splits have equal counts of the files that are left.
@@ -98,9 +101,9 @@ def organize(
     if params.deduplicate_files:
         files, duplicates = deduplicate(files)
     members = assign(files, params.num_splits, part_size)
-    names = [splits.printable(path_of(file)) for file in files]
     num_bytes = sum(part.size for file in files for part in file)
     num_parts = [len(file) for file in files if len(file) > 1]
+    shares = [sum(part.size for part in member) / max(1, num_bytes) for member in members]
     # Replaced as a directory, so that no manifest of an earlier run with more splits stays.
     with publish.directory(target) as directory:
         splits.Summary(
@@ -108,22 +111,39 @@ def organize(
             bytes=num_bytes,
             formats=count_formats(files),
             splits=[write_split(directory, index, member) for index, member in enumerate(members)],
-            names_not_utf8=[name for name, file in zip(names, files, strict=True) if name != path_of(file)],
+            names_not_utf8=[printable(path) for path in map(path_of, files) if not is_utf8(path)],
             duplicate_files=len(duplicates),
             duplicates=duplicates,
             passed_over_counts=reasons,
             passed_over=[
-                splits.PassedOver(splits.printable(item.path), item.reason)
-                for item in sorted(passed_over, key=tree.by_path)
+                splits.PassedOver(printable(item.path), item.reason) for item in sorted(passed_over, key=tree.by_path)
             ],
             origin=Origin.of("stages.organize", params),
         ).write(directory / splits.SUMMARY)
     return (
-        f"organize: {len(files)} files, {num_bytes / 1e6:.1f} MB, in {params.num_splits} splits; "
-        + f"{len(num_parts)} of them cut into {sum(num_parts)} parts; " * bool(num_parts)
+        f"organize: {len(files)} files, {num_bytes / 1e6:.1f} MB, in {params.num_splits} splits with "
+        f"{min(shares):.1%} to {max(shares):.1%} of the bytes; "
+        + f"{len(num_parts)} files cut into {sum(num_parts)} parts; " * bool(num_parts)
         + f"{len(duplicates)} duplicates dropped; " * params.deduplicate_files
-        + f"{len(passed_over)} passed over (see {target / splits.SUMMARY})"
+        + f"{skipped(passed_over) or 'none skipped'} (see {target / splits.SUMMARY})"
     )
+
+
+def skipped(passed_over: Sequence[splits.PassedOver]) -> str:
+    """How many files of which suffix were skipped, and of those with a suffix that is read, why; "": none.
+
+    A directory of another format beside one README would otherwise train on the README.
+    """
+
+    def kind(item: splits.PassedOver) -> str:
+        is_other = item.reason == tree.OTHER_SUFFIX
+        return (printable(suffixes.ending(item.path)) or "without suffix") if is_other else item.reason
+
+    shown = Counter(map(kind, passed_over)).most_common(_NUM_PRINTED)
+    names = [f"{count} x {name}" for name, count in shown]
+    if rest := len(passed_over) - sum(count for _, count in shown):
+        names.append(f"{rest} of other kinds")
+    return f"skipped: {', '.join(names)}" * bool(names)
 
 
 def find_root(raw_dir: str) -> Path:
@@ -277,8 +297,7 @@ def deduplicate(files: Sequence[File]) -> tuple[list[File], list[splits.Duplicat
         # `files` is sorted, so the first is the same on every machine.
         first = first_of.setdefault(tuple(part.digest for part in file), file)
         if first is not file:
-            path, of = splits.printable(path_of(file)), splits.printable(path_of(first))
-            duplicates.append(splits.Duplicate(path=path, of=of))
+            duplicates.append(splits.Duplicate(path=printable(path_of(file)), of=printable(path_of(first))))
     return list(first_of.values()), duplicates
 
 

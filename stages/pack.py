@@ -1,8 +1,11 @@
-"""Turn the text into rows of tokens for the model, a part of them held out for validation.
+"""Turn text and conversations into rows of tokens for the model, a part of them held out for validation.
 
-Reads    data/corpus/, data/model.json, the model's tokenizer.json and tokenizer_config.json
-Writes   data/tokens/train, data/tokens/validation: Hugging Face datasets, `input_ids` of seq_length tokens a row
-         data/pack.json: documents, characters, bytes, tokens, rows, the share of unknown tokens, dropped characters
+Reads    data/corpus/, data/model.json, the model's tokenizer.json and tokenizer_config.json; for conversations its chat
+         template, or the file that `chat_template` names
+Writes   data/tokens/train, data/tokens/validation: Hugging Face datasets, `input_ids` of seq_length tokens a row; with
+         conversations also which tokens are trained, and which begin a document
+         data/pack.json: documents, characters, bytes, tokens, rows, the share of unknown tokens, dropped characters;
+         conversations, and those that give no tokens, with the reasons
 Command  python -m stages.pack
 
 A split whose text, tokenizer and code are the same as in an earlier run is not encoded again (docs/data.md, "What is
@@ -24,15 +27,27 @@ from stages.base import code, command, publish
 from stages.base.dataset import STATE, Dataset, Shard
 from stages.base.errors import StageError
 from stages.base.origin import Origin
-from stages.base.packed import METRICS, TOKENS, TRAIN, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics, fingerprint
+from stages.base.packed import (
+    METRICS,
+    TOKENS,
+    TRAIN,
+    VALIDATION,
+    ConversationMetrics,
+    EncoderMetrics,
+    PackMetrics,
+    PartMetrics,
+    fingerprint,
+)
 from stages.base.params_file import load_params
 from stages.base.record import check_files
-from stages.model.files import TOKENIZER, TOKENIZER_CONFIG
+from stages.model.files import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 from stages.model.manifest import ModelManifest
 from stages.tokenizing import comparison, encoding, fast_tokenizer, packing, vocabulary
 from stages.work import arrow, reuse, workers
 
 CORPUS = Path("data/corpus")
+TEMPLATES = Path("models/templates")
+"""Chat templates, which DVC watches for this stage."""
 
 AHEAD = 100
 """Record batches per worker that are encoded before they are needed: no worker waits for one very long document."""
@@ -47,7 +62,13 @@ class PackParams:
     validation_splits: Annotated[int, Field(ge=0)]
     """Splits, the last ones, that are held out of training."""
     fast_encoder: bool = True
-    """Encode with `corpus.fast_tokenizer`, where that gives the same tokens."""
+    """Encode with stages/tokenizing/fast_tokenizer.py, where that gives the same tokens."""
+    chat_template: str | None = None
+    """The file of a chat template, below models/templates/; null: the model's own."""
+    train_on: encoding.TrainOn = "assistant"
+    """Which tokens of a conversation are trained."""
+    too_long: encoding.TooLong = "drop"
+    """What becomes of a conversation that is longer than a row."""
 
     def check_splits(self, num_splits: int) -> None:
         """Check that there are splits to train on.
@@ -89,22 +110,37 @@ class PackedRows(NamedTuple):
     num_rows: int
     num_tokens: int
     """With those of the last, partial row."""
+    num_padding: int | None
+    """None: the corpus has no conversations."""
     counts: packing.Counts
     num_reused: int
     """Of the splits."""
     fingerprint: str
 
     def metrics(self) -> PartMetrics:
-        num_text_tokens = self.num_tokens - self.counts.num_documents  # the others are EOS, one for each document
+        counts = self.counts
+        # Each document that is text has one more, EOS.
+        num_text_tokens = self.num_tokens - counts.num_tokens - (counts.num_documents - counts.num_conversations)
         return PartMetrics(
-            documents=self.counts.num_documents,
-            characters=self.counts.num_characters,
-            bytes=self.counts.num_bytes,
+            documents=counts.num_documents,
+            characters=counts.num_characters,
+            bytes=counts.num_bytes,
             tokens=self.num_tokens,
-            characters_per_token=round(self.counts.num_characters / num_text_tokens, 4) if num_text_tokens else None,
-            unknown_share=round(self.counts.num_unknown / num_text_tokens, 6) if num_text_tokens else None,
-            dropped_characters=self.counts.num_dropped,
+            characters_per_token=round(counts.num_characters / num_text_tokens, 4) if num_text_tokens else None,
+            unknown_share=round(counts.num_unknown / num_text_tokens, 6) if num_text_tokens else None,
+            dropped_characters=counts.num_dropped,
             rows=self.num_rows,
+            conversations=None
+            if self.num_padding is None
+            else ConversationMetrics(
+                conversations=counts.num_conversations,
+                tokens=counts.num_tokens,
+                trained_tokens=counts.num_trained,
+                padding_tokens=self.num_padding,
+                refused=counts.refused,
+                first_refused=counts.first_refused,
+                terminators=sorted(counts.terminators, key=lambda token: (-counts.terminators[token], token)),
+            ),
         )
 
 
@@ -130,9 +166,11 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     Raises:
         StageError: the parameters do not fit the model or the corpus, or there are too few tokens for a row.
     """
-    # Both raise what is wrong with the parameters, the model or the corpus, before a token is encoded.
+    # All three raise what is wrong with the parameters, the model or the corpus, before a token is encoded.
     spec = find_tokenizer_spec(params)
-    shards = read_corpus(params)
+    shards, has_conversations = read_corpus(params)
+    if has_conversations:
+        spec = spec._replace(chat=find_chat_spec(params, spec))
     store = reuse.Store(reuse.root(), packing.Counts)
     reason = None
     with publish.directory(TOKENS) as directory:  # one directory for both parts, so that both appear at once
@@ -158,31 +196,36 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             Dataset.read(CORPUS, "extract").fingerprint,
             fingerprint(train.fingerprint, validation.fingerprint),
             Origin.of("stages.pack", params),
+            spec.chat.template if spec.chat else None,
         )
         metrics.write(METRICS)
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
+    held_out = validation.num_tokens / (train.num_tokens + validation.num_tokens)
     return (
-        f"pack: {train.num_rows} rows to train on and {validation.num_rows} to validate, of {params.seq_length} "
-        f"tokens; {metrics.train.characters_per_token} characters per token; "
+        f"pack: {train.num_rows} rows to train on and {validation.num_rows} to validate ({held_out:.1%} of tokens), "
+        f"of {params.seq_length} tokens; {metrics.train.characters_per_token} characters per token; "
         f"{train.num_reused + validation.num_reused} of {len(shards)} splits reused; "
         f"encoded by {encoder.name}"
-        + f" ({counts.num_slow / counts.num_characters:.1%} by {encoding.NAME})"
-        * (counts.num_slow > 0)
+        + (f" ({counts.num_slow / counts.num_characters:.1%} by {encoding.NAME})" if counts.num_slow else "")
+        + (conversations_text(counts) if spec.chat else "")
     )
+
+
+def conversations_text(counts: packing.Counts) -> str:
+    """What became of the conversations, for people to read."""
+    share = counts.num_trained / max(1, counts.num_tokens)
+    refused = f", {sum(counts.refused.values())} refused (see {METRICS})" if counts.refused else ""
+    return f"; {counts.num_conversations} conversations, {share:.1%} of their tokens trained{refused}"
 
 
 def find_tokenizer_spec(params: PackParams) -> encoding.TokenizerSpec:
     """The model's tokenizer, checked against the model manifest and the parameters.
 
     Raises:
-        StageError: it is missing or was changed, has no EOS token, or the model does not allow such long rows.
+        StageError: it is missing or was changed, or the model does not allow such long rows.
     """
     model = ModelManifest.read()
-    if model.eos_token_id is None:
-        raise StageError(
-            f"{model.model_name} has no EOS token, which must end each document: set eos_token_id in its config.json"
-        )
     if model.max_seq_length is not None and params.seq_length > model.max_seq_length:
         raise StageError(
             f"seq_length is {params.seq_length}, {model.model_name} allows at most {model.max_seq_length}: lower it"
@@ -211,13 +254,42 @@ def find_tokenizer_spec(params: PackParams) -> encoding.TokenizerSpec:
     )
 
 
-def read_corpus(params: PackParams) -> list[Shard]:
-    """The verified shards of the corpus, one per split.
+def find_chat_spec(params: PackParams, spec: encoding.TokenizerSpec) -> encoding.ChatSpec:
+    """How conversations become tokens: by the file that `chat_template` names, else by the model's own template.
+
+    Raises:
+        StageError: the file is not there, or is none that DVC watches.
+    """
+    model = ModelManifest.read()
+    directory = model.directory()
+    config = publish.read_json(directory / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in model.files else {}
+    if params.chat_template is not None:
+        path = Path(params.chat_template)
+        if not path.resolve().is_relative_to(TEMPLATES.resolve()) or not path.is_file():
+            raise StageError(
+                f"chat_template is {params.chat_template!r}: name a file in {TEMPLATES}/, which DVC watches; null: "
+                "the template of the model"
+            )
+        template: str | None = path.read_text(encoding="utf-8")
+    elif CHAT_TEMPLATE in model.files:
+        template = (model.verify([CHAT_TEMPLATE]) / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    else:  # as older versions of transformers store it: one, or several with names
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            template = next((each["template"] for each in template if each["name"] == "default"), None)
+    found = {role: config.get(role) for role in vocabulary.ROLES}
+    variables = {role: each["content"] if isinstance(each, dict) else each for role, each in found.items() if each}
+    return encoding.ChatSpec(template, tuple(variables.items()), params.train_on, params.too_long, params.seq_length)
+
+
+def read_corpus(params: PackParams) -> tuple[list[Shard], bool]:
+    """The verified shards of the corpus, one per split, and whether it may have conversations.
 
     Raises:
         StageError: a shard was changed, or there is no text, none to train on, or none to validate on.
     """
-    shards = Dataset.read(CORPUS, "extract", contents=True).shards
+    dataset = Dataset.read(CORPUS, "extract", contents=True)
+    shards = dataset.shards
     if not any(shard.rows for shard in shards):
         raise StageError(f"{CORPUS} contains no text: put files with text into raw_dir, or lower min_chars")
     params.check_splits(len(shards))
@@ -235,7 +307,7 @@ def read_corpus(params: PackParams) -> list[Shard]:
             f"there is no text to validate on: {held_out} have none. Lower num_splits, raise validation_splits, or add "
             "raw files"
         )
-    return shards
+    return shards, "messages" in dataset.features
 
 
 def write_parts(
@@ -287,10 +359,10 @@ def encode_splits(
     with closing(encode_missing(missing, spec, store, runtime)) as encoded:
         for split in splits:
             counts = reused.get(split) or next(encoded)
-            if counts.num_documents != split.num_documents:
+            if counts.num_read != split.num_documents:
                 raise StageError(
                     f"{CORPUS / STATE} lists {split.num_documents} rows of {split.shard.name}, and there are "
-                    f"{counts.num_documents}: run `dvc repro -f -s extract`"
+                    f"{counts.num_read}: run `dvc repro -f -s extract`"
                 )
             yield split, counts, split in reused
 
@@ -367,10 +439,14 @@ def write_rows(
     """Write the dataset of rows of some splits, and remove the files of their tokens."""
     directory.mkdir(exist_ok=True)
     counts, num_reused = packing.Counts(), 0
-    features = arrow.token_features(params.seq_length)
+    features = arrow.token_features(params.seq_length, is_marked=spec.chat is not None)
     # One shard: a row may begin in one split and end in the next.
     with arrow.StreamWriter(directory / arrow.shard_name(0, 1), features) as stream:
-        writer = packing.RowWriter(stream, params.seq_length, max_batch_tokens)
+        writer = (
+            packing.MarkedRowWriter(stream, params.seq_length, spec.eos_token_id, max_batch_tokens)
+            if spec.chat
+            else packing.RowWriter(stream, params.seq_length, max_batch_tokens)
+        )
         for split, of_split, is_reused in splits:
             writer.add_file(split.tokens, spec)
             split.tokens.unlink()  # the store keeps them
@@ -379,7 +455,8 @@ def write_rows(
         shard = writer.close()
     dataset = Dataset(features, [shard])
     dataset.write(directory)
-    return PackedRows(shard.rows, writer.num_tokens, counts, num_reused, dataset.fingerprint)
+    num_padding = writer.num_padding if isinstance(writer, packing.MarkedRowWriter) else None
+    return PackedRows(shard.rows, writer.num_tokens, num_padding, counts, num_reused, dataset.fingerprint)
 
 
 def too_few(name: str, part: PackedRows, params: PackParams) -> str:

@@ -38,10 +38,14 @@ from stages.planning import memory_plan
 from stages.planning.memory_plan import PeakMemory, Table
 from stages.training.order import step_rows
 from stages.training.params import TrainParams
+from stages.training.schedule import learning_rate
 
 _FP32 = 4
 _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
 """Bytes per parameter of the optimizer state; in 8 bits, 256 values share a scale."""
+
+_LEAST_HELD_OUT = 0.02
+"""Part of the rows below which a warning says so."""
 
 _NUM_SHOWN = 3
 """Rows in rows.txt, the first ones of the first step."""
@@ -141,11 +145,15 @@ def measure_memory(
     from stages.planning import peak_memory  # imports torch
 
     try:
-        params.grad_accum_steps(num_ranks)
+        accumulated = params.grad_accum_steps(num_ranks)
         _, size = params.fsdp.mesh_shape(num_ranks, num_ranks)
     except StageError as error:  # these ranks are assumed, others may train
         print(f"plan: the memory of {num_ranks} ranks (plan.num_ranks) is not known: {error}")
         return None, {}
+    print(
+        f"plan: {num_ranks} ranks x {params.batch_size} rows x {accumulated} accumulation steps = "
+        f"{params.total_batch_size} rows per step"
+    )
     settings = (
         f"batch_size {params.batch_size} x {seq_length:,} tokens, {params.precision}, activation_checkpointing "
         f"{params.activation_checkpointing}"
@@ -178,15 +186,16 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
 
     from stages.planning.preview import LEGEND, render  # imports torch
 
-    assert model.eos_token_id is not None, "`estimate` refuses a model without one"
     model.verify([TOKENIZER])  # a damaged one would be an error of no class
     tokenizer = Tokenizer.from_file(str(model.directory() / TOKENIZER))
+    special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    special.add(model.eos_token_id)
     try:
         tokens = TokenRows(TRAIN)
         indices = step_rows(0, params.total_batch_size, len(tokens), params.seed)[:_NUM_SHOWN]
         texts = [
             f"row {index}\n"
-            + render(row, lambda ids: tokenizer.decode(ids, skip_special_tokens=False), model.eos_token_id,
+            + render(row, lambda ids: tokenizer.decode(ids, skip_special_tokens=False), model.eos_token_id, special,
                      params.document_mask)
             for index, row in zip(indices, tokens.rows(indices), strict=True)
         ]  # fmt: skip
@@ -223,16 +232,23 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
         f"{plan.parameters:,} parameters: {format_gib(plan.training_state_bytes)} of weights, gradients and optimizer "
         f"state over the ranks that share a copy of it; {format_gib(disk)} of disk for checkpoints and model"
     )
-    if runtime.nproc_per_node is None:
+    if params.warmup_steps >= plan.steps:
+        highest = learning_rate(params, plan.steps, plan.steps - 1)
         print(
-            f"plan: the number of ranks must divide {params.total_batch_size // params.batch_size}, the quotient of "
-            "total_batch_size and batch_size (runtime.nproc_per_node is null: one per GPU, or 2 on CPUs)"
+            f"warning: warmup_steps {params.warmup_steps} lasts until the end of the training: the learning rate rises "
+            f"to {highest:.2e} in the last of {plan.steps} steps, and never decays: lower warmup_steps"
         )
-    if plan.rows_per_validation:
+    if plan.validation_rows:
+        share = plan.validation_rows / (plan.training_rows + plan.validation_rows)
         print(
-            f"plan: {plan.validations:,} validations of {plan.rows_per_validation:,} rows: about "
-            f"{plan.validation_share:.0%} of the compute of the training"
+            f"plan: {plan.validation_rows:,} rows are held out, {share:.1%} of all; {plan.validations:,} validations "
+            f"of {plan.rows_per_validation:,} rows: about {plan.validation_share:.0%} of the compute of the training"
         )
+        if share < _LEAST_HELD_OUT:
+            print(
+                f"warning: only {share:.1%} of the rows are held out: splits have equal numbers of files, not of "
+                "tokens: raise validation_splits"
+            )
     if model.router_loss_coef == 0:
         print(ROUTER_LOSS_OFF)
 
@@ -283,16 +299,14 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
     """What a training of `model` with these parameters needs.
 
     Raises:
-        StageError: the rows are too long for the model, there are too few, the model has no EOS token or no layers as
-            in `fsdp.wrap_layer_cls`, or the optimizer's package is not installed.
+        StageError: the rows are too long for the model, there are too few, the model has no layers as in
+            `fsdp.wrap_layer_cls`, or the optimizer's package is not installed.
     """
     # `plan` runs before the training, so what would fail there is refused here, without a GPU.
     if model.max_seq_length is not None and train.seq_length > model.max_seq_length:
         raise StageError(
             f"seq_length is {train.seq_length}, but {model.model_name} supports at most {model.max_seq_length} tokens"
         )
-    if model.eos_token_id is None:
-        raise StageError(f"{model.model_name} has no eos_token_id: set one in its generation_config.json")
     params.fsdp.wrapped_classes(model)
     params.check_compile(model)
     params.check_packages()

@@ -36,6 +36,7 @@ def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None
     write_json(RECORDS["organize"], organized)
     extracted = {
         "fallback_encoded_files": 0, "rejected_files": 2, "duplicate_strings": 5, "strings": 1234,
+        "median_characters": 17, "short_strings": 691,
         "characters": 567_890, "rejected": {"invalid YAML": 2}, "origin": origin, "fingerprint": "corpus",
         "source": publish.sha256_file(RECORDS["organize"]),
     }  # fmt: skip
@@ -62,12 +63,15 @@ def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None
     write_courses(loss, lr, steps)
     cost = {"training_seconds": 4000.0, "milliseconds": dict.fromkeys(PHASES, 2.0), "tokens_per_second": 5120.0,
             "mfu": 0.41, "memory_peak_gib": 1.5, "launches": 3}  # fmt: skip
-    write_json(outputs.TRAIN_METRICS, {"steps": steps, "tokens": 4096, "skipped_steps": 0, "cost": cost})
+    place = {"device": "NVIDIA H100", "ranks": 16, "nodes": 2, "commit": "0123456789abcdef", "date": "2026-03-01 10:31"}
+    trained = {"steps": steps, "tokens": 4096, "skipped_steps": 0, "cost": cost, "place": place}
+    write_json(outputs.TRAIN_METRICS, trained)
     measured = {"rows": 10, "tokens": 310, "loss": loss, "perplexity": math.exp(loss), "bits_per_byte": 1.25}
     evaluation = {
         "run_id": f"run{lr}", "step": steps, "dtype": "bfloat16", "num_parameters": 2_345_678, "validation": measured,
         "untrained": measured | {"loss": 8.5},
-        "trained": measured, "exported": measured, "samples": [{"prompt": "Once <b>", "continuation": " upon\n a"}],
+        "trained": measured, "exported": measured, "samples": [{"prompt": "Once <b>", "continuation": " upon\n a",
+        "reference": " there"}],
     }  # fmt: skip
     write_json(outputs.EVALUATION, evaluation)
     write_json(outputs.METRICS, {"validation_loss": loss, "perplexity": math.exp(loss), "bits_per_byte": 1.25})

@@ -164,3 +164,11 @@ def test_all_of_the_gpu_benchmark_runs_and_continues(tmp_path: Path) -> None:
     assert "Not measured yet" not in output
     assert "| tokens/s, of the bare loop: over 100 % |" in output
     assert "flex, fused, batch 2: " in output.split("Failed:")[1]
+
+
+@pytest.mark.parametrize("module", ["benchmarks.train", "benchmarks.data"])
+def test_a_work_directory_that_is_missing_is_said(module: str) -> None:
+    command = [sys.executable, "-m", module, "--work", "absent/directory"]
+    process = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert process.stderr.endswith("error: --work: absent/directory is no directory: create it on a fast disk\n")

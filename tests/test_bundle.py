@@ -189,6 +189,37 @@ def test_a_bundle_that_was_tampered_with_is_refused_by_name(make: Make, tmp_path
     refused(made, target, "SHA256SUMS is missing")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (unbundle.ABOUT, b"{", "bundle.json is not valid: bundle again"),
+        (unbundle.ABOUT, b"[]", "bundle.json is not valid: bundle again"),
+        (unbundle.REPOSITORY, b"nothing", "git .* failed"),
+    ],
+)
+def test_a_bundle_that_lists_something_else_is_refused(
+    make: Make, tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    made = make()
+    sums = (made / unbundle.SUMS).read_text()
+    (made / unbundle.SUMS).write_text(sums.replace(unbundle.sha256(made / name), hashlib.sha256(content).hexdigest()))
+    (made / name).write_bytes(content)
+    with pytest.raises(unbundle.Refused, match=message):
+        unbundle.unbundle(made, tmp_path / "target")
+
+
+def test_names_in_a_bundle_are_no_messages(make: Make, tmp_path: Path) -> None:
+    made = make()
+    (made / "a\nerror: b\x1b[2J").touch()
+    command = [sys.executable, str(made / "unbundle.py"), str(tmp_path / "target")]
+    errors = subprocess.run(command, capture_output=True, text=True).stderr
+    assert errors == (
+        f"error: {made}/a\\nerror: b\\x1b[2J is not listed in SHA256SUMS: delete it\nerror: nothing was installed\n"
+    )
+    (made / unbundle.SUMS).write_bytes(b"\xff\xfe")
+    refused(made, tmp_path / "target", "not safe")
+
+
 @pytest.mark.parametrize("path", ["files/../../escaped", "/etc/escaped", "files/.git/hooks/x", "files//x", "./x"])
 def test_a_path_outside_of_the_target_is_refused(make: Make, tmp_path: Path, path: str) -> None:
     made = make()
@@ -296,7 +327,7 @@ def use_model(directory: Path, **fields: Any) -> None:
     values: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(ModelManifest))
     values |= {"model_name": str(directory), "model_revision": "main", "architecture": "", "model_type": "",
                "dtype": "", "num_parameters": 0, "weights": [], "tied_weights": {}, "layer_classes": [],
-               "module_classes": [], "vocab_size": 0}  # fmt: skip
+               "module_classes": [], "vocab_size": 0, "eos_token_id": 0}  # fmt: skip
     values["files"] = {name: FileEntry.of(directory / name) for name in ("config.json", "model.safetensors")}
     manifest = ModelManifest(**{**values, **fields})
     manifest.write()
@@ -353,7 +384,7 @@ def test_links_that_organize_passes_over_are_not_carried(
 
 def test_what_cannot_be_carried_is_refused_by_name(make: Make, project: Path) -> None:
     (project / "data/raw" / os.fsdecode(b"caf\xe9.txt")).touch()
-    with pytest.raises(StageError, match=r"caf\\\\xe9\.txt' has a backslash, a line end or no UTF-8 in it: rename it"):
+    with pytest.raises(StageError, match=r"caf\\xe9\.txt has a backslash, a line end or no UTF-8 in it: rename it"):
         make("--raw")
     write({"new.txt": "", "params.yaml": "mine"})
     with pytest.raises(StageError, match=r"^2 files are not in the last commit.*: params\.yaml, new\.txt\n"):

@@ -153,7 +153,7 @@ def save_thrice(directory: Path, asynchronous: bool) -> list[bytes]:
     with Saver(dataclasses.replace(runtime, async_checkpoint=asynchronous), timeout_minutes=30) as saver:
         for step in (1, 2, 3):
             path = directory / step_name(step)
-            saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest(step=step))
+            saver.save(path, model, optimizer, scheduler, train_state(step), {}, checkpoint_manifest(step=step))
             model.step(optimizer)  # while it is saved
     return [file.read_bytes() for file in sorted(path.rglob("*.distcp"))]
 
@@ -362,6 +362,9 @@ def test_checkpoints_are_listed_verified_and_pruned(training: Project, ranks: Ra
     losses = {step: CheckpointManifest.read(finished / f"step-{step:08d}").validation_loss for step in before[1]}
     last_and_best = sorted({12, min(losses, key=losses.__getitem__)})
 
+    (training / "data/model.json").rename(training / "model.json")
+    assert "current run" not in training.run(*COMMAND, "list"), "which it is depends on the model"
+    (training / "model.json").rename(training / "data/model.json")
     output = training.run(*COMMAND, "list")
     assert len(output.splitlines()) == 1 + len(before[0]) + len(before[1]) + 2
     assert "damaged, in quarantine" in output and "left by a crash" in output
@@ -392,5 +395,12 @@ def test_checkpoints_are_listed_verified_and_pruned(training: Project, ranks: Ra
     assert "is damaged" in training.run(*COMMAND, "verify", status=2)
     training.run(*COMMAND, "prune", "--yes")
     assert 6 in steps(unfinished)
+    # A link to a run leads to what may be of another experiment.
+    elsewhere = unfinished.rename(training / "elsewhere")
+    unfinished.symlink_to(elsewhere)
+    output = training.run(*COMMAND, "prune", "--other-runs", "--yes")
+    assert f"{unfinished.name} is a link: skipped" in output and 6 in steps(elsewhere)
+    unfinished.unlink()
+    elsewhere.rename(unfinished)
     training.run(*COMMAND, "prune", "--other-runs", "--yes")
     assert [steps(path) for path in (unfinished, finished)] == [[], last_and_best]

@@ -79,6 +79,7 @@ CASES = [
     Case("other seed", "start", "params.seed: 0 there, 7 here", [], {"seed": 7}, others=(10,)),
     Case("other rows", "start", "data.train: 't' there, 't2' here", [], {"train": "t2"}, others=(10,)),
     Case("other model", "start", "model: 'm' there, 'm2' here", [], {"model": "m2"}, others=(10,)),
+    Case("a schedule that is none", "start", "its schedule is none (lr: ", [], theirs={"lr": "high"}, others=(10,)),
     Case("never adopts", "start", "is never", [], {"batch_size": 4}, others=(10,), resume="never"),
     Case("best adopts nothing", "start", "export_from is best", [], {"export_from": "best"}, others=(10,)),
     Case("best is adopted", "adopt", "identical", [10], theirs={"export_from": "best"}, others=(10,)),

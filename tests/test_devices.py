@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -51,7 +52,7 @@ def test_what_changes_no_bit_on_cpus_changes_none_in_a_killed_training_either(fr
     assert output.count("training with") == 1
     assert re.search(
         r"^training with 2 ranks \(CPU\): precision bf16, attention sdpa, loss fused, strategy fsdp FULL_SHARD, "
-        r"batch 8 = 2 x 2 rows x 2 passes, activation checkpointing selective_op, deterministic, "
+        r"batch 8 = 2 ranks x 2 rows x 2 accumulation steps, activation checkpointing selective_op, deterministic, "
         r"memory \d\.\d\d of \d+\.\d\d GiB before the first step$",
         output,
         re.M,
@@ -198,8 +199,8 @@ def test_the_environment_is_that_of_the_parameters_unless_a_person_has_set_it(
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
-    def environment(deterministic: bool) -> dict[str, str]:
-        set_environment(dataclasses.replace(params, deterministic=deterministic))
+    def environment(deterministic: bool, num_nodes: int = 1) -> dict[str, str]:
+        set_environment(dataclasses.replace(params, deterministic=deterministic), num_nodes)
         return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
 
     always = {
@@ -216,6 +217,19 @@ def test_the_environment_is_that_of_the_parameters_unless_a_person_has_set_it(
     for name, value in theirs.items():
         monkeypatch.setenv(name, value)
     assert environment(deterministic=True) == theirs
+
+
+def test_nodes_do_not_share_compiled_code(params: TrainParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    set_environment(params, num_nodes=2)
+    cache = Path(tempfile.gettempdir(), "compile-17")
+    assert (os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]) == (
+        str(cache),
+        str(cache / "triton"),
+    )
 
 
 def test_the_launcher_sets_the_environment_of_the_ranks(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:

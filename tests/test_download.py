@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
@@ -505,6 +506,85 @@ def test_an_index_names_files_beside_it(weight_map: object) -> None:
         hub.resolve("model", "main", want_weights=True)
 
 
+def plant(path: Path, kind: str) -> None:
+    """Put something under a name that is no file."""
+    path.unlink(missing_ok=True)
+    if kind == "link":
+        path.symlink_to("../blobs/0123")  # of a tree that was copied without them
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+
+
+@pytest.mark.parametrize("kind", ["link", "directory", "pipe"])
+@pytest.mark.parametrize("name", [WEIGHTS, WEIGHTS_INDEX, "generation_config.json", "chat_template.jinja"])
+def test_a_name_without_a_file_is_refused(name: str, kind: str) -> None:
+    """Instead of random weights, or of a model that ends its answers elsewhere."""
+    write_model(Path("model"), weights=False)
+    plant(Path("model", name), kind)
+    with pytest.raises(StageError, match=rf"model/{name} is no file that can be read"):
+        describe()
+    if name in (WEIGHTS, WEIGHTS_INDEX):
+        assert describe(initial_weights="random").weights == []
+
+
+def test_weights_that_are_broken_links_are_refused() -> None:
+    write_model(Path("model"), weights=False)
+    plant(Path("model/model-00001-of-00002.safetensors"), "link")
+    with pytest.raises(StageError, match=r"neither model\.safetensors nor .* but model-00001-of-00002\.safetensors"):
+        describe()
+
+
+def change_config(**values: Any) -> None:
+    path = Path("model/config.json")
+    path.write_text(json.dumps({**publish.read_json(path), **values}))  # publish would refuse NaN
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_size": "16"}, "does not describe a causal language model .* expected int, got str"),
+        ({"hidden_size": 17}, "does not describe a causal language model .* not a multiple"),
+        ({"num_attention_heads": 0}, "does not describe a causal language model .*: ZeroDivisionError"),
+        ({"head_dim": -8}, "does not describe a causal language model .* negative dimension"),
+        ({"dtype": "os.system"}, "does not describe a causal language model .* 'os.system'"),
+        ({"dtype": "int8"}, "dtype is 'int8', which cannot be trained: use float64 or"),
+        ({"rms_norm_eps": math.nan}, r"rms_norm_eps is not a number \(NaN\)"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings is -1"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers is 1000000, and at most 1,000 are built"),
+        ({"text_config": {"num_labels": 10**9}}, "num_labels is 1000000000, and at most 1,000,000 are built"),
+        ({"text_config": {"auto_map": {}}}, r"asks for code of its own \(auto_map\)"),
+        ({"attn_implementation": "somebody/kernel"}, "asks for a kernel of the Hub .*'somebody/kernel'"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "the weights are quantized"),
+        ({"model_type": "bert", "architectures": ["BertLMHeadModel"]}, "a token sees those after it, as in an encoder"),
+        ({"vocab_size": 2}, "the EOS token has the id 2, and there are 2 rows"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_model_that_cannot_be_trained_is_refused_in_one_line(values: dict[str, Any], message: str) -> None:
+    write_model(Path("model"), weights=False)
+    change_config(**values)
+    with pytest.raises(StageError, match=f"^[^\n]*{message}[^\n]*$"):
+        describe()
+
+
+def test_a_model_without_an_eos_token_is_refused() -> None:
+    write_model(Path("model"), weights=False)
+    change_config(eos_token_id=None)
+    assert describe().eos_token_id == 2, "the tokenizer has one"
+    path = Path("model/tokenizer_config.json")
+    path.write_text(json.dumps({key: value for key, value in publish.read_json(path).items() if key != "eos_token"}))
+    with pytest.raises(StageError, match="model has no EOS token, which must end each document: set eos_token in the"):
+        describe()
+
+
+def test_without_weights_the_dtype_is_that_of_the_config() -> None:
+    write_model(Path("model"), weights=False)
+    change_config(dtype="bfloat16")
+    assert describe().dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", ["null", '"auto_map"', "[" * 100_000, "\xff"])
 def test_a_file_that_is_no_json_object_is_named(name: str, content: str) -> None:
@@ -848,6 +928,27 @@ def home_of_tool(served: Hub, tmp_path: Path) -> Path:
 
     snapshot_download(HUB_ID, ignore_patterns=["*.bin"])
     return tmp_path / "home"
+
+
+@pytest.mark.parametrize("content", [b"../../../../source", b"\xff"])
+def test_a_branch_in_the_cache_leads_to_one_of_its_snapshots(content: bytes, home: Path) -> None:
+    snapshot = cached(write_model(Path("source")), home)
+    (snapshot.parents[1] / "refs/main").write_bytes(content)
+    assert hub_cache.commit(HUB_ID, "main") is None
+
+
+def test_a_list_in_the_cache_that_is_none_is_named(home: Path) -> None:
+    snapshot = cached(write_model(Path("source")), home)
+    publish.write_json(snapshot.parents[1] / f"trees/{COMMIT}.json", [5])
+    with pytest.raises(StageError, match=f"trees has no list of the files of {COMMIT} .*: delete it"):
+        describe(HUB_ID)
+
+
+def test_a_generation_config_that_cannot_be_read_is_refused() -> None:
+    write_model(Path("model"), weights=False)
+    Path("model/generation_config.json").write_text("{")
+    with pytest.raises(StageError, match=r"model/generation_config\.json cannot be read: OSError"):
+        describe()
 
 
 def test_a_cache_without_list_is_checked_by_the_names_of_its_files(home: Path) -> None:

@@ -56,7 +56,7 @@ def test_the_best_step_is_the_newest_of_the_lowest_of_the_run_itself() -> None:
     table = History()
     for step, loss in enumerate([0.5, 0.9, 0.6, None, math.nan, 0.7, 0.6, 0.8]):
         table.add(step=step, epoch=0.0, validation_loss=loss)
-    adopted = Adoption(run_id="", step=6, differences=[], adopted=None)
+    adopted = Adoption(run_id="zeroth", step=6, differences=[], adopted=None)
     assert table.best_step(None) == 6
     assert table.best_step(adopted) == 7
     assert table.best_step(replace(adopted, step=7)) is None

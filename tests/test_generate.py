@@ -192,7 +192,7 @@ def test_a_model_that_cannot_be_loaded_is_one_message(
 
 
 def test_what_is_wrong_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(StageError, match="none is not a model directory: run `dvc repro`"):
+    with pytest.raises(StageError, match=r"none is not a model directory: give that .* `dvc get \. outputs"):
         text_of(monkeypatch, capsys, "a", "--model", "none")
     with pytest.raises(StageError, match="the prompt has no token"):
         text_of(monkeypatch, capsys, "")

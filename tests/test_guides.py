@@ -1,6 +1,8 @@
 """Run the commands of docs/fsdp.md and docs/troubleshooting.md, with a small model in place of theirs."""
 
 import re
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +25,7 @@ NEEDS_NETWORK = "hf download"
 def test_the_commands_of_a_guide_run(reproduced: Project, document: str) -> None:
     commands = re.findall(r"^\$ (.*?)(?:  +#.*)?$", (REPO / document).read_text(), re.MULTILINE)
     assert len(commands) > 5
+    (reproduced / ".venv").symlink_to(Path(sys.prefix))
     for command in commands:
         if NEEDS_NETWORK not in command:
             for text, other in REPLACED.items():

@@ -18,7 +18,7 @@ from stages.base.params_file import load_params
 from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.checkpointing.run import describe
 from stages.checkpointing.state import TrainMetrics
-from stages.launching import memory, runtime
+from stages.launching import remedies, runtime
 from stages.launching.runtime import TrainRuntime
 from stages.ranks import handoff
 from stages.ranks.signals import INTERRUPTED
@@ -156,7 +156,7 @@ def params(params: TrainParams) -> TrainParams:
 def test_out_of_memory_is_one_clear_error(allocate: Callable[[], object], params: TrainParams) -> None:
     with (
         pytest.raises(StageError, match=r"rank 3 is out of memory.*: use batch_size 3 "),
-        explain_torch_errors("rank 3", f"use {memory.remedies(params, 2)}"),
+        explain_torch_errors("rank 3", f"use {remedies.remedies(params, 2)}"),
     ):
         allocate()
 

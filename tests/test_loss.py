@@ -239,7 +239,9 @@ def test_embeddings_that_are_not_tied_are_gathered_by_themselves(
 ) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS["llama untied, scaled rope"]).save_pretrained(tmp_path)
-    params = dataclasses.replace(params, loss=loss, precision="bf16")
+    # One rank keeps its copy, unless `fsdp` is asked for.
+    strategy = dataclasses.replace(params.fsdp, strategy="fsdp")
+    params = dataclasses.replace(params, loss=loss, precision="bf16", fsdp=strategy)
     batch = make_batch(torch.randint(1, 101, (2, 16)), eos_token_id=0, document_mask=True)
     losses, found = [], []
     for units in (True, False):

@@ -2,7 +2,9 @@
 
 import io
 import json
+import re
 import time
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from transformers import PreTrainedModel
 from stages.base.history import History, Table
 from stages.base.identity import RunIdentity, TokenFingerprints
 from stages.checkpointing.run import Run
-from stages.checkpointing.state import TrainMetrics
+from stages.checkpointing.state import Place, TrainMetrics
 from stages.launching import flops
 from stages.launching.console import Console
 from stages.launching.metrics import SPEED_COLUMNS, MetricsLogger
@@ -21,6 +23,8 @@ from stages.model import meta
 from stages.training.params import TrainParams
 from stages.training.step import StepResult
 from tests.project import REPO
+
+PLACE = Place(device="CPU", ranks=2, nodes=1, commit=None)
 
 
 def build(tmp_path: Path, **config: object) -> PreTrainedModel:
@@ -102,6 +106,34 @@ def test_a_terminal_shows_a_progress_bar_with_the_remaining_time(monkeypatch: py
         assert ("8/12 [00:08<00:08" in stream.getvalue()) == shown  # four steps took as long as four will
 
 
+def test_a_line_fits_a_terminal_and_has_the_remaining_time(
+    params: TrainParams, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    identity = RunIdentity(params={}, data=TokenFingerprints(train="", validation=""), model="", code="")
+    run = Run(params, identity, num_rows=218_000 * params.total_batch_size // params.num_epochs, seq_length=4096)
+    monkeypatch.setattr(MetricsLogger, "_utilization", lambda *_: 0.412)
+    step, timers, table = 118_000, Timers(lambda phase: None), Table(SPEED_COLUMNS)
+    console = Console(0, step, run.total_steps)
+    logger = MetricsLogger(run, 1, console, Recorder(), timers, None, History(), table, None, PLACE)
+    monkeypatch.setattr(timers, "read", lambda: {"forward": 1.5, "other": 0.5})
+    logger.log(step + 1, StepResult(loss=10.4321, grad_norm=12.345), None, is_validated=False)
+    line = capsys.readouterr().out.rstrip("\n")
+    assert re.fullmatch(
+        r"\d\d-\d\d \d\d:\d\d:\d\d step 118001/218000  loss 10\.4321  lr \d\.\d\de-\d\d  grad norm 12\.35  "
+        r"32,768 tokens/s  MFU 41%  ETA 55:33:18",  # 99 999 steps of two seconds
+        line,
+    ), line
+    assert len(line) <= 120
+    assert "forward_ms\t" in table.text() and "\t1500.0\t" in table.text()
+
+
+def test_where_and_when_a_training_was_is_kept_with_its_checkpoints(params: TrainParams) -> None:
+    first, *_ = launch(params, step=0)
+    assert first.place is not None and (first.place.device, first.place.ranks) == ("CPU", 2)
+    age = datetime.now(timezone.utc) - datetime.fromisoformat(f"{first.place.date}+00:00")
+    assert timedelta(0) <= age < timedelta(minutes=2)
+
+
 class Recorder:
     """A tracker that keeps what it is given."""
 
@@ -128,7 +160,7 @@ def launch(
     run = Run(params=params, identity=identity, num_rows=1000, seq_length=8)
     recorder, timers = Recorder(), Timers(lambda phase: None)
     table = Table(SPEED_COLUMNS, speed)
-    logger = MetricsLogger(run, 2, Console(1, step, 9), recorder, timers, None, History(), table, metrics)
+    logger = MetricsLogger(run, 2, Console(1, step, 9), recorder, timers, None, History(), table, metrics, PLACE)
     for number in (step + 1, step + 2):
         with timers.phase("forward"):
             time.sleep(0.01)

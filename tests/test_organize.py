@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -136,6 +137,18 @@ def test_trap_02_files_are_selected_by_suffix(root: Path) -> None:
     assert summary(result)["passed_over"] == {**other, ".git/": "hidden", ".hidden.txt": "hidden"}
 
 
+def test_what_is_skipped_is_named_by_suffix(root: Path) -> None:
+    assert "; none skipped (see" in organize(params_of(root), OrganizeRuntime(num_workers=1), root.parent / "splits")
+    for name in ("b.ORC", "c/d.orc", "e.tar.gz", "README", "f.pdf", "g.docx", ".git/a.txt"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(name)
+    output = organize(params_of(root, 1), OrganizeRuntime(num_workers=1), root.parent / "splits")
+    (kinds,) = re.findall("; skipped: (.*) [(]see", output)
+    assert kinds.startswith("2 x .orc, ") and kinds.endswith(", 1 of other kinds")
+    assert "1 x .tar.gz" in kinds and len(kinds.split(", ")) == 6
+    assert "in 1 splits with 100.0% to 100.0% of the bytes" in output
+
+
 def test_trap_02_names_that_are_not_utf8_are_read_and_reported(root: Path) -> None:
     odd = os.fsdecode(b"caf\xe9.txt")
     (root / odd).write_text("odd")
@@ -179,7 +192,7 @@ def test_trap_03_the_first_splits_are_empty_as_the_last_ones_are_held_out(
 
 def test_trap_03_a_directory_without_readable_files_is_refused(root: Path) -> None:
     (root / "a.txt").rename(root / "a.bin")
-    with pytest.raises(StageError, match=r"contains no file that can be read \(1 x other suffix\).*\.txt"):
+    with pytest.raises(StageError, match=r"contains no file that can be read \(skipped: 1 x \.bin\).*\.txt"):
         run(root)
     (root / "a.bin").unlink()
     with pytest.raises(StageError, match="it is empty"):

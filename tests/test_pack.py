@@ -19,7 +19,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from stages.base import code, publish
 from stages.base.dataset import Dataset
@@ -29,12 +29,14 @@ from stages.base.publish import read_json, sha256_file
 from stages.base.record import FileEntry
 from stages.extract import ExtractRuntime, extract
 from stages.formats import duplicates
+from stages.forward.rows import TokenRows
 from stages.model.manifest import ModelManifest
 from stages.pack import PackParams, PackRuntime, find_tokenizer_spec, pack
 from stages.tokenizing import fast_tokenizer, packing
 from stages.tokenizing.encoding import NAME, Encoder, EncoderLimits, TokenizerSpec
 from stages.tokenizing.fast_tokenizer import FastTokenizer
 from stages.work import arrow, reuse
+from tests.chat_templates import CHATML
 from tests.corpus import (
     CORPUS,
     NOT_RECORDS,
@@ -299,7 +301,7 @@ def test_the_fingerprint_depends_on_the_content_only() -> None:
 def test_trap_26_a_model_without_an_eos_token_is_refused() -> None:
     make_corpus([["train"], ["validation"]])
     make_model(eos_token_id=None)
-    with pytest.raises(StageError, match=r"no EOS token.*set eos_token_id"):
+    with pytest.raises(StageError, match=r"eos_token_id: .*: run `dvc repro -f -s download`"):
         run()
     make_model(eos_token_id=5000)
     with pytest.raises(StageError, match="has no token 5000"):
@@ -410,7 +412,7 @@ def test_unknown_tokens_and_dropped_characters_are_counted() -> None:
     metrics = run(seq_length=2)
     assert metrics["train"] == {
         "documents": 1, "characters": 7, "bytes": 7, "tokens": 5, "rows": 2, "characters_per_token": 1.75,
-        "unknown_share": 0.5, "dropped_characters": 0,
+        "unknown_share": 0.5, "dropped_characters": 0, "conversations": None,
     }  # fmt: skip
     assert metrics["validation"]["unknown_share"] == 0
     vocab = {token: index for index, token in enumerate(["</s>", *"abĠ"])}  # some bytes, no unknown token
@@ -710,3 +712,137 @@ def test_a_document_of_20_mb_needs_bounded_memory() -> None:
         "pack(PackParams(seq_length=8, validation_splits=1), PackRuntime(num_workers=1, reuse_gib=1))"
     )
     assert peak < 600  # the document, its tokens in two bytes, a window, the libraries
+
+
+CHAT = ["<|im_start|>", "<|im_end|>"]
+
+
+def make_chat_model(template: str | None = CHATML) -> None:
+    """A model with a chat template, and two special tokens for it."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CHAT])
+    model = make_model(tokenizer)
+    if template is not None:
+        path = Path("model/chat_template.jinja")
+        path.write_text(template)
+        dataclasses.replace(model, files={**model.files, path.name: FileEntry.of(path)}).write()
+
+
+def make_conversations(splits: list[list[str | dict[str, Any]]], batch_size: int = 1000) -> None:
+    """Write a corpus of documents and conversations."""
+    directory = Path("data/corpus")
+    directory.mkdir(parents=True, exist_ok=True)
+    features = dict.fromkeys(("text", "messages"), arrow.TEXT["text"])
+    shards = []
+    for index, rows in enumerate(splits):
+        stream = arrow.StreamWriter(directory / arrow.shard_name(index, len(splits)), features)
+        for start in range(0, len(rows), batch_size):
+            some = rows[start : start + batch_size]
+            stream.write(
+                pa.array([row if isinstance(row, str) else None for row in some], pa.string()),
+                pa.array([json.dumps(row) if isinstance(row, dict) else None for row in some], pa.string()),
+            )
+        shards.append(stream.close())
+    Dataset(features, shards).write(directory)
+
+
+def chat(*contents: str) -> dict[str, Any]:
+    roles = ["user", "assistant"] * len(contents)
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]}
+
+
+def documents_of(name: str, seq_length: int) -> list[tuple[str, str]]:
+    """The text of each document in the rows of a part, and what of it is trained."""
+    rows = TokenRows(Path("data/tokens", name))
+    tokenizer = Tokenizer.from_file("model/tokenizer.json")
+    found = []
+    for index in range(len(rows)):
+        [ids] = rows.rows(np.array([index]))
+        marks = rows.marks(np.array([index]))
+        assert marks is not None
+        [trained], [starts] = marks
+        for piece in np.split(np.arange(seq_length), np.flatnonzero(starts)):
+            if len(piece):
+                texts = (ids[piece], ids[piece][trained[piece]])
+                found.append(tuple(tokenizer.decode(each.tolist(), skip_special_tokens=False) for each in texts))
+    return found
+
+
+@pytest.mark.parametrize("seq_length", [64, 67])  # bits of a row need not begin a byte
+def test_conversations_stay_whole_and_say_what_is_trained(seq_length: int) -> None:
+    make_chat_model()
+    conversations = [chat(f"question {index}", f"answer {'x' * (index % 17)}") for index in range(40)]
+    texts = [f"document {index} " * 5 for index in range(7)]
+    mixed: list[Any] = [*conversations[:10], *texts[:3], *conversations[10:], *texts[3:]]
+    make_conversations([mixed, [conversations[0]]], batch_size=9)
+    metrics = run(seq_length=seq_length)["train"]
+    found = documents_of("train", seq_length)
+    rendered = {
+        f"<|im_start|>user\nquestion {index}<|im_end|>\n<|im_start|>assistant\nanswer {'x' * (index % 17)}<|im_end|>\n":
+        f"answer {'x' * (index % 17)}<|im_end|>" for index in range(40)
+    }  # fmt: skip
+    whole = [(text, trained.strip()) for text, trained in found if text.startswith("<|im_start|>")]
+    assert sorted(whole) == sorted((text, trained.strip()) for text, trained in rendered.items())
+    others = [(text, trained) for text, trained in found if not text.startswith("<|im_start|>")]
+    padding = [text for text, trained in others if not trained]
+    assert {*"".join(padding).split(SPELLING)} == {""}
+    assert "".join(trained for _, trained in others) == "".join(text + SPELLING for text in texts)
+    counts = metrics["conversations"]
+    assert (metrics["documents"], counts["conversations"], counts["refused"]) == (47, 40, {})
+    assert counts["padding_tokens"] == sum(len(text) for text in padding) // len(SPELLING)
+    assert metrics["rows"] * seq_length == metrics["tokens"] + counts["padding_tokens"]
+    assert counts["terminators"] == [Tokenizer.from_file("model/tokenizer.json").token_to_id("<|im_end|>")]
+
+
+def test_rows_of_conversations_are_the_same_for_any_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_chat_model()
+    rows: list[Any] = [chat("question", "answer " * (index % 3 + 1)) for index in range(60)]
+    make_conversations([[*rows, "a document " * 40], [chat("a", "b")]], batch_size=7)
+    run(seq_length=80)
+    clean = content()
+    read = packing._read
+    monkeypatch.setattr(packing, "_read", lambda path, dtype, size: read(path, dtype, 13))
+    run(seq_length=80)
+    assert content() == clean
+
+
+def test_what_gives_no_tokens_is_counted_and_listed() -> None:
+    make_chat_model()
+    long = chat("question", "x" * 100)
+    make_conversations([[chat("a", "b"), long, chat("nobody answers")], [chat("a", "b")]])
+    metrics = run(seq_length=64)["train"]["conversations"]
+    assert metrics["refused"] == {"longer than a row": 1, "nothing of it is trained": 1}
+    first, second = metrics["first_refused"]
+    assert re.fullmatch("longer than a row: 1.. tokens, and seq_length is 64", first[0])
+    assert json.dumps(long).startswith(first[1]) and second[1].startswith('{"messages": [{"role": "user"')
+    encode(seq_length=160)  # another length is another result
+    assert json.loads(Path("data/pack.json").read_text())["train"]["conversations"]["conversations"] == 2
+
+
+def test_conversations_need_a_template_that_dvc_watches() -> None:
+    make_chat_model(template=None)
+    make_conversations([[chat("a", "b")], [chat("a", "b")]])
+    with pytest.raises(StageError, match=r"^the model has no chat template.*set chat_template"):
+        run()
+    Path("chat.jinja").write_text(CHATML)
+    for path in ("chat.jinja", "models/templates/none.jinja", "models/templates/../../chat.jinja"):
+        params = PackParams(64, 1, chat_template=path)
+        with pytest.raises(
+            StageError, match=rf"^chat_template is '{path}': name a file in models/templates/, which DVC"
+        ):
+            pack(params, PackRuntime(num_workers=1, reuse_gib=1))
+    Path("models/templates").mkdir(parents=True)
+    Path("models/templates/chat.jinja").write_text(CHATML)
+    pack(PackParams(64, 1, chat_template="models/templates/chat.jinja"), PackRuntime(num_workers=1, reuse_gib=1))
+    assert json.loads(Path("data/pack.json").read_text())["chat_template"] == CHATML
+
+
+def test_templates_in_tokenizer_config_are_found() -> None:
+    make_chat_model(template=None)
+    make_conversations([[chat("a", "b")], [chat("a", "b")]])
+    path = Path("model/tokenizer_config.json")
+    model = ModelManifest.read()
+    for template in (CHATML, [{"name": "tool_use", "template": "{{ no }}"}, {"name": "default", "template": CHATML}]):
+        path.write_text(json.dumps({"chat_template": template, "eos_token": {"content": SPELLING}}))
+        dataclasses.replace(model, files={**model.files, path.name: FileEntry.of(path)}).write()
+        assert run(seq_length=64)["chat_template"] == CHATML

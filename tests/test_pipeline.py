@@ -86,11 +86,23 @@ def test_dvc_edits_params_yaml_and_leaves_the_rest_as_it_is(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["raw", "raw_stage2"])
 def test_raw_files_can_be_added_to_dvc_and_never_to_git(name: str) -> None:
-    def is_ignored(path: str) -> bool:
-        return subprocess.run(["git", "check-ignore", "-q", path], cwd=REPO, check=False).returncode == 0
+    assert not is_ignored_by_git(f"data/{name}.dvc")
+    assert is_ignored_by_git(f"data/{name}/file.txt")
 
-    assert not is_ignored(f"data/{name}.dvc")
-    assert is_ignored(f"data/{name}/file.txt")
+
+def test_own_models_can_be_added_to_dvc_and_not_by_chance_to_git() -> None:
+    assert is_ignored_by_git("models/mine/model.safetensors")
+    for path in (
+        "models/mine.dvc",
+        "models/tiny-llama/config.json",
+        "models/templates/a.jinja",
+        "models/make_tiny_llama.py",
+    ):
+        assert not is_ignored_by_git(path)
+
+
+def is_ignored_by_git(path: str) -> bool:
+    return subprocess.run(["git", "check-ignore", "-q", path], cwd=REPO, check=False).returncode == 0
 
 
 def test_an_experiment_cannot_have_the_name_of_an_output() -> None:

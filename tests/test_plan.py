@@ -227,6 +227,31 @@ def test_a_plan_is_the_same_on_each_machine(
         plan.main()
 
 
+def test_what_a_first_training_gets_wrong_is_a_warning(
+    training: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(training.path)
+    monkeypatch.setattr("sys.argv", ["plan"])
+    monkeypatch.setattr(peak_memory, "measure", lambda *_: PeakMemory(GIB, False, *[0] * 7))
+
+    def output(**changes: Any) -> str:
+        training.set(**changes)
+        plan.main()
+        return capsys.readouterr().out
+
+    found = output()
+    assert "warning" not in found and "divide" not in found
+    assert "plan: 2 ranks x 2 rows x 2 accumulation steps = 8 rows per step\n" in found
+    assert "plan: 14 rows are held out, 12.7% of all" in found
+    assert "warning: warmup_steps 12 lasts until the end" in output(warmup_steps=12)
+    found = output(warmup_steps=24, max_steps=4)
+    assert "the learning rate rises to 5.00e-04 in the last of 4 steps" in found  # 4/24 of 0.003
+    assert "warning" not in output(warmup_steps=3)
+    assert "3 ranks (plan.num_ranks) is not known: total_batch_size 8 is not" in output(plan={"num_ranks": 3})
+    monkeypatch.setattr(plan, "_LEAST_HELD_OUT", 0.13)
+    assert "warning: only 12.7% of the rows are held out: splits have equal numbers of files" in output()
+
+
 def test_a_run_that_cannot_be_extended_is_refused(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(training.path)
     monkeypatch.setattr("sys.argv", ["plan"])
@@ -284,17 +309,31 @@ def test_rows_are_shown_with_their_documents_and_what_is_not_predicted() -> None
 
     row = np.array([2, 3, 4, 0, 1, 2, 0, 5, 4], dtype=np.int32)
     line = f"  {'-' * 8}"
-    assert preview.render(row, decode, 0, document_mask=True).split("\n") == [
-        "  ⟦cat⟧⏎ sat<eos>", line, "  ⟦the⟧ cat<eos>", line, r"  ⟦\x1b[2J⟧ sat",
+    assert preview.render(row, decode, 0, {0}, document_mask=True).split("\n") == [
+        "  ⟦cat⟧⏎ sat⟪<eos>⟫", line, "  ⟦the⟧ cat⟪<eos>⟫", line, r"  ⟦\x1b[2J⟧ sat",
     ]  # fmt: skip
-    assert preview.render(row, decode, 0, document_mask=False).startswith("  ⟦cat⟧⏎ sat<eos>\n")
-    assert "⟦the⟧" not in preview.render(row, decode, 0, document_mask=False)
-    long = preview.render(np.tile(np.arange(6, 206, dtype=np.int32), 4), decode, 0, document_mask=True)
+    assert preview.render(row, decode, 0, {0}, document_mask=False).startswith("  ⟦cat⟧⏎ sat⟪<eos>⟫\n")
+    assert "⟦the⟧" not in preview.render(row, decode, 0, {0}, document_mask=False)
+    long = preview.render(np.tile(np.arange(6, 206, dtype=np.int32), 4), decode, 0, {0}, document_mask=True)
     assert "characters ..." in long
     assert long.endswith(" 198 199")
     assert len(long) < 1000
-    many = preview.render(np.tile(np.array([1, 0], dtype=np.int32), 100), decode, 0, document_mask=True)
+    many = preview.render(np.tile(np.array([1, 0], dtype=np.int32), 100), decode, 0, {0}, document_mask=True)
     assert many.endswith("... 95 more documents with 190 tokens")
+
+
+def test_a_special_token_looks_other_than_its_name_in_a_text() -> None:
+    words = ["<eos>", "<|im_start|>", "<|im", "_start|>", "user", "\n"]
+
+    def decode(ids: list[int]) -> str:
+        return "".join(words[token] for token in ids)
+
+    row = np.array([1, 4, 5, 2, 3, 1, 0], dtype=np.int32)
+    shown = "⟪<|im_start|>⟫user⏎<|im_start|>⟪<|im_start|>⟫⟪<eos>⟫"
+    for document_mask in (True, False):
+        (line, _) = preview.render(row, decode, 0, {0, 1}, document_mask=document_mask).split("\n")
+        assert line == "  ⟦⟪<|im_start|>⟫⟧" + shown.removeprefix("⟪<|im_start|>⟫")
+    assert "⟪...⟫" in preview.LEGEND
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write() -> str:
     """Write the report; returns its page."""
     with publish.directory(outputs.REPORT) as directory:
-        report.write(directory, "exp")
+        report.write(directory, "exp", "/data/<raw>")
     return (outputs.REPORT / report.PAGE).read_text()
 
 
@@ -99,17 +99,39 @@ def test_each_section_shows_what_the_files_say(complete: Path) -> None:
     for section, texts in {
         "": ["2.5000", "12.18", "1.2500", "2,345,678", "4,096", "1 h 07 min", "random weights", "<tiny & small>"],
         "Loss": ["all held-out rows", "before training", "8.5000", "as bfloat16", "310"],
-        "Cost": ["5,120", "0.410", "1.500", "saved a checkpoint3", "14.3%"],
+        "Cost": ["5,120", "0.410", "1.500", "saved a checkpoint3", "14.3%", "end2026-03-01 10:31 UTC", "16 on 2 nodes",
+                 "NVIDIA H100", "commit of the project0123456789\n"],
         "Data": ["text.gz", "3.00", "hidden", "1,234", "567,890", "extract.json names them", "invalid YAML", "3.25",
-                 "0.10%", "tokenizers 1.0", "duplicate files"],
+                 "0.10%", "tokenizers 1.0", "duplicate files", "Raw files in /data/<raw>",
+                 "median length in characters17", "fewer than 20 characters691"],
         "Rows as the model saw them": ["is read but not predicted", "row 7\n  ⟦The⟧ <text>", "row 8"],
         "Model": ["LlamaForCausalLM", "n_head", "bfloat16", "torch 2.13.0"],
-        "Samples": ["Once <b> upon\n a"],
-        "Parameters": ["num_splits", "fsdp.preset", "single_node_fsdp", "null", "seq_length"],
+        "Samples": ["The modelOnce <b> upon\n a", "The documentOnce <b> there"],
+        "Parameters": ["num_splits", "fsdp.preset", "single_node_fsdp", "seq_length"],
     }.items():  # fmt: skip
         for text in texts:
             assert text in shown[section], (section, text)
-    assert not reader.tags.keys() & {"b", "text"}, "what is untrusted is escaped"
+    assert not reader.tags.keys() & {"b", "text", "raw"}, "what is untrusted is escaped"
+    assert "fsdp.size" not in shown["Parameters"], "null: the preset's value"
+
+
+def test_what_is_not_known_or_the_same_is_not_shown() -> None:
+    shown = PageReader(write()).sections
+    assert shown["Loss"].count("2.5000") == 1, "the training measured all rows, and the weights were not rounded"
+    assert "after training, exported as bfloat16" in shown["Loss"]
+    trained = publish.read_json(outputs.TRAIN_METRICS)
+    cost = trained["cost"] | {"mfu": None}
+    for place in (None, trained["place"] | {"commit": None, "nodes": 1}):
+        reports.write_json(outputs.TRAIN_METRICS, trained | {"cost": cost, "place": place})
+        cost_shown = PageReader(write()).sections["Cost"]
+        assert "MFU" not in cost_shown and "commit" not in cost_shown and "nodes" not in cost_shown
+        assert ("ranks16\n" in cost_shown) == (place is not None)
+
+
+def test_a_logarithmic_axis_says_so(complete: Path) -> None:
+    label = "<!-- gradient norm, before clipping (log scale) -->"
+    assert label in (complete / "gradient_norm.svg").read_text()
+    assert "log scale" not in (complete / "loss.svg").read_text()
 
 
 def test_each_picture_is_in_the_page_and_a_file(complete: Path) -> None:

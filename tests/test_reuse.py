@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,7 @@ def test_the_first_of_equal_strings_is_kept(size: int) -> None:
     assert list(datasets.load_from_disk(str(CORPUS))["text"]) == different
     clean = result()
     assert clean[1]["duplicate_strings"] == len(everything) - len(different)
+    assert_lengths(clean[1], different)
     assert clean[1]["strings"] == len(different)
     assert clean[1]["characters"] == sum(map(len, different))
     assert sorted(clean[0]) == [
@@ -158,6 +160,35 @@ def test_the_first_of_equal_strings_is_kept(size: int) -> None:
     put({"0.json": '["an edit", "same"]'})
     assert run(params=params, limits=limits) == 1
     assert result() == fresh_result(params=params, limits=limits)
+
+
+def assert_lengths(metrics: Any, strings: Iterable[str]) -> None:
+    lengths = sorted(map(len, strings))
+    assert metrics["short_strings"] == sum(length < 20 for length in lengths)
+    median = lengths[(len(lengths) - 1) // 2]
+    assert median * 0.97 <= metrics["median_characters"] <= median
+
+
+def test_the_lengths_of_all_strings_are_counted_also_in_splits_that_are_reused() -> None:
+    rng = random.Random(0)
+    strings = ["é" * int(1.5 ** rng.uniform(0, 25)) for _ in range(999)]
+    put({f"{number}.json": json.dumps(strings[number::9]) for number in range(9)})
+    limits = replace(LIMITS, batch=2000, chunk=1000)  # of characters: a string that is longer is a batch of its own
+    assert run(limits=limits) == 4
+    assert_lengths(result()[1], strings)
+    assert run(limits=limits) == 0
+    assert_lengths(result()[1], strings)
+    put({"9.txt": "a" * 9999})
+    output = extract(PARAMS, RUNTIME, limits) if run(limits=limits) else ""
+    assert_lengths(result()[1], [*strings, "a" * 9999])
+    short = sum(len(string) < 20 for string in strings)
+    median = result()[1]["median_characters"]
+    assert output.startswith(f"extract: 1000 strings (median {median} characters, {short / 1000:.0%} below 20), ")
+    for number in range(10):
+        Path("data/raw", f"{number}.json").unlink(missing_ok=True)
+    put({"9.txt": ""})
+    run(limits=limits)
+    assert (result()[1]["median_characters"], result()[1]["short_strings"]) == (None, 0)
 
 
 def test_a_changed_file_leaves_no_entry() -> None:

@@ -616,3 +616,19 @@ def test_a_wrapped_module_may_contain_embeddings(mesh: DeviceMesh, params: Train
     assert units == ["", "model", "model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
     groups = [module._get_fsdp_state()._fsdp_param_group for module in (model.model, model.model.embed_tokens)]
     assert [len(group.fsdp_params) for group in groups] == [1, 1]  # the last norm, and the embedding
+
+
+@pytest.mark.parametrize(("strategy", "are_freed"), [("auto", set()), ("fsdp", {"embed", "layers.0", "layers.1"})])
+def test_a_rank_that_has_the_whole_model_keeps_its_copy_until_the_backward_pass(
+    mesh: DeviceMesh, params: TrainParams, tmp_path: Path, strategy: Any, are_freed: set[str]
+) -> None:
+    CONFIGS["llama untied, scaled rope"].save_pretrained(tmp_path)
+    model = meta.build(tmp_path)
+    fsdp = dataclasses.replace(params.fsdp, strategy=strategy)
+    sharding.shard(model, ["LlamaDecoderLayer"], dataclasses.replace(params, fsdp=fsdp), mesh)
+    freed = {
+        name.removeprefix("model.").removesuffix("_tokens")
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule) and module._get_fsdp_state()._fsdp_param_group.post_forward_mesh_info
+    }
+    assert freed == are_freed

@@ -7,13 +7,16 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from stages import plan
@@ -24,7 +27,10 @@ from stages.base.params_file import load_params
 from stages.checkpointing import decision, run
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name
 from stages.checkpointing.state import TrainState
-from stages.forward.batch import count_labels, make_batch
+from stages.forward.attention import activate_kernels
+from stages.forward.attention_names import NEED_LENGTHS
+from stages.forward.batch import Marks, count_labels, make_batch
+from stages.forward.loss import loss_sum
 from stages.forward.rows import TokenRows
 from stages.launching.rank import Rank
 from stages.launching.runtime import Launch, TrainRuntime
@@ -81,6 +87,58 @@ def test_a_batch_restarts_positions_and_has_no_label_across_documents() -> None:
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
 
 
+def test_marks_say_what_is_trained_and_where_documents_begin() -> None:
+    rows = torch.tensor([[5, 6, 0, 7, 8, 9, 0, 4]])  # 0 is also within a conversation, as the end of a turn
+    trained, starts = (torch.tensor([[bool(int(bit)) for bit in bits]]) for bits in ("00100110", "10000100"))
+    batch = make_batch(rows, 0, document_mask=True, lengths=True, marks=Marks(trained, starts))
+    assert batch["labels"].tolist() == [[-100, 0, -100, -100, -100, 0, -100, -100]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
+    assert batch["cu_seq_lens"].tolist() == [0, 5, 8]
+    batch = make_batch(rows, 0, document_mask=False, marks=Marks(trained, starts))
+    assert batch["labels"].tolist() == [[-100, 0, -100, -100, 9, 0, -100, -100]]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
+def test_packed_conversations_have_the_loss_and_gradient_of_each_alone(attention: str) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=101, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    activate_kernels()
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    bins = ((9, 4, 3), (13, 3), (6, 10))  # lengths of the conversations in rows of 16 tokens
+    documents = [[torch.randint(0, 101, (length,)) for length in lengths] for lengths in bins]
+    masks = [[torch.rand(length) < 0.5 for length in lengths] for lengths in bins]
+    starts = [torch.cat([torch.arange(length) == 0 for length in lengths]) for lengths in bins]
+    rows, trained, started = (
+        torch.stack([torch.cat(row) if isinstance(row, list) else row for row in rows])
+        for rows in (documents, masks, starts)
+    )
+
+    def gradients(loss: Tensor) -> list[Tensor]:
+        return [loss, *torch.autograd.grad(loss, [*model.parameters()])]
+
+    model.set_attn_implementation("eager")
+    alone = gradients(
+        sum(
+            torch.nn.functional.cross_entropy(
+                model(document[None], use_cache=False).logits[0, :-1], torch.where(mask, document, -100)[1:],
+                reduction="sum",
+            )
+            for document, mask in zip(chain(*documents), chain(*masks), strict=True)
+        )
+    )  # fmt: skip
+    model.set_attn_implementation(attention)
+    lengths = attention in NEED_LENGTHS
+    for size in (1, 3):  # rows of a forward pass
+        batches = [
+            make_batch(ids, 0, True, lengths, Marks(*marks))
+            for ids, *marks in zip(rows.split(size), trained.split(size), started.split(size), strict=True)
+        ]
+        packed = gradients(sum(loss_sum(model, batch) for batch in batches))
+        torch.testing.assert_close(packed, alone, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(("eval_rows", "expected"), [(5, [0, 2, 5, 8, 11]), (None, range(14)), (100, range(14))])
 def test_a_validation_measures_the_same_rows_on_any_number_of_ranks(
     training: Project, monkeypatch: pytest.MonkeyPatch, eval_rows: int | None, expected: Sequence[int]
@@ -118,6 +176,9 @@ def test_a_thread_makes_the_batches_of_the_next_step_and_its_error_is_raised(
             if len(read) == 9:
                 raise StageError("the disk")
             return rows.rows(indices)
+
+        def marks(self, indices: NDArray[np.int64]) -> None:
+            pass
 
     loader = BatchLoader(Watched(), load_params(TrainParams), eos_token_id=0)  # type: ignore[arg-type]
     made = loader.step_batches(5)

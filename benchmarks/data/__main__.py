@@ -45,6 +45,8 @@ def main() -> None:
     parser.add_argument("--million-files", type=int, metavar="N")
     parser.add_argument("--noop", type=int, metavar="N")
     args = parser.parse_args()
+    if args.work and not args.work.is_dir():
+        parser.error(f"--work: {args.work} is no directory: create it on a fast disk")
     with tempfile.TemporaryDirectory(dir=args.work) as work:
         if args.million_files:
             time_organize(Path(work), args.million_files)

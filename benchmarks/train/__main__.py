@@ -47,6 +47,8 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=1, help="size of the text")
     parser.add_argument("--work", type=Path, help="directory for temporary files, on a fast disk")
     args = parser.parse_args()
+    if args.work and not args.work.is_dir():
+        parser.error(f"--work: {args.work} is no directory: create it on a fast disk")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an exception: `closing` then ends the trainings, too
     with tempfile.TemporaryDirectory(dir=args.work) as work, closing(Bench(Path(work), args)) as bench:
         print(

@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from typing import TextIO
 
 from stages.base import process
 from stages.base.errors import StageError, as_stage_error, is_out_of_memory, one_line
@@ -39,15 +41,21 @@ def run(main: Callable[[], None], after_interrupt: str = "run it again") -> None
         main: The stage; it may handle the signals in a way of its own.
         after_interrupt: What to do then, for the message.
     """
+    _open_standard_streams()
+    if sys.flags.optimize > 1:
+        sys.exit(_fail("Python runs with -OO or PYTHONOPTIMIZE=2, and transformers needs docstrings: run it without"))
     if "DVC_STAGE" in os.environ:
         process.die_with_parent(signal.SIGTERM)  # not SIGKILL: a training saves a checkpoint first
     with process.raise_on_interrupt() as received:
         try:
             main()
+            sys.stdout.flush()  # here, where its error has words
         except BaseException as error:
             if received:  # whatever the error is: the interrupt caused it
                 print(f"interrupted: {after_interrupt}", file=sys.stderr)
                 sys.exit(128 + received[0])
+            if isinstance(error, OSError) and error.filename is None and _is_lost(sys.stdout):
+                sys.exit(_fail(f"standard output: {error.strerror}"))
             if isinstance(error, (StageError, OSError)):  # a full disk, a missing permission: the user's to fix, too
                 sys.exit(_fail(str(as_stage_error(error))))
             if is_out_of_memory(error):
@@ -57,6 +65,33 @@ def run(main: Callable[[], None], after_interrupt: str = "run it again") -> None
 
 
 def _fail(message: str) -> int:
-    for line in message.splitlines():
-        print(f"error: {line}", file=sys.stderr)
+    with suppress(OSError):  # the status is left to say it
+        for line in message.splitlines():
+            print(f"error: {line}", file=sys.stderr)
     return USER_ERROR
+
+
+def _open_standard_streams() -> None:
+    """Open those that are closed: a file of the stage would get the number of one, and libraries write into these.
+
+    A closed stderr becomes stdout, so that errors still have words.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.dup2(1 if name == "stderr" else os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)  # for workers and ranks
+        if number and getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.dup(number), "w", buffering=1, errors="backslashreplace"))
+
+
+def _is_lost(stream: TextIO) -> bool:
+    """Whether nothing can be written to a stream any more, not even a line end; what it still holds is then dropped."""
+    try:
+        stream.write("\n")
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return True
+    return False

@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from stages.base import publish
 from stages.base.errors import StageError
-from stages.base.record import check_files, damaged
+from stages.base.record import FileName, check_files, damaged
 
 STATE = "state.json"
 INFO = "dataset_info.json"
@@ -21,7 +21,7 @@ INFO = "dataset_info.json"
 class Shard(NamedTuple):
     """A finished Arrow file, as `state.json` lists it."""
 
-    filename: str
+    filename: FileName
     rows: Annotated[int, Field(ge=0, strict=True)]
     sha256: str
 

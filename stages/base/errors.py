@@ -6,16 +6,21 @@ Those of the operating system, and memory that ran out, are turned into it here,
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from stages.base.names import printable
 
 _REMEDIES = dict.fromkeys(
     (errno.ENOSPC, errno.EDQUOT),
     ": free some space on that file system (data/.reuse of the project has results of earlier runs), and run again",
-) | {errno.EFBIG: ": raise the limit on the size of files (`ulimit -f unlimited`), and run again"}
+) | {
+    errno.EFBIG: ": raise the limit on the size of files (`ulimit -f unlimited`), and run again",
+    errno.EMFILE: ": raise the limit on open files (`ulimit -n 4096`), and run again",
+}
 
-_OF_DISKS = {*_REMEDIES, errno.EIO, errno.EROFS, errno.ESTALE}
+_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ESTALE}
 
 MAY_PASS = frozenset(
     (errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH,
@@ -31,7 +36,13 @@ _OUT_OF_MEMORY = re.compile(
 
 
 class StageError(Exception):
-    """A mistake that the user can fix. Its message states what was given, what is allowed and what to do."""
+    """A mistake that the user can fix. Its message states what was given, what is allowed and what to do.
+
+    Each argument is a line of it, whatever the names in it contain: none of them can begin a line of its own.
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, self.args))
 
 
 class Unavailable(StageError):
@@ -47,8 +58,9 @@ def as_stage_error(error: StageError | OSError) -> StageError:
         return error
     remedy = _REMEDIES.get(error.errno or 0, "")
     # Of a copy, the second name is the file that is written.
-    path = (remedy and error.filename2) or error.filename or "a file"
-    return (Unavailable if error.errno in MAY_PASS else StageError)(f"{path}: {error.strerror or error}{remedy}")
+    path = (remedy and error.filename2) or error.filename
+    message = f"{path}: " * bool(path) + f"{error.strerror or error}{remedy}"
+    return (Unavailable if error.errno in MAY_PASS else StageError)(message)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -59,7 +71,26 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def one_line(error: object) -> str:
     """The message of a library, which may have many lines, for a line of ours."""
-    return " ".join(str(error).split())[:500]
+    return printable(" ".join(str(error).split())[:500])
+
+
+@contextmanager
+def explained(make: Callable[[str], StageError]) -> Iterator[None]:
+    """Have an error of any class, as libraries raise them at what somebody else has written, be one for people.
+
+    Args:
+        make: Makes it, of the class and the message of that error.
+    """
+    try:
+        yield
+    except (StageError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of a disk
+            raise
+        # The first sentence: libraries go on with advice to whoever calls them.
+        problem = f"{type(error).__name__}: {one_line(error).partition('. ')[0]}"
+        raise make(problem) from None
 
 
 @contextmanager

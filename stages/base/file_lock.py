@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from stages.base.errors import StageError, naming
+from stages.base.names import printable
 
 
 def open_lock(path: Path) -> IO[str]:
@@ -70,7 +71,7 @@ def set_status(lock: IO[str], status: str) -> None:
 def read_status(lock: IO[str]) -> str:
     """What the holder of a lock has written."""
     # Opened again: NFS looks for what other nodes have written when a file is opened.
-    return Path(lock.name).read_text(errors="replace") or "starting"
+    return printable(Path(lock.name).read_text(errors="replace")) or "starting"
 
 
 def is_of_another_node(status: str) -> bool:

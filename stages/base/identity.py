@@ -1,7 +1,12 @@
 """What identifies a training, in run.json, in the manifests of its checkpoints and in lineage.json."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
+
+RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+"""Name of a run, and of the directory of its checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,7 @@ class RunIdentity:
 class Adoption:
     """The checkpoint of another run that a run continued from."""
 
-    run_id: str
+    run_id: RunId
     step: int
     differences: list[str]
     """Between the identities of the two runs, one per line: `params.batch_size: 2 there, 4 here`."""

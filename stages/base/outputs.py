@@ -21,6 +21,9 @@ EVALUATION = OUTPUTS / "evaluation.json"
 METRICS = OUTPUTS / "metrics.json"
 REPORT = OUTPUTS / "report"
 
+RESTORE = "`dvc get . outputs/NAME/model --rev REV -o outputs/NAME/model` brings back that of commit or experiment REV"
+"""About a model that is not here. `dvc repro` would train it again, under the name that params.yaml has now."""
+
 _OF_ALL = (PLAN, ROWS, HISTORY, SPEED, TRAIN_METRICS, COST, EVALUATION, METRICS, REPORT)
 
 

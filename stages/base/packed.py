@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
@@ -46,14 +46,43 @@ class PackedTokens:
         return cls(dataset.files(directory), dataset.fingerprint, dataset.num_rows, seq_length)
 
 
+class RefusedConversation(NamedTuple):
+    """A conversation that gives no tokens."""
+
+    reason: str
+    beginning: str
+    """Of its JSON."""
+
+
+@dataclass(frozen=True)
+class ConversationMetrics:
+    """Of the conversations for training, or of those for validation."""
+
+    conversations: int
+    """In the rows; the parts of one that is split count each."""
+    tokens: int
+    """Of the conversations."""
+    trained_tokens: int
+    """Of these, those that the model is to learn."""
+    padding_tokens: int
+    """That fill up rows."""
+    refused: dict[str, int]
+    """Conversations, or parts of one, that give no tokens, by reason."""
+    first_refused: list[RefusedConversation]
+    terminators: list[int]
+    """Ids of the special tokens that end trained turns, the most frequent first."""
+
+
 @dataclass(frozen=True)
 class PartMetrics:
     """Of the documents for training, or of those for validation."""
 
     documents: int
+    """Conversations included."""
     characters: int
+    """Of the documents that are text."""
     bytes: int
-    """Of the text in UTF-8."""
+    """Of that text in UTF-8."""
     tokens: int
     """Including an EOS token for each document, and those of the partial row that is dropped."""
     characters_per_token: float | None
@@ -63,6 +92,13 @@ class PartMetrics:
     dropped_characters: int
     """That leave no token, not even the unknown one, or lose a part of their bytes."""
     rows: int
+    conversations: ConversationMetrics | None = None
+    """Null: the corpus has none, and the tokens of all documents are trained."""
+
+    @property
+    def measured_bytes(self) -> int:
+        """Bytes of the text that a loss of all `tokens` is about; 0: not known, as of conversations."""
+        return 0 if self.conversations else self.bytes
 
 
 @dataclass(frozen=True)
@@ -91,6 +127,8 @@ class PackMetrics(Record):
     fingerprint: str
     """Of the tokens, as `fingerprint` gives it."""
     origin: Origin
+    chat_template: str | None = None
+    """That the conversations were rendered with; null: there are none."""
 
 
 def fingerprint(train: str, validation: str) -> str:

@@ -9,6 +9,7 @@ of the file.
 
 import dataclasses
 import difflib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from stages.base.errors import StageError, one_line
+from stages.base.errors import StageError, explained
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -39,7 +40,7 @@ def load_params(cls: type[T], section: str | None = None, path: Path = PARAMS_FI
         StageError: a parameter is missing, unknown, ill-typed or out of range; one line for each, with the key, the
             value and what is allowed.
     """
-    values = _read(path)
+    values = read_values(path)
     _check_names(values, path)
     if section is not None:
         values = values.get(section) or {}
@@ -52,20 +53,22 @@ def load_params(cls: type[T], section: str | None = None, path: Path = PARAMS_FI
         result = adapter.validate_python({name: value for name, value in values.items() if name in names})
     except ValidationError as error:
         lines = [_explain(place, prefix, details) for details in error.errors(include_url=False)]
-        raise StageError("\n".join(lines)) from None
-    if found := [".".join([*prefix, name]) for name in _booleans(values, result)]:  # pydantic takes them for 0 and 1
-        raise StageError("\n".join(f"{place}: {name} must be a number, not a boolean" for name in found))
+        raise StageError(*lines) from None
+    if problems := [f"{place}: {'.'.join([*prefix, problem])}" for problem in _no_numbers(values, result)]:
+        raise StageError(*problems)
     return result
 
 
-def _booleans(values: Mapping[str, Any], result: Any, prefix: str = "") -> Iterator[str]:
-    """The names of the parameters that are booleans in the file, and numbers in a parameter object."""
+def _no_numbers(values: Mapping[str, Any], result: Any, prefix: str = "") -> Iterator[str]:
+    """What is wrong with the numbers in a parameter object, where pydantic is content."""
     for field in dataclasses.fields(result):
         given, value = values.get(field.name), getattr(result, field.name)
         if dataclasses.is_dataclass(value):
-            yield from _booleans(given or {}, value, f"{prefix}{field.name}.")
-        elif isinstance(given, bool) and not isinstance(value, bool):
-            yield prefix + field.name
+            yield from _no_numbers(given or {}, value, f"{prefix}{field.name}.")
+        elif isinstance(given, bool) and not isinstance(value, bool):  # which it takes for 0 and 1
+            yield f"{prefix}{field.name} must be a number, not a boolean"
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield f"{prefix}{field.name} is {given!r}: it must be a finite number"
 
 
 def leaves(cls: type[Any], prefix: str = "") -> Iterator[str]:
@@ -88,19 +91,39 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def _read(path: Path) -> dict[str, Any]:
+class _Loader(yaml.SafeLoader):
+    """A key that is twice in a mapping is an error, as to DVC: otherwise the last one would count."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in names:
+                raise yaml.MarkedYAMLError(problem=f"{key.value!r} is there twice", problem_mark=key.start_mark)
+            names.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: bytes, what: Path | str) -> Any:
+    with explained(lambda problem: StageError(f"{what} is not valid YAML: {problem}")):
+        return yaml.load(text.decode(), _Loader)
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """All that is in `params.yaml`, as it is there, with the runtime of the environment.
+
+    Raises:
+        StageError: it is missing, or not valid.
+    """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = _parse(path.read_bytes(), path)
     except FileNotFoundError:
         raise StageError(f"{path} is missing: run from the root of the project") from None
-    except yaml.YAMLError as error:
-        raise StageError(f"{path} is not valid YAML: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise StageError(f"{path} must contain `name: value` pairs")
     if override := os.environ.get(RUNTIME):
         try:
-            values["runtime"] = {**(values.get("runtime") or {}), **yaml.safe_load(override)}
-        except (TypeError, yaml.YAMLError):
+            values["runtime"] = {**(values.get("runtime") or {}), **_parse(os.fsencode(override), RUNTIME)}
+        except (TypeError, StageError):
             raise StageError(
                 f"{RUNTIME} is {override!r}: it must contain values of the section `runtime`, "
                 "such as {nproc_per_node: 4}"
@@ -113,14 +136,24 @@ def _check_names(values: Mapping[str, Any], path: Path) -> None:
     pipeline = path.with_name(PIPELINE_FILE.name)
     if not pipeline.exists():
         return
-    stages = yaml.safe_load(pipeline.read_text(encoding="utf-8"))["stages"].values()
+    stages = _parse(pipeline.read_bytes(), pipeline)["stages"].values()
     known = {name for stage in stages for entry in stage.get("params", []) for name in _names(entry)}
     known |= {f"runtime.{name}" for stage in stages for name in stage.get("meta", {}).get("runtime", [])}
     # Without this a misspelled name would leave the old value in force, and the run would look right.
-    unknown = [name for name, _ in flatten(values) if name not in known]
+    unknown = [*_unknown(values, known)]
     if unknown:
         lines = (f"{_place(path, name)}: unknown parameter {name!r}{_suggest(name, known)}" for name in unknown)
-        raise StageError("\n".join(lines))
+        raise StageError(*lines)
+
+
+def _unknown(values: Mapping[str, Any], known: set[str], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        # Only into sections that there are: with its aliases, a small file may contain any number of others.
+        if isinstance(value, dict) and any(each.startswith(f"{name}.") for each in known):
+            yield from _unknown(value, known, f"{name}.")
+        elif name not in known:
+            yield name
 
 
 def _names(entry: str | dict[str, list[str]]) -> list[str]:

@@ -10,15 +10,34 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from stages.base import publish
 from stages.base.errors import StageError
+from stages.base.names import is_file_name, is_inside
 from stages.base.shared_disk import find_size
 
 R = TypeVar("R", bound="Record")
+
+
+def _inside(path: str) -> str:
+    if not is_inside(path):
+        raise ValueError("it must be a relative path without `..`")
+    return path
+
+
+def _beside(name: str) -> str:
+    if not is_file_name(name):
+        raise ValueError("it must be the name of a file, without a directory")
+    return name
+
+
+RelativePath = Annotated[str, AfterValidator(_inside)]
+"""In a manifest, of a file below its directory."""
+FileName = Annotated[str, AfterValidator(_beside)]
+"""In a manifest, of a file beside it."""
 
 WRITTEN = "check the disk, and that no other process writes there"
 """What to do about a file that is not what this process has just written."""

@@ -42,8 +42,9 @@ def find_size(path: Path, expected: int | None = None) -> int | None:
     try:
         found = path.stat()
         if expected not in (None, found.st_size):
-            with path.open("rb") as file:
-                found = os.fstat(file.fileno())
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
+            found = os.fstat(descriptor)
+            os.close(descriptor)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     return found.st_size if stat.S_ISREG(found.st_mode) else None

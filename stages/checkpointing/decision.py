@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pydantic import TypeAdapter, ValidationError
+
 from stages.base.errors import StageError
 from stages.base.identity import Adoption, RunIdentity
+from stages.base.record import first_problem
 from stages.checkpointing import retention
 from stages.checkpointing.layout import (
     CheckpointManifest,
@@ -128,8 +131,8 @@ def decide(run: Run, resume: Literal["auto", "never"], found: Found) -> Decision
     if resume == "auto" and found.own:  # they exclude all others, even those with more steps
         for path, manifest in found.own.items():
             if manifest is not None and manifest.identity != run.identity:
-                lines = "\n".join(differences(manifest.identity, run.identity))
-                raise StageError(f"{path} belongs to another run; move it away. It differs in\n{lines}")
+                lines = differences(manifest.identity, run.identity)
+                raise StageError(f"{path} belongs to another run; move it away. It differs in", *lines)
         newest = next(iter(found.own))
         if found.is_finished:
             reason = f"run {run.run_id} has already finished, at step {run.total_steps}: nothing to train"
@@ -213,7 +216,10 @@ def _why_not_adopt(
         return ", ".join(lines)
     # The rates, not the parameters of the schedule: with `wsd`, runs of different lengths share the stable phase.
     # Exact equality is right, as the same function computed both.
-    schedule = ScheduleParams(**{name: manifest.identity.params[name] for name in _SCHEDULE})
+    try:
+        schedule = TypeAdapter(ScheduleParams).validate_python(manifest.identity.params)
+    except ValidationError as error:
+        return f"its schedule is none ({first_problem(error)})"
     for step in range(manifest.step):
         there = learning_rate(schedule, manifest.total_steps, step)
         here = learning_rate(run.params, run.total_steps, step)
@@ -245,9 +251,9 @@ def _last_to_extend(run: Run, found: Found) -> Path:
     wanted = str(run.params.extend_from)
     if wanted in last and not obstacles[wanted]:
         return last[wanted][0]
-    lines = "\n".join(obstacles.get(wanted, [f"there is no finished run of this name in {run.directory.parent}"]))
+    lines = obstacles.get(wanted, [f"there is no finished run of this name in {run.directory.parent}"])
     possible = ", ".join(sorted(run_id for run_id in last if not obstacles[run_id])) or "none"
-    raise StageError(f"extend_from: run {wanted} cannot be extended:\n{lines}\nruns that can be extended: {possible}")
+    raise StageError(f"extend_from: run {wanted} cannot be extended:", *lines, f"runs that can be extended: {possible}")
 
 
 def _obstacles(theirs: RunIdentity, ours: RunIdentity, ignored: set[str]) -> list[str]:

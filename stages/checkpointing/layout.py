@@ -24,9 +24,18 @@ from pydantic import TypeAdapter, ValidationError
 from stages.base import outputs
 from stages.base.errors import MAY_PASS, StageError, as_stage_error
 from stages.base.history import HISTORY
-from stages.base.identity import Adoption, RunIdentity
+from stages.base.identity import Adoption, RunId, RunIdentity
 from stages.base.publish import sha256_json
-from stages.base.record import DamagedFile, FileEntry, check_files, first_problem, read_sealed, write_sealed
+from stages.base.record import (
+    DamagedFile,
+    FileEntry,
+    RelativePath,
+    check_files,
+    damaged,
+    first_problem,
+    read_sealed,
+    write_sealed,
+)
 from stages.base.shared_disk import refresh
 
 MANIFEST = "manifest.json"
@@ -62,7 +71,7 @@ class CheckpointManifest:
     """What a checkpoint contains, and which run it belongs to."""
 
     format: int
-    run_id: str
+    run_id: RunId
     step: int
     """Optimizer steps done."""
     total_steps: int
@@ -73,7 +82,7 @@ class CheckpointManifest:
     adopted: Adoption | None
     packages: dict[str, str]
     """Versions of what computed the weights."""
-    files: dict[str, FileEntry]
+    files: dict[RelativePath, FileEntry]
     tensors: dict[str, TensorEntry]
     """The model's, without the optimizer's."""
 
@@ -121,9 +130,12 @@ class CheckpointManifest:
                 f"{path} has the format {content.get('format')!r}, this version reads format {FORMAT}: {remedy}"
             )
         try:
-            return TypeAdapter(cls).validate_python(content)
+            manifest = TypeAdapter(cls).validate_python(content)
         except ValidationError as error:
             raise UnsupportedFormat(f"{path} is not valid ({first_problem(error)}): {remedy}") from None
+        if _STEP_NAME.fullmatch(checkpoint.name) and checkpoint.name != step_name(manifest.step):
+            raise damaged(path, f"it is of step {manifest.step}", REMEDY)  # of a copy of another name, it may be
+        return manifest
 
 
 def checkpoint_root(experiment_name: str) -> Path:

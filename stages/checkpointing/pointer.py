@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from stages.base import outputs
 from stages.base.errors import StageError
-from stages.base.identity import Adoption, RunIdentity
-from stages.base.record import Record
+from stages.base.identity import Adoption, RunId, RunIdentity
+from stages.base.record import FileName, Record
 from stages.checkpointing.layout import MANIFEST, CheckpointManifest, checkpoint_root
 
 _TRAIN_AGAIN = "dvc repro -f -s train"
@@ -25,9 +25,9 @@ class RunPointer(Record):
 
     STAGE: ClassVar[str] = "train"
 
-    run_id: str
+    run_id: RunId
     step: int
-    checkpoint: str
+    checkpoint: FileName
     """Name of its directory, such as `step-00000150`."""
     result_sha256: str
     """Of what the run computed (`CheckpointManifest.result_sha256`)."""

@@ -1,5 +1,6 @@
 """How often checkpoints are saved, and which ones stay on the disk."""
 
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -91,7 +92,7 @@ def delete(paths: Iterable[Path]) -> None:
     """
     for path in paths:
         # With a suffix it is a leftover or in quarantine, and does not count as a checkpoint anyway.
-        shutil.rmtree(path if path.suffix else _rename(path, TEMPORARY))
+        _remove(path if path.suffix else _rename(path, TEMPORARY))
 
 
 def quarantine(path: Path) -> None:
@@ -101,7 +102,15 @@ def quarantine(path: Path) -> None:
 
 def _rename(path: Path, suffix: str) -> Path:
     target = path.with_name(path.name + suffix)
-    if target.exists():  # this step was damaged before; a rename does not replace a directory that has files
-        shutil.rmtree(target)
+    if os.path.lexists(target):  # this step was damaged before; a rename does not replace a directory that has files
+        _remove(target)
     publish.rename(path, target)
     return target
+
+
+def _remove(path: Path) -> None:
+    """Delete a directory, or a link to one, which leaves what it leads to, or what somebody has put there instead."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -36,6 +36,7 @@ from stages.base.shared_disk import refresh, wait_for_file
 from stages.checkpointing import retention
 from stages.checkpointing.garbage import paused_collector
 from stages.checkpointing.layout import MODEL, OPTIMIZER, SCHEDULER, CheckpointManifest, TensorEntry
+from stages.checkpointing.metadata import Reader, understood
 from stages.checkpointing.retention import CheckpointRuntime
 from stages.checkpointing.rng import rng_state, set_rng_state
 from stages.checkpointing.state import STATE, TrainState
@@ -275,13 +276,15 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRS
     tensors = {MODEL: _model_state(model), OPTIMIZER: optimizer_state["state"]}
     run_on_all_ranks(lambda: _read_tensors(directory, tensors))
     set_optimizer_state_dict(model, optimizer, optimizer_state)
-    scheduler.load_state_dict(torch.load(directory / SCHEDULER, weights_only=True))
-    # The optimizer's groups are not in the checkpoint, and a scheduler sets its rate only when it steps.
-    for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-        set_lr(group, lr)
-    state = TrainState.read(directory / STATE)
+    with understood(directory / SCHEDULER):
+        scheduler.load_state_dict(torch.load(directory / SCHEDULER, weights_only=True))
+        # The optimizer's groups are not in the checkpoint, and a scheduler sets its rate only when it steps.
+        for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            set_lr(group, lr)
+    state = TrainState.of(directory)
     if len(state.rng) == dist.get_world_size():
-        set_rng_state(state.rng[dist.get_rank()])
+        with understood(directory / STATE):
+            set_rng_state(state.rng[dist.get_rank()])
     return state
 
 
@@ -294,7 +297,7 @@ def _read_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
         with warnings.catch_warnings(), paused_collector():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             for kind, part in tensors.items():
-                dcp.load(part, storage_reader=dcp.FileSystemReader(checkpoint / kind), no_dist=True)
+                dcp.load(part, storage_reader=Reader(checkpoint / kind), no_dist=True)
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
         raise StageError(f"could not read {checkpoint}: {cause}") from None

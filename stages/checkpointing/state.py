@@ -1,9 +1,11 @@
 """state.json of a checkpoint: where the training is, beside its tensors. Torch-free, as the launcher reads it too."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
-from stages.base.record import Record
+from stages.base.record import Record, damaged
+from stages.checkpointing.layout import REMEDY, CheckpointManifest
 
 STATE = "state.json"
 """Its name in a checkpoint."""
@@ -31,6 +33,20 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where and when the newest launch of a run trained, for people."""
+
+    device: str
+    """Name of a GPU, or of the processor."""
+    ranks: int
+    nodes: int
+    commit: str | None
+    """Of the project, whose files may have been edited since; null: it is in no git repository."""
+    date: str = ""
+    """Of the newest checkpoint, in UTC: `2026-03-01 10:31`."""
+
+
+@dataclass(frozen=True)
 class TrainMetrics(Record):
     """Content of outputs/train_metrics.json."""
 
@@ -46,6 +62,7 @@ class TrainMetrics(Record):
     skipped_steps: int = 0
     """fp16: steps whose gradient was not finite."""
     cost: Cost = field(default_factory=Cost)
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -84,3 +101,15 @@ class TrainState(Record):
     loss_scaler: ScalerState
     rng: list[dict[str, Any]]
     """The states of the random number generators of each rank (stages/checkpointing/rng.py)."""
+
+    @classmethod
+    def of(cls, checkpoint: Path) -> "TrainState":
+        """The state in a checkpoint.
+
+        Raises:
+            StageError: it is missing, not valid, or of another step than the checkpoint.
+        """
+        state, step = cls.read(checkpoint / STATE), CheckpointManifest.read(checkpoint).step
+        if state.step != step:
+            raise damaged(checkpoint / STATE, f"it is of step {state.step}, not of step {step}", REMEDY)
+        return state

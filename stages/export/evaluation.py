@@ -34,10 +34,12 @@ class Loss:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt, and what the model wrote after it."""
+    """A prompt, what the model wrote after it, and what the document has there."""
 
     prompt: str
     continuation: str
+    reference: str
+    """How the held-out document goes on, as far as the row and the next one have it."""
 
 
 @dataclass(frozen=True)
@@ -61,3 +63,8 @@ class Evaluation(Record):
     exported: Loss | None
     """Of the exported weights, on these rows."""
     samples: list[Sample]
+
+    @property
+    def measured_all(self) -> bool:
+        """Whether the training has measured all held-out rows, so that `exported` is `validation`."""
+        return self.exported == self.validation

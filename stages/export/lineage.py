@@ -5,18 +5,20 @@ same file everywhere.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from stages.base.identity import Adoption, TokenFingerprints
+from pydantic import Field
+
+from stages.base.identity import Adoption, RunId, TokenFingerprints
 from stages.base.origin import Origin
-from stages.base.record import SealedRecord
+from stages.base.record import FileName, SealedRecord
 
 
 @dataclass(frozen=True)
 class InitialModel:
     """The model that the run started from."""
 
-    name: str
+    name: Annotated[str, Field(min_length=1)]
     """A Hub id or a local directory, as given in params.yaml."""
     revision: str
     """As given in params.yaml."""
@@ -34,7 +36,7 @@ class Lineage(SealedRecord):
 
     STAGE: ClassVar[str] = "consolidate"
 
-    run_id: str
+    run_id: RunId
     step: int
     """Optimizer steps done."""
     adopted: Adoption | None
@@ -50,7 +52,7 @@ class Lineage(SealedRecord):
     """Versions of what computed the weights."""
     checkpoint: str
     """Digest of the checkpoint that the weights are from: `result_sha256` in run.json."""
-    weights: dict[str, str]
+    weights: dict[FileName, str]
     """SHA-256 of each weight file."""
     history: str | None = None
     """SHA-256 of history.tsv up to this step."""
@@ -58,7 +60,7 @@ class Lineage(SealedRecord):
     """SHA-256 of the bytes of each tensor in these files."""
     encoder: str | None = None
     """The tokenizer library that encoded the data, as in data/pack.json; null: no such file of these tokens."""
-    files: dict[str, str] = field(default_factory=dict)
+    files: dict[FileName, str] = field(default_factory=dict)
     """SHA-256 of the other files: config, tokenizer."""
     splits: str | None = None
     """SHA-256 of data/splits/summary.json, which has those of the manifests, which have those of all raw files."""

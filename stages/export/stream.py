@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from tqdm import tqdm
 
-from stages.base.errors import StageError
+from stages.base.errors import StageError, explained
 from stages.base.publish import write_json
-from stages.checkpointing.garbage import paused_collector
+from stages.checkpointing import metadata
+from stages.checkpointing.layout import METADATA, MODEL
 from stages.model.dtypes import BY_NAME
 from stages.model.files import WEIGHTS_INDEX
 
@@ -70,21 +70,21 @@ class ShardedTensors:
 
     def __init__(self, checkpoint: Path) -> None:
         """Read what `.metadata` says of them."""
-        self.directory = checkpoint / "model"
-        with paused_collector():
-            metadata = dcp.FileSystemReader(self.directory).read_metadata()
-        self._entries: dict[str, Any] = {**metadata.state_dict_metadata}
-        places = {(index.fqn, tuple(index.offset or ())): place for index, place in metadata.storage_data.items()}
+        self.directory = checkpoint / MODEL
+        listed = metadata.read(self.directory)
+        self._entries: dict[str, Any] = {**listed.state_dict_metadata}
         self._chunks: dict[str, list[_Chunk]] = {}
         """Of each tensor, in the order of its elements."""
-        for name, entry in self._entries.items():
-            for chunk in entry.chunks if isinstance(entry, TensorStorageMetadata) else ():
-                first, count = _elements(name, tuple(entry.size), chunk)
-                if count and (place := places.get((name, tuple(chunk.offsets)))):
-                    path = self.directory / place.relative_path
-                    self._chunks.setdefault(name, []).append(_Chunk(first, count, path, place.offset, place.length))
-        for chunks in self._chunks.values():
-            chunks.sort()
+        with metadata.understood(self.directory / METADATA):
+            places = {(index.fqn, tuple(index.offset or ())): place for index, place in listed.storage_data.items()}
+            for name, entry in self._entries.items():
+                for chunk in entry.chunks:
+                    first, count = _elements(name, tuple(entry.size), chunk)
+                    if count and (place := places.get((name, tuple(chunk.offsets)))):
+                        path = self.directory / place.relative_path
+                        self._chunks.setdefault(name, []).append(_Chunk(first, count, path, place.offset, place.length))
+            for chunks in self._chunks.values():
+                chunks.sort()
 
     @property
     def files(self) -> list[str]:
@@ -104,15 +104,10 @@ class ShardedTensors:
         for name in expected.keys() & self._entries.keys():
             problems += self._differences(name, expected[name])
         if problems:
-            raise StageError(
-                "\n".join([f"{self.directory}: the tensors are not those of the model", *sorted(problems)])
-            )
+            raise StageError(f"{self.directory}: the tensors are not those of the model", *sorted(problems))
 
     def _differences(self, name: str, expected: TensorSpec) -> Iterator[str]:
         entry, end = self._entries[name], 0
-        if not isinstance(entry, TensorStorageMetadata):
-            yield f"{name} is not a tensor"
-            return
         shape, dtype, size = tuple(entry.size), entry.properties.dtype, math.prod(entry.size)
         if (shape, dtype) != (expected.shape, expected.dtype):
             yield f"{name} is {list(shape)} {dtype} instead of {list(expected.shape)} {expected.dtype}"
@@ -172,17 +167,15 @@ class _Slice(RawIOBase):
 def _data_offset(file: BufferedReader, name: str, chunk: _Chunk, dtype: torch.dtype) -> int:
     """Where the elements are in the file: torch.save writes a ZIP archive for each tensor, not compressed."""
     damaged = StageError(f"{chunk.path} is damaged: {name} is not where .metadata says")
-    try:
+    with explained(lambda _: damaged):  # zipfile raises errors of a dozen classes at what is no archive
         with zipfile.ZipFile(cast(IO[bytes], _Slice(file, chunk.offset, chunk.length))) as archive:
             data = next(entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-    except (zipfile.BadZipFile, StopIteration):
-        raise damaged from None
-    if data.compress_size != chunk.num_elements * dtype.itemsize:
-        raise damaged
-    start = chunk.offset + data.header_offset
-    file.seek(start)
-    # A local header has 30 bytes, then a name and extra fields of any length: torch aligns the data with these.
-    name_length, extra_length = struct.unpack("<26xHH", file.read(30))
+        start = chunk.offset + data.header_offset
+        if data.compress_size != chunk.num_elements * dtype.itemsize or start < 0:
+            raise damaged
+        file.seek(start)
+        # A local header has 30 bytes, then a name and extra fields of any length: torch aligns the data with these.
+        name_length, extra_length = struct.unpack("<26xHH", file.read(30))
     return start + 30 + int(name_length + extra_length)
 
 

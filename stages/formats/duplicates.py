@@ -5,6 +5,7 @@ in 10^14, so in practice what is dropped is a duplicate. Each split writes files
 Then all these files are merged, one range of digests after the other: memory holds a range, and a byte for each string.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain
@@ -17,6 +18,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from stages.base.dataset import Shard
+from stages.formats import lengths
 from stages.work import arrow
 
 # 24 bytes. Little-endian, since on a cluster one machine may read what another one wrote.
@@ -51,6 +53,8 @@ class Filtered(NamedTuple):
     duplicates: int
     characters: int
     """In the duplicates."""
+    lengths: Counter[str]
+    """Of the duplicates, as `lengths.count` counts them."""
 
 
 def write_digests(split: DigestTask) -> list[Path]:
@@ -148,6 +152,7 @@ def drop(task: Filter) -> Filtered:
     """Write the target of a filter."""
     source, target, is_first, features = task
     row = characters = 0
+    dropped: Counter[str] = Counter()
     with arrow.StreamWriter(target, features) as stream:
         for offset in arrow.batch_offsets(source):
             batch, column = arrow.rows_of(arrow.read_batch(source, offset))
@@ -158,10 +163,13 @@ def drop(task: Filter) -> Filtered:
                 if keep[0].as_py():
                     stream.write_text(pieces, pc.binary_length(batch)[0].as_py())
                 else:
-                    characters += sum(map(arrow.count_characters, pieces))
+                    num_characters = sum(map(arrow.count_characters, pieces))
+                    characters += num_characters
+                    dropped += lengths.histogram([num_characters])
                 continue
-            # The sum of nothing is null.
-            characters += pc.sum(pc.utf8_length(batch.filter(pc.invert(keep)))).as_py() or 0
+            duplicates = batch.filter(pc.invert(keep))
+            characters += pc.sum(pc.utf8_length(duplicates)).as_py() or 0  # the sum of nothing is null
+            dropped += lengths.count(duplicates)
             if kept := batch.filter(keep):  # a batch of no rows is not written
-                stream.write(kept, column)
-        return Filtered(stream.close(), row - stream.rows, characters)
+                stream.write_column(kept, column)
+        return Filtered(stream.close(), row - stream.rows, characters, dropped)

@@ -144,7 +144,7 @@ class TextWriter:
     def _write_current(self) -> None:
         self._begin_long()
         for batch in _batches(self._current.take(), pc.utf8_length, self._limits.batch):
-            self._stream.write(batch, self.column)
+            self._stream.write_column(batch, self.column)
         self._unwritten = 0
 
     def _json_arrays(self) -> Iterator[pa.Array]:
@@ -170,10 +170,10 @@ class TextWriter:
                 # All but the last batch, which may have room for more.
                 *batches, last = _batches(waiting, pc.binary_length, self._limits.batch)
                 for batch in batches:
-                    self._stream.write(batch, self.column)
+                    self._stream.write_column(batch, self.column)
                 waiting, size = [last], 0  # not its own size: it would be joined with each further row
         for batch in _batches(waiting, pc.binary_length, self._limits.batch):
-            self._stream.write(batch, self.column)
+            self._stream.write_column(batch, self.column)
         self._size = 0
 
 

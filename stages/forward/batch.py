@@ -1,18 +1,36 @@
 """From rows of tokens to the inputs and labels of a model."""
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from stages.forward.rows import TokenRows
 
-def make_batch(input_ids: Tensor, eos_token_id: int, document_mask: bool, lengths: bool = False) -> dict[str, Tensor]:
+
+class Marks(NamedTuple):
+    """What rows say of their tokens, where they have conversations; else documents end with EOS, and all is trained."""
+
+    is_trained: Tensor
+    """(B, T) bool."""
+    is_start: Tensor
+    """(B, T) bool: whether a document begins."""
+
+
+def make_batch(
+    input_ids: Tensor, eos_token_id: int, document_mask: bool, lengths: bool = False, marks: Marks | None = None
+) -> dict[str, Tensor]:
     """Inputs and labels of packed rows, made on the CPU: on a GPU, the number of documents would have to be waited for.
 
     Args:
         input_ids: (B, T) integers; every document ends with `eos_token_id`, rows cut documents anywhere.
-        eos_token_id: The token that ends a document, and occurs nowhere else.
+        eos_token_id: The token that ends a document, and occurs nowhere else; not used with `marks`.
         document_mask: Whether tokens attend to their own document only, else to their row.
         lengths: For attention functions that need the lengths of the documents (`NEED_LENGTHS`): with them, the model
             computes all rows as one.
+        marks: Of these rows.
 
     Returns:
         `input_ids` (B, T) int64, `labels` (B, T) int64 (already shifted: `labels[:, t]` is the token after
@@ -31,12 +49,13 @@ def make_batch(input_ids: Tensor, eos_token_id: int, document_mask: bool, length
     # The last token of each row has no label: its successor is in another row.
     labels = torch.full_like(input_ids, -100)  # (B, T)
     labels[:, :-1] = input_ids[:, 1:]
+    if marks:
+        labels[:, :-1].masked_fill_(~marks.is_trained[:, 1:], -100)
     batch = {"input_ids": input_ids, "labels": labels}
     is_start = torch.zeros_like(input_ids, dtype=torch.bool)  # (B, T)
     if document_mask:
-        is_end = input_ids == eos_token_id  # (B, T) bool
-        labels[is_end] = -100  # the first token of a document follows from nothing before it
-        is_start[:, 1:] = is_end[:, :-1]
+        is_start[:, 1:] = marks.is_start[:, 1:] if marks else (input_ids == eos_token_id)[:, :-1]
+        labels[:, :-1].masked_fill_(is_start[:, 1:], -100)  # a document follows from nothing before it
     if document_mask or lengths:
         positions = torch.arange(length, device=input_ids.device).expand(num_rows, length)  # (B, T)
         # Where a document starts, its position in the row, elsewhere 0: the running maximum is then the start of the
@@ -46,6 +65,17 @@ def make_batch(input_ids: Tensor, eos_token_id: int, document_mask: bool, length
         is_start[:, 0] = True  # also of a row that begins inside a document
         batch["cu_seq_lens"] = _padded(is_start.flatten().nonzero().flatten(), end=is_start.numel())
     return batch
+
+
+def read_batch(
+    rows: TokenRows, indices: NDArray[np.int64], eos_token_id: int, document_mask: bool, lengths: bool
+) -> dict[str, Tensor]:
+    """`make_batch` of the rows at `indices`."""
+    marks = rows.marks(indices)
+    return make_batch(
+        torch.from_numpy(rows.rows(indices)), eos_token_id, document_mask, lengths,
+        Marks(*map(torch.from_numpy, marks)) if marks else None,
+    )  # fmt: skip
 
 
 def _padded(starts: Tensor, end: int) -> Tensor:

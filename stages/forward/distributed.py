@@ -20,15 +20,13 @@ from stages.forward.gpus import DEVICES, num_devices
 
 T = TypeVar("T")
 
-_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
 
 @contextmanager
 def process_group(timeout_minutes: float, directory: str | None = None) -> Iterator[None]:
     """Join the process group that the environment describes.
 
-    On one machine all its sockets are bound to the loopback interface, and no name is looked up; on several, to the
-    interface through which this one reaches the first.
+    On one machine all its sockets are bound to the loopback interface, and no name is looked up; on several, those of
+    gloo to the interface through which this one reaches the first, and NCCL's to those that it finds.
 
     Args:
         timeout_minutes: After this time without an answer another rank counts as lost.
@@ -38,15 +36,17 @@ def process_group(timeout_minutes: float, directory: str | None = None) -> Itera
     store: dist.Store | None = None  # torch then makes the one that torchrun has put into the environment
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size == int(os.environ["LOCAL_WORLD_SIZE"]):  # gloo would ask the nameserver for the name of this machine
-        os.environ |= dict.fromkeys(_INTERFACES, loopback_interface())
+        loopback = loopback_interface()
+        # To NCCL, a name is the beginning of a name, unless it follows `=`.
+        os.environ |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
         if directory is not None:
             # A TCPStore would listen on all interfaces, and ask the nameserver for the name of 127.0.0.1.
             store = dist.FileStore(os.path.join(directory, "store"), world_size)
             store.set_timeout(timeout)  # else five minutes, also to wait for a rank that starts later
     elif interface := interface_towards(os.environ["MASTER_ADDR"]):
-        # gloo would take the address that the name of this machine has, which may be that of loopback.
-        for name in _INTERFACES:
-            os.environ.setdefault(name, interface)
+        # gloo would take the address that the name of this machine has, which may be that of loopback. NCCL finds the
+        # interfaces itself: there may be several for data, beside that of the addresses.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if check_devices(int(os.environ["LOCAL_WORLD_SIZE"])):
         device = use_gpu(int(os.environ["LOCAL_RANK"]))
         # gloo beside NCCL: checkpoints and decisions are exchanged on the CPU, where they do not wait for the GPU.
@@ -59,7 +59,7 @@ def process_group(timeout_minutes: float, directory: str | None = None) -> Itera
     dist.destroy_process_group()
 
 
-def device_mesh(shape: tuple[int, int], timeout_minutes: float) -> DeviceMesh:
+def device_mesh(shape: tuple[int, int], timeout_minutes: float, nccl_share: float = 1) -> DeviceMesh:
     """The mesh of all ranks; a collective.
 
     It has one axis, `fsdp`, over which the model is sharded, and before it, where there are several copies of the
@@ -68,6 +68,7 @@ def device_mesh(shape: tuple[int, int], timeout_minutes: float) -> DeviceMesh:
     Args:
         shape: Copies of the model, ranks that share each.
         timeout_minutes: Of its groups.
+        nccl_share: Of this time, that of collectives on GPUs.
     """
     copies, size = shape
     # Of a mesh with two axes, fully_shard replicates over the first and shards over the second.
@@ -75,6 +76,9 @@ def device_mesh(shape: tuple[int, int], timeout_minutes: float) -> DeviceMesh:
     mesh = init_device_mesh(device_type(), sizes, mesh_dim_names=names)
     for group in mesh.get_all_groups():  # those of some of the ranks get torch's default of 10 or 30 minutes
         _set_pg_timeout(timedelta(minutes=timeout_minutes), group)
+        if device_type() == "cuda":
+            backend = group._get_backend(torch.device("cuda"))
+            backend._set_default_timeout(timedelta(minutes=nccl_share * timeout_minutes))
     return mesh
 
 
@@ -225,5 +229,5 @@ def _results(outcomes: list[Any]) -> list[Any]:
     for rank, (_, failure) in enumerate(outcomes):
         if failure is not None:
             kind = Unavailable if isinstance(failure, Unavailable) else StageError
-            raise kind(f"rank {rank}: {failure}")
+            raise kind(f"rank {rank}: {failure.args[0]}", *failure.args[1:])
     return [result for result, _ in outcomes]

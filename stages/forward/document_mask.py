@@ -10,6 +10,7 @@ the precision. So a tiny random model of the architecture is tested with the ver
 
 import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -114,6 +115,23 @@ def refusal(
     if reason and attention == "varlen":
         deactivate_kernels()  # sdpa would call them too
     return reason
+
+
+def sees_what_follows(directory: Path) -> bool:
+    """Whether the tokens of a model depend on those after them, as in an encoder, so that it learns to copy.
+
+    False also where a small copy of it cannot be tested. Seeds the random number generator of torch.
+    """
+    with suppress(Exception):  # of any architecture
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        model = _tiny_model(config, "eager", torch.float32, "cpu")
+        rows = torch.randint(1, _VOCAB_SIZE, (1, _LENGTH))  # (B, T)
+        changed, is_other = _change(rows, 0, slice(_LENGTH - 1, _LENGTH))
+        with torch.no_grad():
+            found, other = (logits(model, {"input_ids": tokens})[is_other] for tokens in (rows, changed))
+        # Other kernels may round differently; what a token sees changes its logits by more than a hundredth.
+        return not torch.allclose(found, other, rtol=0, atol=1e-3, equal_nan=True)
+    return False
 
 
 def _find_fault(

@@ -17,7 +17,7 @@ from stages.base.packed import PackedTokens
 
 
 class TokenRows:
-    """The `input_ids` of a dataset of packed tokens. A row is copied only when it is asked for."""
+    """The rows of a dataset of packed tokens. A row is copied only when it is asked for."""
 
     def __init__(self, directory: Path) -> None:
         """Open `data/tokens/train` or `data/tokens/validation`.
@@ -30,9 +30,13 @@ class TokenRows:
         """Tokens per row."""
         tables = [_open(path) for path in tokens.digests]
         # Empty chunks are left out: NumPy cannot infer the -1 of reshape(0, -1).
-        chunks = [chunk for table in tables for chunk in table.column("input_ids").chunks if len(chunk)]
+        columns = {
+            name: [chunk.flatten() for table in tables for chunk in table.column(name).chunks if len(chunk)]
+            for name in (tables[0].column_names if tables else [])
+        }
         # Each (rows of the chunk, seq_length) int32, on the pages of the file.
-        self._chunks = [_values(chunk.flatten()).reshape(len(chunk), -1) for chunk in chunks]
+        self._chunks = [_values(chunk).reshape(-1, self.seq_length) for chunk in columns.get("input_ids", [])]
+        self._bits = [columns[name] for name in ("is_trained", "is_start") if name in columns]
         self._ends = np.cumsum([len(chunk) for chunk in self._chunks], dtype=np.int64)
         # The fingerprint does not cover the number of rows, and the length of a training follows from it.
         if len(self) != tokens.num_rows:
@@ -53,17 +57,41 @@ class TokenRows:
         """The rows at `indices`, in that order: (len(indices), seq_length) int32."""
         # A copy: torch.from_numpy warns of arrays that are not writable, as those of a mapped file are.
         result = np.empty((len(indices), self.seq_length), dtype=np.int32)
-        chunk_of_row = np.searchsorted(self._ends, indices, side="right")
-        for position, (chunk, index) in enumerate(zip(chunk_of_row, indices, strict=True)):
-            start = self._ends[chunk - 1] if chunk else 0
-            result[position] = self._chunks[chunk][index - start]
+        for position, (chunk, index) in enumerate(self._places(indices)):
+            result[position] = self._chunks[chunk][index]
         return result
+
+    def marks(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]] | None:
+        """Which tokens of these rows are trained, and which begin a document: (len(indices), seq_length) each.
+
+        None: the rows do not say it, so all are trained, and documents end with EOS.
+        """
+        if not self._bits:
+            return None
+        trained, starts = (
+            np.stack([_bits(chunks[chunk], index * self.seq_length, self.seq_length) for chunk, index in places])
+            for chunks, places in ((chunks, self._places(indices)) for chunks in self._bits)
+        )
+        return trained, starts
+
+    def _places(self, indices: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """The chunk of each row, and its index there."""
+        chunks = np.searchsorted(self._ends, indices, side="right")
+        starts = np.concatenate([[0], self._ends])[chunks]
+        return [*zip(chunks.tolist(), (indices - starts).tolist(), strict=True)]
 
 
 def _values(array: pa.Int32Array) -> NDArray[np.int32]:
     """The values of an array without copying them. `to_numpy` would import pandas."""
     # Buffer 0 has the validity bits; a sliced array shares the buffer of the one it was cut from, hence the offset.
     return np.frombuffer(array.buffers()[1], np.int32, len(array), offset=4 * array.offset)
+
+
+def _bits(array: pa.BooleanArray, first: int, count: int) -> NDArray[np.bool_]:
+    """So many values of an array of bits."""
+    first += array.offset
+    packed = np.frombuffer(array.buffers()[1], np.uint8)[first // 8 : -(-(first + count) // 8)]
+    return np.unpackbits(packed, bitorder="little")[first % 8 :][:count].view(np.bool_)
 
 
 def _open(path: Path) -> pa.Table:

@@ -42,7 +42,7 @@ def refuse_different_ranks(run: Run, runtime: TrainRuntime) -> None:
         for line in differences(first, theirs)
     ]
     if lines:
-        raise StageError("\n".join(lines))
+        raise StageError(*lines)
 
 
 def check_shared(directory: Path, seconds: float = 3) -> list[str]:

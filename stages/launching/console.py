@@ -11,11 +11,13 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from stages.base.names import printable
+
 T = TypeVar("T")
 
 
 class Console:
-    """Lines with time and rank, and a progress bar where there is a terminal. Silent on all ranks but one."""
+    """Lines with the time, and a progress bar where there is a terminal. Silent on all ranks but one."""
 
     def __init__(self, rank: int, step: int, total_steps: int) -> None:
         self._rank = rank
@@ -36,10 +38,9 @@ class Console:
         return bar
 
     def line(self, text: str) -> None:
-        """Print one line, with time and rank, above the bar."""
+        """Print one line, with the time, above the bar."""
         if self._rank == 0:
-            clock = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S")
-            self._bar.write(f"{clock} [rank {self._rank}] {text}")
+            self._bar.write(f"{datetime.now().astimezone():%m-%d %H:%M:%S} {text}")
             sys.stdout.flush()  # into a pipe, Python would keep kilobytes of lines back
 
     def close(self) -> None:
@@ -49,7 +50,7 @@ class Console:
 
 def print_line(text: str) -> None:
     """Print one line at once, also into a pipe."""
-    print(text, flush=True)
+    print(printable(text), flush=True)
 
 
 def log_to(path: Path) -> None:

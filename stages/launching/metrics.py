@@ -8,10 +8,11 @@ train_metrics.json     the newest values, and what the whole run has cost; it co
 
 import dataclasses
 import math
+from datetime import datetime, timezone
 
 from stages.base.history import History, Table
 from stages.checkpointing.run import Run
-from stages.checkpointing.state import Cost, TrainMetrics
+from stages.checkpointing.state import Cost, Place, TrainMetrics
 from stages.launching import flops
 from stages.launching.console import Console
 from stages.launching.timers import PHASES, Timers, memory_gib, reset_peak_memory
@@ -35,12 +36,12 @@ class MetricsLogger:
 
     def __init__(
         self, run: Run, log_freq: int, console: Console, tracker: Tracker, timers: Timers, flops_per_token: int | None,
-        history: History, speed: Table, metrics: TrainMetrics | None,
+        history: History, speed: Table, metrics: TrainMetrics | None, place: Place | None,
     ) -> None:  # fmt: skip
-        """`history`, `speed` and `metrics` are those of the checkpoint that a run resumes from."""
+        """`history`, `speed` and `metrics` are those of the checkpoint that a run resumes from; `place` is rank 0's."""
         self.history, self.speed = history, speed
         self.console = console
-        self._metrics = metrics or TrainMetrics()
+        self._metrics, self._place = metrics or TrainMetrics(), place
         self._cost_before = self._metrics.cost  # of the earlier launches
         self._run, self._params, self._log_freq = run, run.params, log_freq
         self._tracker, self._timers, self._flops_per_token = tracker, timers, flops_per_token
@@ -106,19 +107,22 @@ class MetricsLogger:
         self.speed.add(step=step, **{name: value and round(value, 4) for name, value in speed.items()})
         loss, grad_norm = (math.nan if value is None else value for value in result)
         skipped = self._metrics.skipped_steps
+        # Of this launch with its validations and saves; the first steps of one, which compile, count less and less.
+        left = (self._run.total_steps - step) * sum(read.values()) / self._num_steps
+        # In one line of a terminal; memory and phases are in speed.tsv.
         self.console.line(
-            f"step {step}/{self._run.total_steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.3f}  "
-            f"{rate:,.0f} tokens/s  "
-            + ("" if mfu is None else f"MFU {mfu:.1%}  ")
-            + "  ".join(f"{name} {value:.1f} ms" for name, value in times.items() if value)
-            + ("" if per_save is None else f"  {per_save:.1f} ms per save")
-            + f"  memory {now:.2f} GiB, peak {peak:.2f} GiB"
+            f"step {step}/{self._run.total_steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.2f}  "
+            f"{rate:,.0f} tokens/s"
+            + ("" if mfu is None else f"  MFU {mfu:.0%}")
             + (f"  {skipped} steps skipped" if skipped else "")
+            + (f"  ETA {clock(left)}" if left else "")
         )
 
     def snapshot(self) -> TrainMetrics:
         """The metrics as of now, for a checkpoint."""
-        return dataclasses.replace(self._metrics, cost=self._cost())
+        date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
+        place = self._place and dataclasses.replace(self._place, date=date)
+        return dataclasses.replace(self._metrics, cost=self._cost(), place=place)
 
     def _cost(self) -> Cost:
         """What all steps of the run have cost: those of earlier launches, and those of this one."""
@@ -146,3 +150,9 @@ class MetricsLogger:
 
     def _utilization(self, tokens_per_second: float) -> float | None:
         return flops.utilization(tokens_per_second, self._flops_per_token, self._params.precision)
+
+
+def clock(seconds: float) -> str:
+    """A time as hours, minutes and seconds: `27:46:40`."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

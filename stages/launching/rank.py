@@ -26,6 +26,7 @@ from stages.launching import flops, trackers
 from stages.launching.agreement import check_shared, refuse_different_ranks
 from stages.launching.console import Console, log_to, print_line
 from stages.launching.metrics import SPEED_COLUMNS, MetricsLogger
+from stages.launching.place import find_place
 from stages.launching.profiler import Profiler
 from stages.launching.remedies import remedies
 from stages.launching.runtime import TrainRuntime, has_launcher, read_launch
@@ -92,7 +93,7 @@ class Rank:
         self.metrics = MetricsLogger(
             run, runtime.log_freq, Console(dist.get_rank(), self.trainer.step, run.total_steps), self.tracker,
             self.timers, flops.flops_per_token(self.trainer.model, run.seq_length), history,
-            Table(SPEED_COLUMNS, speed), state.metrics if state else None,
+            Table(SPEED_COLUMNS, speed), state.metrics if state else None, find_place() if is_rank0() else None,
         )  # fmt: skip
         if is_rank0():
             self.print_choices(model, mesh)
@@ -268,18 +269,21 @@ def run(stop_signal: StopSignal) -> bool:
         )
     # Before the process group come the errors that every rank finds by itself: none waits for another that has ended.
     run, runtime, decided = read_launch()
-    set_environment(run.params)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    set_environment(run.params, num_nodes=world_size // int(os.environ["LOCAL_WORLD_SIZE"]))
     set_float32_precision(run.params.tf32)
     if run.params.deterministic:
         use_deterministic_algorithms()
     check_precision(run.params, run.seq_length)
     trackers.check(runtime.tracker)
     run.params.check_packages()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     run.params.grad_accum_steps(world_size)
     mesh_shape = run.params.fsdp.mesh_shape(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
     if runtime.debug:
-        log_to(run.log_directory / "logs" / run.run_id / f"rank-{rank}.log")
+        logs = run.log_directory / "logs" / run.run_id
+        log_to(logs / f"rank-{rank}.log")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(logs / "nccl-rank-"))
     heartbeat = Heartbeat()
     if_out_of_memory = (
         f"use {remedies(run.params, world_size)}. The next launch resumes from the latest valid checkpoint, if there "
@@ -298,7 +302,8 @@ def run(stop_signal: StopSignal) -> bool:
                 print_line(warning)
         confirm_lock = locks.enter_context(rank_lock(run.directory))
         with watched(heartbeat, runtime.timeout_minutes, runtime.debug):
-            mesh = device_mesh(mesh_shape, runtime.timeout_minutes)
+            # NCCL then writes what each rank was doing before the watchdog ends all, after 0.9 of the time.
+            mesh = device_mesh(mesh_shape, runtime.timeout_minutes, nccl_share=0.8 if runtime.debug else 1)
             heartbeat.note("choosing the checkpoint to start from")
             chosen = decided or run_on_rank0(lambda: decision.begin(run, runtime.resume))
             if decided is None and is_rank0():

@@ -135,8 +135,7 @@ def read_launch() -> tuple[Run, TrainRuntime, Decision | None]:
     else:
         run, runtime, decision = describe(launch.params), launch.runtime, launch.decision
         if lines := differences(launch.identity, run.identity):
-            reasons = "\n".join(lines)
-            raise StageError(f"the files have changed since the launch (there): launch the training again\n{reasons}")
+            raise StageError("the files have changed since the launch (there): launch the training again", *lines)
     if not _is_first_start():
         runtime = dataclasses.replace(runtime, resume="auto")
     return run, runtime, decision

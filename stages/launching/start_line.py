@@ -26,8 +26,10 @@ def start_line(params: TrainParams, mesh: DeviceMesh) -> str:
     strategy = "none" if num_ranks == 1 else "ddp" if size == 1 else f"fsdp {fsdp.sharding_strategy}"
     if 1 < size < num_ranks:
         strategy += f" in groups of {size}"
-    passes = params.grad_accum_steps(num_ranks)
-    batch = f"{params.total_batch_size} = {num_ranks} x {params.batch_size} rows x {passes} passes"
+    accumulated = params.grad_accum_steps(num_ranks)
+    batch = (
+        f"{params.total_batch_size} = {num_ranks} ranks x {params.batch_size} rows x {accumulated} accumulation steps"
+    )
     chosen = {
         f"precision {params.precision}": True,
         "TF32": params.tf32 and mesh.device_type == "cuda",

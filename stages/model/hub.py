@@ -18,7 +18,7 @@ from typing import Any
 
 from stages.base import command, publish
 from stages.base.errors import StageError, naming
-from stages.model import hub_cache
+from stages.model import config, hub_cache
 from stages.model.files import CONFIG, GENERATION_CONFIG, LINEAGE, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WEIGHTS_INDEX
 from stages.model.license import is_license_file
 
@@ -72,6 +72,7 @@ def resolve(model_name: str, model_revision: str, want_weights: bool) -> ModelSo
     if not (source / CONFIG).is_file():
         raise StageError(f"model_name is {model_name!r}: it has no {CONFIG}, so transformers cannot load it")
     _refuse_code(model_name, source)  # before anything large is fetched
+    _refuse_unreadable(source, want_weights and commit is None)  # what the cache lacks of the weights is fetched below
     if not want_weights:  # with random weights, others beside the config harm nobody
         return ModelSource(source, commit, [])
     weights = weight_files(source)
@@ -98,7 +99,7 @@ def model_files(source: ModelSource) -> list[str]:
 
 def license_files(source: ModelSource) -> list[str]:
     """The names of the files that have its license or name it, in order."""
-    return sorted(name for name in _names(source.directory) if is_license_file(name))
+    return sorted(path.name for path in source.directory.iterdir() if is_license_file(path.name) and path.is_file())
 
 
 def weight_files(directory: Path) -> list[str]:
@@ -277,14 +278,26 @@ def _small_files(directory: Path) -> set[str]:
     return {path.name for pattern in _PATTERNS for path in directory.glob(pattern) if path.is_file()}
 
 
-def _names(directory: Path) -> list[str]:
-    return [path.name for path in directory.iterdir() if path.is_file()]
+def _refuse_unreadable(directory: Path, want_weights: bool) -> None:
+    """Refuse names that the model needs where there is no file: without a word, it would be another model.
+
+    A tree that was copied without what its links lead to has such names, as a cache without its blobs.
+    """
+    patterns = (*_PATTERNS, WEIGHTS) if want_weights else tuple(name for name in _PATTERNS if name != WEIGHTS_INDEX)
+    for path in sorted(directory.iterdir()):
+        is_other_directory = path.is_dir() and not path.suffix  # such as tokenizer/ of a pipeline of models
+        if _matches(path.name, patterns) and not path.is_file() and not is_other_directory:
+            if path.is_symlink():
+                why = f"a link to {os.readlink(path)}: copy the model with what its links lead to (`cp -rL`)"
+            else:
+                why = "a directory, a pipe or the like: fetch it again"
+            raise StageError(f"{path} is no file that can be read, but {why}, or delete it")
 
 
 def _refuse_weights(model_name: str, source: Path, commit: str | None) -> None:
     """Refuse weights that are not read: without a word, the run would start from random ones."""
     listing = None if commit is None else hub_cache.listing(model_name, commit)
-    names = _names(source) if listing is None else list(listing)
+    names = os.listdir(source) if listing is None else list(listing)
     if WEIGHTS in names:
         return
     others = sorted(name for name in names if name.endswith(_OTHER_WEIGHTS))
@@ -313,8 +326,4 @@ def _refuse_code(model_name: str, source: Path) -> None:
             content = None
         if not isinstance(content, dict):
             raise StageError(f"{path} is not a JSON object: fetch it again")
-        if "auto_map" in content:
-            raise StageError(
-                f"model_name is {model_name!r}: {name} asks for code of its own (auto_map), which is never run: "
-                "use a model whose class is part of transformers, or, if it is, remove `auto_map` in a copy"
-            )
+        config.check(path, content, model_name)

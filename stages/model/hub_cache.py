@@ -14,7 +14,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from stages.base.errors import StageError
+from stages.base.errors import StageError, explained
+from stages.base.names import is_file_name
 
 _DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 """SHA-1 or SHA-256. A blob of another name has none."""
@@ -69,8 +70,8 @@ def snapshot(repo: str, commit: str) -> Path:
 def commit(repo: str, revision: str) -> str | None:
     """The commit of a revision of which the cache has at least some files; else None."""
     ref = repository(repo) / "refs" / revision
-    found = ref.read_text().strip() if ref.is_file() else revision
-    return found if snapshot(repo, found).is_dir() else None
+    found = ref.read_text(errors="replace").strip() if ref.is_file() else revision
+    return found if is_file_name(found) and snapshot(repo, found).is_dir() else None
 
 
 def listing(repo: str, commit: str) -> dict[str, str] | None:
@@ -78,10 +79,12 @@ def listing(repo: str, commit: str) -> dict[str, str] | None:
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    try:
-        files = get_cached_repo_tree(repo, revision=commit, cache_dir=repository(repo).parent)
-    except CachedRepoTreeNotFoundError:
-        return None
+    trees = repository(repo) / "trees"
+    with explained(lambda problem: StageError(f"{trees} has no list of the files of {commit} ({problem}): delete it")):
+        try:
+            files = get_cached_repo_tree(repo, revision=commit, cache_dir=repository(repo).parent)
+        except CachedRepoTreeNotFoundError:
+            return None
     return {file.path: file.blob_id for file in files if "/" not in file.path}
 
 

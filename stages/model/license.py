@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import yaml
 
-from stages.base.record import FileEntry, SealedRecord
+from stages.base.record import FileEntry, FileName, SealedRecord
 from stages.model.files import CARD
 
 LICENSE = Path("data/license.json")
@@ -34,7 +34,7 @@ class ModelLicense(SealedRecord):
     """Of its model card, as the Hub defines it: license, license_name, license_link, language, base_model."""
     problem: str | None
     """Why the license is unknown; null: it is in `metadata`."""
-    files: dict[str, FileEntry]
+    files: dict[FileName, FileEntry]
     """The model card and the texts: LICENSE, NOTICE, USE_POLICY ..."""
 
     @classmethod

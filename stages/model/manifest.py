@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from stages.base.errors import StageError
-from stages.base.record import FileEntry, SealedRecord, check_files
+from stages.base.record import FileEntry, FileName, SealedRecord, check_files
 from stages.model import hub_cache
 from stages.model.files import CONFIG
 
@@ -43,9 +43,9 @@ class ModelManifest(SealedRecord):
     """PyTorch's name of the dtype that most bytes of the weights have; that of the config where there are none."""
     num_parameters: int
     """Tied weights are counted once."""
-    files: dict[str, FileEntry]
+    files: dict[FileName, FileEntry]
     """Every file that the model needs."""
-    weights: list[str]
+    weights: list[FileName]
     """The safetensors files among them; empty: the run starts from random weights."""
     tied_weights: dict[str, str]
     """Each name of a parameter that has several -> the one under which it is trained and stored."""
@@ -60,7 +60,7 @@ class ModelManifest(SealedRecord):
     """Rows of the embedding."""
     max_seq_length: int | None
     """Tokens; null where the model has no limit."""
-    eos_token_id: int | None
+    eos_token_id: int
     bos_token_id: int | None
     pad_token_id: int | None
 

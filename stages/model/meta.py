@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from stages.base.errors import StageError, one_line
+from stages.base.errors import StageError, explained
 from stages.model.dtypes import DTYPES
 from stages.model.files import CONFIG
 from stages.model.headers import StoredTensor
@@ -48,7 +49,7 @@ def build(
     Raises:
         StageError: it is not a causal language model of the installed transformers.
     """
-    try:
+    with understood(directory):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         # Shapes and names without memory.
         with torch.device("meta"):
@@ -56,11 +57,16 @@ def build(
                 config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False
             )
             return model
-    except (ValueError, KeyError, ImportError) as error:
-        raise StageError(
+
+
+def understood(directory: Path) -> AbstractContextManager[None]:
+    """Have an error of any class, as transformers raises them for a config that is wrong, be a `StageError`."""
+    return explained(
+        lambda problem: StageError(
             f"{directory / CONFIG} does not describe a causal language model that transformers "
-            f"{transformers.__version__} can build: {one_line(error)}"
-        ) from None
+            f"{transformers.__version__} can build: {problem}"
+        )
+    )
 
 
 def describe(model: PreTrainedModel, **others: Any) -> ModelManifest:
@@ -122,8 +128,12 @@ def vocab_size(model: PreTrainedModel) -> int:
     return weight.shape[0]  # of (vocab_size, hidden_size)
 
 
-def dtype_name(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> str:
-    """PyTorch's name of the dtype that has most of the stored bytes; without weights, that of the config."""
+def dtype_name(directory: Path, stored: dict[str, StoredTensor]) -> str:
+    """PyTorch's name of the dtype that has most of the stored bytes; without weights, that of the config.
+
+    Raises:
+        StageError: weights cannot be trained in the one that the config names.
+    """
     sizes: Counter[str] = Counter()
     for tensor in stored.values():
         if dtype := _TRAINABLE.get(tensor.dtype):
@@ -131,7 +141,13 @@ def dtype_name(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> str:
             sizes[dtype.name] += dtype.itemsize * math.prod(tensor.shape)
     if sizes:
         return sizes.most_common(1)[0][0]
-    return str(model.config.get_text_config().dtype or torch.float32).removeprefix("torch.")
+    # Read again: `build` has changed it in the model's config.
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    name = str(config.get_text_config().dtype or torch.float32).removeprefix("torch.")
+    known = [dtype.name for dtype in _TRAINABLE.values()]
+    if name not in known:
+        raise StageError(f"{CONFIG}: dtype is {name!r}, which cannot be trained: use {' or '.join(known)} in a copy")
+    return name
 
 
 def router_loss_coef(model: nn.Module) -> float | None:
@@ -193,8 +209,6 @@ def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> di
     Raises:
         StageError: a tensor is missing, not expected, or has another shape or a dtype that cannot be trained.
     """
-    if getattr(model.config, "quantization_config", None):
-        raise StageError(f"{CONFIG}: the weights are quantized (quantization_config), which cannot be trained")
     tensors = model.state_dict()  # with tied names, but without buffers that are not persistent
     tied = tied_weights(model)
     aliases = defaultdict(list)
@@ -232,9 +246,7 @@ def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> di
         *_some("of another type", mistyped),
     ]
     if problems:
-        raise StageError(
-            "\n".join([f"the weights do not fit the config of {type(model).__name__}; fetch both again", *problems])
-        )
+        raise StageError(f"the weights do not fit the config of {type(model).__name__}; fetch both again", *problems)
     return found
 
 

@@ -4,7 +4,7 @@ Most errors of data are found by reading a few rows: markup, repeated headers, a
 """
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import groupby, pairwise
 
 import numpy as np
@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 
 from stages.forward.batch import make_batch
 
-LEGEND = "⟦...⟧ is read but not predicted; a line of dashes ends a document; ⏎ is a line break"
+LEGEND = (
+    "⟦...⟧ is read but not predicted; ⟪...⟫ is one special token, and its name without these is text; a line of dashes "
+    "ends a document; ⏎ is a line break"
+)
 
 _WIDTH = 110
 _MAX_DOCUMENTS = 5
@@ -22,13 +25,17 @@ _HEAD, _TAIL = 400, 100
 """Characters shown of a longer document."""
 
 
-def render(row: NDArray[np.int32], decode: Callable[[list[int]], str], eos_token_id: int, document_mask: bool) -> str:
+def render(
+    row: NDArray[np.int32], decode: Callable[[list[int]], str], eos_token_id: int, special: Collection[int],
+    document_mask: bool,
+) -> str:  # fmt: skip
     """Lines of text for one row.
 
     Args:
         row: (T,) integers, as in data/tokens/.
         decode: From token ids to text.
         eos_token_id: The token that ends a document.
+        special: The special tokens; a text may spell their names, in ordinary tokens.
         document_mask: As in params.yaml; it decides which tokens are predicted.
     """
     tokens = [int(token) for token in row]
@@ -40,7 +47,7 @@ def render(row: NDArray[np.int32], decode: Callable[[list[int]], str], eos_token
     documents = list(pairwise(bounds))
     lines = []
     for start, end in documents[:_MAX_DOCUMENTS]:
-        lines += _wrap(_elide(_mark(tokens[start:end], is_predicted[start:end], decode)))
+        lines += _wrap(_elide(_mark(tokens[start:end], is_predicted[start:end], special, decode)))
         if tokens[end - 1] == eos_token_id:
             lines.append(f"  {'-' * 8}")
     if hidden := documents[_MAX_DOCUMENTS:]:
@@ -48,17 +55,26 @@ def render(row: NDArray[np.int32], decode: Callable[[list[int]], str], eos_token
     return "\n".join(lines)
 
 
-def _mark(tokens: list[int], is_predicted: list[bool], decode: Callable[[list[int]], str]) -> str:
-    """The text of some tokens, with brackets around those that are not predicted."""
-    text, done = "", 0
-    for predicted, run in groupby(is_predicted):
+def _mark(
+    tokens: list[int], is_predicted: list[bool], special: Collection[int], decode: Callable[[list[int]], str]
+) -> str:
+    """The text of some tokens, with brackets around those that are not predicted, and around each special one."""
+    text, done, is_open = "", 0, False
+
+    def kind(index: int) -> tuple[bool, int | None]:
+        return is_predicted[index], index if tokens[index] in special else None
+
+    for (predicted, special_index), run in groupby(range(len(tokens)), kind):
         size = sum(1 for _ in run)
         # Not the run alone: many tokenizers drop the space before the first token that they decode.
         before, after = (decode(tokens[:end]) for end in (done, done + size))
         piece = after[len(before) :] if after.startswith(before) else decode(tokens[done : done + size])
-        text += piece if predicted else f"⟦{piece}⟧"
+        if predicted == is_open:
+            text += "⟧" if is_open else "⟦"
+            is_open = not is_open
+        text += piece if special_index is None else f"⟪{piece}⟫"
         done += size
-    return text
+    return text + "⟧" * is_open
 
 
 def _elide(text: str) -> str:

@@ -152,8 +152,10 @@ def run(
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if ranks.num_nodes is None else "0",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(60 * timeout_minutes)),
     }
-    # Several ranks with one thread per core each would compete for the cores.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, _num_cpus() // ranks.num_local)))
+    # Several ranks with one thread per core each would compete for the cores; so would their compilers.
+    num_threads = str(max(1, _num_cpus() // ranks.num_local))
+    environment.setdefault("OMP_NUM_THREADS", num_threads)
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", num_threads)
     torchrun = [
         sys.executable, "-m", "torch.distributed.run" if ranks.num_nodes else "stages.ranks.torchrun",
         f"--nnodes={ranks.num_nodes or 1}",

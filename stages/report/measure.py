@@ -345,7 +345,7 @@ def measure_batches(
     import torch.distributed as dist
     from tqdm import tqdm
 
-    from stages.forward.batch import make_batch
+    from stages.forward.batch import read_batch
     from stages.forward.loss import losses
     from stages.forward.transfer import to_device
 
@@ -356,8 +356,7 @@ def measure_batches(
         # disable=None: where there is no terminal
         for number, batch in enumerate(tqdm(own, desc="evaluate", unit="batch", disable=is_quiet or None), start=1):
             heartbeat.note(f"measuring batch {number} of {len(own)}")
-            input_ids = torch.from_numpy(rows.rows(batch.rows))  # (B, T)
-            inputs = make_batch(input_ids, request.eos_token_id, request.document_mask, lengths)
+            inputs = read_batch(rows, batch.rows, request.eos_token_id, request.document_mask, lengths)
             yield to_device(inputs, model.device)
 
     with torch.no_grad():
@@ -378,23 +377,32 @@ def generate_samples(
     bounds = np.arange(num_samples + 1) * len(rows) // max(1, num_samples)  # of as many ranges of rows
     size = min(PROMPT_TOKENS, generation.max_length(model) // 2)
     found = [find_prompt(rows, range(*pair), request.eos_token_id, size) for pair in pairwise(bounds.tolist())]
-    prompts = [torch.from_numpy(prompt).long() for prompt in found if len(prompt)]
+    prompts = [(torch.from_numpy(prompt).long(), rest) for prompt, rest in found if len(prompt)]
     # As many for all prompts: ranks that share a model do not stop before the last of them.
-    num_tokens = min(NEW_TOKENS, generation.max_length(model) - max(map(len, prompts), default=0))
+    num_tokens = min(NEW_TOKENS, generation.max_length(model) - max((len(prompt) for prompt, _ in prompts), default=0))
     own, num_counted = _share(list(enumerate(prompts)), is_sharded)
     samples = []
-    for number, prompt in own:
+    for number, (prompt, rest) in own:
         heartbeat.note(f"writing sample {number + 1} of {len(prompts)}")
         torch.manual_seed(number)  # of the sample: the same on any number of ranks
         continuation = generation.generate(
             model, prompt[None].to(model.device), num_tokens, TEMPERATURE, synced_gpus=is_sharded
         )
-        samples.append(Sample(tokenizer.decode(prompt), tokenizer.decode(continuation, skip_special_tokens=True)))
+        samples.append(
+            Sample(
+                tokenizer.decode(prompt), tokenizer.decode(continuation, skip_special_tokens=True),
+                tokenizer.decode(rest[:num_tokens]),
+            )
+        )  # fmt: skip
     return samples[:num_counted]
 
 
-def find_prompt(rows: "TokenRows", indices: range, eos_token_id: int, size: int) -> "NDArray[np.int32]":
-    """The beginning of a held-out document: (n,), where n is at most `size`, and half of what is there of the document.
+def find_prompt(
+    rows: "TokenRows", indices: range, eos_token_id: int, size: int
+) -> tuple["NDArray[np.int32]", "NDArray[np.int32]"]:
+    """The beginning of a held-out document, (n,), and the rest of what is there of the document, at least as long.
+
+    n is at most `size`.
 
     It is that of the longest document which begins in the first of the rows in which one begins. If none does, it is
     taken from the middle of one; it is empty if there is nothing but EOS.
@@ -418,7 +426,8 @@ def find_prompt(rows: "TokenRows", indices: range, eos_token_id: int, size: int)
             break
     else:
         longest = max(pieces, key=len)
-    return longest[: min(size, max(1, len(longest) // 2))]
+    size = min(size, max(1, len(longest) // 2))
+    return longest[:size], longest[size:]
 
 
 def _share(items: Sequence[T], is_sharded: bool) -> tuple[list[T], int]:

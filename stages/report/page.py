@@ -24,12 +24,13 @@ PAGE = "report.html"
 _MANIFEST = Path("data/model.json")
 
 
-def write(directory: Path, experiment_name: str) -> None:
+def write(directory: Path, experiment_name: str, raw_dir: str) -> None:
     """Write the report and its pictures into a directory, from the files of the project.
 
     Args:
         directory: An empty directory.
         experiment_name: As in params.yaml.
+        raw_dir: As in params.yaml.
 
     Raises:
         StageError: a file of the run is missing or damaged.
@@ -58,6 +59,7 @@ def write(directory: Path, experiment_name: str) -> None:
             (name, here.get(name), there.get(name)) for name in here | there if here.get(name) != there.get(name)
         ],
         data=_records(run),
+        raw_dir=raw_dir,
         rows=_text(outputs.ROWS, "plan"),
         config=json.loads(_text(outputs.directory(experiment_name) / "model" / CONFIG, "consolidate")),
     )  # fmt: skip

@@ -176,7 +176,7 @@ def draw(picture: Picture, rows: list[Row], before: list[Row]) -> tuple[str, str
         if picture.scale == "zero":
             axes.set_ylim(0, None)
         elif picture.scale == "log" and positive:
-            axes.set_yscale("log")
+            axes.set(yscale="log", ylabel=f"{picture.label} (log scale)")
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_locator(NullLocator())

@@ -12,6 +12,7 @@ import yaml
 from stages.base import history, outputs, publish
 from stages.base.errors import StageError
 from stages.base.history import Row
+from stages.base.names import printable
 from stages.base.params_file import PARAMS_FILE, flatten
 from stages.export.evaluation import Evaluation
 from stages.export.lineage import Lineage
@@ -65,7 +66,12 @@ class Run:
     def params(self) -> dict[str, dict[str, Any]]:
         """The parameters of each stage that are known, by dotted name."""
         stages = {stage: origin.params for stage, origin in self.lineage.origins.items()}
-        return {stage: dict(flatten(values)) for stage, values in {**stages, "train": self.lineage.params}.items()}
+        found = {stage: dict(flatten(values)) for stage, values in {**stages, "train": self.lineage.params}.items()}
+        # What the preset sets is null in `fsdp`.
+        return {
+            stage: {name: value for name, value in values.items() if value is not None or not name.startswith("fsdp.")}
+            for stage, values in found.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ def previous(run: Run) -> Previous | None:
         if found.lineage.run_id != run.lineage.run_id:
             return Previous(commit[:10], subject, found)
     if problems:
-        print(f"report: no run before this one can be read; commit {problems[0]}", file=sys.stderr)
+        print(f"report: no run before this one can be read; commit {printable(problems[0])}", file=sys.stderr)
     return None
 
 

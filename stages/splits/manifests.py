@@ -5,16 +5,17 @@ contains the SHA-256 of each manifest.
 """
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from stages.base.errors import StageError
+from stages.base.names import is_inside
 from stages.base.origin import Origin
 from stages.base.publish import sha256_file
-from stages.base.record import Record, check_files
+from stages.base.record import Record, check_files, damaged
+from stages.splits import suffixes
 
 SPLITS = Path("data/splits")
 SUMMARY = "summary.json"
@@ -149,23 +150,25 @@ def read_manifest(path: Path, digest: str) -> list[RawFile]:
     """Read a manifest.
 
     Raises:
-        StageError: its bytes are not those that `organize` wrote.
+        StageError: its bytes are not those that `organize` wrote, or it names a file outside the directory.
     """
-    check_files({path: digest}, "run `dvc repro -f -s organize`")  # all that follows trusts the digests in it
-    return [_read_line(line) for line in path.read_text(encoding="ascii").splitlines()]
+    remedy = "run `dvc repro -f -s organize`"
+    check_files({path: digest}, remedy)  # all that follows trusts the digests in it
+    try:
+        return [_read_line(line) for line in path.read_text(encoding="ascii").splitlines()]
+    except (ValueError, TypeError, AttributeError, RecursionError):  # with its digest in summary.json: not by a fault
+        raise damaged(path, "a line of it names no raw file", remedy) from None
 
 
 def _read_line(line: str) -> RawFile:
     values = json.loads(line)
     part = values.pop("part", None)
-    return RawFile(**values, part=part and Part(**part))
+    file = RawFile(**values, part=part and Part(**part))
+    if not (is_inside(file.path) and suffixes.find(file.path)):
+        raise ValueError(file.path)
+    return file
 
 
 def place(file: RawFile) -> tuple[str, int]:
     """The key of the order in a manifest."""
     return file.path, file.part.start if file.part else 0
-
-
-def printable(path: str) -> str:
-    r"""The path with bytes that are not UTF-8 written as `\xe9`."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")

@@ -3,6 +3,8 @@
 Apart from the readers, because `organize` needs the names only: an edit of a parser must not run it again.
 """
 
+import os
+
 FORMATS = {
     ".txt": "text",
     ".md": "text",
@@ -23,6 +25,12 @@ TABLES = tuple(suffix for suffix, format in FORMATS.items() if format in ("parqu
 """Suffixes of files that are read by row groups or record batches; they compress what they contain themselves."""
 DIVISIBLE = (*TABLES, *(suffix for suffix, format in FORMATS.items() if format == "jsonl"))
 """Suffixes of files that may be cut, at the start of any line or unit: compressed ones cannot be entered there."""
+
+
+def ending(path: str) -> str:
+    """The suffix of any file, in lower case; two where the last is of a compression; "" where there is none."""
+    stem, suffix = os.path.splitext(os.path.basename(path).lower())
+    return os.path.splitext(stem)[1] + suffix if suffix in COMPRESSIONS else suffix
 
 
 def find(path: str) -> tuple[str, str] | None:

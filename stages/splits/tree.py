@@ -15,6 +15,8 @@ from stages.splits.manifests import PassedOver
 
 NOT_REGULAR = "not a regular file"
 """Why a pipe, a socket or a device is passed over."""
+OTHER_SUFFIX = "other suffix"
+"""Why a file of another format is."""
 
 _CHUNK = 1 << 20  # bytes read at once
 
@@ -55,7 +57,7 @@ def walk(root: Path, is_wanted: Callable[[str], bool]) -> tuple[list[str], list[
                 if is_wanted(entry.name):
                     files.append(path)
                 else:
-                    passed_over.append(PassedOver(path, "other suffix"))
+                    passed_over.append(PassedOver(path, OTHER_SUFFIX))
             elif entry.is_symlink():  # later: whether its target is read anyway is known only when all files are
                 links.append(path)
             elif entry.is_dir(follow_symlinks=False):
@@ -86,7 +88,7 @@ def _objection(path: str, target: str, real_root: str, taken: set[str], is_wante
     if not os.path.isfile(target):
         return NOT_REGULAR
     if not is_wanted(path):
-        return "other suffix"
+        return OTHER_SUFFIX
     return "link to a file that is already read" if target in taken else None
 
 

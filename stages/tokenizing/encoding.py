@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -37,6 +37,26 @@ Tokens = NDArray[np.integer[Any]]
 Encode = Callable[[Sequence[str]], Sequence[NDArray[Any]]]
 
 
+TrainOn = Literal["assistant", "last", "completion", "all"]
+"""assistant: all turns of the assistant | last: the last one | completion: what follows the prompt, or the last turn |
+all: every token, those of the template too."""
+TooLong = Literal["drop", "split_turns"]
+"""What becomes of a conversation that is longer than a row."""
+
+
+class ChatSpec(NamedTuple):
+    """How conversations become tokens, beside the tokenizer (stages/tokenizing/conversations.py)."""
+
+    template: str | None
+    """Jinja. None: there is none, so only prompts and completions that are plain text can be encoded."""
+    variables: tuple[tuple[str, str], ...]
+    """The special tokens by the names that templates use, such as `bos_token`."""
+    train_on: TrainOn
+    too_long: TooLong
+    seq_length: int
+    """Tokens of a row."""
+
+
 class TokenizerSpec(NamedTuple):
     """How strings become tokens."""
 
@@ -54,10 +74,14 @@ class TokenizerSpec(NamedTuple):
     """Rows of the model's embedding."""
     is_fast: bool = False
     """Whether the fast tokenizer may encode."""
+    chat: ChatSpec | None = None
+    """None: the corpus has no conversations."""
 
     @property
     def dtype(self) -> np.dtype[np.integer[Any]]:
-        """The smallest that can represent the vocabulary."""
+        """The smallest that can represent the vocabulary; with conversations, one that has room for more bits."""
+        if self.chat:
+            return np.dtype(np.uint32)
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
 
 

@@ -2,23 +2,30 @@
 
 Between the two are files of bare tokens, which the store keeps. They need disk space, but a change of `seq_length` or
 `validation_splits` encodes nothing again, and encoding is nearly all of the time.
+
+In a corpus with conversations, all tokens have bits beside their ids (stages/tokenizing/conversations.py).
 """
 
 import hashlib
 import operator
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields
 from functools import cache
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from stages.base.dataset import Shard
 from stages.base.errors import StageError
+from stages.base.packed import RefusedConversation
 from stages.base.record import WRITTEN, compare
+from stages.tokenizing.conversations import ID_MASK, START, TRAINED, WHOLE, ConversationEncoder, Refused
 from stages.tokenizing.encoding import Encoder, TokenizerSpec, Tokens
 from stages.work import arrow
 
@@ -26,7 +33,14 @@ MAX_BATCH_TOKENS = 4 << 20
 """Tokens of a record batch of rows, at most, and of what is in memory: 16 MiB."""
 
 
-make_encoder = cache(Encoder)  # a worker encodes many record batches, and a large tokenizer takes a second to load
+NUM_OPEN = 64
+"""Rows of conversations that wait for another one that fits: about 1 % of their tokens then stay free."""
+NUM_REFUSED = 20
+"""Refused conversations that are listed, of each split."""
+
+# A worker encodes many record batches, and a large tokenizer takes a second to load.
+make_encoder = cache(Encoder)
+_make_conversation_encoder = cache(ConversationEncoder)
 
 
 class BatchTask(NamedTuple):
@@ -44,6 +58,8 @@ class BatchTask(NamedTuple):
 class Counts:
     """Of a part of a corpus."""
 
+    num_read: int = 0
+    """Rows."""
     num_documents: int = 0
     num_characters: int = 0
     num_bytes: int = 0
@@ -54,9 +70,25 @@ class Counts:
     """Characters that leave no token."""
     num_slow: int = 0
     """Characters that the model's own tokenizer has encoded, although the fast one may encode."""
+    num_conversations: int = 0
+    """Of the documents; those of one that is split count each."""
+    num_tokens: int = 0
+    """Of the conversations."""
+    num_trained: int = 0
+    """Of these tokens."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Conversations, or parts of one, that give no tokens, by reason."""
+    first_refused: list[RefusedConversation] = field(default_factory=list)
+    terminators: dict[int, int] = field(default_factory=dict)
+    """The tokens that end trained turns, and how many conversations have each."""
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(*map(operator.add, astuple(self), astuple(other)))
+        def add(one: Any, another: Any) -> Any:
+            if isinstance(one, dict):
+                return dict(Counter(one) + Counter(another))
+            return [*one, *another][:NUM_REFUSED] if isinstance(one, list) else operator.add(one, another)
+
+        return Counts(*(add(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)))
 
 
 class Encoded(NamedTuple):
@@ -73,29 +105,71 @@ def encode(task: BatchTask) -> Encoded:
     Raises:
         StageError: the tokenizer does not fit the model, or cannot encode a document.
     """
-    documents = arrow.read_batch(task.shard, task.offset)["text"]  # memory-mapped: a task is pickled without its text
-    encoder, unknown = make_encoder(task.spec), task.spec.unk_token_id
-    counts = Counts(
-        num_characters=pc.sum(pc.utf8_length(documents)).as_py(), num_bytes=pc.sum(pc.binary_length(documents)).as_py()
-    )
-    digest = hashlib.sha256()
+    batch = arrow.read_batch(task.shard, task.offset)  # memory-mapped: a task is pickled without its text
+    counts, digest = Counts(num_read=len(batch)), hashlib.sha256()
     # A new file, not the old one emptied: a Dask worker that was considered lost may still write to its own.
     task.target.unlink(missing_ok=True)
     with task.target.open("wb") as file:
-        for tokens, num_dropped, num_slow in encoder.encode(documents):
+        for tokens, found in _marked(batch, task.spec) if task.spec.chat else _documents(batch["text"], task.spec):
             # (n,) of 2 or 4 bytes each; without a header, so that parts can be joined. Not by ndarray.tofile, which
             # succeeds on a full disk.
             file.write(tokens.data)
             digest.update(tokens.data)
-            counts += Counts(
-                num_documents=int(np.count_nonzero(tokens == task.spec.eos_token_id)),  # it ends each, nowhere else
-                num_unknown=0 if unknown is None else int(np.count_nonzero(tokens == unknown)),
-                num_dropped=num_dropped,
-                num_slow=num_slow,
-            )
-    if counts.num_documents != len(documents):
-        raise StageError(f"{task.spec.path} gave {counts.num_documents} EOS tokens for {len(documents)} documents")
+            counts += found
     return Encoded(counts, digest.hexdigest())
+
+
+def _documents(documents: pa.StringArray, spec: TokenizerSpec) -> Iterator[tuple[Tokens, Counts]]:
+    unknown, num_ended = spec.unk_token_id, 0
+    for tokens, num_dropped, num_slow in make_encoder(spec).encode(documents):
+        counts = Counts(
+            num_documents=int(np.count_nonzero(tokens == spec.eos_token_id)),  # it ends each, nowhere else
+            num_unknown=0 if unknown is None else int(np.count_nonzero(tokens == unknown)),
+            num_dropped=num_dropped,
+            num_slow=num_slow,
+        )
+        num_ended += counts.num_documents
+        yield tokens, counts
+    if num_ended != len(documents):
+        raise StageError(f"{spec.path} gave {num_ended} EOS tokens for {len(documents)} documents")
+    size = pc.sum(pc.binary_length(documents)).as_py()
+    yield (
+        np.empty(0, spec.dtype),
+        Counts(num_characters=pc.sum(pc.utf8_length(documents)).as_py(), num_bytes=size),
+    )
+
+
+def _marked(batch: pa.RecordBatch, spec: TokenizerSpec) -> Iterator[tuple[Tokens, Counts]]:
+    """The tokens of documents and conversations, in their order, with the bits that say what they are."""
+    texts, conversations = batch["text"], batch["messages"]
+    for is_text, run in groupby(range(len(batch)), key=lambda index: texts[index].is_valid):
+        indices = [*run]
+        if not is_text:
+            yield from _conversations((conversations[index].as_py() for index in indices), spec)
+            continue
+        is_start = np.ones(1, np.bool_)  # of the next token
+        for tokens, counts in _documents(texts[indices[0] : indices[-1] + 1], spec):
+            is_start = np.append(is_start[-1:], tokens == spec.eos_token_id)
+            yield tokens | np.where(is_start[:-1], TRAINED | START, TRAINED).astype(spec.dtype), counts
+
+
+def _conversations(conversations: Iterable[str], spec: TokenizerSpec) -> Iterator[tuple[Tokens, Counts]]:
+    encoder = _make_conversation_encoder(spec)
+    for conversation in conversations:
+        for encoded in encoder.encode(conversation):
+            if isinstance(encoded, Refused):
+                reason = str(encoded)
+                refused = [RefusedConversation(reason, conversation[:100])]
+                yield np.empty(0, spec.dtype), Counts(refused={reason.partition(":")[0]: 1}, first_refused=refused)
+                continue
+            counts = Counts(
+                num_documents=1,
+                num_conversations=1,
+                num_tokens=len(encoded.tokens),
+                num_trained=int(np.count_nonzero(encoded.tokens & TRAINED)),
+                terminators=dict.fromkeys(sorted(encoded.terminators), 1),
+            )
+            yield encoded.tokens, counts
 
 
 def join(parts: Iterable[tuple[Path, str]], target: Path) -> str:
@@ -141,11 +215,8 @@ class RowWriter:
 
     def add_file(self, path: Path, spec: TokenizerSpec) -> None:
         """Append all tokens of a file that `encode` wrote to the stream."""
-        with path.open("rb") as file:
-            # In pieces of a batch: the tokens of a split may be more than fits into memory. Not by numpy.fromfile,
-            # which takes an error of the disk for the end of the file.
-            while piece := file.read(len(self._batch) * spec.dtype.itemsize):
-                self.add(np.frombuffer(piece, spec.dtype))
+        for tokens in _read(path, spec.dtype, len(self._batch)):
+            self.add(tokens)
 
     def add(self, tokens: Tokens) -> None:
         """Append (n,) tokens to the stream."""
@@ -169,3 +240,116 @@ class RowWriter:
         values = arrow.from_numpy(self._batch[: self._filled])
         self._stream.write(pa.FixedSizeListArray.from_arrays(values, self._seq_length))
         self._filled = 0
+
+
+class MarkedRowWriter:
+    """Cuts documents into rows, and keeps each conversation in one row; rows also say what is trained.
+
+    A conversation goes to the fullest of some open rows that has room for it (best fit). What stays free in a row is
+    filled with EOS: a document of its own, which is not trained. Documents fill rows of their own, as in `RowWriter`.
+
+    Args:
+        stream: Where to write the rows.
+        seq_length: Tokens of a row.
+        eos_token_id: For what stays free.
+        max_batch_tokens: Of the open rows, and of a record batch; at least one row.
+    """
+
+    def __init__(
+        self, stream: arrow.StreamWriter, seq_length: int, eos_token_id: int, max_batch_tokens: int = MAX_BATCH_TOKENS
+    ) -> None:
+        self.num_tokens, self.num_padding = 0, 0
+        self._stream, self._seq_length, self._eos = stream, seq_length, eos_token_id
+        self._num_rows = max(1, min(NUM_OPEN, max_batch_tokens // seq_length))
+        self._open: list[list[NDArray[np.uint32]]] = []
+        """Rows of conversations, in the order in which they were begun."""
+        self._room: list[int] = []
+        """Tokens that are free in each of them."""
+        self._documents: list[NDArray[np.uint32]] = []
+        """Of the row of documents that is not full yet."""
+        self._done: list[NDArray[np.uint32]] = []
+
+    def add_file(self, path: Path, spec: TokenizerSpec) -> None:
+        """Append all documents and conversations of a file that `encode` wrote."""
+        rest = np.empty(0, np.uint32)  # of a conversation whose end is in the next piece
+        for piece in _read(path, spec.dtype, self._num_rows * self._seq_length):
+            tokens = np.concatenate([rest, piece])
+            starts = np.flatnonzero(tokens & START)
+            bounds = [*dict.fromkeys([0, *starts.tolist()]), len(tokens)]
+            if rest_begins := len(starts) and tokens[starts[-1]] & WHOLE:
+                bounds.pop()
+            self._add([tokens[begin:end] for begin, end in pairwise(bounds)])
+            rest = tokens[bounds[-1] :] if rest_begins else tokens[:0]
+        self._add([rest] if len(rest) else [])
+
+    def close(self) -> Shard:
+        """Write the last rows. None is dropped."""
+        for row in [*self._open, *([self._documents] if self._documents else [])]:
+            self._finish(row)
+        self._write()
+        return self._stream.close()
+
+    def _add(self, documents: Iterable[NDArray[np.uint32]]) -> None:
+        """Append documents, the first of which may be the rest of one."""
+        for document in documents:
+            self.num_tokens += len(document)
+            if document[0] & WHOLE and document[0] & START:
+                self._place(document)
+            else:
+                self._fill(document)
+
+    def _place(self, conversation: NDArray[np.uint32]) -> None:
+        fits = [index for index, room in enumerate(self._room) if room >= len(conversation)]
+        if fits:
+            chosen = min(fits, key=lambda index: self._room[index])
+        else:
+            if len(self._open) == self._num_rows:
+                self._close_row(min(range(len(self._room)), key=lambda index: self._room[index]))
+            chosen = len(self._open)
+            self._open.append([])
+            self._room.append(self._seq_length)
+        self._open[chosen].append(conversation)
+        self._room[chosen] -= len(conversation)
+        if not self._room[chosen]:
+            self._close_row(chosen)
+
+    def _close_row(self, index: int) -> None:
+        del self._room[index]
+        self._finish(self._open.pop(index))
+
+    def _fill(self, document: NDArray[np.uint32]) -> None:
+        while len(document):
+            room = self._seq_length - sum(map(len, self._documents))
+            self._documents.append(document[:room])
+            document = document[room:]
+            if len(self._documents[-1]) == room:
+                self._finish(self._documents)
+                self._documents = []
+
+    def _finish(self, parts: list[NDArray[np.uint32]]) -> None:
+        padding = np.full(self._seq_length - sum(map(len, parts)), self._eos, np.uint32)
+        padding[:1] |= START
+        self.num_padding += len(padding)
+        self._done.append(np.concatenate([*parts, padding]))
+        if len(self._done) == self._num_rows:
+            self._write()
+
+    def _write(self) -> None:
+        if not self._done:
+            return
+        tokens = np.concatenate(self._done)
+        columns = [
+            arrow.from_numpy((tokens & ID_MASK).astype(np.int32)),
+            arrow.from_bits(tokens & TRAINED > 0),
+            arrow.from_bits(tokens & START > 0),
+        ]
+        self._stream.write(*(pa.FixedSizeListArray.from_arrays(column, self._seq_length) for column in columns))
+        self._done = []
+
+
+def _read(path: Path, dtype: np.dtype[Any], size: int) -> Iterator[NDArray[Any]]:
+    """The tokens of a file that `encode` wrote, in pieces of `size`: those of a split may not fit into memory."""
+    with path.open("rb") as file:
+        # Not by numpy.fromfile, which takes an error of the disk for the end of the file.
+        while piece := file.read(size * dtype.itemsize):
+            yield np.frombuffer(piece, dtype)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Keys of tokenizer_config.json."""
 
 _VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -57,7 +57,7 @@ def read(path: Path, config: dict[str, Any], eos_token_id: int) -> Vocabulary:
     special = {token["content"] for token in added if token["special"]}
     special |= {tokens[token_id] for token_id in (eos_token_id, unk_token_id) if token_id in tokens}
     special |= {*_template_tokens(content["post_processor"])}
-    roles = [config.get(role) for role in _ROLES]
+    roles = [config.get(role) for role in ROLES]
     special |= {role["content"] if isinstance(role, dict) else role for role in roles if role}
     return Vocabulary(frozenset(tokens), unk_token_id, frozenset(special & {*tokens.values()}))
 

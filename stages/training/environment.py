@@ -5,21 +5,32 @@ set stays.
 """
 
 import os
+import tempfile
 from pathlib import Path
 
 from stages.base.outputs import OUTPUTS
 from stages.training.params import TrainParams
 
 COMPILE_CACHE = OUTPUTS / ".compile"
-"""Compiled code, for all later launches. By default it is below /tmp, which may not outlive the machine."""
+"""Compiled code, for all later launches on one machine. By default it is below /tmp, which may not outlive that."""
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def set_environment(params: TrainParams) -> None:
-    """Set the variables that `params` needs, except those that are already set."""
-    # Like the checkpoints, the cache is not in the copy that `dvc exp run --temp` deletes.
-    cache = Path(os.environ.get("DVC_ROOT", "."), COMPILE_CACHE).resolve()
+def set_environment(params: TrainParams, num_nodes: int = 1) -> None:
+    """Set the variables that `params` needs, except those that are already set.
+
+    Args:
+        params: Those of the training.
+        num_nodes: On which it runs.
+    """
+    if num_nodes > 1:
+        # On a disk that nodes share, one finds files that another is still writing, or has removed (ESTALE).
+        job = os.environ.get("SLURM_JOB_ID", f"user-{os.getuid()}")
+        cache = Path(tempfile.gettempdir(), f"compile-{job}")
+    else:
+        # Like the checkpoints, the cache is not in the copy that `dvc exp run --temp` deletes.
+        cache = Path(os.environ.get("DVC_ROOT", "."), COMPILE_CACHE).resolve()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     if not any(name in os.environ for name in _ALLOCATOR):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stages.forward.batch import count_labels, make_batch
+from stages.forward.batch import count_labels, read_batch
 from stages.forward.distributed import device_type
 from stages.forward.rows import TokenRows
 from stages.forward.transfer import pinned, to_device
@@ -106,5 +106,4 @@ class BatchLoader:
         return StepBatches(batches, sum(map(count_labels, batches)))
 
     def _batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        rows = torch.from_numpy(self._rows.rows(indices))  # (B, T) int32
-        return make_batch(rows, self._eos_token_id, self._params.document_mask, self._lengths)
+        return read_batch(self._rows, indices, self._eos_token_id, self._params.document_mask, self._lengths)

@@ -82,7 +82,6 @@ class Trainer:
         """
         self.params, self.total_steps = params, total_steps
         eos_token_id = manifest.eos_token_id
-        assert eos_token_id is not None, "pack refuses a model without one"
         directory, dtype = manifest.directory(), compute_dtype(params.precision)
         # Before the seeds are set, because the tests seed torch itself; on one rank, as the answer is the same on all.
         attention = run_on_rank0(

@@ -37,13 +37,16 @@ def shard(model: nn.Module, wrapped_classes: list[str], params: TrainParams, mes
     ]
     # The backward pass starts with these: gathering the weights again took 2 % of a step of the benchmark.
     start = [module for module in (*last, model) if module not in forward_only]
-    reshards = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+    # In a group of one rank nothing is gathered. What is kept instead is a copy in the dtype of the computation, which
+    # with one rank would be made twice a step; `strategy: fsdp` still frees it.
+    is_alone = mesh.size(mesh.ndim - 1) == 1 and fsdp.strategy != "fsdp"
+    reshards = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and not is_alone
     for module in [*reversed(inner), model]:  # modules inside others first, as fully_shard requires
         fully_shard(
             module,
             mesh=mesh,
             mp_policy=mixed_precision_policy(params.precision),
-            reshard_after_forward=module in forward_only or (reshards and module not in start),
+            reshard_after_forward=(module in forward_only and not is_alone) or (reshards and module not in start),
             offload_policy=CPUOffloadPolicy() if _offloads(fsdp, mesh) else OffloadPolicy(),
         )
     units = [module for module in [*inner, model] if isinstance(module, FSDPModule)]

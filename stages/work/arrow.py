@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from stages.base.dataset import Shard
+from stages.base.errors import explained
 from stages.base.record import damaged
 
 Features = dict[str, Any]
@@ -37,15 +38,26 @@ WITH_CONVERSATIONS: Features = {**TEXT, "messages": TEXT["text"]}
 """The same where rules make conversations: of each row one is null. `messages` is JSON (stages/formats/records.py)."""
 
 
-def token_features(seq_length: int) -> Features:
-    """The features of rows of `seq_length` tokens, int32."""
-    return {"input_ids": {"feature": {"dtype": "int32", "_type": "Value"}, "length": seq_length, "_type": "List"}}
+def token_features(seq_length: int, is_marked: bool = False) -> Features:
+    """The features of rows of `seq_length` tokens.
+
+    Args:
+        seq_length: Tokens of a row.
+        is_marked: Whether rows also say which of their tokens are trained, and which begin a document: a bit each.
+    """
+    kinds = {"input_ids": "int32"} | (dict.fromkeys(("is_trained", "is_start"), "bool") if is_marked else {})
+    return {
+        name: {"feature": {"dtype": kind, "_type": "Value"}, "length": seq_length, "_type": "List"}
+        for name, kind in kinds.items()
+    }
 
 
 def schema(features: Features) -> pa.Schema:
     """The Arrow schema that `datasets` expects for one of the features above."""
     kinds = {
-        name: pa.string() if feature["_type"] == "Value" else pa.list_(pa.int32(), feature["length"])
+        name: pa.string()
+        if feature["_type"] == "Value"
+        else pa.list_(pa.type_for_alias(feature["feature"]["dtype"]), feature["length"])
         for name, feature in features.items()
     }
     # `datasets` reads the features from this key; without it, it would derive them from the types.
@@ -60,6 +72,11 @@ def shard_name(index: int, num_shards: int) -> str:
 def from_numpy(array: NDArray[Any]) -> pa.Array:
     """The same one-dimensional array for Arrow; no copy. `pa.array` would import pandas."""
     return pa.Array.from_buffers(pa.from_numpy_dtype(array.dtype), len(array), [None, pa.py_buffer(array)])
+
+
+def from_bits(array: NDArray[np.bool_]) -> pa.BooleanArray:
+    """A one-dimensional array for Arrow, a bit for each value."""
+    return pa.Array.from_buffers(pa.bool_(), len(array), [None, pa.py_buffer(np.packbits(array, bitorder="little"))])
 
 
 def slices(rows: pa.Array, lengths: pa.Array, size: int) -> Iterator[pa.Array]:
@@ -105,11 +122,15 @@ class StreamWriter:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def write(self, rows: pa.Array, column: int = 0) -> None:
-        """Append a record batch of rows that have a value in one column."""
-        self.rows += len(rows)
+    def write(self, *columns: pa.Array) -> None:
+        """Append a record batch."""
+        self.rows += len(columns[0])
         # `serialize` copies, so the caller may fill its buffer again.
-        self._append(self._batch(rows, column).serialize())
+        self._append(pa.record_batch([*columns], schema=self.schema).serialize())
+
+    def write_column(self, rows: pa.Array, column: int) -> None:
+        """Append a record batch of rows that have a value in one column."""
+        self.write(*self._with_nulls(rows, column))
 
     def write_text(self, pieces: Iterable[bytes], size: int) -> int:
         """Append a record batch of one string, which comes in pieces of UTF-8; return its characters.
@@ -134,18 +155,15 @@ class StreamWriter:
         """What precedes and what follows the string in a record batch of one."""
         zeros = pa.py_buffer(mmap.mmap(-1, size))  # in place of the string: never read, so they need no memory
         text = pa.StringArray.from_buffers(1, pa.py_buffer(struct.pack("<ii", 0, size)), zeros)
-        batch = self._batch(text, 0)
+        batch = pa.record_batch(self._with_nulls(text, 0), schema=self.schema)
         sink = _WithoutBuffer(zeros)
         with pa.ipc.new_stream(pa.PythonFile(sink, "w"), self.schema) as stream:
             stream.write_batch(batch)
             [before, after] = sink.parts
         return before.removeprefix(self.schema.serialize()), after  # the schema is in the file already
 
-    def _batch(self, rows: pa.Array, column: int) -> pa.RecordBatch:
-        columns = [
-            rows if index == column else pa.nulls(len(rows), kind) for index, kind in enumerate(self.schema.types)
-        ]
-        return pa.record_batch(columns, schema=self.schema)
+    def _with_nulls(self, rows: pa.Array, column: int) -> list[pa.Array]:
+        return [rows if index == column else pa.nulls(len(rows), kind) for index, kind in enumerate(self.schema.types)]
 
     def mark(self) -> Mark:
         """The current end of the stream, for `cut`."""
@@ -188,9 +206,14 @@ class _WithoutBuffer(io.RawIOBase):
 
 
 def batch_offsets(path: Path) -> list[int]:
-    """The offset in bytes of each record batch of a shard, for `read_batch`."""
+    """The offset in bytes of each record batch of a shard, for `read_batch`.
+
+    Raises:
+        StageError: it has other content.
+    """
     offsets: list[int] = []
-    with pa.memory_map(str(path)) as file:
+    no_stream = explained(lambda problem: damaged(path, f"it is no stream of Arrow ({problem})", CHANGED))
+    with no_stream, pa.memory_map(str(path)) as file:
         pa.ipc.read_message(file)  # the schema
         while True:
             offset = file.tell()

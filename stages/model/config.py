@@ -1,0 +1,53 @@
+"""What a config.json may ask for, checked before transformers believes it: code, and more parts than a model has."""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stages.base.errors import StageError
+
+_LIMITS = {re.compile(r"(^|_)(layers?|blocks|depth)$"): 1_000, re.compile(r"(^|_)(labels|classes)$"): 1_000_000}
+"""The largest numbers of what transformers makes one by one, by the names of their keys. A layer takes it up to ten
+milliseconds; the deepest language models have about 130."""
+
+
+def check(path: Path, config: dict[str, Any], model_name: str) -> None:
+    """Check a config, or the tokenizer's, and the configs in it.
+
+    Args:
+        path: Of the file, for messages.
+        config: Its content.
+        model_name: As in params.yaml.
+
+    Raises:
+        StageError: it asks for code that is not part of transformers, for more layers than any model has, or for NaN.
+    """
+    for key, value in _items(config):
+        if isinstance(value, float) and math.isnan(value):
+            raise StageError(f"{path}: {key} is not a number (NaN): correct it in a copy")
+        if key == "auto_map":
+            raise StageError(
+                f"model_name is {model_name!r}: {path.name} asks for code of its own (auto_map), which is never run: "
+                "use a model whose class is part of transformers, or, if it is, remove `auto_map` in a copy"
+            )
+        if key.endswith("attn_implementation") and "/" in str(value):
+            raise StageError(
+                f"model_name is {model_name!r}: {path.name} asks for a kernel of the Hub ({key}: {value!r}), which is "
+                f"never run: remove `{key}` in a copy"
+            )
+        limit = next((limit for pattern, limit in _LIMITS.items() if pattern.search(key)), None)
+        if limit is not None and isinstance(value, (int, float)) and not value <= limit:
+            raise StageError(f"{path}: {key} is {value}, and at most {limit:,} are built: correct it in a copy")
+
+
+def _items(config: Any) -> Iterator[tuple[str, Any]]:
+    """All keys and values of a JSON value, at any depth."""
+    pending = [config]  # a stack of our own: depth is not limited by recursion
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            yield from value.items()
+        if isinstance(value, (dict, list)):
+            pending.extend(value.values() if isinstance(value, dict) else value)

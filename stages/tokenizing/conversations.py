@@ -1,0 +1,495 @@
+"""From conversations to tokens, and which of them are trained: the model's own chat template, rendered as it is.
+
+What a template does with a message is not known, so it is found out and checked. Each conversation is rendered twice:
+as it is, and with a mark in place of each string of the data. The second rendering shows what is the template's; with
+the strings put back it must equal the first one to the letter. So a content that the template drops, rewrites or
+repeats is noticed, and one that spells a special token stays text.
+
+The trained contents are looked for in the rendering of the entire conversation. The length of a rendered beginning says
+nothing: many templates render a turn in another way once another one follows.
+"""
+
+import json
+import re
+import resource
+import secrets
+import signal
+import threading
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from stages.base.errors import StageError, one_line
+from stages.tokenizing import vocabulary
+from stages.tokenizing.encoding import TokenizerSpec
+
+START, TRAINED, WHOLE = 1 << 31, 1 << 30, 1 << 29
+"""Bits of a token beside its id: it begins a document; it is trained; the document that it begins stays in one row."""
+ID_MASK = WHOLE - 1
+
+SECONDS, BYTES = 5.0, 1 << 30
+"""That a template may need for one conversation: thousands of times what they do."""
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message. transformers takes the first of them, and gives it to the template under the other names too."""
+_THOUGHTS = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
+_OPENING = re.compile(r"<\w+>\s*\Z")
+"""A tag right before reasoning, as `<think>`: the model must write it itself."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# A date that is always the same: with that of today, a conversation would give other tokens tomorrow.
+_DATE = {
+    "%d": "26",
+    "%b": "Jul",
+    "%B": "July",
+    "%m": "07",
+    "%Y": "2024",
+    "%y": "24",
+    "%H": "00",
+    "%M": "00",
+    "%S": "00",
+}
+_STRFTIME_NOW = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f"|replace({code!r}, {value!r})" for code, value in _DATE.items())
+    + " }}{% endmacro %}\n"  # the environment drops this line end, and none that the template begins with
+)
+
+
+class Refused(Exception):
+    """A conversation, or a part of it, gives no tokens; the message is the reason, for people."""
+
+
+class _TooLong(Exception):
+    """A conversation does not fit into a row; the message says how long it is."""
+
+
+class Encoded(NamedTuple):
+    """A conversation as tokens."""
+
+    tokens: NDArray[np.uint32]
+    """(n,): ids with the bits `START`, `TRAINED` and `WHOLE`."""
+    terminators: frozenset[int]
+    """The ids of the special tokens that end its trained turns."""
+
+
+class _Conversation(NamedTuple):
+    messages: list[dict[str, Any]]
+    num_prompt: int | None
+    """How many of them are the prompt; None: nothing says so."""
+    tools: list[dict[str, Any]] | None
+
+
+class _Leaf(NamedTuple):
+    """A string of the data, without the white space around it."""
+
+    message: int
+    text: str
+    kind: Literal["content", "reasoning", "call"]
+
+
+class _Place(NamedTuple):
+    """Characters of a rendering."""
+
+    start: int
+    end: int
+
+
+class _Piece(NamedTuple):
+    """A part of a rendering."""
+
+    text: str
+    leaf: int | None
+    """None: it is the template's."""
+
+
+class ConversationEncoder:
+    """Renders and encodes conversations."""
+
+    def __init__(self, spec: TokenizerSpec) -> None:
+        assert spec.chat
+        self._spec, self._chat = spec, spec.chat
+        content, self._names = vocabulary.rename(spec.path, spec.special_tokens)
+        # Under their new names the special tokens are found in what the template writes, and in no string of the data.
+        self._tokenizer = Tokenizer.from_buffer(content)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._special, self._renamed = _any_of(self._names), _any_of(self._names.values())
+        vocab = self._tokenizer.get_vocab()
+        self._ids = {name: vocab[name] for name in self._names.values()}
+        self._eos = next(name for name, token_id in self._ids.items() if token_id == spec.eos_token_id)
+        self._terminator = re.compile(rf"\s*(?:{self._renamed.pattern})")
+        self._ends = re.compile(rf"(?:{self._renamed.pattern})\s*\Z")
+        self._mark = secrets.token_hex(8)
+        self._marks = re.compile(rf"{self._mark}x(\d{{6}})")
+        # A text with more characters has more tokens than a row.
+        self._max_chars = max(map(len, vocab)) * self._chat.seq_length
+        template = self._chat.template or ""
+        self._has_generation = bool(_GENERATION.search(template))
+        self._template = _STRFTIME_NOW * ("strftime_now" in template) + template
+
+    def encode(self, content: str) -> Iterator[Encoded | Refused]:
+        """The tokens of a conversation, or why there are none; of one that is split, those of each part.
+
+        Args:
+            content: JSON as `extract` writes it: `messages`, or `prompt` and `completion`; perhaps `tools`.
+        """
+        parsed = msgspec.json.decode(content)
+        try:
+            if isinstance(parsed.get("prompt"), str):
+                yield self._encode_text(parsed["prompt"], parsed["completion"])
+                return
+            conversation = _conversation(parsed)
+            wanted = self._wanted(conversation)
+            try:
+                yield self._encode(conversation, wanted)
+            except _TooLong:
+                if self._chat.too_long == "drop":
+                    raise
+                yield from self._split(conversation, wanted)
+        except _TooLong as error:
+            yield Refused(f"longer than a row: {error}")
+        except Refused as refused:
+            yield refused
+
+    def _wanted(self, conversation: _Conversation) -> set[int]:
+        """The messages that are trained; with `all`, those of which nothing says that they are not."""
+        messages, train_on = conversation.messages, self._chat.train_on
+        found = [index for index, message in enumerate(messages) if train_on == "all" or message["role"] == "assistant"]
+        if train_on == "completion" and conversation.num_prompt is not None:
+            found = [index for index in found if index >= conversation.num_prompt]
+        elif train_on in ("last", "completion"):
+            found = found[-1:]
+        return {index for index in found if messages[index].get("train", True)}
+
+    def _split(self, conversation: _Conversation, wanted: set[int]) -> Iterator[Encoded | Refused]:
+        """Cut a conversation before turns of the user into parts that fit into a row; the last ones are the longest.
+
+        Each part begins with what precedes the first of these turns: the system message. What nothing that is trained
+        follows is left out.
+        """
+        messages = conversation.messages
+        users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        starts = [index for index in users if index - 1 not in users]
+        head, bounds = messages[: starts[0]] if starts else [], [*starts, len(messages)]
+        parts: list[Encoded | Refused] = []
+        last = len(starts)
+        while any(index < bounds[last] for index in wanted):
+            found: Encoded | Refused = Refused("longer than a row: a single turn")
+            begin = last - 1
+            for first in reversed(range(last)):
+                own = {index - bounds[first] + len(head) for index in wanted if bounds[first] <= index < bounds[last]}
+                part = conversation._replace(messages=[*head, *messages[bounds[first] : bounds[last]]])
+                try:
+                    if own:
+                        found, begin = self._encode(part, own), first
+                except _TooLong:
+                    break
+            parts.append(found)
+            last = begin
+        yield from reversed(parts)
+
+    def _encode_text(self, prompt: str, completion: str) -> Encoded:
+        """A prompt and what follows it: no template, and EOS at the end, as of any document."""
+        text = prompt + completion + self._eos
+        return self._tokens(text, [(0 if self._chat.train_on == "all" else len(prompt), len(text))])
+
+    def _encode(self, conversation: _Conversation, wanted: set[int]) -> Encoded:
+        """Raises Refused, or _TooLong."""
+        full, generated = self._render(conversation)
+        marked, leaves = self._marked(conversation.messages)
+        skeleton, _ = self._render(conversation._replace(messages=marked))
+        pieces = self._pieces(full, skeleton, leaves)
+        if pieces is None:  # what the template writes depends on the contents
+            if not generated and self._chat.train_on != "all":
+                raise Refused("the chat template rewrites contents, so which tokens are theirs is not known")
+            if any(self._special.search(leaf.text) for leaf in leaves):
+                raise Refused("a content spells a special token, and the chat template rewrites contents")
+            rendering = _Rendering([_Piece(full, None)], self._rename)
+        else:
+            rendering = _Rendering(pieces, self._rename)
+            if self._chat.train_on != "all":
+                _check_leaves(pieces, leaves, wanted)
+        if self._chat.train_on == "all":
+            if len(wanted) < len(conversation.messages):
+                raise Refused("train_on is all, and a message has train: false")
+            return self._tokens(rendering.text, [(0, len(rendering.text))])
+        if generated:
+            spans = [
+                (rendering.place(start), rendering.place(end))
+                for start, end in _chosen(generated, conversation.messages, wanted)
+            ]
+        else:
+            spans = [*self._spans(rendering, leaves, wanted)]
+        text = rendering.text
+        for number, (start, end) in enumerate(spans):
+            text, end = self._terminated(text, start, end)
+            spans[number] = (start, end)
+        return self._tokens(text, spans)
+
+    def _render(self, conversation: _Conversation, add_generation_prompt: bool = False) -> tuple[str, list[_Place]]:
+        """The text of a conversation, and where the template itself says that the assistant wrote it."""
+        # It imports no torch, unlike transformers' tokenizers, and half a second is not for --help.
+        from transformers.utils import chat_template_utils
+
+        if self._chat.template is None:
+            raise StageError(
+                "the model has no chat template, which conversations need: set chat_template to the file of one"
+            )
+        messages = [{key: value for key, value in each.items() if key != "train"} for each in conversation.messages]
+        render: Any = chat_template_utils.render_jinja_template  # which is annotated as if it returned a string
+        variables = dict(self._chat.variables)
+        try:
+            with limited(SECONDS, BYTES):
+                texts, generated = render(
+                    [messages], conversation.tools, None, self._template, self._has_generation,
+                    add_generation_prompt=add_generation_prompt, **variables,
+                )  # fmt: skip
+        except Exception as error:  # of any kind: it is a program of the model's authors
+            raise Refused(f"the chat template fails: {one_line(error) or type(error).__name__}") from None
+        return str(texts[0]), [_Place(*place) for places in generated for place in places]
+
+    def _marked(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[_Leaf]]:
+        """The messages with a mark in place of each string of their contents, and these strings."""
+        leaves: list[_Leaf] = []
+
+        def mark(number: int, text: str, kind: Literal["content", "reasoning", "call"]) -> str:
+            if not (core := text.strip()):
+                return text
+            before, after = text.split(core, 1)  # white space stays, for templates that trim and for those that do not
+            leaves.append(_Leaf(number, core, kind))
+            return f"{before}{self._mark}x{len(leaves) - 1:06d}{after}"
+
+        def mark_content(number: int, content: Any, role: str) -> Any:
+            if isinstance(content, list):
+                return [
+                    {**part, "text": mark(number, part["text"], "content")}
+                    if isinstance(part.get("text"), str)
+                    else part
+                    for part in content
+                ]
+            if not isinstance(content, str):
+                return content
+            if role == "assistant" and (thoughts := _THOUGHTS.fullmatch(content)):
+                opening, reasoning, closing, answer = thoughts.groups()
+                return f"{opening}{mark(number, reasoning, 'reasoning')}{closing}{mark(number, answer, 'content')}"
+            return mark(number, content, "content")
+
+        def mark_call(number: int, value: Any) -> Any:
+            if isinstance(value, str):
+                return mark(number, value, "call")
+            if isinstance(value, dict):
+                return {
+                    key: mark_call(number, item) if key != "type" and key != "id" else item
+                    for key, item in value.items()
+                }
+            return [mark_call(number, item) for item in value] if isinstance(value, list) else value
+
+        marked = []
+        for number, message in enumerate(messages):
+            new = dict(message)
+            if isinstance(reasoning := message.get("reasoning_content"), str):
+                new["reasoning_content"] = mark(number, reasoning, "reasoning")
+            new["content"] = mark_content(number, message.get("content"), message["role"])
+            if calls := message.get("tool_calls"):
+                new["tool_calls"] = mark_call(number, calls)
+            marked.append(new)
+        return marked, leaves
+
+    def _pieces(self, full: str, skeleton: str, leaves: list[_Leaf]) -> list[_Piece] | None:
+        """A rendering, divided where that of the marks has them; None: the two differ in more than these strings."""
+        parts = self._marks.split(skeleton)  # what the template writes, the number of a leaf, and so on
+        pieces, place = [_Piece(parts[0], None)], len(parts[0])
+        if not full.startswith(parts[0]):
+            return None
+        for number, after in zip(parts[1::2], parts[2::2], strict=True):
+            text = leaves[int(number)].text
+            escaped = json.dumps(text, ensure_ascii=False)[1:-1]  # by `tojson`, as in the arguments of a tool call
+            found = next((each for each in (text, escaped) if full.startswith(each + after, place)), None)
+            if found is None:
+                return None
+            pieces += [_Piece(found, int(number)), _Piece(after, None)]
+            place += len(found) + len(after)
+        return pieces if place == len(full) else None
+
+    def _rename(self, text: str) -> str:
+        """The text of the template with the new names of special tokens."""
+        return self._special.sub(lambda match: self._names[match[0]], text)
+
+    @cached_property
+    def _prompt(self) -> str:
+        """What the template writes before a turn of the assistant, as far as it can be known."""
+        user = _Conversation([{"role": "user", "content": "."}], None, None)
+        try:
+            with_prompt, without = (self._render(user, add_generation_prompt=add)[0] for add in (True, False))
+        except Refused:
+            return ""
+        return self._rename(with_prompt[len(without) :]) if with_prompt.startswith(without) else ""
+
+    def _spans(self, rendering: "_Rendering", leaves: list[_Leaf], wanted: set[int]) -> Iterator[tuple[int, int]]:
+        """Where the contents of the messages are: from the first string of each to its last."""
+        positions: dict[int, list[int]] = defaultdict(list)
+        for position, piece in enumerate(rendering.pieces):
+            if piece.leaf is not None:
+                positions[leaves[piece.leaf].message].append(position)
+        for message in sorted(wanted):
+            if not (own := positions[message]):
+                continue  # an empty content
+            kinds = [leaves[rendering.pieces[position].leaf or 0].kind for position in own]
+            start, end = rendering.starts[own[0]], rendering.starts[own[-1] + 1]
+            before = rendering.text[rendering.starts[own[0] - 1] : start]
+            if kinds[0] == "reasoning" and (opening := _OPENING.search(before)):
+                start -= len(opening[0])
+            elif kinds[0] == "call":  # the model must write what precedes the name of the function, too
+                place = before.rfind(self._prompt)
+                if not self._prompt or place < 0:
+                    raise Refused("it is not known where a tool call begins: use a chat template with {% generation %}")
+                start -= len(before) - place - len(self._prompt)
+            if kinds[-1] == "call":
+                after = rendering.starts[own[-1] + 2]
+                end = next((match.start() for match in self._renamed.finditer(rendering.text, end, after)), end)
+            yield start, end
+
+    def _terminated(self, text: str, start: int, end: int) -> tuple[str, int]:
+        """The end of a turn with the special token that ends it, and the text, which may get that token here.
+
+        Some templates end a turn by the beginning of the next one: the last one then gets EOS, as any document.
+        """
+        if not self._ends.search(text, start, end):
+            if not text[end:].strip():
+                return text + self._eos, len(text) + len(self._eos)
+            if not (match := self._terminator.match(text, end)):
+                raise Refused(
+                    "the chat template ends a turn of the assistant with no special token: nothing would stop it"
+                )
+            end = match.end()
+        # Of two in a row, as in Command, the one that ends a generation.
+        return text, end + len(self._eos) * text.startswith(self._eos, end)
+
+    def _tokens(self, text: str, spans: list[tuple[int, int]]) -> Encoded:
+        """Encode a rendering; a token is trained where any of its characters is."""
+        if len(text) > self._max_chars:
+            raise _TooLong(f"{len(text):,} characters")
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the only class that `tokenizers` raises
+            raise Refused(f"the tokenizer cannot encode it: {one_line(error)}") from None
+        ids = np.array(encoding.ids, np.uint32)
+        if len(ids) > self._chat.seq_length:
+            raise _TooLong(f"{len(ids):,} tokens, and seq_length is {self._chat.seq_length:,}")
+        if np.isin(ids, [*self._ids.values()]).sum() != len(self._renamed.findall(text)):
+            raise Refused("a content gives a special token")
+        covered = np.zeros(len(text) + 1, np.int64)
+        for start, end in spans:
+            covered[start + 1 : end + 1] = 1
+        covered = covered.cumsum()  # trained characters before each place
+        begin, end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        is_trained = covered[np.maximum(end, np.minimum(begin + 1, len(text)))] > covered[begin]
+        is_trained[:1] = False  # nothing precedes it
+        if not is_trained.any():
+            raise Refused("nothing of it is trained")
+        ids |= np.where(is_trained, TRAINED, 0).astype(np.uint32)
+        ids[0] |= START | WHOLE
+        last = [names[-1] for span in spans if (names := self._renamed.findall(text, *span))]
+        return Encoded(ids, frozenset(self._ids[name] for name in last))
+
+
+class _Rendering:
+    """A rendering in which the special tokens of the template have names that no data can spell."""
+
+    def __init__(self, pieces: list[_Piece], rename: Callable[[str], str]) -> None:
+        self.pieces = pieces
+        self._rename = rename
+        texts = [piece.text if piece.leaf is not None else rename(piece.text) for piece in pieces]
+        self.text = "".join(texts)
+        self.starts = [*accumulate(map(len, texts), initial=0)]
+        """Where each piece begins in it, and its end."""
+        self._before = [*accumulate((len(piece.text) for piece in pieces), initial=0)]
+
+    def place(self, index: int) -> int:
+        """Where a place of the rendering as the template wrote it is in `text`."""
+        number = min(bisect_right(self._before, index), len(self.pieces)) - 1
+        piece, rest = self.pieces[number], index - self._before[number]
+        return self.starts[number] + (rest if piece.leaf is not None else len(self._rename(piece.text[:rest])))
+
+
+@contextmanager
+def limited(seconds: float, num_bytes: int) -> Iterator[None]:
+    """Raise an error in the block where it needs more time, or more memory, than this.
+
+    Only in the main thread of a process, which alone gets signals. A worker of Dask has others; but `pack` tries each
+    template in its own process first.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"it took more than {seconds:g} seconds")
+
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + num_bytes
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        resource.setrlimit(resource.RLIMIT_AS, (size if limits[1] < 0 else min(size, limits[1]), limits[1]))
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Any of some texts, a longer one first; without any, nothing."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def _conversation(parsed: dict[str, Any]) -> _Conversation:
+    prompt = parsed.get("prompt")
+    messages = parsed["messages"] if prompt is None else [*prompt, *parsed["completion"]]
+    return _Conversation([*map(_normalized, messages)], None if prompt is None else len(prompt), parsed.get("tools"))
+
+
+def _normalized(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning, if there is any, under one name."""
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    rest = {key: value for key, value in message.items() if key not in _REASONING}
+    return rest if reasoning is None else rest | {"reasoning_content": reasoning}
+
+
+def _check_leaves(pieces: list[_Piece], leaves: list[_Leaf], wanted: set[int]) -> None:
+    """Check that the rendering has all that is to be trained, each string once, and in order.
+
+    Raises:
+        Refused: it has not.
+    """
+    counts = Counter(piece.leaf for piece in pieces)
+    for number, leaf in enumerate(leaves):
+        if leaf.message in wanted and counts[number] != 1:
+            does = "repeats" if counts[number] else "leaves out"
+            last = "" if counts[number] else "; with train_on: last, only the last turn must be there"
+            raise Refused(f"the chat template {does} the {leaf.kind} of a turn of the assistant{last}")
+    order = [leaves[piece.leaf].message for piece in pieces if piece.leaf is not None]
+    turns = [message for message, _ in groupby(order) if message in wanted]
+    if turns != sorted({*turns}):
+        raise Refused("the chat template puts the turns of the assistant into another order")
+
+
+def _chosen(generated: list[_Place], messages: list[dict[str, Any]], wanted: set[int]) -> list[_Place]:
+    """Of the places that the template says the assistant wrote, those of the messages that are trained."""
+    assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(generated) == len(assistants):
+        return [place for place, index in zip(generated, assistants, strict=True) if index in wanted]
+    if wanted == {*assistants}:
+        return generated
+    raise Refused(f"the chat template marks {len(generated)} places for {len(assistants)} turns of the assistant")

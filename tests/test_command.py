@@ -1,0 +1,68 @@
+"""How a stage ends where its surroundings are not as usual: streams, limits, options of Python."""
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stages.base.errors import StageError, as_stage_error
+from tests.project import REPO
+
+PROGRAM = """
+import sys
+from tqdm import tqdm
+from stages.base import command
+from stages.base.errors import StageError
+
+def main():
+    for _ in tqdm([1], disable=None):
+        open("opened", "w").close()
+    if "fail" in sys.argv:
+        raise StageError("what is wrong", "error: a name\\n\\x1b[2J")
+    print("done")
+
+command.run(main)
+"""
+
+
+def run(redirection: str, *options: str, arguments: str = "") -> "subprocess.CompletedProcess[str]":
+    """Run a small stage from a shell, in the current directory."""
+    python = " ".join([f"PYTHONPATH={REPO}", sys.executable, *options, "-c", f"'{PROGRAM}'", arguments])
+    return subprocess.run(["sh", "-c", f"{python} {redirection}"], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_a_stage_needs_no_standard_streams(redirection: str, empty_project: Path) -> None:
+    process = run(redirection)
+    assert process.returncode == 0
+    assert process.stdout == ("done\n" if ">&-" not in redirection.split() else "")
+    assert Path("opened").read_bytes() == b"", "it had the number of a closed stream"
+    process = run(redirection, arguments="fail")
+    assert process.returncode == 2
+    assert "what is wrong" in process.stdout or ">&-" in redirection.split()
+
+
+def test_an_output_that_is_full_is_named(empty_project: Path) -> None:
+    for options in ([], ["-u"]):  # at its end, and at once
+        process = run(">/dev/full", *options)
+        assert (process.returncode, process.stderr) == (2, "error: standard output: No space left on device\n")
+    assert run(">/dev/full 2>/dev/full").returncode == 2
+
+
+def test_python_without_docstrings_is_refused(empty_project: Path) -> None:
+    process = run("", "-OO")
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: Python runs with -OO")
+
+
+def test_a_name_makes_no_line_of_its_own(empty_project: Path) -> None:
+    process = run("", arguments="fail")
+    assert process.stderr == "error: what is wrong\nerror: error: a name\\n\\x1b[2J\n"
+    assert str(StageError("a", "b\u202e\n", "caf\udce9")) == "a\nb\\u202e\\n\ncaf\\xe9"
+
+
+def test_too_many_open_files_is_said_with_the_remedy() -> None:
+    error = as_stage_error(OSError(errno.EMFILE, "Too many open files"))
+    assert str(error) == "Too many open files: raise the limit on open files (`ulimit -n 4096`), and run again"

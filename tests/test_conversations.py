@@ -1,0 +1,280 @@
+"""Conversations: rendered by a chat template, and trained on exactly what the assistant has written."""
+
+import json
+import time
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from stages.base.errors import StageError
+from stages.tokenizing.conversations import ID_MASK, START, TRAINED, WHOLE, ConversationEncoder, Encoded, Refused
+from stages.tokenizing.encoding import ChatSpec
+from tests.chat_templates import CHATML, FAMILIES, SPECIAL, Family
+from tests.kinds import spec_of
+
+pytestmark = pytest.mark.usefixtures("empty_project")
+
+EOS = "<|endoftext|>"
+
+
+def make_tokenizer() -> Tokenizer:
+    """A token for each byte and each special token: what is decoded is what was encoded."""
+    tokens = [EOS, *SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in [EOS, *SPECIAL]])
+    return tokenizer
+
+
+TOKENIZER = make_tokenizer()
+
+
+@cache
+def make_encoder(template: str | None, **values: Any) -> ConversationEncoder:
+    """With the defaults of params.yaml."""
+    chat = {"train_on": "assistant", "too_long": "drop", "seq_length": 4096, **values}
+    variables = (("bos_token", "<bos>"), ("eos_token", EOS))
+    return ConversationEncoder(spec_of(TOKENIZER, 0)._replace(chat=ChatSpec(template, variables, **chat)))
+
+
+def encode(template: str | None, content: dict[str, Any], **values: Any) -> list[Encoded | Refused]:
+    return [*make_encoder(template, **values).encode(json.dumps(content))]
+
+
+def trained(encoded: Encoded | Refused) -> list[str]:
+    """The texts of the runs of trained tokens."""
+    assert isinstance(encoded, Encoded), str(encoded)
+    runs = groupby(encoded.tokens.tolist(), key=lambda token: token & TRAINED > 0)
+    return [decode(run) for is_trained, run in runs if is_trained]
+
+
+def decode(tokens: Any) -> str:
+    return TOKENIZER.decode([token & ID_MASK for token in tokens], skip_special_tokens=False)
+
+
+def refusal(encoded: list[Encoded | Refused]) -> str:
+    [refused] = encoded
+    assert isinstance(refused, Refused)
+    return str(refused)
+
+
+def turns(*contents: str, system: str | None = None) -> dict[str, Any]:
+    """A conversation in which user and assistant alternate."""
+    roles = ["user", "assistant"] * len(contents)
+    messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+    return {"messages": ([{"role": "system", "content": system}] if system else []) + messages}
+
+
+def ends(family: Family, number: int) -> list[str]:
+    return [*[family.end] * (number - 1), family.last_end or family.end]
+
+
+# What the data spell, besides text: tokens, tags, quotes, marks of templates, white space.
+SPELLED = st.sampled_from(
+    [*SPECIAL, EOS, "<think>", '"', "\\", "{{", "{%", "assistant", "\n", " ", "é", "🦆", "user\n"]
+)
+CONTENTS = st.lists(SPELLED | st.text(max_size=5), min_size=1, max_size=8).map("".join).filter(str.strip)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=25, deadline=None)
+@given(contents=st.lists(CONTENTS, min_size=2, max_size=6).filter(lambda found: len(found) % 2 == 0), system=CONTENTS)
+def test_exactly_what_the_assistant_wrote_is_trained(name: str, contents: list[str], system: str) -> None:
+    family = FAMILIES[name]
+    if family.keeps_thoughts is False:  # see the tests of thoughts
+        contents = [content.replace("<think>", "").replace("</think>", "") + "." for content in contents]
+    [encoded] = encode(family.template, turns(*contents, system=system if family.has_system else None))
+    answers = contents[1::2]
+    for text, answer, end in zip(trained(encoded), answers, ends(family, len(answers)), strict=True):
+        assert text.endswith(end)
+        # White space around a content is the template's to keep or to drop.
+        assert text.removesuffix(end).strip() == answer.strip()
+    assert isinstance(encoded, Encoded)
+    ids = {TOKENIZER.token_to_id(end) for end in ends(family, len(answers))}
+    assert encoded.terminators == ids
+    # A content that spells a special token has none.
+    special = {TOKENIZER.token_to_id(token) for token in [EOS, *SPECIAL]}
+    assert all(token & ID_MASK not in special - ids for token in encoded.tokens.tolist() if token & TRAINED)
+
+
+def test_a_conversation_is_a_document_that_stays_whole() -> None:
+    [encoded] = encode(CHATML, turns("Hi", "Hello"))
+    assert isinstance(encoded, Encoded)
+    first, *rest = encoded.tokens.tolist()
+    assert first & (START | WHOLE) == START | WHOLE and not any(token & (START | WHOLE) for token in rest)
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    assert decode(encoded.tokens.tolist()) == text
+
+
+LONG = turns("one", "first", "two", "second", "three", "third", system="Be brief.")
+
+
+@pytest.mark.parametrize(
+    ("values", "content", "expected"),
+    [
+        ({"train_on": "assistant"}, LONG, ["first", "second", "third"]),
+        ({"train_on": "last"}, LONG, ["third"]),
+        ({"train_on": "completion"}, LONG, ["third"]),
+        ({"train_on": "completion"}, {"prompt": LONG["messages"][:4], "completion": LONG["messages"][4:]},
+         ["second", "third"]),
+        ({"train_on": "assistant"}, {"prompt": LONG["messages"][:6], "completion": LONG["messages"][6:]},
+         ["first", "second", "third"]),
+    ],
+)  # fmt: skip
+def test_which_turns_are_trained(values: dict[str, Any], content: dict[str, Any], expected: list[str]) -> None:
+    [encoded] = encode(CHATML, content, **values)
+    assert trained(encoded) == [f"{answer}<|im_end|>" for answer in expected]
+
+
+def test_a_turn_may_say_that_it_is_not_trained() -> None:
+    content = json.loads(json.dumps(LONG))
+    content["messages"][2]["train"] = False
+    [encoded] = encode(CHATML, content)
+    assert trained(encoded) == ["second<|im_end|>", "third<|im_end|>"]
+    assert refusal(encode(CHATML, content, train_on="all")) == "train_on is all, and a message has train: false"
+
+
+def test_all_tokens_are_trained_where_that_is_asked_for() -> None:
+    [encoded] = encode(CHATML, turns("Hi", "Hello"), train_on="all")
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    assert trained(encoded) == [text.removeprefix("<|im_start|>")]  # nothing precedes the first token
+
+
+def test_a_plain_prompt_needs_no_template() -> None:
+    content = {"prompt": "The sky is <|im_end|>", "completion": " blue."}
+    [encoded] = encode(None, content)
+    assert trained(encoded) == [f" blue.{EOS}"]
+    assert isinstance(encoded, Encoded) and encoded.terminators == {0}
+    with pytest.raises(StageError, match=r"has no chat template.*set chat_template"):
+        encode(None, LONG)
+
+
+THOUGHTS = turns("1", "<think>\nhm\n</think>\n\none", "2", "<think>\nwell\n</think>\n\ntwo")
+
+
+def test_thoughts_are_trained_where_they_stay() -> None:
+    assert "leaves out the reasoning" in refusal(encode(FAMILIES["qwen3"].template, THOUGHTS))
+    [encoded] = encode(FAMILIES["qwen3"].template, THOUGHTS, train_on="last")
+    assert trained(encoded) == ["<think>\nwell\n</think>\n\ntwo<|im_end|>"]
+    [encoded] = encode(CHATML, THOUGHTS)
+    assert trained(encoded) == [f"{message['content']}<|im_end|>" for message in THOUGHTS["messages"][1::2]]
+    [encoded] = encode(FAMILIES["qwen3"].template, turns("1", "one"))  # what the template adds is not trained
+    assert trained(encoded) == ["one<|im_end|>"]
+    assert "<think>\n\n</think>\n\none" in decode(encoded.tokens.tolist())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_thoughts_may_have_a_key_of_their_own(key: str) -> None:
+    content = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "one", key: "hm"}]}
+    [encoded] = encode(FAMILIES["qwen3"].template, content)
+    assert trained(encoded) == ["<think>\nhm\n</think>\n\none<|im_end|>"]
+    [encoded] = encode(FAMILIES["gpt-oss"].template, content)
+    assert trained(encoded) == ["hm<|end|><|start|>assistant<|channel|>final<|message|>one<|return|>"]
+    assert "leaves out the reasoning" in refusal(encode(CHATML, content))
+
+
+def test_calls_of_tools_are_trained_with_their_tags() -> None:
+    call = {"type": "function", "function": {"name": "get", "arguments": {"city": 'Pa"ris', "days": 2}}}
+    messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": '{"t": 3}'},
+        {"role": "assistant", "content": "Cold."},
+    ]
+    [encoded] = encode(FAMILIES["qwen2.5"].template, {"messages": messages, "tools": [call]})
+    called = '<tool_call>\n{"name": "get", "arguments": {"city": "Pa\\"ris", "days": 2}}\n</tool_call><|im_end|>'
+    assert trained(encoded) == [called, "Cold.<|im_end|>"]
+    assert "leaves out the call" in refusal(encode(CHATML, {"messages": messages}))
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (CHATML.replace("message['content']", "message['content'] + message['content']"), "repeats the content"),
+        (CHATML.replace("in messages", "in messages[:1]"), "leaves out the content"),
+        (CHATML.replace("in messages", "in messages | reverse"), "into another order"),
+        (CHATML.replace("message['content']", "message['content'] | upper"), "rewrites contents"),
+        (CHATML.replace("message['content']", "message['content'][:3]"), "rewrites contents"),
+        (CHATML.replace("<|im_end|>", "-"), "ends a turn of the assistant with no special token"),
+        ("{{ raise_exception('not today') }}", "the chat template fails: not today"),
+        ("{{ messages[9].content }}", "the chat template fails: list object has no element 9"),
+        ("{% for", "the chat template fails: "),
+        ("{{ ''.__class__.__mro__ }}", "the chat template fails: access to attribute '__class__'"),
+        ("{% include '/etc/passwd' %}", "the chat template fails: no loader for this environment"),
+        ("{{ 'a' * 2 * 10 ** 9 }}", "the chat template fails: MemoryError"),
+    ],
+)  # fmt: skip
+def test_what_is_not_sure_is_refused(template: str, reason: str) -> None:
+    assert reason in refusal(encode(template, turns("question one", "answer one", "question two", "answer two")))
+
+
+def test_a_template_that_does_not_end_is_refused_within_seconds() -> None:
+    loops = "".join("{% for " + name + " in range(99999) %}" for name in "abc")
+    start = time.monotonic()
+    assert "took more than 5 seconds" in refusal(encode(loops + "{% endfor %}" * 3, LONG))
+    assert time.monotonic() - start < 10
+
+
+def test_an_answer_of_nothing_is_refused() -> None:
+    assert refusal(encode(CHATML, turns("Hi", ""))) == "nothing of it is trained"
+    assert refusal(encode(CHATML, turns("Hi"))) == "nothing of it is trained"
+
+
+def test_a_long_conversation_is_dropped_or_divided_before_a_turn_of_the_user() -> None:
+    [whole] = encode(CHATML, LONG)
+    assert isinstance(whole, Encoded)
+    length = len(whole.tokens)
+    assert encode(CHATML, LONG, seq_length=length)[0].tokens.tolist() == whole.tokens.tolist()  # type: ignore[union-attr]
+    assert refusal(encode(CHATML, LONG, seq_length=length - 1)).startswith(f"longer than a row: {length:,} tokens")
+    parts = encode(CHATML, LONG, seq_length=length - 1, too_long="split_turns")
+    assert [trained(part) for part in parts] == [["first<|im_end|>"], ["second<|im_end|>", "third<|im_end|>"]]
+    for part in parts:  # each with the system message
+        assert decode(part.tokens.tolist()).startswith("<|im_start|>system\nBe brief.<|im_end|>")  # type: ignore[union-attr]
+    # With `last`, what nothing trained follows is no part.
+    [part] = encode(CHATML, LONG, seq_length=length - 1, too_long="split_turns", train_on="last")
+    assert trained(part) == ["third<|im_end|>"]
+    long_turn = turns("one", "first", "two", "s" * 200, "three", "third")
+    first, second, third = encode(CHATML, long_turn, seq_length=120, too_long="split_turns")
+    assert (trained(first), str(second), trained(third)) == (
+        ["first<|im_end|>"], "longer than a row: a single turn", ["third<|im_end|>"],
+    )  # fmt: skip
+
+
+def test_the_date_is_always_the_same() -> None:
+    for name, date in (("llama3", "26 Jul 2024"), ("gpt-oss", "2024-07-26")):
+        [encoded] = encode(FAMILIES[name].template, turns("Hi", "Hello"))
+        assert date in decode(encoded.tokens.tolist())  # type: ignore[union-attr]
+
+
+def test_content_in_parts_is_found() -> None:
+    template = CHATML.replace("message['content']", "message['content'][0]['text'] + message['content'][1]['text']")
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
+    [encoded] = encode(template, {"messages": messages})
+    assert trained(encoded) == ["Hello<|im_end|>"]
+
+
+def test_tokens_across_a_border_are_trained_where_a_part_of_them_is() -> None:
+    tokenizer = make_tokenizer()
+    vocabulary = tokenizer.get_vocab()
+    model = models.BPE({**vocabulary, "ĊH": len(vocabulary)}, [("Ċ", "H")])
+    tokenizer.model = model
+    spec = spec_of(tokenizer, 0)._replace(chat=ChatSpec(CHATML, (), "assistant", "drop", 4096))
+    [encoded] = ConversationEncoder(spec).encode(json.dumps(turns("Hi", "Hello")))
+    assert isinstance(encoded, Encoded)
+    ids = [token & ID_MASK for token in encoded.tokens.tolist() if token & TRAINED]
+    assert tokenizer.decode(ids, skip_special_tokens=False) in ("Hello<|im_end|>", "\nHello<|im_end|>")
+
+
+def test_masks_are_of_the_full_rendering() -> None:
+    encoder = make_encoder(FAMILIES["qwen3"].template, train_on="last")
+    [encoded] = encoder.encode(json.dumps(THOUGHTS))
+    assert isinstance(encoded, Encoded)
+    assert np.count_nonzero(encoded.tokens & TRAINED) == len("<think>\nwell\n</think>\n\ntwo") + 1

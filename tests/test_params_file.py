@@ -1,0 +1,66 @@
+"""params.yaml as people, editors and other programs may leave it: one line says what is wrong."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from stages.base import params_file
+from stages.base.errors import StageError
+from stages.base.params_file import load_params
+
+
+@dataclass(frozen=True)
+class Section:
+    part: float
+
+
+@dataclass(frozen=True)
+class Params:
+    share: float
+    section: Section
+
+
+GOOD = "share: 1\nsection: {part: 2}\n"
+ALIASES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{level}: &a{level} {{{', '.join(f'b{index}: *a{level - 1}' for index in range(10))}}}\n"
+    for level in range(1, 30)
+)
+"""A mapping with 10**29 leaves."""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "dvc.yaml").write_text("stages: {a: {cmd: a, params: [share, section.part]}}")
+    return tmp_path / "params.yaml"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (GOOD.encode() + b"# \xff", "is not valid YAML: UnicodeDecodeError"),
+        (GOOD + "more: " + "[" * 5_000 + "]" * 5_000, "is not valid YAML: RecursionError"),
+        (GOOD + "more: " + "9" * 5_000, "is not valid YAML: ValueError"),
+        (GOOD + "share: 3\n", r"is not valid YAML: .*'share' is there twice in .* line 3"),
+        ("share: 1\nsection: {part: 2, part: 2}\n", "'part' is there twice"),
+        ("share: .inf\nsection: {part: 2}\n", "share is inf: it must be a finite number"),
+        ("share: 1\nsection: {part: '-inf'}\n", "section.part is '-inf': it must be a finite number"),
+        (GOOD + ALIASES, "unknown parameter 'a0'"),
+        (GOOD + "more: &more {more: *more}\n", "unknown parameter 'more'"),
+        (GOOD + '"more\\e[2J\\nerror: a": 1\n', r"unknown parameter 'more\\x1b\[2J\\nerror: a'; no stage reads it$"),
+    ],
+    ids=["latin-1", "levels", "digits", "twice", "twice in a section", "infinite", "infinite text", "aliases", "circle",
+         "control characters"],
+)  # fmt: skip
+def test_what_is_wrong_is_said(path: Path, content: str | bytes, message: str) -> None:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(StageError, match=message):
+        load_params(Params, path=path)
+
+
+@pytest.mark.parametrize("override", ["{part: 1, part: 2}", "[" * 5_000, "{part: " + "9" * 5_000 + "}", "\udcff"])
+def test_what_is_wrong_in_the_environment_is_said(path: Path, override: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_text(GOOD)
+    monkeypatch.setenv(params_file.RUNTIME, override)
+    with pytest.raises(StageError, match=r"^PIPELINE_RUNTIME is '.*it must contain values of the section `runtime`"):
+        load_params(Params, path=path)

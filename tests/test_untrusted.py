@@ -1,0 +1,255 @@
+"""Files that somebody else has made, with digests that fit: they run nothing, and lead to no file elsewhere."""
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.lr_scheduler import LambdaLR
+
+from stages.base.dataset import Dataset, Shard
+from stages.base.errors import StageError
+from stages.base.history import HISTORY, SPEED
+from stages.base.names import is_utf8, printable
+from stages.base.params_file import load_params
+from stages.base.record import DamagedFile, FileEntry
+from stages.checkpointing import metadata, retention, saver
+from stages.checkpointing.layout import CheckpointManifest, verify
+from stages.checkpointing.pointer import RunPointer
+from stages.checkpointing.state import TrainState
+from stages.export.stream import ShardedTensors
+from stages.launching.runtime import TrainRuntime
+from stages.model.license import ModelLicense
+from stages.splits import manifests as splits
+from stages.work import arrow
+from tests.project import REPO
+from tests.trainings import checkpoint_manifest, train_state
+
+BAD_NAMES = ["../a", "a/../../a", "/a", "a\0b", "", "."]
+ENTRY = FileEntry(1, "0" * 64)
+
+
+def write_checkpoint_manifest(path: Path, name: str) -> None:
+    checkpoint_manifest(files={name: ENTRY}).write(path)
+
+
+def write_license(path: Path, name: str) -> None:
+    ModelLicense({}, None, {name: ENTRY}).write(path / "license.json")
+
+
+def write_dataset(path: Path, name: str) -> None:
+    Dataset({}, [Shard(name, 1, "0" * 64)]).write(path)
+
+
+def write_split(path: Path, name: str) -> None:
+    splits.write_manifest(path / "split_00.jsonl", [splits.RawFile(f"{name}/a.txt", 1, "0" * 64)])
+
+
+READERS: dict[Callable[[Path, str], None], Callable[[Path], Any]] = {
+    write_checkpoint_manifest: CheckpointManifest.read,
+    write_license: lambda path: ModelLicense.read(path / "license.json"),
+    write_dataset: lambda path: Dataset.read(path, "extract"),
+    write_split: lambda path: splits.read_manifest(
+        path / "split_00.jsonl", FileEntry.of(path / "split_00.jsonl").sha256
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+@pytest.mark.parametrize("write", READERS)
+def test_a_manifest_names_no_file_elsewhere(write: Callable[[Path, str], None], name: str, tmp_path: Path) -> None:
+    write(tmp_path, name)
+    with pytest.raises(StageError, match=r"relative path|the name of a file|names no raw file|not the keys"):
+        READERS[write](tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{}", "[]", "{", '{"path": 1}', '{"path": "a.txt", "size": 1, "digest": "", "more": 1}',
+     '{"path": "a.exe", "size": 1, "digest": ""}'],
+)  # fmt: skip
+def test_a_line_of_a_split_that_is_none_is_said(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "split_00.jsonl"
+    path.write_text(line)
+    with pytest.raises(DamagedFile, match="a line of it names no raw file: run `dvc repro -f -s organize`"):
+        splits.read_manifest(path, FileEntry.of(path).sha256)
+
+
+def test_a_name_is_one_line() -> None:
+    assert printable("café 日本.txt") == "café 日本.txt"
+    assert printable("a\nerror: b\r\x1b[2J\u202e\udce9\ud800") == r"a\nerror: b\r\x1b[2J\u202e\xe9\ud800"
+    assert is_utf8("a\n") and not is_utf8("\udce9")
+
+
+class Command:
+    """What unpickles to the result of a command."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+class Trained:
+    """A tiny model, its optimizer and its scheduler."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(2, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.scheduler = LambdaLR(self.optimizer, lambda _: 1.0)
+
+    def load(self, checkpoint: Path) -> None:
+        saver.load(checkpoint, self.model, self.optimizer, self.scheduler)
+
+
+@pytest.fixture
+def checkpoint(mesh: DeviceMesh, tmp_path: Path) -> Path:
+    """A checkpoint of a tiny model at step 1."""
+    trained = Trained()
+    trained.model(torch.ones(1, 2)).sum().backward()
+    trained.optimizer.step()
+    runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
+    path = tmp_path / "0123456789abcdef" / "step-00000001"
+    with saver.Saver(dataclasses.replace(runtime, async_checkpoint=False), timeout_minutes=30) as one:
+        one.save(
+            path, trained.model, trained.optimizer, trained.scheduler, train_state(), {HISTORY: "", SPEED: ""},
+            checkpoint_manifest(),
+        )  # fmt: skip
+    return path
+
+
+def reseal(checkpoint: Path) -> None:
+    """Let the manifest have the digests of the files as they are now."""
+    files = {name: FileEntry.of(checkpoint / name) for name in CheckpointManifest.read(checkpoint).files}
+    dataclasses.replace(CheckpointManifest.read(checkpoint), files=files).write(checkpoint)
+    verify(checkpoint)
+
+
+def with_command(listed: Any, directory: Path) -> Any:
+    return Command(directory / "executed")
+
+
+def with_an_object(listed: Any, directory: Path) -> Any:
+    """Which torch itself unpickles, whatever it is."""
+    buffer = io.BytesIO()
+    torch.save(Command(directory / "executed"), buffer)
+    (directory / "__9_0.distcp").write_bytes(buffer.getvalue())
+    listed.state_dict_metadata["bias"] = BytesStorageMetadata()
+    listed.storage_data[MetadataIndex("bias")] = _StorageInfo("__9_0.distcp", 0, len(buffer.getvalue()))
+    return listed
+
+
+def with_a_file_elsewhere(listed: Any, directory: Path) -> Any:
+    for index, place in listed.storage_data.items():
+        listed.storage_data[index] = dataclasses.replace(place, relative_path=f"../model/{place.relative_path}")
+    return listed
+
+
+def with_a_negative_offset(listed: Any, directory: Path) -> Any:
+    for index, place in listed.storage_data.items():
+        listed.storage_data[index] = dataclasses.replace(place, offset=-1)
+    return listed
+
+
+def with_nothing(listed: Any, directory: Path) -> Any:
+    return None
+
+
+@pytest.mark.parametrize(
+    "change", [with_command, with_an_object, with_a_file_elsewhere, with_a_negative_offset, with_nothing]
+)
+def test_the_list_of_tensors_runs_nothing(change: Callable[[Any, Path], Any], checkpoint: Path) -> None:
+    path = checkpoint / "model/.metadata"
+    path.write_bytes(pickle.dumps(change(pickle.loads(path.read_bytes()), path.parent)))
+    reseal(checkpoint)
+    for read in (ShardedTensors, Trained().load):  # as `consolidate`, and as a resume
+        with pytest.raises(StageError, match=r"\.metadata is damaged or was changed: torch .* does not write it so"):
+            read(checkpoint)
+    assert not (path.parent / "executed").exists()
+
+
+def test_the_list_of_tensors_is_read_as_torch_writes_it(checkpoint: Path) -> None:
+    """Of the classes: the others, of torch 2.15, differ in their state only. Python 3.13 has another name of a path."""
+    for directory in (checkpoint / "model", checkpoint / "optimizer"):
+        found, expected = metadata.read(directory), dcp.FileSystemReader(directory).read_metadata()
+        assert found.state_dict_metadata == expected.state_dict_metadata
+        assert found.storage_data == expected.storage_data
+        assert found.planner_data == expected.planner_data
+        content = (directory / ".metadata").read_bytes()
+        old, new = (b"\x8c" + bytes([len(name)]) + name for name in (b"pathlib", b"pathlib._local"))
+        assert old in content or new in content
+        (directory / ".metadata").write_bytes(content.replace(old, new))
+    Trained().load(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("lr_scheduler.pt", lambda path: torch.save({"last_epoch": Command(path.parent / "executed")}, path)),
+        ("lr_scheduler.pt", lambda path: path.write_bytes(b"")),
+        ("lr_scheduler.pt", lambda path: torch.save({"lr_lambdas": [None], "_last_lr": 5}, path)),
+        ("state.json", lambda path: train_state(step=2).write(path)),
+        ("state.json", lambda path: dataclasses.replace(train_state(), rng=[{"python": 5}]).write(path)),
+    ],
+    ids=["a command", "empty", "other values", "another step", "no generators"],
+)
+def test_what_else_a_resume_reads_is_checked(name: str, content: Callable[[Path], Any], checkpoint: Path) -> None:
+    content(checkpoint / name)
+    reseal(checkpoint)
+    with pytest.raises(DamagedFile, match=f"{name} is damaged or was changed"):
+        Trained().load(checkpoint)
+    assert not (checkpoint / "executed").exists()
+
+
+def test_a_pipe_in_place_of_a_file_is_no_wait(checkpoint: Path) -> None:
+    (checkpoint / "state.json").unlink()
+    os.mkfifo(checkpoint / "state.json")
+    with pytest.raises(DamagedFile, match=r"state\.json is missing"):
+        verify(checkpoint)
+
+
+def test_a_shard_that_is_no_arrow_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "shard").write_bytes(b"no stream of Arrow" * 100)
+    with pytest.raises(DamagedFile, match=r"shard is damaged or was changed: it is no stream of Arrow"):
+        arrow.batch_offsets(tmp_path / "shard")
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(checkpoint: Path) -> None:
+    assert TrainState.of(checkpoint).step == 1
+    with pytest.raises(DamagedFile, match=r"manifest\.json is damaged or was changed: it is of step 1"):
+        verify(checkpoint.rename(checkpoint.with_name("step-00000002")))
+    verify(checkpoint.with_name("step-00000002").rename(checkpoint.with_name("a copy")))
+
+
+@pytest.mark.parametrize(("key", "value"), [("run_id", "../../../elsewhere"), ("checkpoint", "../step-00000001")])
+def test_the_pointer_leads_into_the_directory_of_the_checkpoints(
+    key: str, value: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.json"
+    RunPointer.to(checkpoint).write(path)
+    assert RunPointer.read(path) == RunPointer.to(checkpoint)
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    with pytest.raises(StageError, match=rf"run\.json is not valid \({key}: "):
+        RunPointer.read(path)
+
+
+def test_a_link_is_deleted_and_not_what_it_leads_to(checkpoint: Path, tmp_path: Path) -> None:
+    run = checkpoint.parent
+    checkpoint.rename(tmp_path / "elsewhere")
+    for name in ("step-00000001", "step-00000002.damaged"):
+        (run / name).symlink_to(tmp_path / "elsewhere")
+    (run / "step-00000003.tmp").write_text("a file")
+    retention.delete([run / "step-00000001", *retention.list_leftovers(run)])
+    assert not list(run.glob("step-*"))
+    assert (tmp_path / "elsewhere/manifest.json").is_file()
