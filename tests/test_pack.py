@@ -16,6 +16,7 @@ import distributed
 import numpy as np
 import psutil
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,6 +43,7 @@ from tests.corpus import (
     NOT_RECORDS,
     PARAMS,
     content_of,
+    extract_raw,
     organize_raw,
     put,
     put_numbered,
@@ -835,6 +837,37 @@ def test_conversations_need_a_template_that_dvc_watches() -> None:
     Path("models/templates/chat.jinja").write_text(CHATML)
     pack(PackParams(64, 1, chat_template="models/templates/chat.jinja"), PackRuntime(num_workers=1, reuse_gib=1))
     assert json.loads(Path("data/pack.json").read_text())["chat_template"] == CHATML
+
+
+def test_records_of_raw_files_become_trained_conversations() -> None:
+    make_chat_model(template=None)
+    path = Path("model/tokenizer_config.json")
+    path.write_text(json.dumps({"eos_token": SPELLING}))
+    model = ModelManifest.read()
+    dataclasses.replace(model, files={**model.files, path.name: FileEntry.of(path)}).write()
+    template = Path("models/templates/plain.jinja")
+    template.parent.mkdir(parents=True)
+    shutil.copy(REPO / template, template)
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    put({"chat/a.jsonl": json.dumps({"id": "x1", "conversations": turns}) + "\n", "notes.txt": "a note"})
+    pq.write_table(pa.table({"q": ["1+1?", "left out"], "a": ["2", None], "link": ["l", "l"]}), "data/raw/b.parquet")
+    rules = [
+        {"files": "chat/*", "format": "sharegpt"},
+        {"files": "*.parquet", "prompt": [{"role": "user", "content": "$.q"}],
+         "completion": [{"role": "assistant", "content": "$.a"}]},
+    ]  # fmt: skip
+    metrics = extract_raw(records=rules)
+    assert [rule["conversations"] for rule in metrics["rules"]] == [1, 1]
+    assert metrics["rules"][1]["left_out"] == {"no string at $.a": 1}
+    pack(PackParams(64, 0, chat_template=str(template)), PackRuntime(num_workers=1, reuse_gib=1))
+    found = [(text, trained) for text, trained in documents_of("train", 64) if trained]
+    assert sorted(found) == sorted(
+        [
+            (f"User: Hi\nAssistant: Hello{SPELLING}\n", f" Hello{SPELLING}"),
+            (f"User: 1+1?\nAssistant: 2{SPELLING}\n", f" 2{SPELLING}"),
+            (f"a note{SPELLING}", f"a note{SPELLING}"),
+        ]
+    )
 
 
 def test_templates_in_tokenizer_config_are_found() -> None:
