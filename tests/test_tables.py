@@ -215,12 +215,12 @@ def test_the_places_of_row_groups_are_those_that_pyarrow_gives(table: pa.Table, 
             [metadata.row_group(group).column(column) for column in range(metadata.num_columns)]
             for group in range(metadata.num_row_groups)
         ]
-        expected = [
+        expected = tuple(
             min(
                 place for column in group for place in (column.dictionary_page_offset, column.data_page_offset) if place
             )
             for group in columns
-        ]
+        )
         assert footer.row_groups(content[-8 - metadata.serialized_size : -8]) == expected
 
 

@@ -4,6 +4,7 @@ Not by pyarrow, which gives this place by place: where the size statistics of a 
 (26.0: an exception of C++ that Python's side does not declare).
 """
 
+from functools import lru_cache
 from typing import Any
 
 _TRUE, _FALSE, _BYTE, _INT16, _INT32, _INT64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
@@ -12,7 +13,8 @@ _FIXED = {_BYTE: 1, _DOUBLE: 8, 13: 16}  # bytes; 13: a UUID
 _ROW_GROUPS, _COLUMNS, _META_DATA, _DATA_PAGE, _DICTIONARY_PAGE = 4, 1, 3, 9, 11
 
 
-def row_groups(footer: bytes) -> list[int]:
+@lru_cache(maxsize=1)  # for all parts of a file
+def row_groups(footer: bytes) -> tuple[int, ...]:
     """The offset of the first page of each row group.
 
     Raises:
@@ -20,7 +22,7 @@ def row_groups(footer: bytes) -> list[int]:
     """
     try:
         groups = _Reader(footer).read_struct()[_ROW_GROUPS]
-        return [
+        return tuple(
             min(
                 place
                 for column in group[_COLUMNS]
@@ -28,7 +30,7 @@ def row_groups(footer: bytes) -> list[int]:
                 if place  # 0, where there is no dictionary
             )
             for group in groups
-        ]
+        )
     except (IndexError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError("its footer is damaged") from None
 

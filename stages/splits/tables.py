@@ -54,7 +54,7 @@ def find_units(path: Path, frame: bytes) -> list[int]:
     Raises:
         ValueError: it is damaged, or has dictionaries, which precede the record batches that need them.
     """
-    begin = row_groups(frame[:-8]) if path.name.lower().endswith(_PARQUET) else [*_record_batches(path)]
+    begin = row_groups(frame[:-8]) if path.name.lower().endswith(_PARQUET) else (*_record_batches(path),)
     if any(first >= second for first, second in zip([0, *begin], begin, strict=False)):
         raise ValueError("its units are not in order")
     return [0, *begin[1:]]
