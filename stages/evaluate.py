@@ -153,6 +153,8 @@ def evaluate(
         Request(
             model=str(directory),
             weights=[*lineage.weights],
+            initial=find_initial(model, lineage),
+            initial_weights=model.weights,
             layer_classes=model.layer_classes,
             eos_token_id=model.eos_token_id,
             eval_rows=lineage.params["eval_rows"],
@@ -167,6 +169,17 @@ def evaluate(
     evaluation = describe(measurements, data.validation, texts, lineage, course, stored_dtype(directory))
     check_export(evaluation, lineage.params)
     return evaluation
+
+
+def find_initial(model: ModelManifest, lineage: Lineage) -> str | None:
+    """The directory of the initial model; None: it had random weights, or is not on this machine."""
+    if not model.weights or lineage.params["initial_weights"] == "random":
+        return None
+    try:
+        return str(model.directory())
+    except StageError as error:
+        print(f"evaluate: no samples of the model before training: {error}")
+        return None
 
 
 def write(evaluation: Evaluation, params: EvaluateParams) -> None:

@@ -1,7 +1,9 @@
-"""Extract all text from the raw files: a row for each text file and for each string in JSON and YAML.
+"""Extract all text from the raw files: a row for each text file and each string in JSON, YAML and tables, or for each
+record, as the parameter `records` says.
 
 Reads    data/splits/ and the raw files, or parts of them, that it lists
-Writes   data/corpus/: a Hugging Face dataset with the column `text`, one Arrow file a split
+Writes   data/corpus/: a Hugging Face dataset with the column `text`, and `messages` where a rule makes conversations;
+         one Arrow file a split
          data/extract.json: counts, and the files or parts of files that could not be read, with position and reason
 Command  python -m stages.extract
 
@@ -12,14 +14,13 @@ twice").
 import codecs
 import dataclasses
 import gc
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, Field
 from tqdm import tqdm
@@ -31,9 +32,10 @@ from stages.base.names import printable
 from stages.base.origin import Origin
 from stages.base.params_file import load_params
 from stages.base.record import Record
+from stages.formats import rules
 from stages.formats.limits import LIMITS, Limits
+from stages.formats.rules import Rule, RuleCounts
 from stages.splits import manifests as splits
-from stages.splits import suffixes
 from stages.work import reuse, workers
 
 CORPUS = Path("data/corpus")
@@ -82,6 +84,16 @@ class ExtractParams:
     """The directory of raw files, relative to the root of the project, or absolute."""
     deduplicate_strings: bool
     """Of equal strings only the first is kept, in the order of the splits and their rows."""
+    records: list[Rule] | None
+    """The first rule that fits the path of a file decides what its records become; without one each string is a row."""
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """Of the corpus. The rules decide, not the records, so that all splits have the same."""
+        from stages.work import arrow
+
+        makes_conversations = any(rule.makes_conversations for rule in self.records or ())
+        return arrow.WITH_CONVERSATIONS if makes_conversations else arrow.TEXT
 
 
 @dataclass(frozen=True)
@@ -135,6 +147,7 @@ class Metrics(Record):
     rejected: dict[str, int]
     """Files or records, by reason."""
     rejections: list[Rejection]
+    rules: list[RuleCounts]
     source: str
     """SHA-256 of data/splits/summary.json."""
     fingerprint: str
@@ -165,31 +178,49 @@ class SplitResult:
 
     shard: Shard
     counts: Counter[str]
-    """`rejected` and a reason, for each reason; the strings by length; otherwise named as in `Metrics`."""
+    """`rejected` and a reason, for each reason; those of a rule after its index; the strings by length; otherwise named
+    as in `Metrics`."""
     rejected: list[RejectedFile]
     changed: list[str]
     """Files that are not those that were organized. If there are any, the result is not used, and not stored."""
+    unfit: list[RejectedFile]
+    """Files, or parts, with records of which a rule makes no row."""
+    fit: list[str]
+    """Paths of files that were cut, and of which a rule makes a row here."""
+    advice: Counter[str]
+    """Rules that would make conversations of files without a rule: how many files."""
     is_reused: bool = False
 
 
 def main() -> None:
     """Run the stage."""
-    command.parser(__doc__).parse_args()
+    parser = command.parser(__doc__)
+    parser.add_argument("--preview", metavar="FILE", help="show the first rows of a raw file, and write nothing")
+    file = parser.parse_args().preview
+    params = load_params(ExtractParams)
+    if file is not None:
+        from stages.formats.preview import preview
+
+        print(preview(Path(file), params.raw_dir, params.records, params.fallback_encoding, params.min_chars))
+        return
     with publish.lock(CORPUS):
-        print(extract(load_params(ExtractParams), load_params(ExtractRuntime, "runtime")))
+        print(extract(params, load_params(ExtractRuntime, "runtime")))
 
 
 def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIMITS) -> str:
     """Write the corpus and the metrics; return a line that describes them.
 
     Raises:
-        StageError: files changed after `organize`, or too many cannot be read. All files are tried before.
+        StageError: a rule fits no file; files changed after `organize`, or too many cannot be read. All files are tried
+            before.
     """
     from stages.formats import lengths
     from stages.work import arrow
 
     summary = splits.read_summary(splits.SPLITS)
     parts = summary.splits
+    if params.records:
+        rules.check_files(params.records, find_paths(parts))
     store = reuse.Store(reuse.root(), SplitResult)
     # With the versions of packages, unlike run_id: another parser may read other text, and a split costs only minutes.
     code_digest = code.digest_with_packages("stages.extract")
@@ -221,21 +252,49 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         if params.deduplicate_strings:
             targets = [directory / name for name in shard_names]
             shards = deduplicate(tasks, shards, targets, runtime, counts)
-        rejected = join_parts(chain.from_iterable(result.rejected for result in results), limits.num_listed)
+        unfit = find_unfit(results)
+        counts.update("rejected no record fits" for _ in unfit)
+        all_rejected = [*chain.from_iterable(result.rejected for result in results), *unfit]
+        rejected = join_parts(all_rejected, limits.num_listed)
         counts["rejected_files"] = len({entry.path for entry in rejected})
         # Before the error, which refers the user to this file for all rejections.
         sourced = [shard._replace(source=summary.source(index)) for index, shard in enumerate(shards)]
-        dataset = Dataset(arrow.TEXT, sourced)
+        dataset = Dataset(params.features, sourced)
         metrics(params, counts, rejected, dataset.fingerprint).write(METRICS)
         if counts["rejected_files"] > params.max_rejected_files:
             raise StageError(*too_many(counts["rejected_files"], rejected, params.max_rejected_files))
         dataset.write(directory)
+    if advice := sum((result.advice for result in results), Counter()):
+        print(describe_advice(advice))
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     return (
         f"extract: {counts['strings']} strings{lengths.describe(counts)}, {counts['characters'] / 1e6:.1f} M "
         f"characters, from {counts['files']} files; {counts['rejected_files']} rejected (see {METRICS}); "
         f"{sum(result.is_reused for result in results)} of {len(results)} splits reused"
+    )
+
+
+def find_paths(parts: Iterable[splits.Split]) -> list[str]:
+    """The files of all splits, printable, each once."""
+    files = chain.from_iterable(splits.read_manifest(splits.SPLITS / part.manifest, part.digest) for part in parts)
+    return sorted({printable(file.path) for file in files})
+
+
+def find_unfit(results: Iterable[SplitResult]) -> list[RejectedFile]:
+    """The files of which a rule makes no row, each once."""
+    fit = {path for result in results for path in result.fit}
+    by_path = {file.place[0]: file for result in results for file in result.unfit if file.place[0] not in fit}
+    return [*by_path.values()]
+
+
+def describe_advice(advice: Counter[str]) -> str:
+    """What to tell about files that have conversations, but no rule."""
+    (rule, _), *others = advice.most_common()
+    return (
+        f"extract: {advice.total()} files look like conversations, and each of their strings is a document now, roles "
+        f"and ids too. For conversations, write this in params.yaml:\n  records:\n  - {rule}"
+        + "".join(f"\n  - {other}" for other, _ in others[:NUM_PRINTED])
     )
 
 
@@ -257,7 +316,8 @@ def deduplicate(
     # In the stage, not by workers: what occurs first depends on all splits.
     flags = duplicates.find(digests, [shard.rows for shard in shards], num_at_once)
     filters = [
-        duplicates.Filter(source, target, flag) for source, target, flag in zip(sources, targets, flags, strict=True)
+        duplicates.Filter(source, target, flag, tasks[0].params.features)
+        for source, target, flag in zip(sources, targets, flags, strict=True)
     ]
     filtered = list(workers.ordered_map(duplicates.drop, filters, runtime, num_bytes=num_bytes))
     for path in chain(sources, *digests):  # `publish.directory` publishes whatever is in the directory
@@ -277,6 +337,7 @@ def key(manifest_digest: str, params: ExtractParams, limits: Limits, code_digest
     strings are dropped afterwards, as that depends on all splits.
     """
     decisive = {name: getattr(params, name) for name in ("fallback_encoding", "min_chars")}
+    decisive["records"] = [dataclasses.asdict(rule) for rule in params.records or ()]
     return publish.sha256_json(["extract", manifest_digest, decisive, dataclasses.asdict(limits), code_digest])
 
 
@@ -309,14 +370,18 @@ def extract_split(task: SplitTask) -> SplitResult:
 
 def read_split(task: SplitTask) -> SplitResult:
     """Write the shard of one split from its raw files."""
-    from stages.formats import json_values, lengths
-    from stages.formats.readers import READERS
-    from stages.formats.source import Changed, Rejected, Source
+    from stages.formats import json_values, lengths, readers
+    from stages.formats.advice import find_advice
+    from stages.formats.records import Records
+    from stages.formats.source import Changed, Rejected
     from stages.formats.writer import TextWriter
     from stages.work import arrow
 
     counts: Counter[str] = Counter()
+    advice: Counter[str] = Counter()
     rejected: list[RejectedFile] = []
+    unfit: list[RejectedFile] = []
+    fit: list[str] = []
     changed: list[str] = []
     path = ""  # printable, of the current file
     rejections: list[Rejection] = []  # of the current file, or part
@@ -328,32 +393,40 @@ def read_split(task: SplitTask) -> SplitResult:
 
     json_values.fill_array_cache()  # before the first large array (see there)
     params = task.params
-    with without_collector(), arrow.StreamWriter(task.shard, arrow.TEXT) as stream:
+    with without_collector(), arrow.StreamWriter(task.shard, params.features) as stream:
         writer = TextWriter(stream, params.min_chars, report, task.limits)
         for file in splits.read_manifest(task.manifest, task.digest):
             rejections = []
             path = printable(file.path)
-            found = suffixes.find(file.path)
-            assert found, "organize lists no other files"
-            format, compression = found
             offset = file.part.start if file.part else 0
             counts["files"] += offset == 0  # each file once, with its first part
-            raw = os.path.join(params.raw_dir, file.path)
+            index, rule = rules.find(params.records, path) or (None, None)
+            records = None if rule is None else Records(rule, writer, params.min_chars, task.limits)
             try:
-                with Source(raw, compression, file.digest, params.fallback_encoding, task.limits, file.part) as source:
+                with readers.open_source(params.raw_dir, file, params.fallback_encoding, task.limits) as source:
                     counts["fallback_encoded_files"] += source.used_fallback
-                    READERS[format](source, writer)
+                    readers.read(path, source, writer, records)
+                    if records is None and offset == 0:
+                        advice.update(find_advice(path, source.begin))
             except Rejected as reason:
                 writer.reject(reason)
             except Changed:  # continue: one run finds all files that changed
                 changed.append(path)
+            if records:
+                counts.update({f"rule {index} {name}": count for name, count in records.counts.items()})
+                counts[f"rule {index} files"] += offset == 0
+                if problem := records.problem():
+                    rejection = Rejection(path, None, "no record fits", f"records.{index}: {problem}")
+                    unfit.append(RejectedFile((path, offset), [rejection]))
+                elif file.part and records.num_rows:
+                    fit.append(path)
             if rejections:
                 rejected.append(RejectedFile((path, offset), rejections))
         shard = writer.close()
     counts += lengths.count_shard(task.shard)
     # |= keeps the larger of two counts, and these names have none yet.
     counts |= Counter(records=writer.records, strings=shard.rows, characters=writer.characters)
-    return SplitResult(shard, counts, rejected, changed)
+    return SplitResult(shard, counts, rejected, changed, unfit, fit, advice)
 
 
 @contextmanager
@@ -385,8 +458,6 @@ def metrics(params: ExtractParams, counts: Counter[str], rejected: list[Rejectio
     """The content of `data/extract.json`."""
     from stages.formats import lengths
 
-    prefix = "rejected "
-    by_reason = {name.removeprefix(prefix): counts[name] for name in sorted(counts) if name.startswith(prefix)}
     return Metrics(
         files=counts["files"],
         fallback_encoded_files=counts["fallback_encoded_files"],
@@ -397,12 +468,20 @@ def metrics(params: ExtractParams, counts: Counter[str], rejected: list[Rejectio
         characters=counts["characters"],
         median_characters=lengths.median(counts),
         short_strings=lengths.num_short(counts),
-        rejected=by_reason,
+        rejected=_starting_with("rejected ", counts),
         rejections=rejected,
+        rules=[
+            RuleCounts.of(rule, _starting_with(f"rule {index} ", counts))
+            for index, rule in enumerate(params.records or ())
+        ],
         source=publish.sha256_file(splits.SPLITS / splits.SUMMARY),
         fingerprint=fingerprint,
         origin=Origin.of("stages.extract", params),
     )
+
+
+def _starting_with(prefix: str, counts: Counter[str]) -> dict[str, int]:
+    return {name.removeprefix(prefix): counts[name] for name in sorted(counts) if name.startswith(prefix)}
 
 
 def too_many(number: int, rejected: list[Rejection], limit: int) -> list[str]:

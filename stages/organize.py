@@ -1,6 +1,7 @@
-"""Divide the raw files into splits of equal count; large JSON Lines files are cut into parts.
+"""Divide the raw files into splits of equal count; large JSON Lines files and tables are cut into parts.
 
-Reads    raw_dir: .txt .md .csv .json .jsonl .ndjson .yaml .yml, each also as .gz and .zst, in directories of any depth
+Reads    raw_dir: .txt .md .csv .tsv .json .jsonl .ndjson .yaml .yml, each also as .gz and .zst; .parquet .arrow
+         .feather; in directories of any depth
 Writes   data/splits/split_00.jsonl ...: a line a file, or part of one, with its path, size in bytes and SHA-256
          data/splits/summary.json: counts, and which files were passed over and why
 Command  python -m stages.organize
@@ -24,7 +25,7 @@ from stages.base.errors import StageError
 from stages.base.names import is_inside, is_utf8, printable
 from stages.base.origin import Origin
 from stages.base.params_file import load_params
-from stages.splits import assignment, parts, suffixes, tree
+from stages.splits import assignment, parts, suffixes, tables, tree
 from stages.splits import manifests as splits
 from stages.work import workers
 
@@ -85,6 +86,9 @@ def organize(
     root = find_root(params.raw_dir)
     check_sources(root, params.sources or [])
     paths, passed_over = tree.walk(root, lambda name: suffixes.find(name) is not None)
+    if metadata := tables.find_metadata(paths):
+        paths = [path for path in paths if path not in metadata]
+        passed_over += [splits.PassedOver(path, "about the data set of its directory") for path in metadata]
     if params.sources:
         passed_over += [splits.PassedOver(path, IN_NO_SOURCE) for path in paths if not source_of(path, params.sources)]
         paths = [path for path in paths if source_of(path, params.sources)]
@@ -208,13 +212,13 @@ def path_of(file: File) -> str:
 
 def find_large(root: Path, paths: Sequence[str], num_splits: int, smallest_part: int) -> tuple[int, dict[str, int]]:
     """The size of parts, in bytes, and the sizes of the files that are larger and may be cut, by their paths."""
-    lines = {path for path in paths if path.lower().endswith(suffixes.LINES)}
-    if not lines:
+    divisible = {path for path in paths if path.lower().endswith(suffixes.DIVISIBLE)}
+    if not divisible:
         return smallest_part, {}  # a million files are spared the next line
     sizes = {path: tree.size(os.path.join(root, path)) for path in paths}
     # Of the bytes of all files: what is small beside the others need not be cut.
     part_size = parts.size_of(sum(sizes.values()), num_splits, smallest_part)
-    return part_size, {path: size for path, size in sizes.items() if path in lines and size > part_size}
+    return part_size, {path: size for path, size in sizes.items() if path in divisible and size > part_size}
 
 
 def cut_all(
@@ -226,7 +230,8 @@ def cut_all(
 ) -> dict[str, File]:
     """The parts of each file that is cut, given the sizes in bytes of those that may be.
 
-    A file that is not UTF-8 is not cut: its encoding depends on all of its bytes, so no part can be read alone.
+    A file that is not UTF-8 is not cut: its encoding depends on all of its bytes, so no part can be read alone. Nor is
+    a table that is damaged.
     """
     tasks = {path: parts.tasks(root / path, size, part_size) for path, size in large.items()}
     cut: dict[str, File] = {}
@@ -235,7 +240,7 @@ def cut_all(
     with closing(measuring) as results:
         for path in tasks:
             measured = [next(results) for _ in tasks[path]]
-            found = [part for part in measured if part and part.start < part.end]
+            found = [part for several in measured for part in several or () if part.start < part.end]
             if None not in measured and len(found) > 1:  # otherwise `measure_all` finds out what it is
                 cut[path] = parts.join(path, found)
                 progress.update()

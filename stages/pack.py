@@ -63,8 +63,6 @@ class PackParams:
     """Tokens of a row. The limit is far above that of any model; all of a row is in memory (64 MiB)."""
     validation_splits: Annotated[int, Field(ge=0)]
     """Splits, the last ones of each source, that are held out of training."""
-    validation_fraction: Annotated[float, Field(gt=0, le=0.5)] | None = None
-    """Of the documents, by a digest of their content: these are held out instead of entire splits."""
     fast_encoder: bool = True
     """Encode with stages/tokenizing/fast_tokenizer.py, where that gives the same tokens."""
     chat_template: str | None = None
@@ -73,6 +71,8 @@ class PackParams:
     """Which tokens of a conversation are trained."""
     too_long: encoding.TooLong = "drop"
     """What becomes of a conversation that is longer than a row."""
+    validation_fraction: Annotated[float, Field(gt=0, le=0.5)] | None = None
+    """Of the documents, by a digest of their content: these are held out instead of entire splits."""
 
     def check_splits(self, num_splits: int) -> None:
         """Check that there are splits to train on.
@@ -347,9 +347,9 @@ def read_corpus(params: PackParams) -> tuple[list[Part], bool]:
         if (TRAIN.name, source) not in has_text:
             raise StageError(
                 f"there is no text{of_source} to train on: all of it is in {held_out}, which are held out. Add raw "
-                "files; or write the text as JSON Lines: only .jsonl and .ndjson are cut into parts for several "
-                'splits, if they are large, not compressed and in UTF-8 (docs/data.md, "How files become splits"); or '
-                "lower validation_splits (0: training without validation); or hold out documents by "
+                "files; or write the text as JSON Lines or Parquet: only .jsonl, .ndjson and tables are cut into parts "
+                'for several splits, if they are large, not compressed and in UTF-8 (docs/data.md, "How files become '
+                'splits"); or lower validation_splits (0: training without validation); or hold out documents by '
                 "validation_fraction"
             )
         if params.validation_splits and (VALIDATION.name, source) not in has_text:

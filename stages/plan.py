@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar
 
 import pyarrow as pa
 from pydantic import Field, PositiveInt
@@ -73,7 +73,8 @@ class PlanParams:
     """Tokens per row."""
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True)
+class Source:
     """Of the rows to train on."""
 
     rows: int

@@ -1,14 +1,19 @@
 """Raw files, the corpus made of them, and the processes that make it: for the tests of the data stages."""
 
 import dataclasses
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import yaml
+from pydantic import TypeAdapter
 
-from stages.extract import ExtractParams
+from stages.extract import ExtractParams, ExtractRuntime, extract
+from stages.formats.limits import LIMITS, Limits
+from stages.formats.rules import Rule
 from stages.organize import OrganizeParams, OrganizeRuntime, organize
 from stages.work.workers import Runtime
 from tests.project import wait_for
@@ -26,6 +31,7 @@ PARAMS = ExtractParams(
     min_chars=1,
     raw_dir="data/raw",
     deduplicate_strings=False,
+    records=None,
 )
 
 
@@ -57,6 +63,33 @@ def organize_raw(num_splits: int, raw_dir: str = PARAMS.raw_dir, **runtime: Any)
     """Assign the raw files to splits."""
     params = OrganizeParams(num_splits=num_splits, raw_dir=raw_dir, deduplicate_files=False)
     organize(params, OrganizeRuntime(**{"num_workers": 1, **runtime}))
+
+
+def extract_raw(num_splits: int = 1, num_workers: int = 1, limits: Limits = LIMITS, **params: Any) -> dict[str, Any]:
+    """Organize and extract; `records` are rules as in params.yaml. Return `data/extract.json`."""
+    organize_raw(num_splits)
+    params["records"] = TypeAdapter(list[Rule] | None).validate_python(params.get("records"))
+    runtime = with_processes(ExtractRuntime(num_workers=num_workers, reuse_gib=1))
+    extract(dataclasses.replace(PARAMS, **params), runtime, limits)
+    metrics: dict[str, Any] = json.loads(Path("data/extract.json").read_text())
+    return metrics
+
+
+def extract_file(name: str, content: str | bytes, *rules: dict[str, Any], **params: Any) -> list[Any]:
+    """The rows of a corpus of one file: documents as strings, conversations as dictionaries."""
+    shutil.rmtree("data", ignore_errors=True)
+    put({name: content})
+    extract_raw(records=list(rules) or None, **params)
+    return read_rows()
+
+
+def read_rows() -> list[Any]:
+    """The rows of the corpus: documents as strings, conversations as dictionaries."""
+    import datasets
+
+    rows = datasets.load_from_disk(str(CORPUS)).to_list()
+    assert all((row["text"] is None) != (row.get("messages") is None) for row in rows)
+    return [json.loads(row["messages"]) if row["text"] is None else row["text"] for row in rows]
 
 
 def write_params_of_extract(num_workers: int) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import zstandard
 
 from stages.formats.limits import LIMITS, Limits
+from stages.formats.rules import Rule
 
 MIB = 1 << 20
 Pieces = Iterator[bytes]
@@ -34,13 +35,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deduplicate_strings": {"deduplicate_strings": True},
     "min_chars": {"min_chars": 3},
     "no_fallback": {"fallback_encoding": None},
+    "records": {"records": [Rule(files="**", text="$")]},
+    "whole": {"records": [Rule(files="**", each="$", messages=[{"role": "user", "content": "$..*"}])]},
 }
 """Parameters of `extract` that differ from `PARAMS`."""
 
 
 def limits_of(unit: int) -> Limits:
     """The limits of the stage, in which a MiB is only `unit` bytes."""
-    names = ("chunk", "largest_held", "batch", "digests", "longest_string")
+    names = (
+        *("chunk", "largest_held", "batch", "digests", "longest_string", "longest_record", "most_values", "table"),
+    )
     values = {name: getattr(LIMITS, name) * unit // MIB for name in names}
     values["longest_text"] = (LIMITS.longest_text + 1) * unit // MIB - 1
     return replace(LIMITS, **values)
@@ -96,6 +101,32 @@ def sparse(size: int) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         with path.open("wb") as file:
             file.truncate(size)
+
+    return write
+
+
+def table(num_rows: int, size: int, **options: Any) -> Callable[[Path], None]:
+    """A table of equal texts of so many bytes in one row group or record batch."""
+
+    def write(path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if child := os.fork():  # the memory of the writer does not count
+            assert os.waitpid(child, 0)[1] == 0
+            return
+        text = "a" * size
+        if "dictionary_pagesize_limit" in options:
+            indices = pa.repeat(pa.scalar(0, pa.int32()), num_rows)
+            rows = pa.table({"text": pa.DictionaryArray.from_arrays(indices, pa.array([text]))})
+        else:
+            rows = pa.table({"text": pa.repeat(text, num_rows) if num_rows > 1 else pa.array([text])})
+        if path.suffix == ".parquet":
+            pq.write_table(rows, path, row_group_size=num_rows, compression="zstd", **options)
+        else:
+            with pa.ipc.new_stream(path, rows.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+                writer.write_table(rows)
+        os._exit(0)
 
     return write
 
@@ -191,6 +222,18 @@ HOSTILE: dict[str, File] = {
     "long_keys.yaml": lambda unit: itertools.chain(
         *(fill(unit // 20, b"{? ", b"k", b" : ") for _ in range(900)), [b"a" + b"}" * 900]
     ),
+    # Tables.
+    "row_group.parquet": lambda unit: table(unit, 1000),
+    "page.parquet": lambda unit: table(
+        1, 1000 * unit, use_dictionary=False, data_page_size=1 << 31, write_statistics=False
+    ),
+    "dictionary.parquet": lambda unit: table(50, 10 * unit, dictionary_pagesize_limit=1 << 30),
+    "batch.arrow": lambda unit: table(600 * unit // 1000, 1000),
+    "bomb.arrow": lambda unit: table(1, 1000 * unit, compression="zstd"),
+    # Rows.
+    "long_row.csv": lambda unit: fill(84 * unit, b"a,b\n", b"c"),
+    "many_columns.tsv": lambda unit: fill(84 * unit, b"a", b"\tb"),
+    "open_quote.csv": lambda unit: fill(84 * unit, b'a\n"', b"b\n"),
     # Compressed files.
     "bomb.txt.gz": lambda unit: gzipped(fill(1000 * unit, b"", b"a")),
     # JSON, which libyaml refuses.

@@ -1321,9 +1321,9 @@ def test_trap_24_the_disk_has_each_shard_once(monkeypatch: pytest.MonkeyPatch) -
 
     write = arrow.StreamWriter.write
 
-    def spy(self: arrow.StreamWriter, column: Any) -> None:
+    def spy(self: arrow.StreamWriter, *columns: Any) -> None:
         nonlocal most
-        write(self, column)
+        write(self, *columns)
         most = max(most, used())
 
     monkeypatch.setattr(arrow.StreamWriter, "write", spy)

@@ -16,7 +16,7 @@ QUICK = (
     "line_feeds.json", "open_string.json", "documents.json", "short_strings.json", "not_a_number.json",
     "large_line_feeds.json", "large_emoji_and_ascii.json", "large_brackets.json", "long_key.json",
     "one_line_of_escapes.jsonl", "short_lines.jsonl", "longest.txt", "large_cp1252.txt", "long_key_of_many.yaml",
-    "reread.yaml", "bomb.yaml.gz", "window.jsonl.zst",
+    "reread.yaml", "bomb.yaml.gz", "window.jsonl.zst", "row_group.parquet", "page.parquet", "bomb.arrow",
 )  # fmt: skip
 """Files of `HOSTILE` that needed more, or need the most, and that are read fast."""
 

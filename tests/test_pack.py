@@ -16,6 +16,7 @@ import distributed
 import numpy as np
 import psutil
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,6 +44,7 @@ from tests.corpus import (
     NOT_RECORDS,
     PARAMS,
     content_of,
+    extract_raw,
     organize_raw,
     put,
     put_numbered,
@@ -379,7 +381,8 @@ def test_unknown_tokens_and_dropped_characters_are_counted() -> None:
     metrics = run(seq_length=2)
     assert metrics["train"] == {
         "documents": 1, "characters": 7, "bytes": 7, "tokens": 5, "rows": 2, "characters_per_token": 1.75,
-        "unknown_share": 0.5, "dropped_characters": 0, "conversations": None,
+        "unknown_share": 0.5, "dropped_characters": 0, "duplicates": 0,
+        "conversations": None,
     }  # fmt: skip
     assert metrics["validation"]["unknown_share"] == 0
     vocab = {token: index for index, token in enumerate(["</s>", *"abĠ"])}  # some bytes, no unknown token
@@ -588,7 +591,7 @@ def test_trap_28_tokens_that_are_not_those_of_the_encoder_are_not_stored(
         return encoded
 
     monkeypatch.setattr(packing, "encode", encode_damaged)
-    with pytest.raises(StageError, match=r"split-0-.* is damaged .*: check the disk"):
+    with pytest.raises(StageError, match=r"train-data-00000-.* is damaged .*: check the disk"):
         encode()
     assert not Path("data/.reuse").exists()
 
@@ -802,6 +805,37 @@ def test_conversations_need_a_template_that_dvc_watches() -> None:
     Path("models/templates/chat.jinja").write_text(CHATML)
     pack(PackParams(64, 1, chat_template="models/templates/chat.jinja"), PackRuntime(num_workers=1, reuse_gib=1))
     assert json.loads(Path("data/pack.json").read_text())["chat_template"] == CHATML
+
+
+def test_records_of_raw_files_become_trained_conversations() -> None:
+    make_chat_model(template=None)
+    path = Path("model/tokenizer_config.json")
+    path.write_text(json.dumps({"eos_token": SPELLING}))
+    model = ModelManifest.read()
+    dataclasses.replace(model, files={**model.files, path.name: FileEntry.of(path)}).write()
+    template = Path("models/templates/plain.jinja")
+    template.parent.mkdir(parents=True)
+    shutil.copy(REPO / template, template)
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    put({"chat/a.jsonl": json.dumps({"id": "x1", "conversations": turns}) + "\n", "notes.txt": "a note"})
+    pq.write_table(pa.table({"q": ["1+1?", "left out"], "a": ["2", None], "link": ["l", "l"]}), "data/raw/b.parquet")
+    rules = [
+        {"files": "chat/*", "format": "sharegpt"},
+        {"files": "*.parquet", "prompt": [{"role": "user", "content": "$.q"}],
+         "completion": [{"role": "assistant", "content": "$.a"}]},
+    ]  # fmt: skip
+    metrics = extract_raw(records=rules)
+    assert [rule["conversations"] for rule in metrics["rules"]] == [1, 1]
+    assert metrics["rules"][1]["left_out"] == {"no string at $.a": 1}
+    pack(PackParams(64, 0, chat_template=str(template)), PackRuntime(num_workers=1, reuse_gib=1))
+    found = [(text, trained) for text, trained in documents_of("train", 64) if trained]
+    assert sorted(found) == sorted(
+        [
+            (f"User: Hi\nAssistant: Hello{SPELLING}\n", f" Hello{SPELLING}"),
+            (f"User: 1+1?\nAssistant: 2{SPELLING}\n", f" 2{SPELLING}"),
+            (f"a note{SPELLING}", f"a note{SPELLING}"),
+        ]
+    )
 
 
 def test_templates_in_tokenizer_config_are_found() -> None:

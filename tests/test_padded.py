@@ -185,10 +185,14 @@ def test_all_ranks_make_as_many_passes_over_the_same_rows(
         batches, numbers = [], set()
         for rank in range(world_size):
             monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
-            own = loader.step_batches(3).batches if directory == TRAIN else [*loader.validation_batches()]
+            own = (
+                loader.step_batches(3).batches
+                if directory == TRAIN
+                else [batch for _, batch in loader.validation_batches()]
+            )
             numbers.add(len(own))
             batches += own
-        indices = loader._step_rows(3) if directory == TRAIN else loader.validation_rows
+        indices = loader.order.step(3) if directory == TRAIN else loader.validation_rows[""]
         expected = predictions(make_batch(torch.from_numpy(rows.rows(indices)), 0, document_mask=True))
         assert sorted(itertools.chain(*map(predictions, batches))) == expected
         assert len(numbers) == 1

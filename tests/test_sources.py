@@ -1,6 +1,9 @@
 """Sources, and documents that are held out by their content: from raw files to a model."""
 
 import json
+import math
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +12,19 @@ import pytest
 import yaml
 
 from stages.base.errors import StageError
+from stages.base.history import HISTORY, of_source, read
 from stages.base.packed import METRICS, TRAIN, VALIDATION, PackMetrics
 from stages.base.params_file import load_params
+from stages.checkpointing.layout import step_name
 from stages.extract import ExtractRuntime, extract
 from stages.forward.rows import TokenRows
 from stages.organize import OrganizeParams, OrganizeRuntime, organize
 from stages.pack import PackParams, PackRuntime, pack
 from tests.byte_model import EOS, byte_tokenizer, make_model
 from tests.corpus import PARAMS, put
+from tests.project import LAUNCH, Project, make_pipeline
+from tests.ranks import Ranks
+from tests.trainings import result
 
 TEXTS = {
     **{f"web/{number}.txt": f"web {number} " * 5 for number in range(12)},
@@ -138,3 +146,60 @@ def test_a_fraction_that_is_none_is_refused(number: float) -> None:
 
     with pytest.raises(StageError, match="validation_fraction"):
         load_params(PackParams)
+
+
+@pytest.mark.slow
+def test_two_folders_and_one_of_conversations_are_trained_on_by_their_shares(tmp_path: Path, ranks: Ranks) -> None:
+    """On two ranks, killed and resumed: the same bits, with the loss of each source."""
+    project = Project(tmp_path / "project")
+    make_pipeline(project)
+    shutil.rmtree(project / "data/raw")
+    (project / "data/raw/chat").mkdir(parents=True)
+    for name in ("web", "code"):
+        (project / f"data/raw/{name}").mkdir()
+        for number in range(40):
+            (project / f"data/raw/{name}/{number}.txt").write_text(f"The {name} of number {number} says it. " * 9)
+    chats = [
+        {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is {n}."}]}
+        for n in range(200)
+    ]
+    (project / "data/raw/chat/all.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    project.set(
+        sources=["web", "code", "chat"], records=[{"files": "chat/*.jsonl", "messages": "$.messages"}],
+        chat_template="models/templates/plain.jinja", validation_fraction=0.2, max_steps=12, num_epochs=9,
+        mixture={"web": 0.5, "code": 0.2, "chat": 0.3},
+    )  # fmt: skip
+    project.run("git", "init", "-q")
+    output = project.run("dvc", "repro", "plan")
+    assert re.search(r"web +50\.0% of each step", output), output
+    plan = project.json("outputs/plan.json")
+    used = {name: source["trained_tokens"] / plan["tokens"] for name, source in plan["sources"].items()}
+    assert all(abs(used[name] - share) < 0.02 for name, share in {"web": 0.5, "code": 0.2, "chat": 0.3}.items())
+    project.set(max_repeats={"chat": 0.1})
+    assert "max_repeats: chat is used" in project.run("python", "-m", "stages.plan", status=2)
+    project.set(max_repeats=None)
+
+    killed = project.copy(tmp_path / "killed")
+    ranks.run(project)
+    ranks.run(killed, "kill rank 1 at step 7", status=-9)
+    assert "resuming from step" in ranks.run(killed)
+    assert result(killed) == result(project)
+    table = read(project.checkpoints() / step_name(12) / HISTORY)
+    last = {name: value for name, value in table[-1].items() if name.startswith("validation_loss")}
+    assert [*last] == ["validation_loss", *map(of_source, ("web", "code", "chat"))]
+    assert all(value and math.isfinite(value) for value in last.values())
+
+    # Other shares run no data stage, and the run is another one.
+    before = project.json("data/pack.json")
+    project.set(mixture={"web": 1, "chat": 1})
+    status = project.run("dvc", "status", "pack", "extract", "organize")
+    assert "mixture" not in status and "changed" not in status, status
+    assert "starts at step 0" in project.run(*LAUNCH, "--explain")
+    # And the rest of the pipeline, on the result of the first.
+    project.set(mixture={"web": 0.5, "code": 0.2, "chat": 0.3})
+    project.run("dvc", "repro", timeout=600)
+    assert project.json("data/pack.json") == before
+    evaluation = project.json("outputs/evaluation.json")
+    assert [*evaluation["sources"]] == ["web", "code", "chat"]
+    assert "<h2>Sources</h2>" in (project / "outputs/report/report.html").read_text()
+    assert (project / "outputs/report/loss_by_source.svg").exists()

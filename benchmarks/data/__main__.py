@@ -1,10 +1,12 @@
 """Time, memory and disk use of the data stages, compared with the plain recipe and with parsing or encoding alone.
 
-    python -m benchmarks.data                            JSON, YAML, text, pack and flat memory, 1 and 2 processes
+    python -m benchmarks.data                            JSON, YAML, text, pack, records, memory; 1 and 2 processes
     python -m benchmarks.data --only json pack           some of these
     python -m benchmarks.data --only pack --tokenizer MODEL/tokenizer.json
     python -m benchmarks.data --million-files 1000000    only organize, on so many small files
     python -m benchmarks.data --noop 100000              `dvc repro` with nothing to do, compared with bare DVC
+
+records: the text of each record of one file, compared with `load_dataset` and `map`; (c) is `extract` without the rule.
 
 The JSON is botocore's service descriptions (`pip install .[bench]`, or a directory passed as --botocore), the YAML is
 the same documents dumped as YAML, the text is the sources and notes of the installed Python packages. A corpus smaller
@@ -20,13 +22,13 @@ from pathlib import Path
 
 from benchmarks import REPO
 from benchmarks.data.ceilings import ceiling_json, ceiling_pack, ceiling_text, ceiling_yaml
-from benchmarks.data.corpora import make_json, make_text, make_yaml
+from benchmarks.data.corpora import make_json, make_records, make_text, make_yaml
 from benchmarks.data.many_files import time_noop, time_organize
-from benchmarks.data.recipes import recipe_json, recipe_pack, recipe_text, recipe_yaml
-from benchmarks.data.stage_runs import make_pack_project, run_extract, run_pack
+from benchmarks.data.recipes import recipe_json, recipe_pack, recipe_records, recipe_text, recipe_yaml
+from benchmarks.data.stage_runs import make_pack_project, run_extract, run_extract_records, run_pack
 from benchmarks.data.tables import compare, compare_memory
 
-KINDS = ("json", "yaml", "text", "pack", "memory")
+KINDS = ("json", "yaml", "text", "pack", "records", "memory")
 
 
 def main() -> None:
@@ -63,7 +65,7 @@ def compare_all(work: Path, args: argparse.Namespace) -> None:
         make_json(json, args.megabytes, args.botocore)
     if "yaml" in kinds:
         make_yaml(yaml, args.megabytes, json)
-    if {"text", "pack"} & kinds:
+    if {"text", "pack", "records"} & kinds:
         make_text(text, args.megabytes)
     if "json" in kinds:
         compare("JSON", json, recipe_json, run_extract, ceiling_json)
@@ -75,6 +77,12 @@ def compare_all(work: Path, args: argparse.Namespace) -> None:
         for corpus in (text, json):
             project = make_pack_project(work, corpus, args.tokenizer)
             compare(f"pack, {corpus.name}", project, recipe_pack, run_pack, ceiling_pack)
+    if "records" in kinds:  # the last column compares with `extract` without the rule
+        for suffix in (".jsonl", ".parquet"):
+            corpus = work / f"records{suffix}"
+            corpus.mkdir()
+            make_records(corpus, args.megabytes, text, suffix)
+            compare(f"records, {suffix}", corpus, recipe_records, run_extract_records, run_extract)
     if "memory" in kinds:
         compare_memory(work, json)
 

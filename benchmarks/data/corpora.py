@@ -2,12 +2,14 @@
 
 import gzip
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
 import shutil
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -65,6 +67,29 @@ def make_text(target: Path, megabytes: int) -> None:
             shutil.copyfile(path, target / f"{number}.txt")
             num_bytes += path.stat().st_size
     _complete(target, megabytes)
+
+
+def make_records(target: Path, megabytes: int, texts: Path, suffix: str) -> None:
+    """Write records with pieces of the text corpus and some other fields, as one file of JSON Lines or Parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows: list[dict[str, Any]] = []
+    num_characters = 0
+    for path in itertools.cycle(files_in(texts)):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for start in range(0, len(text), 3000):
+            number = len(rows)
+            url, meta = f"https://example.org/{number}", {"language": "en", "score": number / 7}
+            rows.append({"id": f"doc-{number}", "url": url, "text": text[start : start + 3000], "meta": meta})
+        num_characters += len(text)
+        if num_characters >= megabytes * MB:
+            break
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), target / f"records{suffix}", row_group_size=1000)
+        return
+    with (target / f"records{suffix}").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def _complete(target: Path, megabytes: int) -> None:

@@ -38,14 +38,20 @@ def run_organize(work: Path, corpus: Path, num_processes: int) -> Timing:
     return Timing(time.perf_counter() - start, 0)
 
 
-def run_extract(work: Path, corpus: Path, num_processes: int) -> Timing:
+def run_extract_records(work: Path, corpus: Path, num_processes: int) -> Timing:
+    """The same as `run_extract` with the rule that the texts are the documents."""
+    return run_extract(work, corpus, num_processes, records=[{"files": "**", "text": "$.text"}])
+
+
+def run_extract(work: Path, corpus: Path, num_processes: int, **params: Any) -> Timing:
     """Time `extract`; the time of `organize` before it is in the note."""
     from stages import extract
     from stages.base.params_file import load_params
-    from stages.formats import writer  # noqa: F401 - the stage imports them late, while the clock runs
+    from stages.formats import readers  # noqa: F401 - the stage imports them late, while the clock runs
     from stages.work import arrow  # noqa: F401 - the stage imports them late, while the clock runs
 
     organized = run_organize(work, corpus, num_processes).seconds
+    write_params(work, corpus, num_processes, **params)
     start = time.perf_counter()
     extract.extract(load_params(extract.ExtractParams), load_params(extract.ExtractRuntime, "runtime"))
     seconds = time.perf_counter() - start

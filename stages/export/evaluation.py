@@ -40,6 +40,8 @@ class Sample:
     continuation: str
     reference: str
     """How the held-out document goes on, as far as the row and the next one have it."""
+    before: str | None = None
+    """What the initial model writes; null: it has random weights, or is not here."""
 
 
 @dataclass(frozen=True)

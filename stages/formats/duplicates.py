@@ -43,6 +43,7 @@ class Filter(NamedTuple):
     target: Path
     is_first: NDArray[np.bool_]
     """Which rows stay: (rows,)."""
+    features: arrow.Features
 
 
 class Filtered(NamedTuple):
@@ -79,16 +80,17 @@ def _digests(shard: Path, num_at_once: int) -> Iterator[NDArray[np.uint64]]:
     """The digests of a shard's strings, in order: (n, 2), with about `num_at_once` rows."""
     digests = bytearray()
     for offset in arrow.batch_offsets(shard):
-        texts = arrow.read_batch(shard, offset)["text"].cast(pa.binary())
-        if len(texts) == 1:  # it may be too long for the memory
-            digest = blake2b(digest_size=16)
+        strings, column = arrow.rows_of(arrow.read_batch(shard, offset))
+        texts, key = strings.cast(pa.binary()), bytes([column])  # a text is no duplicate of a conversation
+        if len(texts) == 1 and column == 0:  # it may be too long for the memory
+            digest = blake2b(digest_size=16, key=key)
             for piece in arrow.read_text(shard, offset):
                 digest.update(piece)
             digests += digest.digest()
         else:
             for first in range(0, len(texts), _ROWS_AT_ONCE):
                 for text in texts.slice(first, _ROWS_AT_ONCE).to_pylist():
-                    digests += blake2b(text, digest_size=16).digest()
+                    digests += blake2b(text, digest_size=16, key=key).digest()
         if len(digests) >= 16 * num_at_once:
             yield np.frombuffer(digests, "<u8").reshape(-1, 2)
             digests = bytearray()
@@ -148,26 +150,26 @@ def _is_first(entries: NDArray[np.void]) -> NDArray[np.bool_]:
 
 def drop(task: Filter) -> Filtered:
     """Write the target of a filter."""
-    source, target, is_first = task
+    source, target, is_first, features = task
     row = characters = 0
     dropped: Counter[str] = Counter()
-    with arrow.StreamWriter(target, arrow.TEXT) as stream:
+    with arrow.StreamWriter(target, features) as stream:
         for offset in arrow.batch_offsets(source):
-            batch = arrow.read_batch(source, offset)
+            batch, column = arrow.rows_of(arrow.read_batch(source, offset))
             keep = pa.array(is_first[row : row + len(batch)])
             row += len(batch)
-            if len(batch) == 1:  # it may be too long for the memory
+            if len(batch) == 1 and column == 0:  # it may be too long for the memory
                 pieces = arrow.read_text(source, offset)
                 if keep[0].as_py():
-                    stream.write_text(pieces, pc.binary_length(batch["text"])[0].as_py())
+                    stream.write_text(pieces, pc.binary_length(batch)[0].as_py())
                 else:
                     num_characters = sum(map(arrow.count_characters, pieces))
                     characters += num_characters
                     dropped += lengths.histogram([num_characters])
                 continue
-            duplicates = batch["text"].filter(pc.invert(keep))
+            duplicates = batch.filter(pc.invert(keep))
             characters += pc.sum(pc.utf8_length(duplicates)).as_py() or 0  # the sum of nothing is null
             dropped += lengths.count(duplicates)
             if kept := batch.filter(keep):  # a batch of no rows is not written
-                stream.write(kept.column(0))
+                stream.write_column(kept, column)
         return Filtered(stream.close(), row - stream.rows, characters, dropped)

@@ -8,19 +8,27 @@ any depth.
 ijson would lose text. Its fast backend, yajl2_c, rejects documents with NaN, an integer above 64 bits or 1e999, reads
 "\ud800" as "?" without an error, and reports no position. Of a file of 200 MB it reads 80 MB/s and `scan` 15 MB/s, in
 22 and 28 MiB of memory (ijson 3.6).
+
+Under a rule a record becomes objects, by Python's own parser: it is the one that gives both values of a key that occurs
+twice, and NaN and lone surrogates too.
 """
 
 import codecs
+import io
 import json
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stages.formats import json_values
+from stages.formats import json_values, paths
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.source import Rejected, Source
 from stages.formats.writer import TextWriter
+
+if TYPE_CHECKING:
+    from stages.formats.records import Records
 
 # Unrolled: runs of ordinary characters between escapes, so that no string makes the regular expression backtrack.
 _CONTENT = r'[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*)*'  # of a string
@@ -32,6 +40,7 @@ _BEGUN = re.compile(rf'[ \t\n\r]*(?P<string>"{_CONTENT})?')
 _INSIDE = re.compile(_CONTENT)
 _SPACE = re.compile(r"[ \t\n\r]*")
 _skip = msgspec.json.Decoder(msgspec.Raw).decode
+_MOST_DIGITS = 4000  # of an integer: Python refuses 4301
 _LONGEST_CUT = 16  # characters: a token that ends this close to the end of a piece may continue in the next one
 
 # States of `scan`: the tokens that may come next. A string is `"`, a scalar `0`, any other token is itself.
@@ -40,6 +49,34 @@ _KEY, _KEY_OR_END = '"', '"}'
 _COLON = ":"
 _OUTSIDE, _LIST, _MAP = b" [{"
 _AFTER_VALUE = {_OUTSIDE: _VALUE, _LIST: ",]", _MAP: ",}"}  # by the innermost open bracket; after a document: another
+
+
+def _no_number(_: str) -> None:
+    """What NaN and the infinities, which JSON does not have, become in a record."""
+
+
+def _integer(digits: str) -> int | None:
+    return int(digits) if len(digits) < _MOST_DIGITS else None
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=paths.make_object, parse_constant=_no_number)
+# Slower, as it calls a function for each integer.
+_lenient = json.JSONDecoder(object_pairs_hook=paths.make_object, parse_constant=_no_number, parse_int=_integer)
+decode_at = _decoder.raw_decode
+"""The value at a place of a text, and the place after it. Raises ValueError, too, for an integer of many digits. Each
+error counts the lines before it, so `text` should be short where there may be many."""
+
+
+def decode(text: str) -> Any:
+    """The value of a JSON document.
+
+    Raises:
+        ValueError: it is not valid.
+    """
+    try:
+        return _decoder.decode(text)
+    except ValueError:
+        return _lenient.decode(text)
 
 
 def read(source: Source, sink: TextWriter) -> None:
@@ -134,14 +171,106 @@ def scan(read: Callable[[int], bytes], sink: TextWriter, line: int | None = None
         sink.end()
 
 
+def read_records(source: Source, records: "Records") -> None:
+    """Put the records of documents in a row into `records`, with memory for one of them.
+
+    Raises:
+        Rejected: what follows the last complete record is not JSON.
+    """
+    tokens = _Tokens(source.stream().read, source.limits)
+    steps = None if records.each is None else paths.plain_steps(records.each)
+    records.position = lambda: f"line {tokens.line()}"
+    try:
+        while kind := tokens.peek():
+            if records.each is None:
+                _select(tokens, (None,) if kind == "[" else (), records)
+            elif steps is None:
+                records.add(tokens.value())
+            else:
+                if kind != "{":
+                    records.note_keys([] if kind == "[" else "")
+                _select(tokens, steps, records, is_document=True)
+    except RecursionError:
+        raise Rejected("nested too deep", "more levels than a record may have", records.position()) from None
+    tokens.check_end(is_complete=True)
+
+
+def _select(
+    tokens: "_Tokens", steps: tuple[paths.Step, ...] | None, records: "Records", is_document: bool = False
+) -> None:
+    """Add the records that plain steps lead to from the next value, which is never in memory as a whole.
+
+    None: there are none in it.
+    """
+    kind = tokens.peek()
+    if steps == ():
+        try:
+            records.take(tokens.value())
+            return
+        except TooLarge as rejected:
+            records.reject(rejected)
+            steps = None
+    if kind not in ("[", "{"):
+        tokens.expect('"0')
+        return
+    close = "]" if tokens.expect("[{") == "[" else "}"
+    if tokens.next(close, 0)[0]:
+        return
+    index = 0
+    while True:
+        key: str | int | None = index
+        if close == "}":
+            key = tokens.key()
+            if is_document and key is not None:
+                records.note_keys({key: None})
+        is_on_path = steps is not None and steps[0] in (None, key)
+        _select(tokens, steps[1:] if steps is not None and is_on_path else None, records)
+        if tokens.expect("," + close) == close:
+            return
+        index += 1
+
+
+def documents(text: str, limits: Limits) -> list[Any]:
+    """The documents in a line.
+
+    Raises:
+        Rejected: it is not JSON.
+    """
+    tokens = _Tokens(io.BytesIO(text.encode()).read, limits)
+    found: list[Any] = []
+    try:
+        while tokens.peek():
+            found.append(tokens.value())
+    except RecursionError:
+        raise Rejected("nested too deep", "more levels than a record may have") from None
+    tokens.check_end(is_complete=True)
+    return found
+
+
+def is_too_large(text: str, limits: Limits, start: int = 0) -> bool:
+    """Whether a record may need too much memory: a value that is an object needs up to a hundred bytes."""
+    num_values = sum(text.count(mark, start) for mark in ",[{")
+    return len(text) - start > limits.longest_record or num_values > limits.most_values
+
+
+class TooLarge(Rejected):
+    """A record that may need too much memory."""
+
+    def __init__(self, limits: Limits) -> None:
+        detail = f"more than {limits.longest_record} characters or {limits.most_values} values: split it"
+        super().__init__("record too large", detail)
+
+
 class _Tokens:
     """The tokens of a text, of which a piece is in memory."""
 
     def __init__(self, read: Callable[[int], bytes], limits: Limits) -> None:
         self._read, self._limits = read, limits
         self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._is_read = False  # all of it
         self._is_last = False  # the piece
         self._text = ""
+        self._ahead = ""  # follows the text, where a value was sought in more than a piece
         self._place = 0  # in the text, after the last token
         self._certain = 0  # a token that ends before this place does not continue in the next piece
         self._lines_before = 0
@@ -182,6 +311,78 @@ class _Tokens:
         string = _unescape(token["string"])
         return kind, None if _is_longer(string, longest) else string
 
+    def peek(self) -> str:
+        """The character that the next token begins with; empty at the end."""
+        while True:
+            self._place = _match(_SPACE, self._text, self._place).end()
+            if self._place < len(self._text) or self._is_last:
+                return self._text[self._place : self._place + 1]
+            self._advance(self._place)
+
+    def expect(self, expected: str) -> str:
+        """The kind of the next token, which is one of those that are expected, and no string that is needed.
+
+        Raises:
+            Rejected: it is another one.
+        """
+        kind, _ = self.next(expected, 0)
+        if not kind:
+            self.peek()
+            raise self._error()
+        return kind
+
+    def key(self) -> str | None:
+        """The key of the next pair, with its colon; None: it is too long.
+
+        Raises:
+            Rejected: there is none.
+        """
+        kind, key = self.next('"', self._limits.longest_string)
+        if kind:
+            self.expect(":")
+            return key
+        self.peek()
+        raise self._error()
+
+    def value(self) -> Any:
+        """The next value, which is held as a whole.
+
+        Raises:
+            Rejected: it is not valid, or is too large; in that case it can still be skipped.
+            RecursionError: it is nested too deep.
+        """
+        try:
+            return self._value()
+        finally:  # tokens are sought in a piece: the regular expression needs memory for each escape
+            end = self._place + self._limits.chunk
+            if len(self._text) > end:
+                self._text, self._ahead = self._text[:end], self._text[end:] + self._ahead
+                self._set_certain()
+
+    def _value(self) -> Any:
+        decode_value = decode_at
+        while True:
+            try:
+                value, end = decode_value(self._text, self._place)
+                if end < self._certain:
+                    self._place = end
+                    return value
+                failed = end
+            except json.JSONDecodeError as error:
+                failed = len(self._text) if error.msg.startswith("Unterminated") else error.pos
+            except ValueError:  # an integer is too long
+                decode_value = _lenient.raw_decode
+                continue
+            if failed < self._certain:  # so a further piece would not help
+                self._place = failed
+                raise self._error()
+            if self._is_last:
+                self._place = len(self._text)
+                raise self._error()
+            if is_too_large(self._text, self._limits, self._place):
+                raise TooLarge(self._limits)
+            self._advance(self._place)
+
     def check_end(self, is_complete: bool) -> None:
         """Raise `Rejected` unless only white space follows, and the last document is complete."""
         self._place = _match(_SPACE, self._text, self._place).end()
@@ -201,9 +402,18 @@ class _Tokens:
         rest = self._text[place:]  # a token that is cut
         self._characters_before = self._column(place)
         self._lines_before += self._text.count("\n", 0, place)
-        piece = self._read(max(self._limits.chunk, len(rest)))  # at least doubled: each byte is moved twice
-        self._is_last = not piece
-        self._text, self._place = rest + self._decoder.decode(piece, self._is_last), 0
+        size = max(self._limits.chunk, len(rest))  # at least doubled: each byte is moved twice
+        if self._ahead:
+            piece, self._ahead = self._ahead[:size], self._ahead[size:]
+        else:
+            data = self._read(size)
+            self._is_read = not data
+            piece = self._decoder.decode(data, self._is_read)
+        self._text, self._place = rest + piece, 0
+        self._set_certain()
+
+    def _set_certain(self) -> None:
+        self._is_last = self._is_read and not self._ahead
         self._certain = len(self._text) + (1 if self._is_last else -_LONGEST_CUT)
 
     def _read_string(self, place: int, longest: int) -> str | None:

@@ -5,11 +5,15 @@ Several documents in one line are one record.
 
 import io
 from functools import partial
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from stages.formats import json
 from stages.formats.source import Rejected, Source
 from stages.formats.writer import TextWriter
+
+if TYPE_CHECKING:
+    from stages.formats.limits import Limits
+    from stages.formats.records import Records
 
 
 def read(source: Source, sink: TextWriter) -> None:
@@ -29,6 +33,51 @@ def read(source: Source, sink: TextWriter) -> None:
             sink.reject(Rejected(rejected.reason, rejected.detail, f"line {number}"))
             while line.read(limits.chunk):  # up to its end, where the next record begins
                 pass
+
+
+def read_records(source: Source, records: "Records") -> None:
+    """Put the document of each line into `records`, or the documents."""
+    stream, limits = source.stream(), source.limits
+    number = source.first_line
+    while piece := stream.read(limits.chunk):
+        rest = b"" if piece.endswith(b"\n") else stream.readline(limits.longest_record)
+        is_cut = len(rest) == limits.longest_record and not rest.endswith(b"\n")
+        piece = piece[: piece.rfind(b"\n") + 1] if is_cut else piece + rest
+        texts = records.lines.read(piece) if records.lines else None
+        if texts is None:
+            _read_lines(piece.decode(), number, records, limits)
+        else:
+            records.take_texts(texts)
+        number += piece.count(b"\n")
+        if is_cut:
+            records.position = f"line {number}".__str__
+            records.reject(json.TooLarge(limits))
+            number += 1
+            while (rest := stream.readline(limits.chunk)) and not rest.endswith(b"\n"):
+                pass
+
+
+def _read_lines(text: str, first: int, records: "Records", limits: "Limits") -> None:
+    """Put the documents of some lines into `records`. `first` is the number of the first one."""
+    decode_at, add = json.decode_at, records.add  # local names, as this runs for each record
+    number = first
+    records.position = lambda: f"line {number}"
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), first):  # noqa: B007 - `position` uses it
+        if len(line) > limits.chunk and json.is_too_large(line, limits):
+            records.reject(json.TooLarge(limits))
+            continue
+        try:
+            document, end = decode_at(line)
+        except (ValueError, RecursionError):
+            end = len(line) + 1
+        if end == len(line) or line[end:] == "\r":
+            add(document)
+        elif line.strip():  # several documents, or an error
+            try:
+                for document in json.documents(line, limits):
+                    add(document)
+            except Rejected as rejected:
+                records.reject(rejected)
 
 
 class _Line:

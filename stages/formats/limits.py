@@ -1,6 +1,11 @@
 """Sizes that bound the memory of `extract`. They are passed as an argument, so that a test can set small ones."""
 
+import os
 from dataclasses import dataclass
+
+# The stage imports this module before pyarrow, whose own allocator takes a gibibyte at once: within that, no limit of
+# memory holds (`tables.py`). That of the system is as fast here.
+os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 
 @dataclass(frozen=True)
@@ -20,6 +25,12 @@ class Limits:
     """Strings, about, that are compared at once when duplicates are dropped: 100 bytes each."""
     longest_string: int = 32 << 20
     """Bytes of UTF-8 of a string in JSON or YAML, which is in memory several times while it is read."""
+    longest_record: int = 32 << 20
+    """Characters of a record that a rule reads, which is in memory as a whole."""
+    most_values: int = 2 << 20
+    """Values, about, of such a record: each may be an object of a hundred bytes."""
+    table: int = 512 << 20
+    """Bytes that pyarrow may need for some pages of Parquet, or for a record batch of Arrow."""
     longest_text: int = 2**31 - 1
     """Bytes of UTF-8 of a text file, which is never in memory: the offsets of Arrow's `string` have 32 bits."""
     num_listed: int = 1000

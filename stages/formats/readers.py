@@ -1,10 +1,55 @@
 """The reader of each format that `suffixes.py` names."""
 
+import os
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from stages.formats import json, jsonl, yaml
+from stages.formats import json, jsonl, tables, yaml
+from stages.formats.limits import Limits
+from stages.formats.records import Records
+from stages.formats.rules import TEXT
 from stages.formats.source import Source
 from stages.formats.writer import TextWriter
+from stages.splits import suffixes
+from stages.splits.manifests import RawFile
+
+
+def open_source(raw_dir: str, file: RawFile, fallback_encoding: str | None, limits: Limits) -> Source | tables.Table:
+    """What `read` reads of a file, or a part of one, to be used with `with`.
+
+    Raises:
+        Changed: it has another digest, or is gone.
+        Rejected: it cannot be read.
+    """
+    format, compression = _find(file.path)
+    raw = os.path.join(raw_dir, file.path)
+    if format in ("parquet", "arrow"):
+        return tables.Table(raw, file.digest, limits, file.part)
+    return Source(raw, compression, file.digest, fallback_encoding, limits, file.part)
+
+
+def read(path: str, source: Source | tables.Table, sink: TextWriter, records: Records | None) -> None:
+    """Put the strings of a file into a sink; or under a rule its records into `records`.
+
+    Raises:
+        Rejected: nothing more can be read.
+    """
+    format, _ = _find(path)
+    if records is None:
+        sink.use(TEXT)
+        READERS[format](source, sink)
+        return
+    try:
+        RECORD_READERS[format](source, records)
+    finally:
+        records.flush()
+
+
+def _find(path: str) -> tuple[str, str]:
+    found = suffixes.find(path)
+    assert found, "organize lists no other files"
+    return found
 
 
 def _read_text(source: Source, sink: TextWriter) -> None:
@@ -13,10 +58,26 @@ def _read_text(source: Source, sink: TextWriter) -> None:
     sink.end()
 
 
-READERS: dict[str, Callable[[Source, TextWriter], None]] = {
+# Any: a source, as `open_source` gives it for the format.
+READERS: dict[str, Callable[[Any, TextWriter], None]] = {
     "text": _read_text,
+    "csv": _read_text,
+    "tsv": _read_text,
     "json": json.read,
     "jsonl": jsonl.read,
     "yaml": yaml.read,
+    "parquet": tables.read,
+    "arrow": tables.read,
 }
 """Each puts all strings of a source into a sink, and raises `Rejected` where nothing more can be read."""
+
+RECORD_READERS: dict[str, Callable[[Any, Records], None]] = {
+    "csv": partial(tables.read_delimited, delimiter=","),
+    "tsv": partial(tables.read_delimited, delimiter="\t"),
+    "json": json.read_records,
+    "jsonl": jsonl.read_records,
+    "yaml": yaml.read_records,
+    "parquet": tables.read_records,
+    "arrow": tables.read_records,
+}
+"""The same for records under a rule, which the other formats do not have."""

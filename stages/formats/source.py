@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from stages.formats.limits import LIMITS, Limits
-from stages.splits import tree
+from stages.splits import tables, tree
 from stages.splits.manifests import Part
 
 # UTF-32 first: its little-endian mark begins with that of UTF-16. Decoders of these names drop the mark.
@@ -41,6 +41,7 @@ _LAYOUTS = (
     ("UTF-32BE", (0, 1), (3,)),
 )
 _CHUNK = 1 << 20  # bytes that are read at once to verify the rest of a file
+_BEGIN = 1 << 16  # bytes of `begin`
 _MORE = 1 << 12  # bytes by which a file may have grown while it is read
 
 
@@ -99,6 +100,8 @@ class Source:
         """Bytes after decompression, in the file's own encoding."""
         self.utf8_size = 0
         """Bytes of the content as UTF-8, without byte order mark."""
+        self.begin = b""
+        """Some bytes that the file, or the part, begins with, in its own encoding."""
         self.used_fallback = False
         """Whether the content is in `fallback_encoding`, and so may be decoded wrongly."""
         content = self._check(fallback_encoding)
@@ -115,8 +118,7 @@ class Source:
         with ExitStack() as opened:
             for stored in self._given:
                 opened.enter_context(stored)
-            # Only if a change may be the reason: after Ctrl-C or on a full disk, the rest might take minutes.
-            if error is None or (isinstance(error, Exception) and not isinstance(error, (OSError, MemoryError))):
+            if may_be_changed(error):
                 for stored in self._given:
                     stored.verify(self._digest)
 
@@ -125,7 +127,7 @@ class Source:
         return io.BytesIO(self.data) if self.data is not None else self._stream_large()
 
     def _stream_large(self) -> BinaryIO:
-        stored = _Stored(_open(self._path), self._part)
+        stored = _Stored(open_raw(self._path), self._part)
         self._given.append(stored)
         return io.BufferedReader(_Pieces(self._utf8(stored)), self.limits.chunk)
 
@@ -146,6 +148,7 @@ class Source:
             if not self.size and start == 0:
                 marked = next((name for mark, name in _BYTE_ORDER_MARKS if piece.startswith(mark)), None)
                 trial = _Trial(marked or "utf-8")
+            self.begin = self.begin or piece[:_BEGIN]
             trial.add(piece)
             controls = np.flatnonzero(np.frombuffer(piece, np.uint8) < 9)  # without tabs and line ends
             if len(controls):
@@ -189,7 +192,7 @@ class Source:
 
     def _pieces(self) -> Iterator[bytes]:
         """The content as it is stored, in pieces. If it ends without an error, the file is unchanged and complete."""
-        with _Stored(_open(self._path), self._part) as stored:
+        with _Stored(open_raw(self._path), self._part) as stored:
             try:
                 yield from _decompressed(stored, self._compression, self.limits.chunk)
             except Rejected:
@@ -210,8 +213,7 @@ class _Stored:
         start, end, _ = part or Part(0, None, 1)
         self._left = sys.maxsize if end is None else end - start
         self._expected = os.fstat(descriptor).st_size - start
-        if start:
-            os.lseek(descriptor, start, os.SEEK_SET)
+        os.lseek(descriptor, start, os.SEEK_SET)
 
     def __enter__(self) -> "_Stored":
         return self
@@ -238,25 +240,39 @@ class _Stored:
             raise Changed
         return piece
 
-    def verify(self, digest: str) -> None:
-        """Read what is left, and raise Changed if all bytes together have another digest."""
+    def verify(self, digest: str, frame: bytes = b"") -> None:
+        """Read what is left, and raise Changed if all bytes together, and `frame`, have another digest."""
         while self.read(_CHUNK):
             pass
+        self._hash.update(frame)
         if self._hash.hexdigest() != digest:
             raise Changed
+
+
+def may_be_changed(error: BaseException | None) -> bool:
+    """Whether a change of the file may be the reason for what a reader raised, so that the rest must be hashed."""
+    # After Ctrl-C or on a full disk that might take minutes.
+    return error is None or (isinstance(error, Exception) and not isinstance(error, (OSError, MemoryError)))
 
 
 def is_unchanged(path: Path, digest: str, part: Part | None) -> bool:
     """Whether a raw file, or a part of one, can be read and has the SHA-256 that it was organized with."""
     try:
-        with _Stored(_open(path), part) as stored:
-            stored.verify(digest)
+        verify(open_raw(path), path, digest, part)
     except (Changed, OSError):
         return False
     return True
 
 
-def _open(path: str | Path) -> int:
+def verify(descriptor: int, path: str | Path, digest: str, part: Part | None) -> None:
+    """Raise Changed if a file, or a part of one, has another SHA-256 than it was organized with; close it."""
+    with open(descriptor, "rb") as file:
+        frame = tables.read_frame(file, os.fspath(path)) if part else b""
+        with _Stored(os.dup(descriptor), part) as stored:  # both have one place in the file
+            stored.verify(digest, frame)
+
+
+def open_raw(path: str | Path) -> int:
     """Raises Changed if there is no regular file, as there was when it was organized."""
     try:
         return tree.open_regular(path)

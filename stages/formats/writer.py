@@ -20,6 +20,8 @@ _AT_ONCE = 1000  # strings that are Python objects, which need up to 80 bytes ea
 class TextWriter:
     """Where the formats put strings, record by record: a row a string. A rejected record leaves no row.
 
+    Rows in a record batch are of one column: documents, or conversations, where the stream has a column for them.
+
     Strings of several records make one record batch of `limits.batch` characters. A record that is longer than that
     is written while it is read, so that memory holds a batch of it; if it is rejected, the stream is cut back.
     """
@@ -34,7 +36,11 @@ class TextWriter:
         self.records = 0
         self.characters = 0
         """Of complete records."""
-        self._stream, self._min_chars, self._report, self._limits = stream, min_chars, report, limits
+        self.column = 0
+        """Of the rows that are added."""
+        self.report = report
+        """Called with each record that is rejected."""
+        self._stream, self._min_chars, self._limits = stream, min_chars, limits
         # Not yet written, of complete records:
         self._complete = _Rows()
         self._json: list[bytes] = []  # after those
@@ -45,13 +51,19 @@ class TextWriter:
         self._unwritten = 0  # of the size
         self._start: Mark | None = None  # in the stream, if parts of it are there
 
+    def use(self, column: int) -> None:
+        """Add rows of another column from now on. The current record must be complete."""
+        if column != self.column:
+            self._write_complete()
+        self.column = column
+
     def add(self, strings: list[str]) -> None:
         """Add strings of the current record, in order; a record may need several calls.
 
         Raises:
             Rejected: one is too long.
         """
-        texts = [string for string in strings if len(string) >= self._min_chars]
+        texts = [string for string in strings if self.column or len(string) >= self._min_chars]
         characters = sum(map(len, texts))
         longest = self._limits.longest_string
         # A character has at most 4 bytes. Most calls end with this comparison, which spares them the encoding.
@@ -85,10 +97,10 @@ class TextWriter:
             return
         self._current_size += num_characters
 
-    def end(self) -> None:
-        """The current record is complete: keep its strings."""
+    def end(self, records: int = 1) -> None:
+        """The current record is complete, or `records` together are: keep their strings."""
         self._complete.extend_arrays(self._json_arrays())  # of earlier records: rows keep the order of the files
-        self.records += 1
+        self.records += records
         self.characters += self._current_size
         self._complete.extend_rows(self._current)
         self._size += 0 if self._start else self._current_size
@@ -104,7 +116,7 @@ class TextWriter:
 
     def reject(self, rejected: Rejected) -> None:
         """Drop the strings of the current record and report why."""
-        self._report(rejected)
+        self.report(rejected)
         self.drop()
 
     def drop(self) -> None:
@@ -132,7 +144,7 @@ class TextWriter:
     def _write_current(self) -> None:
         self._begin_long()
         for batch in _batches(self._current.take(), pc.utf8_length, self._limits.batch):
-            self._stream.write(batch)
+            self._stream.write_column(batch, self.column)
         self._unwritten = 0
 
     def _json_arrays(self) -> Iterator[pa.Array]:
@@ -158,10 +170,10 @@ class TextWriter:
                 # All but the last batch, which may have room for more.
                 *batches, last = _batches(waiting, pc.binary_length, self._limits.batch)
                 for batch in batches:
-                    self._stream.write(batch)
+                    self._stream.write_column(batch, self.column)
                 waiting, size = [last], 0  # not its own size: it would be joined with each further row
         for batch in _batches(waiting, pc.binary_length, self._limits.batch):
-            self._stream.write(batch)
+            self._stream.write_column(batch, self.column)
         self._size = 0
 
 

@@ -11,16 +11,21 @@ libyaml refuses is read as JSON if all of it is.
 """
 
 import io
+import math
 import re
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import yaml
 from yaml._yaml import CParser
 
-from stages.formats import json
+from stages.formats import json, paths
 from stages.formats.limits import Limits
 from stages.formats.source import Rejected, Source
 from stages.formats.writer import TextWriter
+
+if TYPE_CHECKING:
+    from stages.formats.records import Records
 
 _NOT_STRING = re.compile(
     r"""null | Null | NULL | ~ |
@@ -70,11 +75,28 @@ def read(source: Source, sink: TextWriter) -> None:
         Rejected: what follows the last complete document is not YAML, is nested too deep, or has a string that is too
             long.
     """
+    _read_all(source, lambda text: _read(text, sink, source.limits), lambda: _is_json(source, sink))
+
+
+def read_records(source: Source, records: "Records") -> None:
+    """Put each document of a file into `records`.
+
+    Raises:
+        Rejected: as `read` does; or a document is too large.
+    """
+    _read_all(
+        source,
+        lambda text: _compose(text, records, source.limits),
+        lambda: _has_json(lambda: json.read_records(source, records)),
+    )
+
+
+def _read_all(source: Source, read: Callable[["_Text"], None], read_as_json: Callable[[], bool]) -> None:
     text = _Text(source.stream(), source.limits.longest_string)
     # Not an exception: its traceback would refer to this frame, which refers to it, and `extract` collects no cycles.
     refused: tuple[str, str | None]
     try:
-        return _read(text, sink, source.limits)
+        return read(text)
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
         position = f"line {mark.line + 1}, column {mark.column + 1}" if mark else None
@@ -84,15 +106,20 @@ def read(source: Source, sink: TextWriter) -> None:
     except Rejected as rejected:  # by `text` or `sink`
         line = text.mark.line + 1 if text.mark else 1
         raise Rejected(rejected.reason, rejected.detail, rejected.position or f"line {line}") from None
-    if text.num_records or not _is_json(source, sink):
+    if text.num_records or not read_as_json():
         raise Rejected("invalid YAML", *refused)
 
 
 def _is_json(source: Source, sink: TextWriter) -> bool:
     """Whether all of a file is JSON; if so, its strings are a record of `sink`."""
     sink.drop()  # what libyaml has read
+    # One record: none is kept if an error follows.
+    return _has_json(lambda: json.scan(source.stream().read, sink, 1, source.limits))
+
+
+def _has_json(read: Callable[[], None]) -> bool:
     try:
-        json.scan(source.stream().read, sink, 1, source.limits)  # one record: none is kept if an error follows
+        read()
     except Rejected:
         return False
     return True
@@ -191,9 +218,7 @@ def _read(text: _Text, sink: TextWriter, limits: Limits) -> None:
             outer.append(None if is_key is None else not is_key)
             if is_key and not key_depth:
                 key_depth = len(outer)
-            if len(outer) > _DEEPEST:  # at the event, before libyaml gets deeper
-                line = event.start_mark.line + 1
-                raise Rejected("nested too deep", f"more than {_DEEPEST} levels", f"line {line}")
+            _check_depth(outer, event)
             is_key = True if kind is yaml.MappingStartEvent else None
         elif kind is yaml.MappingEndEvent or kind is yaml.SequenceEndEvent:
             if key_depth == len(outer):
@@ -207,10 +232,91 @@ def _read(text: _Text, sink: TextWriter, limits: Limits) -> None:
             strings, size = [], 0
             sink.end()
             text.num_records += 1
-        elif kind is yaml.DocumentStartEvent:
-            if event.tags and max(map(len, event.tags.values())) > _LONGEST_PREFIX:
-                raise Rejected(
-                    "string too long", f"a prefix of more than {_LONGEST_PREFIX} characters in a %TAG directive"
-                )
         elif kind is yaml.StreamEndEvent:
             return
+        else:
+            _check_directives(event)
+
+
+def _compose(text: _Text, records: "Records", limits: Limits) -> None:
+    """Add each document as objects. An alias is the node that it names, and counts as often as it is written."""
+    get_event, restore = CParser(text).get_event, text.restore
+    nodes: list[Any] = []  # complete ones in the innermost open collection: of a mapping keys and values
+    outer: list[
+        tuple[bool, str | None, list[Any], tuple[int, int]]
+    ] = []  # is it a mapping, its anchor, what precedes it
+    named: dict[str, tuple[Any, int, int]] = {}  # by anchor: a node, its characters, its values
+    characters = values = 0  # of the document
+    records.position = lambda: f"line {text.mark.line + 1}"
+    while True:
+        event: Any = get_event()
+        text.mark = event.end_mark
+        kind = type(event)
+        before = characters, values
+        anchor = None
+        if kind is yaml.ScalarEvent:
+            is_key = outer and outer[-1][0] and len(nodes) % 2 == 0
+            node = restore(event.value) if is_key else _value(event, restore)
+            characters, values, anchor = characters + len(event.value), values + 1, event.anchor
+        elif kind is yaml.MappingStartEvent or kind is yaml.SequenceStartEvent:
+            outer.append((kind is yaml.MappingStartEvent, event.anchor, nodes, before))
+            nodes = []
+            values += 1
+            _check_depth(outer, event)
+            continue
+        elif kind is yaml.MappingEndEvent or kind is yaml.SequenceEndEvent:
+            is_mapping, anchor, others, before = outer.pop()
+            if is_mapping:
+                node = paths.make_object([*zip(map(str, nodes[::2]), nodes[1::2], strict=True)])
+            else:
+                node = nodes
+            nodes = others
+        elif kind is yaml.AliasEvent:
+            node, *size = named.get(event.anchor, (None, 0, 0))
+            characters, values = characters + size[0], values + size[1] + 1
+        elif kind is yaml.DocumentEndEvent:
+            records.add(nodes.pop())
+            named, characters, values = {}, 0, 0
+            text.num_records += 1
+            continue
+        elif kind is yaml.StreamEndEvent:
+            return
+        else:
+            _check_directives(event)
+            continue
+        if characters > limits.longest_record or values > limits.most_values:
+            raise json.TooLarge(limits)
+        nodes.append(node)
+        if anchor:
+            named[anchor] = node, characters - before[0], values - before[1]
+
+
+def _value(event: yaml.ScalarEvent, restore: Callable[[str], str]) -> Any:
+    """What a scalar is in JSON: null, where JSON does not have it."""
+    value = event.value
+    if is_string(event):
+        return restore(value)
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    try:
+        return int(value, 0 if value[:2] in ("0o", "0x") else 10)
+    except ValueError:
+        pass
+    try:
+        return float(value) if math.isfinite(float(value)) else None
+    except ValueError:
+        return None
+
+
+def _check_depth(outer: list[Any], event: Any) -> None:
+    """Raises Rejected at the event, before libyaml gets deeper."""
+    if len(outer) > _DEEPEST:
+        line = event.start_mark.line + 1
+        raise Rejected("nested too deep", f"more than {_DEEPEST} levels", f"line {line}")
+
+
+def _check_directives(event: Any) -> None:
+    """Raises Rejected for a prefix of which a copy would be in each tag."""
+    tags = event.tags if isinstance(event, yaml.DocumentStartEvent) else None
+    if tags and max(map(len, tags.values())) > _LONGEST_PREFIX:
+        raise Rejected("string too long", f"a prefix of more than {_LONGEST_PREFIX} characters in a %TAG directive")

@@ -10,6 +10,7 @@ them has measured. So the result is the same, up to the order in which a matrix 
 on the number of threads.
 """
 
+import dataclasses
 import math
 import os
 import signal
@@ -72,6 +73,9 @@ class Request(Record):
     """Path of its directory."""
     weights: list[str]
     """Its safetensors files."""
+    initial: str | None
+    """The directory of the initial model, if it has weights."""
+    initial_weights: list[str]
     layer_classes: list[str]
     """Classes of its layers, by which it can be sharded."""
     eos_token_id: int
@@ -84,6 +88,12 @@ class Request(Record):
     num_samples: int
     timeout_minutes: float
     """After this time without an answer another rank counts as lost."""
+
+    def before(self) -> "Request | None":
+        """The same of the initial model."""
+        if self.initial is None:
+            return None
+        return dataclasses.replace(self, model=self.initial, weights=self.initial_weights, initial=None)
 
     @property
     def directory(self) -> Path:
@@ -191,7 +201,16 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
         # Documents of many rows together need less padding.
         batches = plan_batches(request, rows, request.batch_size * (8 if attention == "padded" else 1))
         sums = measure_batches(model, rows, batches, request, attention, heartbeat, is_sharded)
+    num_parameters, dtype = model.num_parameters(), model.dtype
     samples = generate_samples(model, tokenizer, rows, request, heartbeat, is_sharded)
+    if samples and (before := request.before()):
+        del model
+        heartbeat.note("loading the initial model")
+        initial, _ = load(before, is_sharded, dtype)
+        older = generate_samples(initial, tokenizer, rows, before, heartbeat, is_sharded)
+        samples = [
+            dataclasses.replace(sample, before=other.continuation) for sample, other in zip(samples, older, strict=True)
+        ]
     heartbeat.note("collecting what the ranks have found")
     gathered = gather_on_rank0(lambda: (sums, samples))
     if is_rank0():
@@ -211,7 +230,7 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
         )
 
     return Measurements(
-        model.num_parameters(),
+        num_parameters,
         part(lambda batch: batch.in_eval_rows),
         part(lambda batch: not batch.in_eval_rows),
         samples,
@@ -302,7 +321,7 @@ def remedies(request: Request, num_ranks: int) -> str:
     return f"{', or '.join(filter(None, [', '.join(found[:-1]), found[-1]]))}: the weights need {needed}"
 
 
-def load(request: Request, is_sharded: bool) -> tuple["PreTrainedModel", Any]:
+def load(request: Request, is_sharded: bool, dtype: "torch.dtype | None" = None) -> tuple["PreTrainedModel", Any]:
     """The model, with the loss of the training, and its tokenizer; a collective.
 
     A copy is loaded as any user would load it, from its directory alone.
@@ -315,7 +334,7 @@ def load(request: Request, is_sharded: bool) -> tuple["PreTrainedModel", Any]:
     from stages.forward.loss_probe import choose_loss
     from stages.report import generation
 
-    dtype = computed_dtype(request)
+    dtype = dtype or computed_dtype(request)
     loss = run_on_rank0(lambda: choose_loss("auto", request.directory, dtype, device_type()))
     if is_rank0() and loss.reason:
         print(f"evaluate: loss {loss.name}, because {loss.reason}")
@@ -323,7 +342,7 @@ def load(request: Request, is_sharded: bool) -> tuple["PreTrainedModel", Any]:
         mesh = device_mesh((1, dist.get_world_size()), request.timeout_minutes)
         model = frozen_model.load(request.directory, request.weights, request.layer_classes, dtype, loss.name, mesh)
         return model, generation.load_tokenizer(request.directory)
-    model, tokenizer = generation.load(request.directory)
+    model, tokenizer = generation.load(request.directory, dtype)
     if loss.name == "fused":
         fuse(model)
     return model, tokenizer
@@ -410,7 +429,8 @@ def generate_samples(
     num_samples = min(request.num_samples, len(rows))
     bounds = np.arange(num_samples + 1) * len(rows) // max(1, num_samples)  # of as many ranges of rows
     size = min(PROMPT_TOKENS, generation.max_length(model) // 2)
-    found = [find_prompt(rows, range(*pair), request.eos_token_id, size) for pair in pairwise(bounds.tolist())]
+    ranges = [range(*pair) for pair in pairwise(bounds.tolist())]
+    found = [find_question(rows, each) or find_prompt(rows, each, request.eos_token_id, size) for each in ranges]
     prompts = [(torch.from_numpy(prompt).long(), rest) for prompt, rest in found if len(prompt)]
     # As many for all prompts: ranks that share a model do not stop before the last of them.
     num_tokens = min(NEW_TOKENS, generation.max_length(model) - max((len(prompt) for prompt, _ in prompts), default=0))
@@ -462,6 +482,27 @@ def find_prompt(
         longest = max(pieces, key=len)
     size = min(size, max(1, len(longest) // 2))
     return longest[:size], longest[size:]
+
+
+def find_question(rows: "TokenRows", indices: range) -> tuple["NDArray[np.int32]", "NDArray[np.int32]"] | None:
+    """The beginning of a held-out conversation, until the model is to write, and the rest of it; None: there is none.
+
+    Args:
+        rows: Held-out rows.
+        indices: The rows to look at.
+    """
+    import numpy as np
+
+    for index in indices:
+        (tokens,), marks = rows.rows(np.array([index])), rows.marks(np.array([index]))
+        if marks is None:
+            return None
+        (is_trained,), (is_start,) = marks
+        for start, end in pairwise([*np.flatnonzero(is_start).tolist(), len(tokens)]):
+            answers = np.flatnonzero(is_trained[start:end])
+            if len(answers) and answers[0]:
+                return tokens[start : start + answers[0]], tokens[start + answers[0] : end]
+    return None
 
 
 def _share(items: Sequence[T], is_sharded: bool) -> tuple[list[T], int]:

@@ -22,7 +22,10 @@ SUMMARY = "summary.json"
 
 
 class Part(NamedTuple):
-    """A range of a file, from the start of a line to the start of another, or to the end."""
+    """A range of a file, from the start of a line to the start of another, or to the end.
+
+    In tables row groups or record batches take the place of lines.
+    """
 
     start: int
     """Offset of the first byte."""

@@ -1,18 +1,20 @@
-"""Files that are read line by line, cut into parts, so that one large file fills all splits.
+"""Files that are read line by line, or by row groups, cut into parts, so that one large file fills all splits.
 
 A part has the lines that begin in one range of `size` bytes, aligned to `size`, so lines that are appended to a file
 change its last part only. Only UTF-8 is cut: there a byte 10 is always a line end, and each part can be decoded alone.
-Memory holds a piece of a part, however long the part and its lines are.
+Memory holds a piece of a part, however long the part and its lines are. Tables are cut in the same way between their
+row groups or record batches.
 """
 
 import codecs
 import hashlib
 import os
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from stages.splits import tree
+from stages.splits import tables, tree
 from stages.splits.manifests import Part, RawFile
 
 PARTS_PER_SPLIT = 8
@@ -30,6 +32,8 @@ class Range(NamedTuple):
     start: int
     """Offset, a multiple of the size of the ranges."""
     end: int
+    size: int
+    """Of the ranges, of which this one may have several."""
 
 
 class Measured(NamedTuple):
@@ -38,6 +42,7 @@ class Measured(NamedTuple):
     start: int
     end: int
     num_lines: int
+    """Or row groups, or record batches."""
     digest: str
 
 
@@ -49,20 +54,24 @@ def size_of(num_bytes: int, num_splits: int, smallest: int) -> int:
 
 def tasks(file: Path, num_bytes: int, size: int) -> list[Range]:
     """What `measure` must be called with for a file of so many bytes, in order."""
-    return [Range(file, start, start + size) for start in range(0, num_bytes, size)]
+    if tables.is_table(file.name):  # once: to find the units of a table takes longer than to hash it
+        return [Range(file, 0, num_bytes, size)]
+    return [Range(file, start, start + size, size) for start in range(0, num_bytes, size)]
 
 
-def measure(task: Range) -> Measured | None:
-    """Measure a part.
+def measure(task: Range) -> list[Measured] | None:
+    """Measure the parts in a range.
 
     None: it is not UTF-8, or cannot be read.
     """
     try:
         with open(tree.open_regular(task.file), "rb") as file:
+            if tables.is_table(task.file.name):
+                return _measure_table(file, task)
             start = _line_start(file, task.start, task.end)
             # A line that begins in this range may go beyond it, and one that began before may go beyond this range.
-            return _measure(file, start, _line_start(file, task.end) if start < task.end else start)
-    except (UnicodeDecodeError, OSError):
+            return [_measure(file, start, _line_start(file, task.end) if start < task.end else start)]
+    except (ValueError, OSError):
         return None
 
 
@@ -100,7 +109,7 @@ def _line_start(file: BinaryIO, place: int, limit: int | None = None) -> int:
 
 
 def _measure(file: BinaryIO, start: int, end: int) -> Measured:
-    """Raises UnicodeDecodeError if it is not UTF-8."""
+    """Raises ValueError if it is not UTF-8."""
     digest, decoder, num_lines = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
     file.seek(start)
     place = start
@@ -111,3 +120,21 @@ def _measure(file: BinaryIO, start: int, end: int) -> Measured:
         place += len(piece)
     decoder.decode(b"", final=True)
     return Measured(start, place, num_lines, digest.hexdigest())
+
+
+def _measure_table(file: BinaryIO, task: Range) -> list[Measured]:
+    """Raises ValueError if it cannot be cut."""
+    frame = tables.read_frame(file, task.file.name)
+    if not frame:
+        raise ValueError("it is damaged")
+    parts = [[*part] for _, part in groupby(tables.find_units(task.file, frame), key=lambda place: place // task.size)]
+    ends = [*(part[0] for part in parts[1:]), os.fstat(file.fileno()).st_size]
+    measured: list[Measured] = []
+    for part, end in zip(parts, ends, strict=True):
+        file.seek(part[0])
+        digest = hashlib.sha256()
+        while file.tell() < end and (piece := file.read(min(_CHUNK, end - file.tell()))):
+            digest.update(piece)
+        digest.update(frame)
+        measured.append(Measured(part[0], end, len(part), digest.hexdigest()))
+    return measured

@@ -8,17 +8,23 @@ import os
 FORMATS = {
     ".txt": "text",
     ".md": "text",
-    ".csv": "text",
+    ".csv": "csv",
+    ".tsv": "tsv",
     ".json": "json",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     ".yaml": "yaml",
     ".yml": "yaml",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
 }
 """Suffixes in lower case, without that of a compression, and the names of formats in `readers.READERS`."""
 COMPRESSIONS = (".gz", ".zst")
-LINES = tuple(suffix for suffix, format in FORMATS.items() if format == "jsonl")
-"""Suffixes of files that may be cut at the start of any line: compressed ones cannot be entered there."""
+TABLES = tuple(suffix for suffix, format in FORMATS.items() if format in ("parquet", "arrow"))
+"""Suffixes of files that are read by row groups or record batches; they compress what they contain themselves."""
+DIVISIBLE = (*TABLES, *(suffix for suffix, format in FORMATS.items() if format == "jsonl"))
+"""Suffixes of files that may be cut, at the start of any line or unit: compressed ones cannot be entered there."""
 
 
 def ending(path: str) -> str:
@@ -35,5 +41,7 @@ def find(path: str) -> tuple[str, str] | None:
     name = path.lower()
     compression = next((suffix for suffix in COMPRESSIONS if name.endswith(suffix)), "")
     name = name.removesuffix(compression)  # one only: `.json.gz.gz` is not read
-    format = FORMATS.get(name[name.rfind(".") :])
-    return (format, compression) if format else None
+    suffix = name[name.rfind(".") :]
+    if compression and suffix in TABLES:
+        return None
+    return (FORMATS[suffix], compression) if suffix in FORMATS else None

@@ -34,6 +34,8 @@ CHANGED = "it was changed while it was read, so run `dvc repro` again"
 
 TEXT: Features = {"text": {"dtype": "string", "_type": "Value"}}
 """The features of a corpus."""
+WITH_CONVERSATIONS: Features = {**TEXT, "messages": TEXT["text"]}
+"""The same where rules make conversations: of each row one is null. `messages` is JSON (stages/formats/records.py)."""
 
 
 def token_features(seq_length: int, is_marked: bool = False) -> Features:
@@ -126,6 +128,10 @@ class StreamWriter:
         # `serialize` copies, so the caller may fill its buffer again.
         self._append(pa.record_batch([*columns], schema=self.schema).serialize())
 
+    def write_column(self, rows: pa.Array, column: int) -> None:
+        """Append a record batch of rows that have a value in one column."""
+        self.write(*self._with_nulls(rows, column))
+
     def write_text(self, pieces: Iterable[bytes], size: int) -> int:
         """Append a record batch of one string, which comes in pieces of UTF-8; return its characters.
 
@@ -149,12 +155,15 @@ class StreamWriter:
         """What precedes and what follows the string in a record batch of one."""
         zeros = pa.py_buffer(mmap.mmap(-1, size))  # in place of the string: never read, so they need no memory
         text = pa.StringArray.from_buffers(1, pa.py_buffer(struct.pack("<ii", 0, size)), zeros)
-        batch = pa.record_batch([text], schema=self.schema)
+        batch = pa.record_batch(self._with_nulls(text, 0), schema=self.schema)
         sink = _WithoutBuffer(zeros)
         with pa.ipc.new_stream(pa.PythonFile(sink, "w"), self.schema) as stream:
             stream.write_batch(batch)
             [before, after] = sink.parts
         return before.removeprefix(self.schema.serialize()), after  # the schema is in the file already
+
+    def _with_nulls(self, rows: pa.Array, column: int) -> list[pa.Array]:
+        return [rows if index == column else pa.nulls(len(rows), kind) for index, kind in enumerate(self.schema.types)]
 
     def mark(self) -> Mark:
         """The current end of the stream, for `cut`."""
@@ -230,8 +239,14 @@ def read_batch(path: Path, offset: int) -> pa.RecordBatch:
         raise damaged(path, "it has no record batch where it had one", CHANGED) from None
 
 
+def rows_of(batch: pa.RecordBatch) -> tuple[pa.Array, int]:
+    """The strings of a record batch of a corpus, which are in one column, and which one that is."""
+    column = next((index for index, values in enumerate(batch.columns) if not values.null_count), 0)
+    return batch.column(column), column
+
+
 def read_text(path: Path, offset: int) -> Iterator[bytes]:
-    """The string of a record batch of one row, in pieces.
+    """The document of a record batch of one row, in pieces.
 
     They are read, not mapped: what was touched of a mapped file stays in memory while it is mapped.
     """

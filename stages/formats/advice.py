@@ -1,0 +1,28 @@
+"""Which rule would make conversations of a file that is read string by string."""
+
+import json
+import re
+
+from stages.splits import suffixes
+
+# As it begins in JSON, in YAML, and in the schema of a table.
+_MESSAGES = re.compile(rb'\b(messages|conversations)"?\s*:\s*(?:\[\s*\{|\n\s*-|(?:large_)?list<)')
+_ROLE = re.compile(rb'\b(role|from)"?\s*:')
+_PROMPT = re.compile(rb'\bprompt"?\s*:.*\bcompletion"?\s*:', re.DOTALL)
+
+
+def find_advice(path: str, begin: bytes) -> list[str]:
+    """Rules, at most one, for a file and those beside it, given its first bytes or its schema."""
+    found = suffixes.find(path)
+    assert found, "organize lists no other files"
+    format, compression = found
+    messages, role = _MESSAGES.search(begin), _ROLE.search(begin)
+    if format in ("text", "csv", "tsv") or not ((messages and role) or _PROMPT.search(begin)):
+        return []
+    columns = "prompt: $.prompt, completion: $.completion"
+    if messages and role:
+        keys = ", role: from, content: value" if role[1] == b"from" else ""
+        columns = f"messages: $.{messages[1].decode()}{keys}"
+    plain = path[: len(path) - len(compression)]
+    files = f"{path[: path.rfind('/') + 1]}*{path[plain.rfind('.') :]}"
+    return [f"{{files: {json.dumps(files, ensure_ascii=False)}, {columns}}}"]

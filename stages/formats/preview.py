@@ -1,0 +1,100 @@
+"""The first rows that would be made of a file."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from stages.base.errors import StageError
+from stages.formats import json_values, readers, rules
+from stages.formats.limits import LIMITS
+from stages.formats.records import Records
+from stages.formats.rules import MESSAGES, TEXT, Rule
+from stages.formats.source import Rejected
+from stages.formats.writer import TextWriter
+from stages.splits import suffixes, tree
+from stages.splits.manifests import RawFile
+
+_NUM_ROWS = 5
+_LONGEST = 1000  # characters of a text that are shown
+
+
+def preview(
+    file: Path, raw_dir: str, given: Sequence[Rule] | None, fallback_encoding: str | None, min_chars: int
+) -> str:
+    """The first rows of a raw file, as text. `file` may be given from here, or below `raw_dir`.
+
+    Raises:
+        StageError: it is not below `raw_dir`, or is not read by its name.
+    """
+    path = os.path.relpath(file if file.exists() else Path(raw_dir, file), raw_dir)
+    if path.startswith("..") or not Path(raw_dir, path).is_file() or not suffixes.find(path):
+        raise StageError(f"{file} is no raw file below {raw_dir} that is read: name one, such as {raw_dir}/a.jsonl")
+    index, rule = rules.find(given, path) or (None, None)
+    sink = _Preview(min_chars)
+    records = None if rule is None else Records(rule, sink, min_chars, LIMITS)
+    try:
+        raw = RawFile(path, *tree.measure(Path(raw_dir, path)))
+        with readers.open_source(raw_dir, raw, fallback_encoding, LIMITS) as source:
+            readers.read(path, source, sink, records)
+    except Rejected as rejected:
+        sink.reject(rejected)
+    except _Enough:
+        pass
+    decides = "no rule: each string is a document" if rule is None else f"records.{index}"
+    problem = records.problem() if records else None
+    return "\n".join([f"{path}: {decides}", *sink.show(), *([problem] if problem else [])])
+
+
+class _Enough(BaseException):
+    """There are as many rows as are shown. No `Exception`, after which the rest of the file would be hashed."""
+
+
+class _Preview(TextWriter):
+    """Keeps some rows, of which it writes none, and then raises `_Enough`."""
+
+    def __init__(self, min_chars: int) -> None:
+        self.column = TEXT
+        self.rows: list[tuple[int, str]] = []
+        self.rejected: list[Rejected] = []
+        self.report = self.rejected.append
+        self._min_chars = min_chars
+
+    def use(self, column: int) -> None:
+        self.column = column
+
+    def add(self, strings: list[str]) -> None:
+        kept = (string for string in strings if self.column == MESSAGES or len(string) >= self._min_chars)
+        self.rows += [(self.column, string) for string in kept]
+        if len(self.rows) >= _NUM_ROWS:
+            raise _Enough
+
+    def add_text(self, stream: BinaryIO, size: int) -> None:
+        self.add([stream.read(4 * _LONGEST).decode(errors="ignore") + "..." * (size > 4 * _LONGEST)])
+
+    def add_json(self, record: bytes) -> None:
+        for strings in json_values.strings([record], LIMITS.chunk):
+            self.add(strings.to_pylist())
+
+    def end(self, records: int = 1) -> None:
+        """Rows of one record are no different from those of several."""
+
+    def drop(self) -> None:
+        """What was added of a record that is rejected is shown, too."""
+
+    def reject(self, rejected: Rejected) -> None:
+        self.rejected.append(rejected)
+
+    def show(self) -> list[str]:
+        """The rows, and why others are missing."""
+        shown = [_show(number, *row) for number, row in enumerate(self.rows[:_NUM_ROWS], 1)]
+        problems = [f"rejected: {each.reason}: {each.detail}" for each in self.rejected[:_NUM_ROWS]]
+        return [*shown, *problems] or ["no rows"]
+
+
+def _show(number: int, column: int, row: str) -> str:
+    if column == MESSAGES:
+        return f"--- {number}: a conversation\n{json.dumps(json.loads(row), indent=2, ensure_ascii=False)}"
+    more = f"... ({len(row)} characters)" * (len(row) > _LONGEST)
+    return f"--- {number}: a document\n{row[:_LONGEST]}{more}"

@@ -1,0 +1,326 @@
+"""Records under a rule: each becomes a document, a conversation, or is left out for a reason that is counted.
+
+A conversation is JSON, of `{"messages": [...]}` or `{"prompt": ..., "completion": ...}`, each with `"tools": [...]` if
+it has any: the names of TRL. Prompt and completion are both strings, or both lists of messages.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from stages.formats import json as json_format
+from stages.formats import lines, paths
+from stages.formats.limits import Limits
+from stages.formats.rules import LEFT_OUT, MESSAGES, TEXT, TOOLS, Rule, Side, is_path
+from stages.formats.source import Rejected
+from stages.formats.writer import TextWriter
+
+ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
+    "function_response": "tool", "observation": "tool",
+}  # fmt: skip
+"""What ShareGPT calls a role, and what templates do. Another name stays as it is."""
+
+_OBJECTS = {dict, paths.Pairs}
+_TOO_SHORT = "fewer characters than min_chars"
+_NUM_KEYS = 20  # that are named where no record fits
+
+Row = tuple[int, str]
+"""The column, and what the row has there."""
+Maker = Callable[[Any], Row]
+"""Makes the row of a record, or raises LeftOut."""
+
+
+class LeftOut(Exception):
+    """Why a record is neither a document nor a conversation."""
+
+
+class Records:
+    """Where the formats put the records of a file; the rows that the rule makes of them go to `sink`."""
+
+    def __init__(self, rule: Rule, sink: TextWriter, min_chars: int, limits: Limits) -> None:
+        self.each = rule.each
+        self.add: Callable[[Any], None] = self.take if rule.each is None else self._add_each
+        """Adds a document: its records are those of `each`, or itself."""
+        self.position: Callable[[], str] = str
+        """Where in the file the current record is; set by the reader."""
+        self.keys: list[str] = []
+        """Of the first record, or of the document while it has no record."""
+        self.num_records = 0
+        self.counts: Counter[str] = Counter()
+        """`records`, `documents`, `conversations`; `left out` and a reason, for each reason."""
+        alternatives = rule.alternatives()
+        self.columns = _columns(alternatives) if rule.each is None else paths.first_keys(rule.each)
+        """The keys of a record that decide; None: all may."""
+        self.lines = lines.find_reader(rule, limits)
+        """What reads many lines at once, for rules that allow it."""
+        makers = [_maker(one, min_chars) for one in alternatives]
+        self._make = makers[0] if len(makers) == 1 else _first_present(alternatives, makers)
+        self._find = None if rule.each is None else paths.compile(rule.each)
+        self._no_text = _nothing_at(rule.text)
+        self._sink, self._min_chars, self._limits = sink, min_chars, limits
+        self._rows: list[str] = []  # not yet in the sink
+        self._size = 0  # characters of these
+        self._has_rejected = False
+
+    @property
+    def num_rows(self) -> int:
+        """Those that were made and are in the sink."""
+        return self.counts["documents"] + self.counts["conversations"]
+
+    def take(self, record: Any) -> None:
+        """Add a record."""
+        if not self.num_records:
+            self.keys = []  # of the document
+            self.note_keys(record)
+        self.num_records += 1
+        try:
+            column, row = self._make(record)
+        except LeftOut as reason:
+            self.counts[f"{LEFT_OUT}{reason}"] += 1
+            return
+        except RecursionError:
+            self.reject(Rejected("nested too deep", "more levels than a record may have"))
+            return
+        if not row.isascii() or len(row) > self._limits.longest_string:
+            try:
+                num_bytes = len(row.encode())
+            except UnicodeEncodeError:
+                row = json_format.replace_surrogates(row)
+                num_bytes = len(row.encode())
+            if num_bytes > self._limits.longest_string:
+                detail = f"more than {self._limits.longest_string} bytes of UTF-8: split the record"
+                self.reject(Rejected("string too long", detail))
+                return
+        if column != self._sink.column:
+            self.flush()
+            self._sink.use(column)
+        self._rows.append(row)
+        self._size += len(row)
+        if self._size > self._limits.chunk:
+            self.flush()
+
+    def take_texts(self, texts: list[str | None]) -> None:
+        """Add records of which the string at the path of `text` is known; None: there is none."""
+        self.num_records += len(texts)
+        found = [text for text in texts if text is not None]
+        rows = [text for text in found if len(text) >= self._min_chars]
+        for reason, number in ((self._no_text, len(texts) - len(found)), (_TOO_SHORT, len(found) - len(rows))):
+            if number:
+                self.counts[f"{LEFT_OUT}{reason}"] += number
+        self._sink.use(TEXT)
+        self._rows += rows
+        self.flush()
+
+    def note_keys(self, value: Any) -> None:
+        """Remember some keys of a value, for the error if no record fits."""
+        if not self.num_records:
+            names = [*value] if isinstance(value, Mapping) else [f"(none: it is a {type(value).__name__})"]
+            self.keys += names[: _NUM_KEYS - len(self.keys)]
+
+    def problem(self) -> str | None:
+        """Why there is no row, if there are records or could be; None: there is one, or the file is empty."""
+        reasons = [name.removeprefix(LEFT_OUT) for name in self.counts if name.startswith(LEFT_OUT)]
+        has_none = self.keys and not self.num_records and not self._has_rejected
+        if self.num_rows or not (reasons or has_none):
+            return None
+        problem = ", ".join(reasons) or f"no record at {self.each}"
+        return f"{problem}: the keys are {', '.join(self.keys) or 'none'}"
+
+    def flush(self) -> None:
+        """Put the rows into the sink, each as a record of its own."""
+        self.counts["records"] = self.num_records
+        if self._rows:
+            self.counts["conversations" if self._sink.column == MESSAGES else "documents"] += len(self._rows)
+            self._sink.add(self._rows)
+            self._sink.end(len(self._rows))
+        self._rows, self._size = [], 0
+
+    def reject(self, rejected: Rejected) -> None:
+        """Report a record that cannot be read."""
+        self._has_rejected = True
+        self._sink.report(Rejected(rejected.reason, rejected.detail, self.position()))
+
+    def _add_each(self, document: Any) -> None:
+        assert self._find
+        self.note_keys(document)
+        try:
+            found = self._find(document)
+        except RecursionError:
+            self.reject(Rejected("nested too deep", "more levels than a record may have"))
+            return
+        for record in found:
+            self.take(record)
+
+
+def _first_present(alternatives: list[Rule], makers: list[Maker]) -> Maker:
+    """What takes the first of several rules whose path leads to something; they have no written messages."""
+    finds = [paths.compile(rule.messages or rule.prompt or rule.text) for rule in alternatives]
+
+    def make(record: Any) -> Row:
+        for find, make_row in zip(finds, makers, strict=True):
+            if any(value is not None for value in find(record)):
+                return make_row(record)
+        raise LeftOut("no messages, prompt or text")
+
+    return make
+
+
+def _columns(alternatives: Iterable[Rule]) -> list[str] | None:
+    found = [paths.first_keys(path) for rule in alternatives for path in rule.find_paths()]
+    keys = [key for keys in found if keys is not None for key in keys]
+    return None if None in found else [*dict.fromkeys(keys)]
+
+
+def _maker(rule: Rule, min_chars: int) -> Maker:
+    if rule.text is not None:
+        return _text_maker(rule.text, min_chars)
+    sides = {name: side for name in ("messages", "prompt", "completion") if (side := getattr(rule, name)) is not None}
+    makers = {name: _side_maker(side, name, rule) for name, side in sides.items()}
+    tools_path = rule.tools or TOOLS
+    find_tools = paths.compile(tools_path)
+
+    def make(record: Any) -> Row:
+        conversation = {name: make_side(record) for name, make_side in makers.items()}
+        if len({type(side) for side in conversation.values()}) > 1:
+            raise LeftOut("a string and a list of messages as prompt and completion")
+        if tools := _tools(find_tools(record), tools_path):
+            conversation["tools"] = tools
+        return MESSAGES, _encode(conversation)
+
+    return make
+
+
+def _text_maker(path: str, min_chars: int) -> Maker:
+    find = paths.compile(path)
+
+    def make(record: Any) -> Row:
+        text = _join(find(record))
+        if text is None:
+            raise LeftOut(_nothing_at(path))
+        if len(text) < min_chars:
+            raise LeftOut(_TOO_SHORT)
+        return TEXT, text
+
+    return make
+
+
+def _nothing_at(path: str | None) -> str:
+    return f"no string at {path}"
+
+
+def _join(values: list[Any]) -> str | None:
+    """The strings at a path, at any depth below, as one; None: there are none."""
+    if len(values) == 1 and type(values[0]) is str:
+        return values[0]
+    found = [string for value in values for string in paths.strings(value)]
+    return "\n".join(filter(None, found)) if found else None
+
+
+def _side_maker(side: Side, name: str, rule: Rule) -> Callable[[Any], Any]:
+    """The function that makes messages, or the string of a prompt or completion, of a record."""
+    if not isinstance(side, str):
+        turns = [_turn_maker(turn) for turn in side]
+        return lambda record: [message for make in turns if (message := make(record)) is not None]
+    find = paths.compile(side)
+
+    def make(record: Any) -> Any:
+        values = find(record)
+        if name == "messages" and len(values) == 1:
+            values = [_from_json(values[0])]
+        messages = values[0] if len(values) == 1 and type(values[0]) is list else values
+        if messages and _OBJECTS.issuperset(map(type, messages)):
+            return [_rename(message, rule.role, rule.content) for message in messages]
+        if name == "messages":
+            raise LeftOut(f"no list of messages at {side}")
+        text = _join(values)
+        if text is None or (name == "completion" and not text):
+            raise LeftOut(_nothing_at(side))
+        return text
+
+    return make
+
+
+def _turn_maker(turn: dict[str, Any]) -> Callable[[Any], dict[str, Any] | None]:
+    """The function that makes a message that is written in a rule; None: a system message without content."""
+    finds = {key: paths.compile(part) for key, part in turn.items() if is_path(part)}
+
+    def make(record: Any) -> dict[str, Any] | None:
+        message = {**turn}
+        for key, find in finds.items():
+            values = find(record)
+            if key in ("role", "content"):
+                message[key] = _join(values)
+            elif values:
+                message[key] = values[0] if len(values) == 1 else values
+            else:
+                del message[key]
+        missing = next((key for key in ("role", "content") if message[key] is None), None)
+        if missing == "content" and message["role"] == "system":
+            return None
+        if missing:
+            raise LeftOut(_nothing_at(turn[missing]))
+        return _rename(message, "role", "content")
+
+    return make
+
+
+def _rename(message: Mapping[str, Any], role: str, content: str) -> dict[str, Any]:
+    """A message with the usual keys and the usual names of roles."""
+    if type(message) is paths.Pairs:
+        raise LeftOut("a key occurs twice in a message")
+    name, text = message.get(role), message.get(content)
+    if type(name) is not str:
+        raise LeftOut(f"a message without a string {role!r}")
+    if type(text) is not str and not (text is None or type(text) is list):
+        raise LeftOut(f"a {content!r} that is neither a string nor a list")
+    renamed: dict[str, Any] = {"role": ROLES.get(name, name)}
+    if content in message:
+        renamed["content"] = text
+    if len(message) == len(renamed):  # most
+        return renamed
+    return {**renamed, **{key: value for key, value in message.items() if key not in (role, content, *renamed)}}
+
+
+def _tools(values: list[Any], path: str) -> list[Any] | None:
+    tools = _from_json(values[0]) if len(values) == 1 else values
+    if tools is None or type(tools) is list:
+        return tools
+    raise LeftOut(f"no list of tools at {path}")
+
+
+def _from_json(value: Any) -> Any:
+    """What a string of JSON, as in tables whose rows differ, stands for; all else as it is."""
+    try:
+        return json_format.decode(value) if type(value) is str and value else value
+    except ValueError:
+        return value
+
+
+def _encode(conversation: Any) -> str:
+    try:
+        return _encoder.encode(conversation).decode()
+    except UnicodeEncodeError:
+        return _encoder.encode(_mend(conversation)).decode()
+
+
+def _mend(value: Any) -> Any:
+    """The same with U+FFFD in place of lone surrogates."""
+    if type(value) is str:
+        return json_format.replace_surrogates(value)
+    if type(value) is dict:
+        return {json_format.replace_surrogates(key): _mend(child) for key, child in value.items()}
+    return [_mend(child) for child in value] if type(value) is list else value
+
+
+def _other(value: Any) -> str:
+    """What stands for a value that msgspec does not know: one of a table, perhaps."""
+    if type(value) is paths.Pairs:
+        raise LeftOut("a key occurs twice in a message")
+    return str(value)
+
+
+# Numbers that JSON does not have, as in tables, become null; dates and decimals strings, and bytes too (base64).
+_encoder = msgspec.json.Encoder(enc_hook=_other)

@@ -1,0 +1,199 @@
+"""Rules: which values of a record are a document or a conversation (docs/data.md, "Records").
+
+Without python-jsonpath, whose import a pipeline without rules is spared.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, ConfigDict
+
+from stages.base.errors import StageError
+from stages.splits import suffixes
+
+TEXT, MESSAGES = 0, 1
+"""The columns of the corpus: a row is a document or a conversation."""
+
+LEFT_OUT = "left out "
+"""What the names of counts begin with that end in a reason."""
+TOOLS = "$.tools"
+"""Where the tools of a conversation are, unless a rule says otherwise."""
+
+Turn = dict[str, Any]
+"""A message that is written in a rule: strings that begin with $ are paths, all else is itself."""
+
+
+def _path(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise ValueError("must be a JSONPath such as $.text")
+    from stages.formats import paths
+
+    paths.check(value)
+    return value
+
+
+def _side(value: Any) -> Any:
+    """A path to a string or to a list of messages, or messages that are written out."""
+    if not isinstance(value, list):
+        return _path(value)
+    for turn in value:
+        if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
+            raise ValueError("each message needs a role and a content, as in [{role: user, content: $.question}]")
+        for part in turn.values():
+            if is_path(part):
+                _path(part)
+    if not value:
+        raise ValueError("must have a message")
+    return value
+
+
+def is_path(value: Any) -> bool:
+    """Whether a value in a written message is a path."""
+    return isinstance(value, str) and value.startswith("$")
+
+
+JsonPath = Annotated[Any, AfterValidator(_path)]
+Side = Annotated[Any, AfterValidator(_side)]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the records of some files are read. Of `text`, `messages` and `prompt` with `completion`, one is given.
+
+    None of them: those of the columns `messages`, `prompt` with `completion`, `text` that a record has, in this order.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    files: str
+    """A glob for paths below `raw_dir`: `*` and `?` stop at a slash, `**` does not."""
+    each: JsonPath = None
+    """The path of the records in a document; None: a document is a record, a list in a .json file has a record each."""
+    text: JsonPath = None
+    """Strings at this path are one document."""
+    messages: Side = None
+    prompt: Side = None
+    completion: Side = None
+    tools: JsonPath = None
+    """A list of tools; None: `$.tools`, where there is one."""
+    role: str = "role"
+    """The key of a message that has the role."""
+    content: str = "content"
+    """The key of a message that has the content."""
+    format: Literal["sharegpt", "alpaca"] | None = None
+    """The name of a preset, instead of all that."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("text", "messages", "prompt", "format") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"has both {given[0]} and {given[1]}: keep one")
+        if (self.prompt is None) != (self.completion is None):
+            raise ValueError("needs both prompt and completion, or neither")
+
+    def alternatives(self) -> list["Rule"]:
+        """The rules without preset of which the first one that finds something in a record decides: one, or three."""
+        if self.format:
+            return [dataclasses.replace(self, format=None, **_PRESETS[self.format])]
+        if self.text or self.messages or self.prompt:
+            return [self]
+        return [dataclasses.replace(self, **columns) for columns in _COLUMNS]
+
+    @property
+    def makes_conversations(self) -> bool:
+        """Whether any record may become one."""
+        return self.text is None
+
+    def find_paths(self) -> Iterator[str]:
+        """All paths of an alternative in its records, and the one of `tools`."""
+        tools = self.tools or (TOOLS if self.makes_conversations else None)
+        for value in (self.text, self.messages, self.prompt, self.completion, tools):
+            if isinstance(value, str):
+                yield value
+            elif value:
+                yield from (part for turn in value for part in turn.values() if is_path(part))
+
+
+_COLUMNS: tuple[dict[str, Any], ...] = (
+    {"messages": "$.messages"},
+    {"prompt": "$.prompt", "completion": "$.completion"},
+    {"text": "$.text"},
+)
+_PRESETS: dict[str, dict[str, Any]] = {
+    "sharegpt": {"messages": "$.conversations", "role": "from", "content": "value"},
+    "alpaca": {
+        "messages": [
+            {"role": "user", "content": "$['instruction', 'input']"},
+            {"role": "assistant", "content": "$.output"},
+        ]
+    },
+}
+
+
+def has_records(path: str) -> bool:
+    """Whether a rule can decide about a raw file: one of text is a document as a whole."""
+    found = suffixes.find(path)
+    return found is not None and found[0] != "text"
+
+
+def find(rules: Sequence[Rule] | None, path: str) -> tuple[int, Rule] | None:
+    """The first rule that fits a file, given its path below `raw_dir`, and its index; None: there is none."""
+    if not rules or not has_records(path):
+        return None
+    return next((found for found in enumerate(rules) if _glob(found[1].files).fullmatch(path)), None)
+
+
+def check_files(rules: Sequence[Rule], paths: Sequence[str]) -> None:
+    """Raise a StageError for a rule that decides about none of the files below `raw_dir`."""
+    paths = [path for path in paths if has_records(path)]
+    used = {found[0] for path in paths if (found := find(rules, path))}
+    for index, rule in enumerate(rules):
+        if index in used:
+            continue
+        if any(find([rule], path) for path in paths):
+            problem = "decides about no file, as earlier rules fit all of its files: put it before them"
+        else:
+            near = sorted(paths, key=lambda path: -SequenceMatcher(None, rule.files, path).ratio())[:3]
+            there = f"such as {', '.join(near)}" if near else "and there is none"
+            problem = f"fits no file with records below raw_dir, {there}: write another glob, or remove the rule"
+        raise StageError(f"params.yaml: records.{index}.files is {rule.files!r}: it {problem}")
+
+
+@dataclass(frozen=True)
+class RuleCounts:
+    """What became of the records under a rule."""
+
+    files: str
+    """The glob of the rule."""
+    matched_files: int
+    records: int
+    documents: int
+    conversations: int
+    left_out: dict[str, int]
+    """Records without a row, by reason."""
+
+    @classmethod
+    def of(cls, rule: Rule, counts: Mapping[str, int]) -> "RuleCounts":
+        """The counts of one rule, which are named `files`, `records`, ..., and `left out` with a reason."""
+        names = ("records", "documents", "conversations")
+        return cls(
+            files=rule.files,
+            matched_files=counts.get("files", 0),
+            **{name: counts.get(name, 0) for name in names},
+            left_out={
+                name.removeprefix(LEFT_OUT): counts[name] for name in sorted(counts) if name.startswith(LEFT_OUT)
+            },
+        )
+
+
+@cache
+def _glob(pattern: str) -> re.Pattern[str]:
+    special = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
+    return re.compile("".join(special.get(part) or re.escape(part) for part in parts), re.DOTALL)

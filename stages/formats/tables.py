@@ -1,0 +1,315 @@
+"""Tables: Parquet and Arrow, a row group or record batch at a time, by pyarrow; CSV and TSV row by row.
+
+A row is a record with the columns as keys. A null in it, or in a struct, is a key that is missing: tables have no other
+way to leave one out.
+"""
+
+import csv
+import io
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stages.base.errors import one_line
+from stages.formats import json, paths
+from stages.formats.limits import LIMITS, Limits
+from stages.formats.source import Rejected, Source, may_be_changed, open_raw, verify
+from stages.formats.writer import TextWriter
+from stages.splits import tables
+from stages.splits.manifests import Part
+
+if TYPE_CHECKING:
+    from stages.formats.records import Records
+
+_ROWS_AT_ONCE = 512  # as Python objects
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+_PAGE = resource.getpagesize()
+
+Choose = Callable[[pa.Schema], list[str]]
+"""The columns to read, given the schema."""
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of a table."""
+
+    position: str
+    """Of the first one."""
+    names: list[str]
+    columns: list[list[Any]]
+    number: int
+    """Of the rows, which may have no column."""
+
+
+class Table:
+    """A Parquet or Arrow file, or some row groups or record batches of one. Used like `Source`, with `with`.
+
+    The file is hashed after it was read: what was made of one that has changed is dropped.
+    """
+
+    used_fallback = False
+
+    def __init__(self, path: str | Path, digest: str, limits: Limits = LIMITS, part: Part | None = None) -> None:
+        self.limits = limits
+        self.begin = b""
+        """The schema, when rows were read."""
+        self._path, self._digest, self._part = os.fspath(path), digest, part
+        self._file = io.FileIO(open_raw(path))
+
+    def __enter__(self) -> "Table":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._file:
+            if may_be_changed(error):
+                verify(os.dup(self._file.fileno()), self._path, self._digest, self._part)
+
+    def rows(self, choose: Choose) -> "Iterator[Rows | Rejected]":
+        """The rows, about `limits.chunk` bytes at once, and those that cannot be read.
+
+        Raises:
+            Rejected: nothing that follows can be read, or it needs too much memory.
+        """
+        begin, end, _ = self._part or Part(0, None, 1)
+
+        def choose_and_remember(schema: pa.Schema) -> list[str]:
+            self.begin = schema.to_string(show_schema_metadata=False).encode()
+            return choose(schema)
+
+        read = self._parquet if self._path.lower().endswith(".parquet") else self._arrow
+        try:
+            yield from _bounded(read(choose_and_remember, begin, end), self.limits.table)
+        except MemoryError:
+            detail = f"more than {self.limits.table >> 20} MiB at once: write it with smaller pages or record batches"
+            raise Rejected("table too large", detail) from None
+        except (pa.ArrowException, EOFError, OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno:  # of the disk: damage has no number
+                raise
+            raise Rejected("damaged table", one_line(error)) from None
+
+    def _parquet(self, choose: Choose, begin: int, end: int | None) -> "Iterator[Rows | Rejected]":
+        # Without read-ahead: of a row group of any size memory holds some pages.
+        file = pq.ParquetFile(self._file, pre_buffer=False, buffer_size=self.limits.chunk)
+        metadata, names = file.metadata, choose(file.schema_arrow)
+        # Never `column`, which may end the process (stages/splits/footer.py).
+        groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+        if metadata.num_rows != sum(group.num_rows for group in groups):
+            raise ValueError(f"the footer gives {metadata.num_rows} rows, and its row groups have others")
+        for index in self._own_groups(len(groups), begin, end):
+            group = groups[index]
+            step = min(_ROWS_AT_ONCE, max(1, self.limits.chunk * group.num_rows // max(1, group.total_byte_size)))
+            number = 0
+            for batch in file.iter_batches(step, [index], names, use_threads=False):
+                yield from _slices(batch, f"row group {index + 1}", number, self.limits.chunk)
+                number += batch.num_rows
+            if number != group.num_rows:
+                raise ValueError(f"row group {index + 1} has {number} rows instead of {group.num_rows}")
+
+    def _own_groups(self, number: int, begin: int, end: int | None) -> list[int]:
+        """The indices of the row groups of the part."""
+        if self._part is None:
+            return [*range(number)]
+        units = tables.find_units(Path(self._path), tables.read_frame(self._file, self._path))
+        return [index for index, place in enumerate(units) if begin <= place and (end is None or place < end)]
+
+    def _arrow(self, choose: Choose, begin: int, end: int | None) -> "Iterator[Rows | Rejected]":
+        stream = _Stream(self._file, self._path, begin, end)
+        with pa.ipc.open_stream(pa.PythonFile(stream, "r")) as reader:
+            names = choose(reader.schema)
+            chosen = [column for column, name in enumerate(reader.schema.names) if name in names]
+            for index, batch in enumerate(reader, self._part.line if self._part else 1):
+                yield from _slices(batch.select(chosen), f"record batch {index}", 0, self.limits.chunk)
+        if end is None and stream.last != _END_OF_STREAM:  # pyarrow takes the end of a file for it
+            raise ValueError("it ends before its end")
+
+
+class _Stream(io.RawIOBase):
+    """The schema of an Arrow file or stream, and the record batches in a range of it."""
+
+    def __init__(self, file: io.FileIO, path: str, begin: int, end: int | None) -> None:
+        self.last = b""
+        """The last bytes that were read."""
+        schema = tables.read_frame(file, path) if begin else b""
+        file.seek(begin)
+        if not begin and file.read(len(tables.ARROW_FILE)) != tables.ARROW_FILE:
+            file.seek(0)
+        self._schema, self._file, self._end = io.BytesIO(schema), file, end
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1, /) -> bytes:
+        piece = self._schema.read(size)
+        if not piece:
+            left = size if self._end is None else min(size, self._end - self._file.tell())
+            piece = self._file.read(left) or b""
+        self.last = (self.last + piece[-8:])[-8:]
+        return piece
+
+
+def _bounded(items: "Iterator[Rows | Rejected]", size: int) -> "Iterator[Rows | Rejected]":
+    """The items, with at most `size` bytes more of memory for each.
+
+    pyarrow allocates what a page or a compressed buffer says that it needs, gigabytes of a file of kilobytes.
+    """
+    data = int(Path("/proc/self/statm").read_text().split()[5]) * _PAGE
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = data + size if soft == resource.RLIM_INFINITY else min(data + size, soft)
+    while True:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+        try:
+            item = next(items, None)
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        if item is None:
+            return
+        yield item
+
+
+def _slices(batch: pa.RecordBatch, name: str, first: int, size: int) -> "Iterator[Rows | Rejected]":
+    """The rows of a record batch in pieces of about `size` bytes. `first` is the number of those before them."""
+    try:
+        batch.validate(full=True)  # offsets in a damaged file lead anywhere
+    except pa.ArrowInvalid as error:
+        if batch.num_rows == 1:
+            yield Rejected("damaged table", one_line(error), f"{name}, row {first + 1}")
+            return
+        batch.validate()
+        for row in range(batch.num_rows):  # most often one that is not UTF-8
+            yield from _slices(batch.slice(row, 1), name, first + row, size)
+        return
+    names = batch.schema.names
+    step = min(_ROWS_AT_ONCE, max(1, size * batch.num_rows // max(1, batch.nbytes)))
+    for start in range(0, batch.num_rows, step):
+        piece = batch.slice(start, step)
+        columns = [_values(column) for column in piece.columns]
+        yield Rows(f"{name}, row {first + start + 1}", names, columns, piece.num_rows)
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """The values of a column as JSON has them, where it can."""
+    if isinstance(column.type, pa.BaseExtensionType):
+        column = column.storage
+    convert = _converter(column.type)
+    values: list[Any] = column.to_pylist()
+    return values if convert is None else [None if value is None else convert(value) for value in values]
+
+
+def _converter(kind: pa.DataType) -> Callable[[Any], Any] | None:
+    """What makes a value of `to_pylist` one of JSON; None: it is one."""
+    if pa.types.is_struct(kind):
+        fields = {field.name: _converter(field.type) for field in kind}
+        return lambda value: {
+            key: convert(child) if (convert := fields[key]) else child
+            for key, child in value.items()
+            if child is not None
+        }
+    if pa.types.is_map(kind):
+        of_item = _converter(kind.item_type) or (lambda value: value)
+        return lambda value: paths.make_object([(str(key), child and of_item(child)) for key, child in value])
+    if pa.types.is_dictionary(kind):
+        return _converter(kind.value_type)
+    if hasattr(kind, "value_type"):  # lists of all kinds
+        of_value = _converter(kind.value_type)
+        return of_value and (lambda value: [child and of_value(child) for child in value])
+    return None
+
+
+def _has_strings(kind: pa.DataType) -> bool:
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    if pa.types.is_map(kind):
+        return _has_strings(kind.item_type)
+    if hasattr(kind, "value_type"):  # lists of all kinds, dictionaries
+        return _has_strings(kind.value_type)
+    if pa.types.is_struct(kind) or pa.types.is_union(kind):
+        return any(_has_strings(kind.field(index).type) for index in range(kind.num_fields))
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def read(source: Table, sink: TextWriter) -> None:
+    """Put the strings of each row into `sink`, in the order of the columns."""
+    for rows in source.rows(lambda schema: [field.name for field in schema if _has_strings(field.type)]):
+        if isinstance(rows, Rejected):
+            sink.report(rows)
+            continue
+        for row in zip(*rows.columns, strict=True):
+            try:
+                sink.add([string for value in row for string in paths.strings(value)])
+                sink.end()
+            except Rejected as rejected:
+                sink.reject(Rejected(rejected.reason, rejected.detail, rows.position))
+
+
+def read_records(source: Table, records: "Records") -> None:
+    """Put each row into `records`."""
+    names: list[str] = []
+
+    def choose(schema: pa.Schema) -> list[str]:
+        names.extend(schema.names)
+        return [name for name in names if records.columns is None or name in records.columns]
+
+    for rows in source.rows(choose):
+        records.position = rows.position.__str__
+        if isinstance(rows, Rejected):
+            records.reject(rows)
+            continue
+        for row in zip(*rows.columns, strict=True) if rows.columns else [()] * rows.number:
+            pairs = [(name, value) for name, value in zip(rows.names, row, strict=True) if value is not None]
+            records.add(paths.make_object(pairs))
+    if records.each is None:
+        records.keys = names  # also those that were not read
+
+
+def read_delimited(source: Source, records: "Records", delimiter: str) -> None:
+    """Put each row of CSV or TSV into `records`, of which the first row has the keys; all values are strings.
+
+    Not by pyarrow: of a file with one row in disorder it loses a block of rows, and no row may be longer than a block.
+    """
+    lines = _Lines(io.TextIOWrapper(source.stream(), "utf-8", newline=""), delimiter, source.limits)
+    csv.field_size_limit(source.limits.longest_record)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    records.position = lambda: f"line {reader.line_num}"
+    names: list[str] | None = None
+    while True:
+        lines.size = lines.num_values = 0
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            records.reject(Rejected("invalid CSV", str(error)))
+            continue
+        if row is None:
+            break
+        if names is None:
+            names = row
+        elif len(row) == len(names):
+            records.add(paths.make_object([*zip(names, row, strict=True)]))
+        elif row:  # not an empty line
+            records.reject(Rejected("invalid CSV", f"{len(row)} columns instead of {len(names)}"))
+
+
+class _Lines:
+    """The lines of a text, as long as a row of them is not too large."""
+
+    def __init__(self, stream: io.TextIOWrapper, delimiter: str, limits: Limits) -> None:
+        self.size = self.num_values = 0
+        """Characters and values of the row so far, about; whoever reads a row resets them."""
+        self._stream, self._delimiter, self._limits = stream, delimiter, limits
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        line = self._stream.readline(self._limits.longest_record + 1)
+        self.size += len(line)
+        self.num_values += line.count(self._delimiter)
+        if self.size > self._limits.longest_record or self.num_values > self._limits.most_values:
+            raise json.TooLarge(self._limits)
+        if not line:
+            raise StopIteration
+        return line

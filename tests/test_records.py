@@ -1,0 +1,777 @@
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import jsonpath
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stages.base.errors import StageError
+from stages.base.params_file import load_params
+from stages.extract import ExtractParams
+from stages.formats import json as json_format
+from stages.formats import lines, paths, records
+from stages.formats.limits import LIMITS, Limits
+from stages.formats.preview import preview
+from stages.formats.rules import Rule
+from tests.corpus import CORPUS, content_of, extract_file, extract_raw, put, read_rows
+from tests.project import REPO
+
+pytestmark = pytest.mark.usefixtures("empty_project")
+
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+
+
+def jsonl(*values: Any) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def rejections(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(entry["path"], entry["position"], entry["reason"]) for entry in metrics["rejections"]]
+
+
+# Paths
+
+KEYS = st.sampled_from(["a", "b", "text"])
+DOCUMENTS = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.text("ab\n", max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=20,
+)
+SELECTORS = st.one_of(
+    st.just("*"),
+    KEYS.map(repr),
+    st.integers(-3, 3).map(str),
+    # With a start: python-jsonpath refuses `[0,:]`.
+    st.tuples(st.integers(-3, 3), st.none() | st.integers(-3, 3), st.sampled_from([None, 1, 2, -1, -2, 0])).map(
+        lambda bounds: ":".join("" if bound is None else str(bound) for bound in bounds)
+    ),
+)
+SEGMENTS = st.lists(SELECTORS, min_size=1, max_size=2).map(lambda selectors: f"[{','.join(selectors)}]")
+FILTERS = st.sampled_from(["[?@.a]", "[?@ == 1]", "[?$.a == @.b]", "[?length(@) > 1]", "[?@.*]", "[?@ == 'a']"])
+PATHS = st.lists(st.tuples(st.sampled_from(["", "", ".."]), SEGMENTS | FILTERS), max_size=4).map(
+    lambda segments: "$" + "".join(descent + segment for descent, segment in segments)
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(DOCUMENTS, PATHS)
+def test_a_path_finds_what_the_library_finds(document: Any, path: str) -> None:
+    if isinstance(document, str):  # which the library takes for JSON
+        document = [document]
+    paths.check(path)
+    found = jsonpath.JSONPathEnvironment(strict=True).finditer(path, document)
+    # RFC 9535, section 2.3.4: a slice selects nothing of a string; python-jsonpath selects characters.
+    expected = [match.obj for match in found if not of_string(match)]
+    assert paths.compile(path)(document) == expected
+
+
+def of_string(match: Any) -> bool:
+    parent = match.parent
+    return parent is not None and (isinstance(parent.obj, str) or of_string(parent))
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("$.a", ["x", "y"]),
+        ("$['a','b']", ["x", "y", "z"]),
+        ("$.*", ["x", "y", "z"]),
+        ("$..a", ["x", "y"]),
+        ("$[?@ != 'x']", ["y", "z"]),
+        ("$.a.b", []),
+    ],
+)
+def test_trap_32_a_path_finds_both_values_of_a_key_that_occurs_twice(path: str, expected: list[str]) -> None:
+    document = json_format.decode('{"a": "x", "a": "y", "b": "z"}')
+    assert paths.compile(path)(document) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("text", "a path begins with \\$"),
+        ("$.te xt", "unexpected token 'xt' at column 6"),
+        ("$.a[?@.b ==]", "at column 12"),
+        ("$.a[", "at column 5"),
+        ("$.a | $.b", "at column 5"),
+        ("$" + "[?(" * 5000, "nested too deep|at column"),
+    ],
+)
+def test_a_path_that_is_none_is_refused_with_the_column(path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        paths.check(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "keys"),
+    [("$.a.b", ["a"]), ("$['a','b']", ["a", "b"]), ("$.*", None), ("$..a", None), ("$", None), ("$.a[?$.b]", None)],
+)
+def test_the_keys_that_decide_what_a_path_finds_are_known(path: str, keys: list[str] | None) -> None:
+    assert paths.first_keys(path) == keys
+
+
+# The parameter
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ("{files: a}", "records is {'files': 'a'}: input should be a valid list"),
+        ("[{text: $.a}]", "parameter 'records.0.files' is missing"),
+        ("[{files: a, txt: $.a}]", "records.0.txt is '$.a': unexpected keyword argument"),
+        ("[{files: a}, {files: b, text: $.te xt}]", "records.1.text is '$.te xt': unexpected token 'xt' at column 6"),
+        ("[{files: a, text: 3}]", "records.0.text is 3: must be a JSONPath such as $.text"),
+        ("[{files: a, text: $.a, messages: $.b}]", "has both text and messages: keep one"),
+        ("[{files: a, prompt: $.a}]", "needs both prompt and completion, or neither"),
+        ("[{files: a, messages: [{role: user}]}]", "each message needs a role and a content"),
+        ("[{files: a, messages: [{role: user, content: '$['}]}]", "at column 3"),
+        ("[{files: a, messages: []}]", "must have a message"),
+        ("[{files: a, format: chatml}]", "input should be 'sharegpt' or 'alpaca'"),
+        ("[{files: a, format: alpaca, text: $.a}]", "has both text and format: keep one"),
+    ],
+)
+def test_a_mistake_in_a_rule_is_one_clear_line(rules: str, message: str) -> None:
+    values = yaml.safe_load((REPO / "params.yaml").read_text())
+    Path("params.yaml").write_text(yaml.safe_dump({**values, "records": yaml.safe_load(rules)}))
+    with pytest.raises(StageError) as caught:
+        load_params(ExtractParams)
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_rules_are_read_as_the_documentation_writes_them() -> None:
+    text = (REPO / "docs/records.md").read_text()
+    for block in text.split("```yaml\n")[1:]:
+        values = yaml.safe_load((REPO / "params.yaml").read_text()) | yaml.safe_load(block.split("```")[0])
+        Path("params.yaml").write_text(yaml.safe_dump(values))
+        assert load_params(ExtractParams).records
+
+
+@pytest.mark.parametrize(
+    ("glob", "fitting"),
+    [
+        ("*.json", ["a.json"]),
+        ("**/*.json", ["a.json", "x/b.json", "x/y/c.json"]),
+        ("x/**", ["x/b.json", "x/y/c.json"]),
+        ("x/*", ["x/b.json"]),
+        ("?.json", ["a.json"]),
+        ("[a].json", []),
+        ("**", ["a.json", "x/b.json", "x/y/c.json"]),
+    ],
+)
+def test_a_glob_fits_paths_below_raw_dir(glob: str, fitting: list[str]) -> None:
+    put(dict.fromkeys(("a.json", "x/b.json", "x/y/c.json"), '{"text": "a"}'))
+    if not fitting:
+        with pytest.raises(StageError, match=r"records\.0\.files .* fits no file with records .*, such as a\.json, "):
+            extract_raw(records=[{"files": glob, "text": "$.text"}])
+        return
+    [rule] = extract_raw(records=[{"files": glob, "text": "$.text"}])["rules"]
+    assert (rule["files"], rule["matched_files"]) == (glob, len(fitting))
+
+
+def test_trap_32_a_rule_without_a_file_is_refused_before_any_file_is_read() -> None:
+    put({"a.json": '{"text": "a"}', "b.txt": "text"})
+    for rules, message in (
+        ([{"files": "*.txt", "text": "$"}], r"records\.0\.files is '\*\.txt': it fits no file with records"),
+        ([{"files": "**"}, {"files": "*.json"}], r"records\.1\.files .* earlier rules fit all of its files"),
+    ):
+        with pytest.raises(StageError, match=message):
+            extract_raw(records=rules)
+        assert not Path("data/extract.json").exists()
+
+
+def test_the_first_rule_that_fits_decides_and_text_needs_none() -> None:
+    put({"a/1.json": '{"x": "x", "y": "y"}', "b/2.json": '{"x": "x", "y": "y"}', "b/3.txt": "text", "4.json": '["s"]'})
+    metrics = extract_raw(records=[{"files": "a/*", "text": "$.x"}, {"files": "*/*", "text": "$.y"}])
+    assert read_rows() == ["s", "x", "y", "text"]
+    assert [rule["matched_files"] for rule in metrics["rules"]] == [1, 1]
+
+
+# Documents
+
+NUM_FORMATS = 5
+TEXT_CASES: list[tuple[str, Any, list[str]]] = [
+    ("$.text", {"text": "a", "id": "1"}, ["a"]),
+    ("$.body[*].para", {"body": [{"para": "a"}, {"para": ""}, {"para": "b"}]}, ["a\nb"]),
+    ("$.text", {"text": ["a", {"b": "b", "c": [1, "c"]}, None]}, ["a\nb\nc"]),
+    ("$..para", {"para": "a", "x": {"para": "b"}}, ["a\nb"]),
+    ("$['title','text']", {"text": "b", "title": "a"}, ["a\nb"]),
+    ("$.body[?@.type == 'text'].value", {"body": [{"type": "text", "value": "a"}, {"type": "x", "value": "b"}]}, ["a"]),
+    ("$.text", {"text": "a\nb\n "}, ["a\nb\n "]),
+]
+
+
+def test_trap_33_the_same_path_finds_the_same_strings_in_each_format() -> None:
+    for number, (_, record, _) in enumerate(TEXT_CASES):
+        put(in_each_format(f"{number}/", record))
+    extract_raw(records=[{"files": f"{number}/*", "text": path} for number, (path, _, _) in enumerate(TEXT_CASES)])
+    assert read_rows() == [row for _, _, expected in TEXT_CASES for row in expected * NUM_FORMATS]
+
+
+def in_each_format(directory: str, record: Any) -> dict[str, str | bytes]:
+    files = {
+        "a.json": json.dumps([record], ensure_ascii=False),
+        "b.json": json.dumps(record, indent=2),
+        "c.jsonl": jsonl(record),
+        "d.ndjson": jsonl(record),
+        "e.yaml": yaml.safe_dump(record, sort_keys=False),
+    }
+    assert len(files) == NUM_FORMATS
+    return {directory + name: content for name, content in files.items()}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.yaml"])
+def test_trap_33_both_values_of_a_key_that_occurs_twice_are_kept(name: str) -> None:
+    content = '{"text": "a", "x": 1, "text": "b"}\n'
+    assert extract_file(name, content, {"files": "*", "text": "$.text"}) == ["a\nb"]
+    assert extract_file(name, '{"t\\u0065xt": "a", "text": "b"}\n', {"files": "*", "text": "$.text"}) == ["a\nb"]
+
+
+def test_trap_32_what_a_rule_leaves_out_is_counted() -> None:
+    values = [{"text": "abc"}, {"id": 1}, {"text": 3}, {"text": None}, {"text": ""}, {"text": "a"}, {"text": []}, 7]
+    put({"a.jsonl": jsonl(*values)})
+    metrics = extract_raw(records=[{"files": "*", "text": "$.text"}], min_chars=2)
+    assert metrics["rules"] == [
+        {
+            "files": "*",
+            "matched_files": 1,
+            "records": 8,
+            "documents": 1,
+            "conversations": 0,
+            "left_out": {"fewer characters than min_chars": 2, "no string at $.text": 5},
+        }
+    ]
+    assert (metrics["records"], metrics["strings"], read_rows()) == (1, 1, ["abc"])
+
+
+def test_trap_32_a_file_of_which_no_record_fits_is_rejected_with_the_keys_that_are_there() -> None:
+    put({"a.jsonl": jsonl({"id": "1", "body": "a"}), "b.jsonl": jsonl({"text": "b"}), "c.json": "[]", "d.jsonl": ""})
+    put({"e.json": '{"rows": [{"text": "a"}]}', "f.yaml": "- a\n- b\n"})
+    rules = [
+        {"files": "e.json", "each": "$.items[*]", "text": "$.text"},
+        {"files": "*", "text": "$.text"},
+    ]
+    with pytest.raises(StageError, match="3 files could not be read, max_rejected_files is 0"):
+        extract_raw(records=rules)
+    metrics = extract_raw(records=rules, max_rejected_files=3)
+    assert {entry["path"]: entry["detail"] for entry in metrics["rejections"]} == {
+        "a.jsonl": "records.1: no string at $.text: the keys are id, body",
+        "e.json": "records.0: no record at $.items[*]: the keys are rows",
+        "f.yaml": "records.1: no string at $.text: the keys are (none: it is a list)",
+    }
+    assert metrics["rejected"] == {"no record fits": 3}
+    assert read_rows() == ["b"]
+
+
+def test_trap_32_a_file_that_was_cut_needs_one_record_that_fits() -> None:
+    lines_ = [{"other": f"{number:030}"} for number in range(3000)]
+    put({"a.jsonl": jsonl(*lines_, {"text": "last"}), "b.jsonl": jsonl(*lines_)})
+    metrics = extract_raw(num_splits=3, records=[{"files": "*", "text": "$.text"}], max_rejected_files=1)
+    assert read_rows() == ["last"]
+    assert rejections(metrics) == [("b.jsonl", None, "no record fits")]
+    assert metrics["rules"][0]["matched_files"] == 2
+
+
+def test_bad_lines_are_rejected_and_the_others_kept() -> None:
+    good = '{"text": "%s"}'
+    numbers = f'{{"text": "9", "x": [NaN, 1e999, -Infinity, {"9" * 5000}]}}'
+    content = [
+        *(good % "1", "{", good % "3", "", f" {good % 5} ", good % "6a" + good % "6b", f"{good % 7} x", "[" * 100_000),
+        *(numbers, good % r"\ud83d\ude00 \ud83d", '{"text":', "}", good % "\t"),
+    ]
+    rows = extract_file("a.jsonl", "\n".join(content), {"files": "*", "text": "$.text"}, max_rejected_files=1)
+    assert rows == ["1", "3", "5", "6a", "6b", "9", "😀 \ufffd"]
+    metrics = json.loads(Path("data/extract.json").read_text())
+    assert rejections(metrics) == [
+        ("a.jsonl", f"line {number}", "nested too deep" if number == 8 else "invalid JSON")
+        for number in (2, 7, 8, 11, 12, 13)
+    ]
+    endings = "\r\n".join([good % "1", "x", good % "3"])
+    assert extract_file("a.jsonl", endings, {"files": "*", "text": "$.text"}, max_rejected_files=1) == ["1", "3"]
+
+
+VALUES = st.recursive(
+    st.none() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["text", '"text":', "\\u0074ext"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["text", "a", "t"]), inner, max_size=3),
+    max_leaves=8,
+)
+LINES = st.lists(
+    st.one_of(
+        VALUES.map(lambda value: json.dumps(value, ensure_ascii=False)),
+        VALUES.map(json.dumps),
+        st.sampled_from(['{"text": "a", "text": "b"}', '{"t\\u0065xt": "a", "text": "b"}', "{", "", '{"text" : "a"}']),
+    ),
+    max_size=6,
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(LINES, st.sampled_from(["$.text", "$.a.text", "$.text.text"]))
+def test_lines_that_are_read_at_once_give_what_each_line_gives(content: list[str], path: str) -> None:
+    rule = Rule(files="*", text=path)
+    reader = lines.find_reader(rule, LIMITS)
+    assert reader
+    data = "".join(f"{line}\n" for line in content).encode("utf-8", "surrogatepass")
+    texts = reader.read(data)
+    if texts is None:
+        return
+    make = records._text_maker(path, 1)
+    assert len(texts) == len(content)
+    for line, text in zip(content, texts, strict=True):
+        try:
+            assert make(json_format.decode(line)) == (0, text)
+        except records.LeftOut:
+            assert not text
+
+
+def test_most_lines_are_read_at_once() -> None:
+    """Or reading would be as slow as record by record."""
+    reader = lines.find_reader(Rule(files="*", text="$.text"), LIMITS)
+    assert reader
+    assert reader.read(jsonl({"id": 1, "text": 'say "text": é'}, {"id": 2}, {"text": None}).encode()) == [
+        'say "text": é',
+        None,
+        None,
+    ]
+    for path in ("$.a[0]", "$..text", "$['a','b']", "$"):
+        assert lines.find_reader(Rule(files="*", text=path), LIMITS) is None
+
+
+# Records of large files
+
+SMALL = Limits(chunk=7, largest_held=50, batch=40)
+
+
+class ListSink:
+    """Keeps the rows."""
+
+    def __init__(self) -> None:
+        self.column = 0
+        self.rows: list[str] = []
+        self.rejected: list[Any] = []
+
+    def use(self, column: int) -> None:
+        self.column = column
+
+    def add(self, strings: list[str]) -> None:
+        self.rows += strings
+
+    def end(self, records: int) -> None:
+        pass
+
+    def report(self, rejected: Any) -> None:
+        self.rejected.append(rejected)
+
+
+class Content:
+    """What a reader needs of a source."""
+
+    first_line = 1
+
+    def __init__(self, text: str, limits: Limits) -> None:
+        self.limits = limits
+        self._data = text.encode()
+
+    def stream(self) -> io.BytesIO:
+        return io.BytesIO(self._data)
+
+
+def streamed(content: str, limits: Limits, **rule: Any) -> ListSink:
+    sink: Any = ListSink()
+    given = records.Records(Rule(files="*", **rule), sink, 1, limits)
+    source: Any = Content(content, limits)
+    try:
+        json_format.read_records(source, given)
+    except json_format.Rejected as rejected:
+        sink.report(rejected)
+    given.flush()
+    kept: ListSink = sink
+    return kept
+
+
+STRINGS = st.recursive(
+    st.text('a"\\é😀', min_size=1, max_size=3) | st.integers(-99, 99) | st.none() | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS | st.text(max_size=3), inner, max_size=3),
+    max_leaves=15,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    STRINGS, st.lists(st.sampled_from(["[*]", ".a", ".b", "[0]", "[1]"]), max_size=3), st.sampled_from([1, 7, 10**6])
+)
+def test_records_of_a_large_file_are_those_of_the_document(document: Any, steps: list[str], chunk: int) -> None:
+    each = "$" + "".join(steps)
+    expected = ["\n".join(paths.strings(found)) for found in paths.compile(each)(document)]
+    for indent in (None, 1):
+        text = json.dumps(document, indent=indent, ensure_ascii=indent is None)
+        sink = streamed(text, replace(SMALL, chunk=chunk), each=each, text="$")
+        assert sink.rows == [row for row in expected if row]
+        assert not sink.rejected
+
+
+def test_what_was_read_ahead_of_a_large_record_is_not_lost() -> None:
+    items = ["x" * 1000, *(f"item {number}" for number in range(300)), "y" * 3000, "z"]
+    for chunk in (1, 7, 50):
+        limits = replace(SMALL, chunk=chunk, longest_record=2000)
+        sink = streamed(json.dumps({"skipped": items, "x": items}), limits, each="$.x[*]", text="$")
+        assert sink.rows == [item for item in items if len(item) < 2000]
+        assert [rejected.reason for rejected in sink.rejected] == ["record too large"]
+
+
+def test_a_top_level_list_has_a_record_each_and_other_documents_are_one() -> None:
+    assert streamed('[{"t": "a"}, {"t": "b"}] {"t": "c"} "d" [] ["e"]', SMALL, text="$..*").rows == ["a", "b", "c"]
+    assert streamed('["a", ["b", "c"]]', SMALL, text="$").rows == ["a", "b\nc"]
+    assert streamed('[["a"], ["b"]]', SMALL, each="$[?@[0]]", text="$").rows == ["a", "b"]  # held as a whole
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "position"),
+    [
+        ('["a", "b", c, "d"]', ["a", "b"], "line 1, character 12"),
+        ('["a",\n"b"', ["a", "b"], "line 2, character 4"),
+        ('["a",\n"b', ["a"], "line 2, character 3"),
+        ('["a" "b"]', ["a"], "line 1, character 6"),
+        ('["a",]', ["a"], "line 1, character 6"),
+        ('{"x": ["a"', ["a"], "line 1, character 11"),
+        ('{"y": [1 2], "x": ["a"]}', [], "line 1, character 10"),
+        ('{"y" 1}', [], "line 1, character 6"),
+        ("{3: 1}", [], "line 1, character 2"),
+        ('["a"] x', ["a"], "line 1, character 7"),
+    ],
+)
+def test_what_follows_the_last_record_is_rejected_with_its_place(text: str, rows: list[str], position: str) -> None:
+    each = {"each": "$.x[*]"} if text.startswith("{") else {}
+    for limits in (SMALL, LIMITS):
+        sink = streamed(text, limits, text="$", **each)
+        assert (sink.rows, [rejected.position for rejected in sink.rejected]) == (rows, [position])
+
+
+def test_a_record_that_is_too_large_is_rejected_and_the_others_kept() -> None:
+    limits = replace(LIMITS, chunk=64, longest_record=300, most_values=40)
+    large, many = {"t": "x" * 500}, {"t": [[]] * 100}
+    items = [{"t": "a"}, large, {"t": "b"}, many, {"t": "c"}]
+    rule = {"files": "*", "text": "$.t"}
+    for name, content, positions in (
+        ("a.json", json.dumps(items), ["line 1", "line 1"]),
+        ("a.jsonl", jsonl(*items), ["line 2", "line 4"]),
+        ("a.csv", "t\na\n" + "x" * 500 + "\nb\n", None),
+        ("a.yaml", yaml.safe_dump_all(items), None),
+    ):
+        rows = extract_file(name, content, rule, limits=limits, max_rejected_files=1)
+        metrics = json.loads(Path("data/extract.json").read_text())
+        assert [entry["reason"] for entry in metrics["rejections"]] == ["record too large"] * len(positions or "1"), (
+            name
+        )
+        if positions:
+            assert rows == ["a", "b", "c"]
+            assert [entry["position"] for entry in metrics["rejections"]] == positions
+        else:  # what follows in the file is lost
+            assert rows == ["a"]
+
+
+def test_depth_ends_soon() -> None:
+    for text in ("[" * 100_000, '{"x":' * 100_000, '{"y":' + "[" * 100_000):
+        sink = streamed(text, LIMITS, each="$.x[*]", text="$")
+        assert [rejected.reason for rejected in sink.rejected] == ["nested too deep"]
+
+
+# YAML
+
+
+def test_a_yaml_document_is_a_record_of_typed_values() -> None:
+    content = (
+        "# 1\nmessages:\n- {role: user, content: yes, train: false, n: [1, 0o14, 1.5, .inf, null, ~, 2024-01-02]}\n"
+    )
+    assert extract_file("a.yaml", content + "---\n- x\n", {"files": "*", "messages": "$.messages"}) == [
+        {
+            "messages": [
+                {"role": "user", "content": "yes", "train": False, "n": [1, 12, 1.5, None, None, None, "2024-01-02"]}
+            ]
+        }
+    ]
+
+
+def test_trap_33_an_alias_is_the_node_that_it_names() -> None:
+    content = (
+        "system: &s Be brief.\nitems:\n- {text: *s}\n- &i {text: b}\n- *i\n- {text: *nothing}\n? [a, b]\n: c\n1: d\n"
+    )
+    rule = {"files": "*", "each": "$.items[*]", "text": "$.text"}
+    assert extract_file("a.yaml", content, rule) == ["Be brief.", "b", "b"]
+    assert extract_file("a.yaml", content, {"files": "*", "text": "$['1']"}) == ["d"]
+
+
+def test_trap_33_a_bomb_of_aliases_is_rejected() -> None:
+    levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    content = "\n".join(["a0: &a0 text", *levels])
+    rows = extract_file("a.yaml", content, {"files": "*", "text": "$.a0"}, max_rejected_files=1)
+    assert rows == []
+    [rejection] = json.loads(Path("data/extract.json").read_text())["rejections"]
+    assert rejection["reason"] == "record too large"
+
+
+def test_json_that_libyaml_refuses_is_read_as_json() -> None:
+    rule = {"files": "*", "text": "$.text"}
+    assert extract_file("a.yaml", '\t[{"text": "a"},\n{"text": "b"}]', rule) == ["a", "b"]
+    assert extract_file("a.yaml", "text: a\n---\n{", rule, max_rejected_files=1) == ["a"]
+
+
+# CSV
+
+
+def test_csv_has_a_record_each_row_where_there_is_a_rule() -> None:
+    content = 'id,text,text\n1,"a, ""b""\nc",d\n\n2,e,\n3,f\n4,"g"h,i\n5,j,k\n'
+    rule = {"files": "*", "text": "$.text"}
+    assert extract_file("a.csv", content, rule, max_rejected_files=1) == ['a, "b"\nc\nd', "e", "j\nk"]
+    metrics = json.loads(Path("data/extract.json").read_text())
+    assert rejections(metrics) == [("a.csv", "line 6", "invalid CSV"), ("a.csv", "line 7", "invalid CSV")]
+    assert extract_file("a.tsv", content.replace(",", "\t"), rule, max_rejected_files=1)[1:] == ["e", "j\nk"]
+    assert extract_file("a.csv", content) == [content]
+    assert extract_file("a.tsv", content) == [content]
+
+
+# Conversations
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": {"type": "string"}}}}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+CONVERSATIONS: list[tuple[dict[str, Any], Any, Any]] = [
+    ({}, {"messages": CHAT}, {"messages": CHAT}),
+    ({}, {"messages": CHAT, "tools": [TOOL]}, {"messages": CHAT, "tools": [TOOL]}),
+    ({}, {"messages": CHAT, "tools": []}, {"messages": CHAT}),
+    ({}, {"messages": None, "prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b"}),
+    ({}, {"prompt": CHAT[:1], "completion": CHAT[1:]}, {"prompt": CHAT[:1], "completion": CHAT[1:]}),
+    ({}, {"text": "a"}, "a"),
+    ({"messages": "$.messages"}, {"messages": [*CHAT[:1], CALL], "tools": json.dumps([TOOL])},
+     {"messages": [*CHAT[:1], CALL], "tools": [TOOL]}),
+    ({"messages": "$.messages"}, {"messages": json.dumps(CHAT)}, {"messages": CHAT}),
+    ({"messages": "$.m[*]"}, {"m": CHAT}, {"messages": CHAT}),
+    ({"messages": "$.c", "role": "from", "content": "value"}, {"c": SHAREGPT}, {"messages": CHAT}),
+    ({"format": "sharegpt"}, {"conversations": [*SHAREGPT, {"from": "observation", "value": "x", "train": False}]},
+     {"messages": [*CHAT, {"role": "tool", "content": "x", "train": False}]}),
+    ({"format": "alpaca"}, {"instruction": "Add.", "input": "1+1", "output": "2"},
+     {"messages": [{"role": "user", "content": "Add.\n1+1"}, {"role": "assistant", "content": "2"}]}),
+    ({"format": "alpaca"}, {"instruction": "Hi", "input": "", "output": "Hello"}, {"messages": CHAT}),
+    ({"messages": [{"role": "system", "content": "$.s"}, {"role": "user", "content": "$.q"},
+                   {"role": "assistant", "content": "$.a", "reasoning_content": "$.r", "train": True}]},
+     {"q": "Q", "a": "A", "r": "R"},
+     {"messages": [{"role": "user", "content": "Q"},
+                   {"role": "assistant", "content": "A", "reasoning_content": "R", "train": True}]}),
+    ({"messages": [{"role": "system", "content": "Be brief."}, {"role": "$.who", "content": "$.q"}]},
+     {"who": "human", "q": "Q"},
+     {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q"}]}),
+    ({"prompt": "$.q", "completion": "$.a[*]"}, {"q": "", "a": ["b", "c"]}, {"prompt": "", "completion": "b\nc"}),
+    ({"prompt": [{"role": "user", "content": "$.q"}], "completion": [{"role": "assistant", "content": "$.a"}],
+      "tools": "$.t"}, {"q": "Hi", "a": "Hello", "t": [TOOL]},
+     {"prompt": CHAT[:1], "completion": CHAT[1:], "tools": [TOOL]}),
+    ({"messages": "$.chats[0]"}, {"chats": [CHAT]}, {"messages": CHAT}),
+]  # fmt: skip
+
+
+def test_a_rule_makes_conversations() -> None:
+    for number, (_, record, _) in enumerate(CONVERSATIONS):
+        put(in_each_format(f"{number:02}/", record))
+    extract_raw(records=[{"files": f"{number:02}/*", **rule} for number, (rule, _, _) in enumerate(CONVERSATIONS)])
+    assert read_rows() == [row for _, _, row in CONVERSATIONS for _ in range(NUM_FORMATS)]
+
+
+def test_a_conversation_is_compact_json_and_other_keys_keep_their_order() -> None:
+    message = {"content": "é\u2028 <b>", "z": 1.0, "role": "user", "a": [True, None]}
+    extract_file("a.jsonl", jsonl({"messages": [message]}), {"files": "*"})
+    [row] = datasets.load_from_disk(str(CORPUS))["messages"]
+    assert row == '{"messages":[{"role":"user","content":"é\u2028 <b>","z":1.0,"a":[true,null]}]}'
+
+
+LEFT_OUT: list[tuple[dict[str, Any], str, str]] = [
+    ({}, '{"a": 1}', "no messages, prompt or text"),
+    ({"messages": "$.m"}, '{"m": []}', "no list of messages at $.m"),
+    ({"messages": "$.m"}, '{"m": "text"}', "no list of messages at $.m"),
+    ({"messages": "$.m"}, '{"m": [{"role": "user"}, "b"]}', "no list of messages at $.m"),
+    ({"messages": "$.m"}, '{"m": [{"from": "a"}]}', "a message without a string 'role'"),
+    (
+        {"messages": "$.m"},
+        '{"m": [{"role": "a", "content": 3}]}',
+        "a 'content' that is neither a string nor a list",
+    ),
+    ({"messages": "$.m"}, '{"m": [{"role": "a", "role": "b", "content": "c"}]}', "a key occurs twice in a message"),
+    ({"messages": "$.m"}, '{"m": [{"role": "a", "x": [{"y": 1, "y": 2}]}]}', "a key occurs twice in a message"),
+    ({"messages": "$.m"}, '{"m": [{"role": "a"}], "m": [{"role": "b"}]}', "no list of messages at $.m"),
+    ({"messages": "$.m", "tools": "$.t"}, '{"m": [{"role": "a"}], "t": "x"}', "no list of tools at $.t"),
+    ({"prompt": "$.p", "completion": "$.c"}, '{"p": "a"}', "no string at $.c"),
+    ({"prompt": "$.p", "completion": "$.c"}, '{"p": "a", "c": ""}', "no string at $.c"),
+    (
+        {"prompt": "$.p", "completion": "$.c"},
+        '{"p": "a", "c": [{"role": "b"}]}',
+        "a string and a list of messages as prompt and completion",
+    ),
+    ({"messages": [{"role": "user", "content": "$.q"}]}, '{"a": "b"}', "no string at $.q"),
+]
+
+
+def test_what_is_no_conversation_is_left_out_with_a_reason() -> None:
+    put({f"{number:02}.jsonl": record + "\n" for number, (_, record, _) in enumerate(LEFT_OUT)})
+    put({"z.jsonl": jsonl({"messages": CHAT})})
+    rules = [{"files": f"{number:02}.jsonl", **rule} for number, (rule, _, _) in enumerate(LEFT_OUT)]
+    metrics = extract_raw(records=[*rules, {"files": "*"}], max_rejected_files=len(LEFT_OUT))
+    assert [rule["left_out"] for rule in metrics["rules"]] == [*({reason: 1} for _, _, reason in LEFT_OUT), {}]
+    assert read_rows() == [{"messages": CHAT}]
+
+
+def test_numbers_and_surrogates_cost_no_conversation() -> None:
+    message = rf'{{"role": "user", "content": "\ud83d\ude00\ud83d", "n": [NaN, 1e999, {2**70}, {"9" * 5000}]}}'
+    content = f'{{"messages": [{message}]}}'
+    assert extract_file("a.jsonl", content, {"files": "*"}) == [
+        {"messages": [{"role": "user", "content": "😀\ufffd", "n": [None, None, 2**70, None]}]}
+    ]
+
+
+# The corpus
+
+
+def test_the_columns_depend_on_the_rules_alone() -> None:
+    put({"a.jsonl": jsonl({"text": "a"}), "b.txt": "b", "c.jsonl": jsonl({"text": "c"})})
+    for rules, columns in (
+        (None, ["text"]),
+        ([{"files": "*", "text": "$.text"}], ["text"]),
+        ([{"files": "a*"}, {"files": "*", "text": "$.text"}], ["text", "messages"]),
+        ([{"files": "*"}], ["text", "messages"]),
+    ):
+        extract_raw(num_splits=3, records=rules)
+        dataset = datasets.load_from_disk(str(CORPUS))
+        assert dataset.column_names == columns
+        assert sorted(dataset["text"]) == ["a", "b", "c"]
+
+
+def mixed_files() -> None:
+    put(
+        {
+            f"{number:02}.jsonl": jsonl(*({"messages": CHAT * (number + 1)}, {"text": f"t{number}"}))
+            for number in range(9)
+        }
+    )
+    put({"x.txt": "x" * 2000, "y.json": '["y", "y"]', "z.txt": "x" * 2000, "c.jsonl": jsonl({"messages": CHAT})})
+
+
+def test_documents_and_conversations_keep_the_order_of_the_files() -> None:
+    mixed_files()
+    rules = [{"files": "*.jsonl"}]
+    extract_raw(records=rules)
+    expected = [row for number in range(9) for row in ({"messages": CHAT * (number + 1)}, f"t{number}")]
+    expected += [{"messages": CHAT}, "x" * 2000, "y", "y", "x" * 2000]
+    assert read_rows() == expected
+    one = content_of(CORPUS)
+    shutil.rmtree("data/.reuse")
+    extract_raw(records=rules, num_workers=2)
+    assert content_of(CORPUS) == one
+    # In small pieces: what is too long for a batch is written while it is read.
+    shutil.rmtree("data/.reuse")
+    extract_raw(records=rules, limits=Limits(chunk=10, batch=50, largest_held=100))
+    assert read_rows() == expected
+
+
+@pytest.mark.parametrize("limits", [LIMITS, Limits(chunk=10, batch=50, largest_held=100)])
+def test_equal_documents_and_equal_conversations_are_dropped(limits: Limits) -> None:
+    mixed_files()
+    put({"t.txt": json.dumps({"messages": CHAT}, separators=(",", ":"))})  # a text, not a conversation
+    metrics = extract_raw(records=[{"files": "*.jsonl"}], limits=limits, deduplicate_strings=True, num_splits=2)
+    rows = read_rows()
+    assert metrics["duplicate_strings"] == 3
+    assert sorted(map(json.dumps, rows)) == sorted(
+        map(
+            json.dumps,
+            [
+                *(row for number in range(9) for row in ({"messages": CHAT * (number + 1)}, f"t{number}")),
+                *("x" * 2000, "y", json.dumps({"messages": CHAT}, separators=(",", ":"))),
+            ],
+        )
+    )
+    assert metrics["characters"] == sum(
+        len(row["messages"] or row["text"]) for row in datasets.load_from_disk(str(CORPUS)).to_list()
+    )
+
+
+def test_rules_are_part_of_what_decides_a_split(capsys: pytest.CaptureFixture[str]) -> None:
+    put({"a.jsonl": jsonl({"text": "a", "body": "b"})})
+    for rules, row in (
+        ([{"files": "*", "text": "$.text"}], "a"),
+        ([{"files": "*", "text": "$.body"}], "b"),
+        ([{"files": "*", "text": "$.text"}], "a"),
+    ):
+        extract_raw(records=rules)
+        assert read_rows() == [row]
+
+
+# Advice and preview
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rule"),
+    [
+        ("chat/a.jsonl", jsonl({"messages": CHAT}), '{files: "chat/*.jsonl", messages: $.messages}'),
+        ("a.json", json.dumps([{"id": 1, "messages": CHAT}], indent=2), '{files: "*.json", messages: $.messages}'),
+        (
+            "a.jsonl",
+            jsonl({"conversations": SHAREGPT}),
+            '{files: "*.jsonl", messages: $.conversations, role: from, content: value}',
+        ),
+        ("x/a.yaml", yaml.safe_dump({"messages": CHAT}), '{files: "x/*.yaml", messages: $.messages}'),
+        (
+            "a.jsonl",
+            jsonl({"prompt": "a", "completion": "b"}),
+            '{files: "*.jsonl", prompt: $.prompt, completion: $.completion}',
+        ),
+        ("a.jsonl", jsonl({"messages": {"title": "a"}, "role": 1}), None),
+        ("a.jsonl", jsonl({"messages": [{"text": "a"}]}), None),
+        ("a.txt", jsonl({"messages": CHAT}), None),
+    ],
+)
+def test_files_that_look_like_conversations_are_told_once(
+    name: str, content: str, rule: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put({name: content, name.replace("a.", "b."): content + "\n"})
+    extract_raw(num_splits=2)
+    without = read_rows()
+    output = capsys.readouterr().out
+    assert output.count("look like conversations") == (rule is not None)
+    extract_raw(num_splits=2)  # from the store
+    assert capsys.readouterr().out.count("look like conversations") == (rule is not None)
+    if rule is None:
+        return
+    assert rule in output
+    assert all(isinstance(row, str) for row in without)
+    extract_raw(num_splits=2, records=[yaml.safe_load(rule)])
+    assert "look like" not in capsys.readouterr().out
+    assert len(read_rows()) == 2
+    assert all(isinstance(row, dict) for row in read_rows())
+
+
+def test_the_preview_shows_what_the_rules_make_of_a_file() -> None:
+    put({"a.jsonl": jsonl(*({"text": f"text {number}"} for number in range(99)), {"messages": CHAT})})
+    put({"c/chat.jsonl": jsonl({"messages": CHAT}, {"messages": []}), "d.txt": "x" * 5000, "e.jsonl": "{"})
+
+    def show(name: str, *rules: Rule) -> str:
+        return preview(Path(name), "data/raw", rules, fallback_encoding=None, min_chars=1)
+
+    rules = (Rule(files="c/*"), Rule(files="a*", text="$.text"))
+    for name in ("data/raw/a.jsonl", "a.jsonl"):
+        shown = show(name, *rules)
+        assert shown.startswith("a.jsonl: records.1\n--- 1: a document\ntext 0\n--- 2: a document\ntext 1\n")
+        assert "text 5" not in shown
+    assert '--- 1: a conversation\n{\n  "messages": [\n    {\n      "role": "user",' in show("c/chat.jsonl", *rules)
+    assert "a.jsonl: no rule: each string is a document\n--- 1: a document\ntext 0\n" in show("a.jsonl")
+    assert show("d.txt", *rules).endswith("x... (4003 characters)")
+    assert "rejected: invalid JSON" in show("e.jsonl")
+    assert show("a.jsonl", Rule(files="*", text="$.body")).endswith(
+        "a.jsonl: records.0\nno rows\nno string at $.body: the keys are text"
+    )
+    for name in ("nothing.jsonl", "data", "../a.jsonl"):
+        with pytest.raises(StageError, match="is no raw file below data/raw that is read"):
+            show(name)
+    assert not CORPUS.exists()

@@ -1,0 +1,493 @@
+import base64
+import datetime
+import io
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as pe
+import pytest
+
+from stages.base.errors import StageError
+from stages.formats import source, tables
+from stages.formats.limits import Limits
+from stages.splits import footer
+from stages.splits import manifests as splits
+from tests.corpus import CORPUS, SPLITS, content_of, extract_file, extract_raw, organize_raw, put, read_rows
+from tests.project import REPO, peak_memory
+
+pytestmark = pytest.mark.usefixtures("empty_project")
+
+FORMATS = ("a.parquet", "a.arrow", "b.arrow", "a.feather")
+
+
+def encode(name: str, table: pa.Table, rows: int = 2, **options: Any) -> bytes:
+    """A table as a file of a format, with so many rows in each row group or record batch."""
+    sink = io.BytesIO()
+    if name.endswith(".parquet"):
+        pq.write_table(table, sink, row_group_size=rows, **options)
+        return sink.getvalue()
+    compression = {"a.arrow": None, "b.arrow": "zstd", "a.feather": "lz4"}[name]
+    new = pa.ipc.new_stream if name == "a.arrow" else pa.ipc.new_file
+    with new(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return sink.getvalue()
+
+
+NESTED = pa.table(
+    {
+        "id": [1, 2, 3],
+        "text": ["a", None, "c"],
+        "large": pa.array(["d", "e", "f"], pa.large_string()),
+        "category": pa.array(["g", "h", "g"]).dictionary_encode(),
+        "list": [["i", None, "j"], [], None],
+        "struct": [{"x": "k", "y": 1, "z": ["l"]}, None, {"x": None, "y": 2, "z": None}],
+        "map": pa.array([[("key", "m")], [], None], pa.map_(pa.string(), pa.string())),
+        "bytes": [b"n", b"n", None],
+        "time": [datetime.datetime(2024, 1, 1)] * 3,
+        "empty": ["", "", "o"],
+    }
+)
+STRINGS = [*"adgijklm", *"eh", *"cfgo"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_string_of_each_row_is_a_document(name: str) -> None:
+    content = encode(name, NESTED)
+    assert extract_file(name, content) == STRINGS
+    assert json.loads(Path("data/extract.json").read_text())["records"] == 3
+    assert extract_file(name, content, min_chars=2) == []
+    assert extract_file(name, encode(name, NESTED.slice(0, 0))) == []
+    assert extract_file(name, encode(name, NESTED.select(["id"]))) == []
+
+
+def test_strings_of_every_type_are_found() -> None:
+    columns = [
+        pa.array(["a"], pa.string_view()),
+        pa.array([["b"]], pa.large_list(pa.large_string())),
+        pa.array([["c"]], pa.list_(pa.string(), 1)),
+        pa.array([["d"]], pa.list_view(pa.string())),
+        pa.array([[{"k": [{"l": "e"}]}]]),
+        pa.array([["f"]], pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+        pa.array([[("k", [("l", "g")])]], pa.map_(pa.string(), pa.map_(pa.string(), pa.string()))),
+        pa.RunEndEncodedArray.from_arrays([1], ["h"]),
+        pa.array(['"i"'], pa.json_()),
+        pa.UnionArray.from_dense(pa.array([0], pa.int8()), pa.array([0], pa.int32()), [pa.array(["j"]), pa.array([1])]),
+    ]
+    table = pa.table(columns, [f"column{number}" for number in range(len(columns))])
+    assert extract_file("a.arrow", encode("a.arrow", table)) == [*"abcdefgh", '"i"', "j"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_trap_33_paths_lead_into_nested_columns(name: str) -> None:
+    content = encode(name, NESTED)
+    for path, rows in {
+        "$.text": ["a", "c"],
+        "$['text','large']": ["a\nd", "e", "c\nf"],
+        "$.list[1]": [],
+        "$.list[2]": ["j"],
+        "$.struct.x": ["k"],
+        "$.struct.z[*]": ["l"],
+        "$.map.key": ["m"],
+        "$.category": ["g", "h", "g"],
+        "$..x": ["k"],
+        "$[?@.y == 1].x": ["k"],
+    }.items():
+        rule = {"files": "*", "text": path}
+        assert extract_file(name, content, rule, max_rejected_files=1) == rows, path
+    [rule] = json.loads(Path("data/extract.json").read_text())["rules"]
+    assert (rule["records"], rule["left_out"]) == (3, {"no string at $[?@.y == 1].x": 2})
+
+
+def test_trap_33_both_columns_of_a_name_are_kept() -> None:
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], ["text", "text"])
+    for name in FORMATS:
+        content = encode(name, table)
+        assert extract_file(name, content) == ["a", "b"]
+        assert extract_file(name, content, {"files": "*", "text": "$.text"}) == ["a\nb"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_conversations_of_a_table_have_no_nulls(name: str) -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
+    rows = [
+        {"messages": [{"role": "user", "content": "Hi", "tool_calls": None}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]},
+        {"messages": None},
+    ]
+    table = pa.Table.from_pylist(rows).append_column("tools", pa.array(['[{"a": 1}]', None, None]))
+    assert extract_file(name, encode(name, table), {"files": "*"}) == [
+        {"messages": [{"role": "user", "content": "Hi"}], "tools": [{"a": 1}]},
+        {"messages": [{"role": "assistant", "tool_calls": [call]}]},
+    ]
+    prompts = pa.table({"q": ["Q"], "a": ["A"], "time": [datetime.datetime(2024, 1, 1)]})
+    rule = {"files": "*", "prompt": "$.q", "completion": [{"role": "assistant", "content": "$.a", "at": "$.time"}]}
+    rule["prompt"] = [{"role": "user", "content": "$.q"}]
+    assert extract_file(name, encode(name, prompts), rule) == [
+        {
+            "prompt": [{"role": "user", "content": "Q"}],
+            "completion": [{"role": "assistant", "content": "A", "at": "2024-01-01T00:00:00"}],
+        }
+    ]
+
+
+def test_only_the_columns_that_a_rule_names_are_read() -> None:
+    """A column that cannot be read is none of its business."""
+    table = pa.table({"other": ["x" * 1000] * 10, "text": [f"row {number}" for number in range(10)]})
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    content = bytearray(encode("a.parquet", table, rows=10, **options))
+    place = content.find(b"x" * 1000)
+    content[place - 4 : place] = b"\xff" * 4  # the length of the first string
+    rule = {"files": "*", "text": "$.text"}
+    assert extract_file("a.parquet", bytes(content), rule) == table["text"].to_pylist()
+    assert extract_file("a.parquet", bytes(content), max_rejected_files=1) == []
+
+
+def test_trap_32_the_keys_of_a_table_are_its_columns() -> None:
+    extract_file("a.parquet", encode("a.parquet", NESTED), {"files": "*", "text": "$.body"}, max_rejected_files=1)
+    [rejection] = json.loads(Path("data/extract.json").read_text())["rejections"]
+    assert rejection["detail"].startswith(
+        "records.0: no string at $.body: the keys are id, text, large, category, list,"
+    )
+
+
+def test_a_table_with_conversations_is_told() -> None: ...
+
+
+# Parts
+
+
+def numbered(num_rows: int) -> pa.Table:
+    return pa.table({"text": [f"row {number} {'x' * 200}" for number in range(num_rows)]})
+
+
+def cut(name: str, content: bytes, num_splits: int = 4) -> list[dict[str, Any]]:
+    """The entries of the manifests, in order."""
+    shutil.rmtree("data", ignore_errors=True)
+    put({name: content})
+    organize_raw(num_splits)
+    lines = b"".join(path.read_bytes() for path in SPLITS.glob("split_*")).splitlines()
+    return sorted(map(json.loads, lines), key=lambda entry: entry.get("part", {}).get("start", 0))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_trap_34_a_large_table_is_cut_between_row_groups(name: str) -> None:
+    table = numbered(4000)
+    content = encode(name, table, rows=50, **({"compression": "none"} if name == "a.parquet" else {}))
+    entries = cut(name, content)
+    if name in ("a.parquet", "a.arrow"):  # the others are compressed to little
+        assert len(entries) > 4
+    places = [(entry["part"]["start"], entry["part"]["end"]) for entry in entries]
+    assert places[0][0] == 0
+    assert [end for _, end in places] == [*(start for start, _ in places[1:]), None]
+    assert sum(entry["size"] for entry in entries) == len(content)
+    extract_raw(num_splits=4)
+    assert sorted(read_rows()) == sorted(table["text"].to_pylist())
+    extract_raw(num_splits=4, records=[{"files": "*", "text": "$.text"}])
+    assert sorted(read_rows()) == sorted(table["text"].to_pylist())
+    for entry in entries:
+        part = splits.Part(**entry["part"])
+        assert source.is_unchanged(Path("data/raw", name), entry["digest"], part)
+    one = content_of(CORPUS)
+    shutil.rmtree("data/.reuse")
+    extract_raw(num_splits=4, num_workers=2, records=[{"files": "*", "text": "$.text"}])
+    assert content_of(CORPUS) == one
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1000])
+@pytest.mark.parametrize("table", [NESTED, NESTED.select(["text"]), numbered(1000)])
+def test_the_places_of_row_groups_are_those_that_pyarrow_gives(table: pa.Table, rows: int) -> None:
+    for options in (
+        {"use_dictionary": False, "write_statistics": False},
+        {"compression": "zstd", "write_page_index": True, "write_page_checksum": True},
+        {"compression": "none", "version": "1.0", "data_page_version": "2.0"},
+    ):
+        content = encode("a.parquet", table, rows, **options)
+        metadata = pq.read_metadata(pa.BufferReader(content))
+        columns = [
+            [metadata.row_group(group).column(column) for column in range(metadata.num_columns)]
+            for group in range(metadata.num_row_groups)
+        ]
+        expected = tuple(
+            min(
+                place for column in group for place in (column.dictionary_page_offset, column.data_page_offset) if place
+            )
+            for group in columns
+        )
+        assert footer.row_groups(content[-8 - metadata.serialized_size : -8]) == expected
+
+
+def test_trap_34_the_rows_keep_their_order() -> None:
+    table = numbered(1000)
+    for name in FORMATS:
+        content = encode(name, table, rows=10, **({"compression": "none"} if name == "a.parquet" else {}))
+        cut(name, content, num_splits=1)
+        extract_raw(num_splits=1)
+        assert read_rows() == table["text"].to_pylist()
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_trap_34_the_digest_of_a_part_covers_what_decides_how_it_is_read(name: str) -> None:
+    content = encode(name, numbered(4000), rows=50, **({"compression": "none"} if name == "a.parquet" else {}))
+    before = cut(name, content)
+    path = Path("data/raw", name)
+    frame = tables_frame(path)
+    assert frame
+    # Another name of the column, in the footer or the schema; the rows are the same.
+    place = content.rfind(b"text") if name == "a.parquet" else content.find(b"text")
+    renamed = content[:place] + b"next" + content[place + 4 :]
+    path.write_bytes(renamed)
+    for entry in before:
+        assert not source.is_unchanged(path, entry["digest"], splits.Part(**entry["part"]))
+    # A byte of one part changes this part only.
+    middle = before[2]["part"]["start"] + 500
+    path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    changed = [not source.is_unchanged(path, entry["digest"], splits.Part(**entry["part"])) for entry in before]
+    assert changed == [number == 2 for number in range(len(before))]
+
+
+def tables_frame(path: Path) -> bytes:
+    from stages.splits import tables as units
+
+    with path.open("rb") as file:
+        return units.read_frame(file, str(path))
+
+
+def test_tables_that_cannot_be_cut_are_read_as_a_whole() -> None:
+    table = numbered(4000)
+    dictionaries = pa.table({"text": table["text"].combine_chunks().dictionary_encode()})
+    for name, content in (
+        ("a.arrow", encode("a.arrow", dictionaries, rows=50)),
+        ("a.parquet", encode("a.parquet", table, rows=4000, compression="none")),
+    ):
+        [entry] = cut(name, content)
+        assert "part" not in entry
+        extract_raw(num_splits=4)
+        assert read_rows() == table["text"].to_pylist()
+    damaged = encode("a.parquet", table, rows=50, compression="none")[:-3]
+    [entry] = cut("a.parquet", damaged)
+    assert "part" not in entry
+
+
+def test_trap_05_a_table_that_changes_is_noticed() -> None:
+    for name in FORMATS:
+        content = encode(name, numbered(2000), rows=50)
+        cut(name, content)
+        path = Path("data/raw", name)
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :])
+        with pytest.raises(StageError, match=rf"1 files were changed .* first is {name}"):
+            extract_raw_only()
+        path.unlink()
+        with pytest.raises(StageError, match=rf"1 files were changed .* first is {name}"):
+            extract_raw_only()
+
+
+def extract_raw_only() -> None:
+    from stages.extract import ExtractRuntime, extract
+    from tests.corpus import PARAMS
+
+    extract(PARAMS, ExtractRuntime(num_workers=1, reuse_gib=1))
+
+
+# Data sets
+
+
+def test_a_data_set_of_save_to_disk_is_its_arrow_files() -> None:
+    rows = [f"row {number}" for number in range(30)]
+    dataset = datasets.Dataset.from_dict({"text": rows, "id": list(range(30))})
+    dataset.save_to_disk("data/raw/one", num_shards=3)
+    datasets.DatasetDict(train=dataset, test=dataset.select([3])).save_to_disk("data/raw/dict")
+    shutil.copy("data/raw/one/data-00000-of-00003.arrow", "data/raw/one/cache-0123.arrow")
+    put({"other/state.json": '["kept"]', "state.json": '["kept, too"]', "dict/x/dataset_dict.json": '["kept"]'})
+    extract_raw(num_splits=2)
+    assert sorted(read_rows()) == sorted([*rows, *rows, "row 3", "kept", "kept", "kept, too"])
+    summary = json.loads((SPLITS / "summary.json").read_text())
+    about = [
+        entry["path"] for entry in summary["passed_over"] if entry["reason"] == "about the data set of its directory"
+    ]
+    assert about == [
+        "dict/dataset_dict.json",
+        *("dict/test/dataset_info.json", "dict/test/state.json"),
+        *("dict/train/dataset_info.json", "dict/train/state.json"),
+        *("one/cache-0123.arrow", "one/dataset_info.json", "one/state.json"),
+    ]
+    extract_raw(num_splits=2, records=[{"files": "one/*", "text": "$.text"}])
+    assert Path("data/corpus/state.json").exists()
+
+
+# Hostile files
+
+
+class PlainKms(pe.KmsClient):  # type: ignore[misc]
+    """Keeps keys as they are."""
+
+    def __init__(self, _: Any) -> None:
+        super().__init__()
+
+    def wrap_key(self, key: bytes, _: str) -> bytes:
+        return base64.b64encode(key)
+
+    def unwrap_key(self, key: bytes, _: str) -> bytes:
+        return base64.b64decode(key)
+
+
+def encrypted(table: pa.Table, *, plaintext_footer: bool) -> bytes:
+    config = pe.EncryptionConfiguration("key", column_keys={"key": ["text"]}, plaintext_footer=plaintext_footer)
+    properties = pe.CryptoFactory(PlainKms).file_encryption_properties(pe.KmsConnectionConfig(), config)
+    sink = io.BytesIO()
+    with pq.ParquetWriter(sink, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+    return sink.getvalue()
+
+
+def varint(number: int) -> bytes:
+    """A number of Thrift's compact protocol."""
+    number *= 2
+    encoded = bytearray()
+    while number >= 128:
+        encoded.append(number % 128 + 128)
+        number //= 128
+    return bytes([*encoded, number])
+
+
+def with_rows(content: bytes, old: int, new: int, count: int) -> bytes:
+    """A Parquet file whose footer has other numbers of rows; the first `count` of those in it."""
+    start = len(content) - 8 - struct.unpack("<I", content[-8:-4])[0]
+    footer = content[start:]
+    assert footer.count(varint(old)) >= count
+    return content[:start] + footer.replace(varint(old), varint(new), count)
+
+
+def hostile_files() -> dict[str, bytes]:
+    table = numbered(12345)
+    parquet = encode("a.parquet", table, rows=10**6)
+    files = {
+        "lying total.parquet": with_rows(parquet, 12345, 12346, 2),
+        "lying row group.parquet": with_rows(parquet, 12345, 12350, 4),
+        "encrypted.parquet": encrypted(table, plaintext_footer=False),
+        "encrypted columns.parquet": encrypted(table, plaintext_footer=True),
+        "empty.parquet": b"",
+        "not a table.parquet": b"PAR1" + b"text" * 100 + b"PAR1",
+        "long footer.parquet": parquet[:-8] + b"\xff\xff\xff\x7fPAR1",
+        "no footer.parquet": parquet[: len(parquet) // 2],
+        "cut.parquet": parquet[:-1],
+        "empty.arrow": b"",
+        "not a table.arrow": b"text" * 100,
+        "feather 1.feather": b"FEA1" + b"\0" * 100 + b"FEA1",
+    }
+    for name in ("a.arrow", "b.arrow"):
+        content = encode(name, table, rows=1000)
+        files |= {
+            f"half {name}": content[: len(content) // 2],
+            f"cut {name}": content[: content.rfind(b"\xff\xff\xff\xff\0")],
+        }
+        # The body of the first record batch is said to have 2^61 bytes.
+        batch = pa.ipc.read_message(pa.BufferReader(content.removeprefix(b"ARROW1\0\0")))
+        assert batch.type == "schema"
+        files[f"huge {name}"] = content.replace(struct.pack("<q", body_size(content)), struct.pack("<q", 1 << 61), 1)
+    return files
+
+
+def body_size(content: bytes) -> int:
+    reader = pa.BufferReader(content.removeprefix(b"ARROW1\0\0"))
+    pa.ipc.read_message(reader)
+    size: int = pa.ipc.read_message(reader).body.size
+    return size
+
+
+def test_trap_34_hostile_tables_are_rejected_and_their_siblings_kept() -> None:
+    files = hostile_files()
+    put({**files, "good.parquet": encode("a.parquet", NESTED)})
+    for rules in (None, [{"files": "**", "text": "$.text"}]):
+        metrics = extract_raw(num_splits=3, records=rules, max_rejected_files=len(files))
+        assert {entry["path"] for entry in metrics["rejections"]} == {*files}
+        assert {*metrics["rejected"]} <= {"damaged table", "table too large"}
+        assert "e" in read_rows() or rules
+
+
+def test_trap_34_no_damage_crashes_the_process() -> None:
+    """In a process of its own: what pyarrow makes of any bytes is not for us to know."""
+    output = subprocess.run(
+        [sys.executable, "-m", "tests.damaged_tables", "60"], cwd=REPO, stdout=-1, stderr=-2, text=True, check=False
+    )
+    assert output.returncode == 0, output.stdout
+    outcomes = json.loads(output.stdout)
+    assert {*outcomes} == {"read", "rejected"}
+
+
+def test_trap_34_a_row_that_is_not_utf8_is_rejected_alone() -> None:
+    values = pa.array([b"a", b"\xff", b"c"], pa.binary()).view(pa.string())
+    for name in FORMATS:
+        content = encode(name, pa.table({"text": values}), rows=3)
+        assert extract_file(name, content, max_rejected_files=1) == ["a", "c"]
+        [rejection] = json.loads(Path("data/extract.json").read_text())["rejections"]
+        assert rejection["position"] == ("row group 1, row 2" if name == "a.parquet" else "record batch 1, row 2")
+        assert rejection["reason"] == "damaged table"
+
+
+def test_a_string_that_is_too_long_is_rejected_alone() -> None:
+    limits = Limits(longest_string=50)
+    for name in FORMATS:
+        content = encode(name, pa.table({"text": ["a", "x" * 100, "c"]}), rows=3)
+        for rules in ((), ({"files": "*", "text": "$.text"},)):
+            assert extract_file(name, content, *rules, limits=limits, max_rejected_files=1) == ["a", "c"]
+
+
+def bomb(name: str, mib: int) -> bytes:
+    """A file of kilobytes that needs so much memory."""
+    table = pa.table({"text": ["a" * (mib << 20)]})
+    if name.endswith(".parquet"):
+        return encode(
+            name, table, compression="zstd", use_dictionary=False, data_page_size=1 << 31, write_statistics=False
+        )
+    return encode(name, table)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "b.arrow"])
+def test_trap_34_a_bomb_needs_no_more_memory_than_it_may(name: str) -> None:
+    content = bomb(name, 200)
+    assert len(content) < 1 << 20
+    put({name: content, "good.txt": "good"})
+    organize_raw(1)
+    code = "\n".join(
+        [
+            "from tests.corpus import *; from stages.formats.limits import Limits",
+            "params = dataclasses.replace(PARAMS, max_rejected_files=1)",
+            "extract(params, in_this_process(ExtractRuntime(num_workers=1, reuse_gib=1)), Limits(table=50 << 20))",
+        ]
+    )
+    peak = peak_memory(code)
+    metrics = json.loads(Path("data/extract.json").read_text())
+    assert metrics["rejected"] == {"table too large": 1}
+    assert read_rows() == ["good"]
+    assert peak < 300
+
+
+def test_the_limit_of_memory_is_lifted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    seen = []
+
+    def items() -> Any:
+        for _ in range(2):
+            seen.append(resource.getrlimit(resource.RLIMIT_DATA)[0])
+            yield tables.Rows("", [], [], 0)
+        raise ValueError
+
+    bounded = tables._bounded(items(), 1 << 30)
+    for _ in range(2):
+        next(bounded)
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    with pytest.raises(ValueError, match=r"^$"):
+        next(bounded)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert all(0 < limit < 8 << 30 for limit in seen)
