@@ -45,7 +45,7 @@ RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "
 @pytest.mark.slow
 def test_the_steps_that_are_timed_are_those_of_a_training(training: Project, ranks: Ranks, tmp_path: Path) -> None:
     """They have its losses, with documents and without."""
-    from benchmarks.gpu.steps import RESULT
+    from benchmarks.gpu.results import RESULT
 
     training.set(lr_schedule="constant", warmup_steps=0, max_steps=5)
     settings: dict[str, dict[str, Any]] = {
@@ -86,8 +86,8 @@ def test_the_report_names_what_is_reached_missing_and_failed(tmp_path: Path) -> 
     from benchmarks.gpu.results import Results
 
     best = "varlen, fused, batch 8, compiled"
-    about = {"device": "a GPU", "best": best, "code": "1"}
-    results = Results(tmp_path / "results.json", about)
+    about, stamp = {"arguments": "", "best": best}, {"device": "a GPU", "code": "1"}
+    results = Results(tmp_path / "results.json", about, stamp)
     losses = [6.0, 5.0]
     results.add(
         "steps",
@@ -119,11 +119,24 @@ def test_the_report_names_what_is_reached_missing_and_failed(tmp_path: Path) -> 
     text = report(results, planned)
     assert "- steps: flex: no flex" in text
     assert "- resume: deterministic" in text
-    # Stored, unless the code has changed; what failed is measured again.
-    stored = Results(tmp_path / "results.json", about)
-    assert {part: stored.rows(part) for part in stored.parts} == {part: results.rows(part) for part in results.parts}
-    assert stored.missing("steps", [best, "flex"]) == ["flex"]
-    assert Results(tmp_path / "results.json", {**about, "code": "2"}).parts == {}
+    # Other code continues: what is stored stays, is marked, and is not compared with what it measures itself.
+    other = Results(tmp_path / "results.json", about, {**stamp, "code": "2"})
+    assert {part: other.rows(part) for part in other.parts} == {part: results.rows(part) for part in results.parts}
+    assert other.missing("steps", [best, "flex", "eager"]) == ["eager"]
+    assert other.failed("steps", [best, "flex", "eager"]) == ["flex"]
+    other.add("steps", f"{best}, no documents", {"tokens/s": 1.0, "MFU": 0.6, "peak GiB": 9.0, "losses": losses})
+    text = report(other, planned)
+    assert f"| {best} [1] | 970 |" in text
+    assert f"| {best}, no documents | 1 |" in text
+    assert "- [1] device a GPU, code 1" in text
+    assert "- steps: flex [1]: no flex" in text
+    assert "| MFU with documents, as in PaLM: at least 55 % | 56.0% [1] | yes |" in text
+    assert "of those without: at least 97 % | | not measured |" in text
+    # Only what is asked for is thrown away, and results of another model are never mixed with these.
+    fresh = Results(tmp_path / "results.json", about, stamp, fresh=["steps"])
+    assert fresh.parts.keys() == {"matrix", "predicted"}
+    with pytest.raises(SystemExit, match="use another --results, or throw them away with --fresh"):
+        Results(tmp_path / "results.json", {**about, "arguments": "params 8B"}, stamp, fresh=["steps"])
 
 
 def cmdline(process: psutil.Process) -> list[str]:

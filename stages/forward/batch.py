@@ -1,13 +1,14 @@
 """From rows of tokens to the inputs and labels of a model."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stages.forward.rows import TokenRows
+if TYPE_CHECKING:  # pyarrow is not needed here
+    from stages.forward.rows import TokenRows
 
 
 class Marks(NamedTuple):
@@ -68,7 +69,7 @@ def make_batch(
 
 
 def read_batch(
-    rows: TokenRows, indices: NDArray[np.int64], eos_token_id: int, document_mask: bool, lengths: bool
+    rows: "TokenRows", indices: NDArray[np.int64], eos_token_id: int, document_mask: bool, lengths: bool
 ) -> dict[str, Tensor]:
     """`make_batch` of the rows at `indices`."""
     marks = rows.marks(indices)
