@@ -385,7 +385,7 @@ def results_of(child: "subprocess.Popen[str]", limit: int) -> Iterator[Row]:
 def reason(log: str) -> str:
     """The first error in a log, or its last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(\[rank\d+\]: *)?(error:|[\w.]+(Error|Exception)\b)", line)]
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: *|E +)?(error:|[\w.]+(Error|Exception)(:|$))", line)]
     return [*errors, *lines[-1:], "it ended without a message"][0][:300]
 
 
