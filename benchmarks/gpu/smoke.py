@@ -25,6 +25,7 @@ from stages.base import process
 from stages.forward import attention
 from stages.forward.batch import make_batch
 from stages.forward.loss import fuse, loss_sum
+from stages.forward.transfer import to_device
 from stages.launching import flops
 
 _DOCUMENT = 600
@@ -94,7 +95,7 @@ def step(device: torch.device, job: Any) -> Row:
     fuse(model)
     rows = torch.randint(1, config.vocab_size, (job["batch_size"], job["seq_length"]))
     rows[torch.rand(rows.shape) < 1 / _DOCUMENT] = 0
-    batch = {name: t.to(device) for name, t in make_batch(rows, 0, document_mask=True, lengths=True).items()}
+    batch = to_device(make_batch(rows, 0, document_mask=True, lengths=True), device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, fused=device.type == "cuda")
 
     def one() -> None:

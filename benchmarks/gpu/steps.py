@@ -84,7 +84,9 @@ def with_settings(values: dict[str, Any], num_ranks: int) -> TrainParams:
 def predict(params: TrainParams, num_ranks: int, seq_length: int) -> dict[str, Any]:
     """The peak of a step as `plan` computes it, in GiB."""
     manifest = ModelManifest.read()
-    peak = peak_memory.measure(manifest, peak_memory.choose(manifest, params), num_ranks, seq_length, device_type())
+    chosen, kind = peak_memory.choose(manifest, params), device_type()
+    memory = torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else None
+    peak = peak_memory.measure(manifest, chosen, num_ranks, seq_length, kind, device_memory=memory)
     return {"predicted GiB": peak.total / 2**30, "is_upper_bound": peak.is_upper_bound}
 
 
