@@ -180,16 +180,16 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def attempt_in_fork(name: str, base: Project, ranks: Ranks) -> Finding:
+def attempt_in_fork(name: str, base: Project, ranks: Ranks, log: Path) -> Finding:
     """With limits of time and memory."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as scratch:
         receiver, sender = context.Pipe(duplex=False)
 
         def work() -> None:
-            with open(OUTPUT / f"{name}.log", "w") as log:
+            with log.open("w") as file:
                 for standard in (1, 2):
-                    os.dup2(log.fileno(), standard)
+                    os.dup2(file.fileno(), standard)
             try:
                 finding = attempt(name, base.copy(Path(scratch, "project")), ranks)
             except BaseException as error:  # whatever it is, it is what the table says
@@ -249,7 +249,7 @@ def main() -> None:
         for name in dict.fromkeys([*args.names, *sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]):
             if name in tried or time.monotonic() > end:
                 continue
-            finding = tried[name] = attempt_in_fork(name, base, ranks)
+            finding = tried[name] = attempt_in_fork(name, base, ranks, OUTPUT / f"{name}.log")
             with path.open("a") as file:
                 file.write(json.dumps(asdict(finding)) + "\n")
             print(name, finding.status, finding.attention, finding.reason[:150], flush=True)
