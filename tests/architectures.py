@@ -76,7 +76,7 @@ def make_base(project: Project) -> None:
     project.set(
         **SMALL | {"validation_splits": 2, "seq_length": 64, "num_splits": 12, "warmup_steps": 1, "eval_freq": STEPS},
         max_steps=STEPS,
-        eval_samples=0, runtime={"ckpt_freq": STEPS - 1, "log_freq": 1, "timeout_minutes": 5, "num_workers": 1,
+        eval_samples=0, runtime={"ckpt_freq": 1, "log_freq": 1, "timeout_minutes": 5, "num_workers": 1,
                                   "async_checkpoint": False},
     )  # fmt: skip
     words = [f"w{index}" for index in range(1, VOCAB_SIZE - 1)]  # the last token is the padding of `small_config`
