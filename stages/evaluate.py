@@ -153,6 +153,8 @@ def evaluate(
         Request(
             model=str(directory),
             weights=[*lineage.weights],
+            initial=find_initial(model, lineage),
+            initial_weights=model.weights,
             layer_classes=model.layer_classes,
             eos_token_id=model.eos_token_id,
             eval_rows=lineage.params["eval_rows"],
@@ -163,9 +165,21 @@ def evaluate(
         ),
         runtime,
     )
-    evaluation = describe(measurements, data.validation, lineage, course, stored_dtype(directory))
+    texts = {source: data.sources[f"{VALIDATION.name} {source}"] for source in rows.sources}
+    evaluation = describe(measurements, data.validation, texts, lineage, course, stored_dtype(directory))
     check_export(evaluation, lineage.params)
     return evaluation
+
+
+def find_initial(model: ModelManifest, lineage: Lineage) -> str | None:
+    """The directory of the initial model; None: it had random weights, or is not on this machine."""
+    if not model.weights or lineage.params["initial_weights"] == "random":
+        return None
+    try:
+        return str(model.directory())
+    except StageError as error:
+        print(f"evaluate: no samples of the model before training: {error}")
+        return None
 
 
 def write(evaluation: Evaluation, params: EvaluateParams) -> None:
@@ -213,23 +227,25 @@ def read_verified_lineage(directory: Path) -> Lineage:
 
 
 def describe(
-    measurements: Measurements, text: PartMetrics, lineage: Lineage, course: list[Row], dtype: str
-) -> Evaluation:
+    measurements: Measurements, text: PartMetrics, texts: Mapping[str, PartMetrics], lineage: Lineage,
+    course: list[Row], dtype: str,
+) -> Evaluation:  # fmt: skip
     """The content of evaluation.json.
 
     Args:
         measurements: Of the exported weights.
         text: What `pack` has counted of the held-out documents.
+        texts: Of those of each source.
         lineage: Of the model.
         course: Of the training.
         dtype: Of the stored weights.
     """
 
-    def measured(*parts: LossSum) -> Loss | None:
+    def measured(*parts: LossSum, of: PartMetrics = text) -> Loss | None:
         # fsum: exact, whatever the order. A mean over tokens, not over batches, which have different numbers of them.
         nats, tokens = math.fsum(part.nats for part in parts), sum(part.tokens for part in parts)
         rows = sum(part.rows for part in parts)
-        return make_loss(_rounded(nats / tokens) if tokens else None, rows, tokens, text)
+        return make_loss(_rounded(nats / tokens) if tokens else None, rows, tokens, of)
 
     exported = measured(measurements.eval_rows)
     losses = dict(zip(*history.series(course, "validation_loss"), strict=True))
@@ -247,6 +263,7 @@ def describe(
         trained=trained,
         exported=exported,
         samples=measurements.samples,
+        sources={source: measured(found, of=texts[source]) for source, found in measurements.sources.items()},
     )
 
 

@@ -217,7 +217,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     from stages.formats import lengths
     from stages.work import arrow
 
-    parts = splits.read_summary(splits.SPLITS).splits
+    summary = splits.read_summary(splits.SPLITS)
+    parts = summary.splits
     if params.records:
         rules.check_files(params.records, find_paths(parts))
     store = reuse.Store(reuse.root(), SplitResult)
@@ -257,7 +258,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         rejected = join_parts(all_rejected, limits.num_listed)
         counts["rejected_files"] = len({entry.path for entry in rejected})
         # Before the error, which refers the user to this file for all rejections.
-        dataset = Dataset(params.features, shards)
+        sourced = [shard._replace(source=summary.source(index)) for index, shard in enumerate(shards)]
+        dataset = Dataset(params.features, sourced)
         metrics(params, counts, rejected, dataset.fingerprint).write(METRICS)
         if counts["rejected_files"] > params.max_rejected_files:
             raise StageError(*too_many(counts["rejected_files"], rejected, params.max_rejected_files))

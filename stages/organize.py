@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from stages.base import command, publish
 from stages.base.errors import StageError
-from stages.base.names import is_utf8, printable
+from stages.base.names import is_inside, is_utf8, printable
 from stages.base.origin import Origin
 from stages.base.params_file import load_params
 from stages.splits import assignment, parts, suffixes, tables, tree
@@ -32,6 +32,8 @@ from stages.work import workers
 WRITTEN = (splits.SPLITS, *map(Path, ("data/corpus", "data/tokens", "data/.reuse", "outputs")))
 """The directories that stages write."""
 
+IN_NO_SOURCE = "in none of sources"
+"""Why a file is skipped."""
 _NUM_PRINTED = 5
 """Kinds of skipped files that the stage prints; all files are in the summary."""
 
@@ -49,6 +51,9 @@ class OrganizeParams:
     """The directory of raw files, relative to the root of the project, or absolute."""
     deduplicate_files: bool
     """Of files with the same bytes only the first is kept, in the order of their paths."""
+    sources: Annotated[list[str], Field(min_length=1)] | None = None
+    """Directories in `raw_dir`, whose rows `mixture` gives shares; each has `num_splits` splits of its own. Others are
+    not read. null: all files are one source, without a name."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +84,14 @@ def organize(
         StageError: `raw_dir` is not a directory of raw files, or contains no file that can be read.
     """
     root = find_root(params.raw_dir)
+    check_sources(root, params.sources or [])
     paths, passed_over = tree.walk(root, lambda name: suffixes.find(name) is not None)
     if metadata := tables.find_metadata(paths):
         paths = [path for path in paths if path not in metadata]
         passed_over += [splits.PassedOver(path, "about the data set of its directory") for path in metadata]
+    if params.sources:
+        passed_over += [splits.PassedOver(path, IN_NO_SOURCE) for path in paths if not source_of(path, params.sources)]
+        paths = [path for path in paths if source_of(path, params.sources)]
     part_size, large = find_large(root, paths, params.num_splits, smallest_part)
     with tqdm(total=len(paths), desc="organize", unit="file", disable=None) as progress:
         cut = cut_all(root, large, part_size, runtime, progress)
@@ -100,7 +109,12 @@ def organize(
     duplicates: list[splits.Duplicate] = []
     if params.deduplicate_files:
         files, duplicates = deduplicate(files)
-    members = assign(files, params.num_splits, part_size)
+    of_source: dict[str, list[File]] = {source: [] for source in params.sources or [""]}
+    for file in files:
+        of_source[source_of(path_of(file), params.sources or [])].append(file)
+    if empty := [source for source, found in of_source.items() if not found]:
+        raise StageError(f"sources: {', '.join(empty)} has no file that is read: leave it out, or put files there")
+    members = [split for found in of_source.values() for split in assign(found, params.num_splits, part_size)]
     num_bytes = sum(part.size for file in files for part in file)
     num_parts = [len(file) for file in files if len(file) > 1]
     shares = [sum(part.size for part in member) / max(1, num_bytes) for member in members]
@@ -111,6 +125,7 @@ def organize(
             bytes=num_bytes,
             formats=count_formats(files),
             splits=[write_split(directory, index, member) for index, member in enumerate(members)],
+            sources=params.sources or [],
             names_not_utf8=[printable(path) for path in map(path_of, files) if not is_utf8(path)],
             duplicate_files=len(duplicates),
             duplicates=duplicates,
@@ -121,7 +136,7 @@ def organize(
             origin=Origin.of("stages.organize", params),
         ).write(directory / splits.SUMMARY)
     return (
-        f"organize: {len(files)} files, {num_bytes / 1e6:.1f} MB, in {params.num_splits} splits with "
+        f"organize: {len(files)} files, {num_bytes / 1e6:.1f} MB, in {len(members)} splits with "
         f"{min(shares):.1%} to {max(shares):.1%} of the bytes; "
         + f"{len(num_parts)} files cut into {sum(num_parts)} parts; " * bool(num_parts)
         + f"{len(duplicates)} duplicates dropped; " * params.deduplicate_files
@@ -168,6 +183,26 @@ def find_root(raw_dir: str) -> Path:
                 "nothing but raw files, such as data/raw"
             )
     return root
+
+
+def check_sources(root: Path, sources: Sequence[str]) -> None:
+    """Check the names of sources.
+
+    Raises:
+        StageError: one is no directory in the directory of the raw files, or is there twice.
+    """
+    wrong = [name for name in sources if not (is_inside(name) and (root / name).is_dir())]
+    if wrong or len({*sources}) < len(sources):
+        directories = sorted(path.name for path in root.iterdir() if path.is_dir())
+        raise StageError(
+            f"sources is {sources}: name each directory in {root} once, with / between directories and none at the "
+            f"end; there are {', '.join(map(printable, directories)) or 'none'}"
+        )
+
+
+def source_of(path: str, sources: Sequence[str]) -> str:
+    """The source of a raw file, the innermost directory of them; "": it is in none."""
+    return max((source for source in sources if path.startswith(f"{source}/")), key=len, default="")
 
 
 def path_of(file: File) -> str:

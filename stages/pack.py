@@ -12,10 +12,12 @@ A split whose text, tokenizer and code are the same as in an earlier run is not 
 not done twice").
 """
 
+import operator
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -60,7 +62,7 @@ class PackParams:
     seq_length: Annotated[int, Field(ge=2, le=2**24)]
     """Tokens of a row. The limit is far above that of any model; all of a row is in memory (64 MiB)."""
     validation_splits: Annotated[int, Field(ge=0)]
-    """Splits, the last ones, that are held out of training."""
+    """Splits, the last ones of each source, that are held out of training."""
     fast_encoder: bool = True
     """Encode with stages/tokenizing/fast_tokenizer.py, where that gives the same tokens."""
     chat_template: str | None = None
@@ -69,6 +71,8 @@ class PackParams:
     """Which tokens of a conversation are trained."""
     too_long: encoding.TooLong = "drop"
     """What becomes of a conversation that is longer than a row."""
+    validation_fraction: Annotated[float, Field(gt=0, le=0.5)] | None = None
+    """Of the documents, by a digest of their content: these are held out instead of entire splits."""
 
     def check_splits(self, num_splits: int) -> None:
         """Check that there are splits to train on.
@@ -102,6 +106,19 @@ class ShardTask(NamedTuple):
     """Of the tokens in the store."""
     tokens: Path
     """The file to write, in the form of `packing.encode`."""
+    side: packing.Side | None
+
+
+class Part(NamedTuple):
+    """What becomes a shard of rows."""
+
+    directory: str
+    """`train` or `validation`."""
+    source: str | None
+    shards: list[Shard]
+    """Of the corpus."""
+    side: packing.Side | None
+    """The documents in them; None: all."""
 
 
 class PackedRows(NamedTuple):
@@ -115,7 +132,15 @@ class PackedRows(NamedTuple):
     counts: packing.Counts
     num_reused: int
     """Of the splits."""
-    fingerprint: str
+
+    def __add__(self, other: "PackedRows") -> "PackedRows":  # type: ignore[override]
+        padding = (
+            None if self.num_padding is None or other.num_padding is None else self.num_padding + other.num_padding
+        )
+        return PackedRows(
+            self.num_rows + other.num_rows, self.num_tokens + other.num_tokens, padding, self.counts + other.counts,
+            self.num_reused + other.num_reused,
+        )  # fmt: skip
 
     def metrics(self) -> PartMetrics:
         counts = self.counts
@@ -130,6 +155,7 @@ class PackedRows(NamedTuple):
             unknown_share=round(counts.num_unknown / num_text_tokens, 6) if num_text_tokens else None,
             dropped_characters=counts.num_dropped,
             rows=self.num_rows,
+            duplicates=counts.num_duplicates,
             conversations=None
             if self.num_padding is None
             else ConversationMetrics(
@@ -168,24 +194,28 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     """
     # All three raise what is wrong with the parameters, the model or the corpus, before a token is encoded.
     spec = find_tokenizer_spec(params)
-    shards, has_conversations = read_corpus(params)
+    parts, has_conversations = read_corpus(params)
     if has_conversations:
         spec = spec._replace(chat=find_chat_spec(params, spec))
     store = reuse.Store(reuse.root(), packing.Counts)
     reason = None
     with publish.directory(TOKENS) as directory:  # one directory for both parts, so that both appear at once
         try:
-            train, validation = write_parts(shards, spec, directory, store, params, runtime, max_batch_tokens)
+            written = write_parts(parts, spec, directory, store, params, runtime, max_batch_tokens)
         except comparison.Differs as error:
             reason = str(error)
             print(f"pack: {fast_tokenizer.NAME} is not used, but the model's own tokenizer, which is slower: {reason}")
             spec = spec._replace(is_fast=False)
-            train, validation = write_parts(shards, spec, directory, store, params, runtime, max_batch_tokens)
-        if train.num_rows == 0:
-            raise StageError(too_few("train", train, params))
-        # With 0 splits an empty dataset is what was asked for.
-        if validation.num_rows == 0 and params.validation_splits:
-            raise StageError(too_few("validation", validation, params))
+            written = write_parts(parts, spec, directory, store, params, runtime, max_batch_tokens)
+        for part, rows in written:
+            # With 0 splits an empty dataset is what was asked for.
+            is_wanted = part.directory == TRAIN.name or part.side or params.validation_splits
+            if rows.num_rows == 0 and is_wanted:
+                raise StageError(too_few(part, rows, params))
+        train, validation = (
+            reduce(operator.add, (rows for part, rows in written if part.directory == name))
+            for name in (TRAIN.name, VALIDATION.name)
+        )
         counts = train.counts + validation.counts
         name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
         encoder = EncoderMetrics(name, counts.num_slow, reason)
@@ -194,9 +224,12 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             validation.metrics(),
             encoder,
             Dataset.read(CORPUS, "extract").fingerprint,
-            fingerprint(train.fingerprint, validation.fingerprint),
+            fingerprint(
+                *(Dataset.read(directory / name, "pack").fingerprint for name in (TRAIN.name, VALIDATION.name))
+            ),
             Origin.of("stages.pack", params),
             spec.chat.template if spec.chat else None,
+            {f"{part.directory} {part.source}": rows.metrics() for part, rows in written if part.source},
         )
         metrics.write(METRICS)
     # Only after success: what a failed run finished is what the next one reuses.
@@ -205,7 +238,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     return (
         f"pack: {train.num_rows} rows to train on and {validation.num_rows} to validate ({held_out:.1%} of tokens), "
         f"of {params.seq_length} tokens; {metrics.train.characters_per_token} characters per token; "
-        f"{train.num_reused + validation.num_reused} of {len(shards)} splits reused; "
+        f"{train.num_reused + validation.num_reused} of {sum(len(part.shards) for part in parts)} splits reused; "
         f"encoded by {encoder.name}"
         + (f" ({counts.num_slow / counts.num_characters:.1%} by {encoding.NAME})" if counts.num_slow else "")
         + (conversations_text(counts) if spec.chat else "")
@@ -282,77 +315,104 @@ def find_chat_spec(params: PackParams, spec: encoding.TokenizerSpec) -> encoding
     return encoding.ChatSpec(template, tuple(variables.items()), params.train_on, params.too_long, params.seq_length)
 
 
-def read_corpus(params: PackParams) -> tuple[list[Shard], bool]:
-    """The verified shards of the corpus, one per split, and whether it may have conversations.
+def read_corpus(params: PackParams) -> tuple[list[Part], bool]:
+    """The verified shards of the corpus by what becomes of them, and whether it may have conversations.
 
     Raises:
         StageError: a shard was changed, or there is no text, none to train on, or none to validate on.
     """
     dataset = Dataset.read(CORPUS, "extract", contents=True)
-    shards = dataset.shards
-    if not any(shard.rows for shard in shards):
+    if not dataset.num_rows:
         raise StageError(f"{CORPUS} contains no text: put files with text into raw_dir, or lower min_chars")
-    params.check_splits(len(shards))
-    num_train = len(shards) - params.validation_splits
-    held_out = f"the last validation_splits = {params.validation_splits} of num_splits = {len(shards)} splits"
-    if not any(shard.rows for shard in shards[:num_train]):
-        raise StageError(
-            f"there is no text to train on: all of it is in {held_out}, which are held out. Add raw files; or write "
-            "the text as JSON Lines or Parquet: only .jsonl, .ndjson and tables are cut into parts for several splits, "
-            'if they are large, not compressed and in UTF-8 (docs/data.md, "How files become splits"); or lower '
-            "validation_splits (0: training without validation)"
-        )
-    if params.validation_splits and not any(shard.rows for shard in shards[num_train:]):
-        raise StageError(
-            f"there is no text to validate on: {held_out} have none. Lower num_splits, raise validation_splits, or add "
-            "raw files"
-        )
-    return shards, "messages" in dataset.features
+    sources: dict[str | None, list[Shard]] = {}
+    for shard in dataset.shards:
+        sources.setdefault(shard.source, []).append(shard)
+    if params.validation_fraction is not None:
+        train, validation = (packing.Side(params.validation_fraction, is_held_out) for is_held_out in (False, True))
+        return [
+            *(Part(TRAIN.name, source, shards, train) for source, shards in sources.items()),
+            *(Part(VALIDATION.name, source, shards, validation) for source, shards in sources.items()),
+        ], "messages" in dataset.features
+    num_splits = len(dataset.shards) // len(sources)
+    params.check_splits(num_splits)
+    num_train = num_splits - params.validation_splits  # entire splits, so no line of a file gives rows to both sides
+    parts = [
+        *(Part(TRAIN.name, source, shards[:num_train], None) for source, shards in sources.items()),
+        *(Part(VALIDATION.name, source, shards[num_train:], None) for source, shards in sources.items()),
+    ]
+    held_out = f"the last validation_splits = {params.validation_splits} of num_splits = {num_splits} splits"
+    has_text = {(part.directory, part.source) for part in parts if any(shard.rows for shard in part.shards)}
+    for source in sources:
+        of_source = f" of source {source}" if source else ""
+        if (TRAIN.name, source) not in has_text:
+            raise StageError(
+                f"there is no text{of_source} to train on: all of it is in {held_out}, which are held out. Add raw "
+                "files; or write the text as JSON Lines or Parquet: only .jsonl, .ndjson and tables are cut into parts "
+                'for several splits, if they are large, not compressed and in UTF-8 (docs/data.md, "How files become '
+                'splits"); or lower validation_splits (0: training without validation); or hold out documents by '
+                "validation_fraction"
+            )
+        if params.validation_splits and (VALIDATION.name, source) not in has_text:
+            raise StageError(
+                f"there is no text{of_source} to validate on: {held_out} have none. Lower num_splits, raise "
+                "validation_splits, add raw files, or hold out documents by validation_fraction"
+            )
+    return parts, "messages" in dataset.features
 
 
 def write_parts(
-    shards: Sequence[Shard],
+    parts: Sequence[Part],
     spec: encoding.TokenizerSpec,
     directory: Path,
     store: reuse.Store[packing.Counts],
     params: PackParams,
     runtime: PackRuntime,
     max_batch_tokens: int,
-) -> tuple[PackedRows, PackedRows]:
+) -> list[tuple[Part, PackedRows]]:
     """Write the datasets for training and for validation; rows are cut while later splits are encoded.
 
     Raises:
         Differs: the fast tokenizer gives other tokens than the model's own.
     """
-    num_train = len(shards) - params.validation_splits  # entire splits, so no line of a file gives rows to both sides
+    features = arrow.token_features(params.seq_length, is_marked=spec.chat is not None)
     with (
         tempfile.TemporaryDirectory(dir=directory) as tokens,
-        closing(encode_splits(shards, spec, Path(tokens), store, runtime)) as splits,
+        closing(encode_splits(parts, spec, Path(tokens), store, runtime)) as splits,
     ):
-        return (
-            write_rows(islice(splits, num_train), directory / TRAIN.name, spec, params, max_batch_tokens),
-            write_rows(splits, directory / VALIDATION.name, spec, params, max_batch_tokens),
-        )
+        written = []
+        for name in (TRAIN.name, VALIDATION.name):
+            (directory / name).mkdir(exist_ok=True)
+            own, shards = [part for part in parts if part.directory == name], []
+            for index, part in enumerate(own):
+                target = directory / name / arrow.shard_name(index, len(own))
+                of_part = islice(splits, len(part.shards))
+                rows, shard = write_rows(of_part, target, spec, features, params, max_batch_tokens)
+                written.append((part, rows))
+                shards.append(shard._replace(source=part.source))
+            Dataset(features, shards).write(directory / name)
+        return written
 
 
 def encode_splits(
-    shards: Sequence[Shard],
+    parts: Sequence[Part],
     spec: encoding.TokenizerSpec,
     directory: Path,
     store: reuse.Store[packing.Counts],
     runtime: PackRuntime,
 ) -> Generator[tuple[ShardTask, packing.Counts, bool], None, None]:
-    """Yield each split, in order, when its tokens are in `directory`; what was counted; whether the store had them."""
+    """Yield each split of each part when its tokens are in `directory`; its counts; whether the store had them."""
     code_digest = code.digest_with_packages("stages.pack")
     splits = [
         ShardTask(
             shard=CORPUS / shard.filename,
             num_documents=shard.rows,
             sha256=shard.sha256,
-            key=key(shard.sha256, spec, code_digest),
-            tokens=directory / f"split-{index}",
+            key=key(shard.sha256, part.side, spec, code_digest),
+            tokens=directory / f"{part.directory}-{shard.filename}",
+            side=part.side,
         )
-        for index, shard in enumerate(shards)
+        for part in parts
+        for shard in part.shards
     ]
     reused = fetch_splits(splits, store)  # all of them first: workers then start only if something is missing
     missing = [split for split in splits if split not in reused]
@@ -367,14 +427,14 @@ def encode_splits(
             yield split, counts, split in reused
 
 
-def key(shard_digest: str, spec: encoding.TokenizerSpec, code_digest: str) -> str:
-    """The digest of all that decides the tokens of a split: its text, the tokenizer and its special tokens, the code.
+def key(shard_digest: str, side: packing.Side | None, spec: encoding.TokenizerSpec, code_digest: str) -> str:
+    """The digest of what decides the tokens of a split: its text, which documents, the tokenizer, the code.
 
     How they are cut into rows is not included, so that another `seq_length` encodes nothing again.
     """
     # Without the path: the tokenizer's digest decides, so a moved HF_HOME encodes nothing again.
     decisive = {name: value for name, value in spec._asdict().items() if name != "path"}
-    return publish.sha256_json(["pack", shard_digest, decisive, code_digest])
+    return publish.sha256_json(["pack", shard_digest, side, decisive, code_digest])
 
 
 def fetch_splits(splits: Sequence[ShardTask], store: reuse.Store[packing.Counts]) -> dict[ShardTask, packing.Counts]:
@@ -426,22 +486,23 @@ def encode_missing(
 def tasks_of(split: ShardTask, spec: encoding.TokenizerSpec) -> Iterator[packing.BatchTask]:
     """The tasks that encode a split: one for each of its record batches."""
     for offset in arrow.batch_offsets(split.shard):
-        yield packing.BatchTask(split.shard, offset, spec, split.tokens.with_name(f"{split.tokens.name}-{offset}"))
+        yield packing.BatchTask(
+            split.shard, offset, spec, split.tokens.with_name(f"{split.tokens.name}-{offset}"), split.side
+        )
 
 
 def write_rows(
     splits: Iterable[tuple[ShardTask, packing.Counts, bool]],
-    directory: Path,
+    target: Path,
     spec: encoding.TokenizerSpec,
+    features: arrow.Features,
     params: PackParams,
     max_batch_tokens: int,
-) -> PackedRows:
-    """Write the dataset of rows of some splits, and remove the files of their tokens."""
-    directory.mkdir(exist_ok=True)
+) -> tuple[PackedRows, Shard]:
+    """Write the rows of some splits, and remove the files of their tokens."""
     counts, num_reused = packing.Counts(), 0
-    features = arrow.token_features(params.seq_length, is_marked=spec.chat is not None)
     # One shard: a row may begin in one split and end in the next.
-    with arrow.StreamWriter(directory / arrow.shard_name(0, 1), features) as stream:
+    with arrow.StreamWriter(target, features) as stream:
         writer = (
             packing.MarkedRowWriter(stream, params.seq_length, spec.eos_token_id, max_batch_tokens)
             if spec.chat
@@ -453,18 +514,19 @@ def write_rows(
             counts += of_split
             num_reused += is_reused
         shard = writer.close()
-    dataset = Dataset(features, [shard])
-    dataset.write(directory)
     num_padding = writer.num_padding if isinstance(writer, packing.MarkedRowWriter) else None
-    return PackedRows(shard.rows, writer.num_tokens, num_padding, counts, num_reused, dataset.fingerprint)
+    return PackedRows(shard.rows, writer.num_tokens, num_padding, counts, num_reused), shard
 
 
-def too_few(name: str, part: PackedRows, params: PackParams) -> str:
+def too_few(part: Part, rows: PackedRows, params: PackParams) -> str:
     """The error message for a part without a single row."""
-    message = f"{name} has {part.num_tokens} tokens, too few for one row of seq_length {params.seq_length}: "
-    if name == "validation":
-        return f"{message}lower seq_length, raise validation_splits (now {params.validation_splits}), or add raw files"
-    return message + "lower seq_length, or add raw files"
+    name = f"{part.directory} of source {part.source}" if part.source else part.directory
+    message = f"{name} has {rows.num_tokens} tokens, too few for one row of seq_length {params.seq_length}: "
+    if part.directory == TRAIN.name:
+        return message + "lower seq_length, or add raw files"
+    if part.side:
+        return f"{message}lower seq_length, raise validation_fraction (now {part.side.fraction}), or add raw files"
+    return f"{message}lower seq_length, raise validation_splits (now {params.validation_splits}), or add raw files"
 
 
 if __name__ == "__main__":

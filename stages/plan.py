@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -36,7 +37,7 @@ from stages.model.files import TOKENIZER
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.planning import memory_plan
 from stages.planning.memory_plan import PeakMemory, Table
-from stages.training.order import step_rows
+from stages.training.mixture import RowOrder
 from stages.training.params import TrainParams
 from stages.training.schedule import learning_rate
 
@@ -46,6 +47,8 @@ _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
 
 _LEAST_HELD_OUT = 0.02
 """Part of the rows below which a warning says so."""
+_MUCH_PADDING = 0.3
+"""Of the tokens that are computed; more is worth a warning."""
 
 _NUM_SHOWN = 3
 """Rows in rows.txt, the first ones of the first step."""
@@ -71,6 +74,21 @@ class PlanParams:
 
 
 @dataclass(frozen=True)
+class Source:
+    """Of the rows to train on."""
+
+    rows: int
+    tokens: int
+    """Of these rows."""
+    share: float
+    """Of the rows of each step, by `mixture`; without it, of all rows."""
+    epochs: float
+    """How often the training uses a row of it."""
+    trained_tokens: int
+    """Of the whole training."""
+
+
+@dataclass(frozen=True)
 class Plan(Record):
     """Content of plan.json."""
 
@@ -87,6 +105,8 @@ class Plan(Record):
     tokens: int
     """Of the whole training."""
     epochs: float
+    sources: dict[str, Source]
+    """None: the rows are of all files."""
     validations: int
     """During the training: before the first step, every `eval_freq` steps, and after the last one."""
     rows_per_validation: int
@@ -150,17 +170,30 @@ def measure_memory(
     except StageError as error:  # these ranks are assumed, others may train
         print(f"plan: the memory of {num_ranks} ranks (plan.num_ranks) is not known: {error}")
         return None, {}
-    print(
-        f"plan: {num_ranks} ranks x {params.batch_size} rows x {accumulated} accumulation steps = "
-        f"{params.total_batch_size} rows per step"
-    )
     settings = (
         f"batch_size {params.batch_size} x {seq_length:,} tokens, {params.precision}, activation_checkpointing "
         f"{params.activation_checkpointing}"
     )
+    chosen, rows = peak_memory.choose(model, params), None
+    if chosen.params.attention == "padded":
+        rows = TokenRows(TRAIN)
+        share = peak_memory.padding(model, chosen, num_ranks, rows).share
+        reason = f", because {chosen.reason}" if chosen.reason else ""
+        print(f"plan: attention padded{reason}; {share:.0%} of the tokens that are computed are padding")
+        if share > _MUCH_PADDING:
+            print(
+                f"warning: {share:.0%} is much padding. Of more documents in a step, more have the same length: raise "
+                f"total_batch_size {params.total_batch_size}, batch_size {params.batch_size} or seq_length "
+                f"{seq_length:,}"
+            )
+    else:
+        print(
+            f"plan: {num_ranks} ranks x {params.batch_size} rows x {accumulated} accumulation steps = "
+            f"{params.total_batch_size} rows per step"
+        )
     try:
-        peak = peak_memory.measure(model, params, num_ranks, seq_length)
-        table = peak_memory.make_table(model, params, num_ranks, seq_length, limit) if limit else {}
+        peak = peak_memory.measure(model, chosen, num_ranks, seq_length, rows=rows)
+        table = peak_memory.make_table(model, chosen, num_ranks, seq_length, limit, rows) if limit else {}
     except peak_memory.ERRORS as error:
         state = _state_bytes(params, model.num_parameters) / size
         print(
@@ -182,9 +215,11 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
     Raises:
         StageError: they cannot be read.
     """
+    import torch
     from tokenizers import Tokenizer
 
-    from stages.planning.preview import LEGEND, render  # imports torch
+    from stages.forward.batch import Marks
+    from stages.planning.preview import LEGEND, render
 
     model.verify([TOKENIZER])  # a damaged one would be an error of no class
     tokenizer = Tokenizer.from_file(str(model.directory() / TOKENIZER))
@@ -192,16 +227,29 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
     special.add(model.eos_token_id)
     try:
         tokens = TokenRows(TRAIN)
-        indices = step_rows(0, params.total_batch_size, len(tokens), params.seed)[:_NUM_SHOWN]
+        indices = RowOrder(params, len(tokens), tokens.sources).step(0)[:_NUM_SHOWN]
+        marks = tokens.marks(indices)
+        marks_of = [Marks(*(torch.from_numpy(bits[[place]]) for bits in marks)) if marks else None
+                    for place in range(len(indices))]  # fmt: skip
         texts = [
             f"row {index}\n"
             + render(row, lambda ids: tokenizer.decode(ids, skip_special_tokens=False), model.eos_token_id, special,
-                     params.document_mask)
-            for index, row in zip(indices, tokens.rows(indices), strict=True)
+                     params.document_mask, of_row)
+            for index, row, of_row in zip(indices, tokens.rows(indices), marks_of, strict=True)
         ]  # fmt: skip
     except (pa.ArrowException, ArithmeticError, LookupError, ValueError) as error:  # of damaged files; train verifies
         raise StageError(f"{TRAIN} cannot be read ({one_line(error)}): run `dvc repro -f -s pack`") from None
     return "\n\n".join([LEGEND, *texts]) + "\n"
+
+
+def sources_table(sources: Mapping[str, Source]) -> Iterator[str]:
+    """What the training uses of each source, for people."""
+    width = max(map(len, sources), default=0)
+    for name, source in sources.items():
+        yield (
+            f"  {name:{width}}  {source.share:6.1%} of each step  {source.tokens:15,} tokens x {source.epochs:6.2f} "
+            f"epochs = {source.trained_tokens:,}"
+        )
 
 
 def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
@@ -232,6 +280,8 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
         f"{plan.parameters:,} parameters: {format_gib(plan.training_state_bytes)} of weights, gradients and optimizer "
         f"state over the ranks that share a copy of it; {format_gib(disk)} of disk for checkpoints and model"
     )
+    for line in sources_table(plan.sources):
+        print(line)
     if params.warmup_steps >= plan.steps:
         highest = learning_rate(params, plan.steps, plan.steps - 1)
         print(
@@ -311,9 +361,13 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
     params.check_compile(model)
     params.check_packages()
     num_parameters, moments = model.num_parameters, _MOMENTS[params.optimizer]
-    steps = params.total_steps(train.num_rows)
+    order = RowOrder(params, train.num_rows, train.sources)
+    steps = params.total_steps(order.num_rows)
+    order.check_repeats(steps)
+    epochs, shares = order.epochs(steps), order.shares
     validations = 1 + math.ceil(steps / params.eval_freq)
-    rows_per_validation = min(validation.num_rows, params.eval_rows or validation.num_rows)
+    held_out = validation.sources.values() or [validation.num_rows]
+    rows_per_validation = sum(min(num_rows, params.eval_rows or num_rows) for num_rows in held_out)
     validated, trained = validations * rows_per_validation, steps * params.total_batch_size  # rows
     tokens_per_step = params.total_batch_size * train.seq_length
     return Plan(
@@ -324,7 +378,17 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
         steps=steps,
         tokens_per_step=tokens_per_step,
         tokens=steps * tokens_per_step,
-        epochs=steps * params.total_batch_size / train.num_rows,
+        epochs=steps * params.total_batch_size / order.num_rows,
+        sources={
+            name: Source(
+                rows=num_rows,
+                tokens=num_rows * train.seq_length,
+                share=round(shares.get(name, 0.0), 6),
+                epochs=round(epochs.get(name, 0.0), 4),
+                trained_tokens=round(epochs.get(name, 0.0) * num_rows) * train.seq_length,
+            )
+            for name, num_rows in train.sources.items()
+        },
         validations=validations,
         rows_per_validation=rows_per_validation,
         validation_share=round(validated / (validated + 3 * trained), 4),

@@ -63,11 +63,11 @@ class Project:
         return self.path / other
 
     def set(self, **values: Any) -> None:
-        """Change params.yaml; `runtime={...}` and `fsdp={...}` are merged into their sections."""
+        """Change params.yaml; `runtime={...}` and others that are sections are merged into them."""
         file = self / "params.yaml"
         params = yaml.safe_load(file.read_text())
         for name, value in values.items():
-            if isinstance(value, dict):
+            if isinstance(value, dict) and isinstance(params.get(name), dict):
                 params[name] |= value
             else:
                 params[name] = value

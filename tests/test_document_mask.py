@@ -19,6 +19,7 @@ from stages.forward.attention import varlen_attention
 from stages.forward.batch import make_batch
 from stages.forward.document_mask import choose_attention
 from stages.forward.loss import loss_sum
+from stages.forward.small_copy import small_config
 from tests.models import CONFIGS, CountedGraphs
 from tests.project import Project
 from tests.ranks import Ranks
@@ -47,7 +48,7 @@ def config_of(name: str) -> PreTrainedConfig:
 
 
 def refusal(name: str, attention: Any = "varlen", mask: bool = True, dtype: torch.dtype = torch.float32) -> str | None:
-    return document_mask.refusal(config_of(name), attention, mask, dtype, "cpu")
+    return document_mask.refusal(small_config(config_of(name)), attention, mask, dtype, "cpu")
 
 
 @pytest.mark.parametrize("attention", ["varlen", "sdpa"])
@@ -125,7 +126,7 @@ def test_a_wrong_mask_is_seen(
 
 
 def test_dropout_of_the_attention_is_not_dropped() -> None:
-    config = AutoConfig.for_model("gpt2")
+    config = small_config(AutoConfig.for_model("gpt2"))
     reason = document_mask.refusal(config, "varlen", True, torch.float32, "cpu")
     assert "dropout (set that of the attention to 0" in str(reason)
     assert document_mask.refusal(config, "sdpa", True, torch.float32, "cpu") is None
@@ -223,7 +224,7 @@ def save(directory: Path, name: str, **sizes: Any) -> Path:
 
 
 def choose(directory: Path, name: Any = "auto", mask: bool = True, length: int = 256) -> str:
-    return choose_attention(name, directory, mask, length, torch.float32, "cpu")
+    return choose_attention(name, directory, mask, length, torch.float32, "cpu").name
 
 
 def test_auto_is_the_fastest_that_works(tmp_path: Path) -> None:
@@ -247,16 +248,15 @@ def test_auto_is_tested_without_document_mask_too(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", without_mask)  # and so without the window
     assert choose(tmp_path, mask=False, length=1024) == "varlen"
     monkeypatch.setattr(document_mask, "refusal", lambda _, name, *args: None if name == "flex" else "fails")
-    assert choose_attention("auto", tmp_path, False, 1024, torch.bfloat16, "cuda") == "flex"
+    assert choose_attention("auto", tmp_path, False, 1024, torch.bfloat16, "cuda").name == "flex"
     monkeypatch.setattr(document_mask, "refusal", lambda *args: "fails")
     assert choose(tmp_path, mask=False) == "eager"
 
 
 @pytest.mark.parametrize("name", ["falcon", "bloom"])
-def test_architectures_that_no_attention_keeps_apart_are_refused(tmp_path: Path, name: str) -> None:
+def test_documents_that_no_attention_function_keeps_apart_are_padded(tmp_path: Path, name: str) -> None:
     save(tmp_path, name, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, vocab_size=101)
-    with pytest.raises(StageError, match=r"keeps the documents of .* apart: sdpa .*: set document_mask to false"):
-        choose(tmp_path)
+    assert choose(tmp_path) == choose(tmp_path, name="padded") == "padded"
     assert choose(tmp_path, mask=False) in ("sdpa", "eager")
 
 
@@ -271,17 +271,20 @@ def test_a_model_that_cannot_be_tested_is_refused(tmp_path: Path, monkeypatch: p
     CONFIGS["llama"].save_pretrained(tmp_path)
     monkeypatch.setattr(document_mask, "logits", lambda *_: torch.zeros(2, 32, 64))
     with pytest.raises(StageError, match="computes logits that do not depend on what stands before"):
-        choose(tmp_path)
+        choose(tmp_path, "sdpa")
 
 
-def test_tiny_config_has_a_layer_of_each_kind_and_small_windows() -> None:
+def test_a_small_config_has_a_layer_of_each_kind_and_small_windows() -> None:
     config = transformers.Gemma3TextConfig(head_dim=64)
-    tiny = document_mask.tiny_config(config)
+    tiny = small_config(config)
+    assert tiny is not None
     assert tiny.layer_types == ["sliding_attention", "full_attention"]
     assert (tiny.num_hidden_layers, tiny.hidden_size, tiny.vocab_size) == (2, 256, 64)
     assert (tiny.num_attention_heads, tiny.num_key_value_heads, tiny.sliding_window) == (4, 2, 5)
     assert config.num_hidden_layers == 26
-    assert document_mask.tiny_config(transformers.Gemma2Config()).attn_logit_softcapping == 1.0
+    gemma2 = small_config(transformers.Gemma2Config())
+    assert gemma2 is not None
+    assert gemma2.attn_logit_softcapping == 1.0
 
 
 @pytest.mark.slow

@@ -609,7 +609,7 @@ def test_a_directory_without_a_causal_language_model_is_refused() -> None:
     with pytest.raises(StageError, match=r"no config\.json"):
         describe("empty")
     write_model(Path("model"), weights=False)
-    publish.write_json(Path("model/config.json"), {"model_type": "t5"})
+    publish.write_json(Path("model/config.json"), {"model_type": "vit"})
     with pytest.raises(StageError, match="does not describe a causal language model that transformers"):
         describe()
     publish.write_json(Path("model/config.json"), {"model_type": "unknown-to-transformers"})
@@ -625,6 +625,28 @@ def test_a_directory_without_a_causal_language_model_is_refused() -> None:
     )
     with pytest.raises(StageError, match="quantized"):
         describe("quantized")
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({"model_type": "xlm"}, "in XLMWithLMHeadModel, .* a token sees those after it, as in an encoder"),
+        ({"model_type": "t5"}, "t5 is an encoder-decoder"),
+        ({"model_type": "whisper", "pad_token_id": 0}, "whisper is an encoder-decoder"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_what_only_can_be_used_as_a_causal_model_is_refused_as_what_it_is(values: dict[str, Any], kind: str) -> None:
+    write_model(Path("model"), weights=False)
+    publish.write_json(Path("model/config.json"), values)
+    with pytest.raises(StageError, match=kind):
+        describe()
+
+
+def test_an_encoder_whose_config_makes_it_a_decoder_is_accepted() -> None:
+    write_model(Path("model"), weights=False)
+    publish.write_json(Path("model/config.json"), {"model_type": "bert", "is_decoder": True})
+    assert describe().architecture == "BertLMHeadModel"
 
 
 def test_a_model_without_a_valid_tokenizer_json_is_refused() -> None:

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from stages.base.errors import StageError
 from stages.forward.batch import make_batch
-from stages.forward.document_mask import tiny_config
 from stages.forward.loss import fuse, logits, loss_sum, losses, obstacle_to_fuse, summed_loss
 from stages.forward.loss_probe import LossChoice, choose_loss
+from stages.forward.small_copy import small_config
 from stages.training import sharded_model, sharding
 from stages.training.params import TrainParams
 from tests.models import CONFIGS, full_value, manifest_of
@@ -38,7 +38,9 @@ CHANGING: dict[str, dict[str, Any]] = {
 
 
 def tiny(name: str, **changed: Any) -> PreTrainedConfig:
-    return tiny_config(AutoConfig.for_model(name, **changed))
+    config = small_config(AutoConfig.for_model(name, **changed))
+    assert config is not None
+    return config
 
 
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:

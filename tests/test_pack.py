@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from stages.base import code, publish
 from stages.base.dataset import Dataset
@@ -37,6 +37,7 @@ from stages.tokenizing import fast_tokenizer, packing
 from stages.tokenizing.encoding import NAME, Encoder, EncoderLimits, TokenizerSpec
 from stages.tokenizing.fast_tokenizer import FastTokenizer
 from stages.work import arrow, reuse
+from tests.byte_model import BOS, BOS_SPELLING, EOS, SPELLING, byte_tokenizer, make_model
 from tests.chat_templates import CHATML
 from tests.corpus import (
     CORPUS,
@@ -53,40 +54,6 @@ from tests.corpus import (
 from tests.project import REPO, peak_memory, start_stage
 
 pytestmark = pytest.mark.usefixtures("empty_project")
-
-EOS, SPELLING = 0, "<|endoftext|>"
-BOS, BOS_SPELLING = 1, "<|begin|>"
-
-
-def byte_tokenizer() -> Tokenizer:
-    """EOS and BOS, a token for each byte, and a few merges that cross the borders between words and lines."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("a", "b"), ("Ġ", "a"), ("Ċ", "Ċ")]
-    tokens = [SPELLING, BOS_SPELLING, *alphabet, *("".join(pair) for pair in merges)]
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([SPELLING, BOS_SPELLING])
-    return tokenizer
-
-
-def make_model(tokenizer: Tokenizer | None = None, **changes: Any) -> ModelManifest:
-    """A model that is only a tokenizer, and its manifest."""
-    directory = Path("model")
-    directory.mkdir(exist_ok=True)
-    path = directory / "tokenizer.json"
-    tokenizer = tokenizer or byte_tokenizer()
-    tokenizer.save(str(path))
-    model = ModelManifest(
-        model_name=str(directory), model_revision="main", commit=None, architecture="", model_type="", dtype="float32",
-        num_parameters=0, files={"tokenizer.json": FileEntry.of(path)},
-        weights=[], tied_weights={}, layer_classes=[], module_classes=[], router_loss_coef=None,
-        vocab_size=tokenizer.get_vocab_size(), max_seq_length=None,
-        eos_token_id=EOS, bos_token_id=None, pad_token_id=None,
-    )  # fmt: skip
-    model = dataclasses.replace(model, **changes)
-    model.write()
-    return model
 
 
 def spec_of_model() -> TokenizerSpec:
@@ -414,7 +381,8 @@ def test_unknown_tokens_and_dropped_characters_are_counted() -> None:
     metrics = run(seq_length=2)
     assert metrics["train"] == {
         "documents": 1, "characters": 7, "bytes": 7, "tokens": 5, "rows": 2, "characters_per_token": 1.75,
-        "unknown_share": 0.5, "dropped_characters": 0, "conversations": None,
+        "unknown_share": 0.5, "dropped_characters": 0, "duplicates": 0,
+        "conversations": None,
     }  # fmt: skip
     assert metrics["validation"]["unknown_share"] == 0
     vocab = {token: index for index, token in enumerate(["</s>", *"abĠ"])}  # some bytes, no unknown token
@@ -623,7 +591,7 @@ def test_trap_28_tokens_that_are_not_those_of_the_encoder_are_not_stored(
         return encoded
 
     monkeypatch.setattr(packing, "encode", encode_damaged)
-    with pytest.raises(StageError, match=r"split-0-.* is damaged .*: check the disk"):
+    with pytest.raises(StageError, match=r"train-data-00000-.* is damaged .*: check the disk"):
         encode()
     assert not Path("data/.reuse").exists()
 

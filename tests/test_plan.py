@@ -22,11 +22,12 @@ from stages.base.errors import StageError
 from stages.base.packed import PackedTokens
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import make_batch
+from stages.forward.document_mask import AttentionChoice
 from stages.launching.runtime import TrainRuntime
 from stages.model.manifest import ModelManifest
 from stages.planning import memory_plan, peak_memory, preview
 from stages.planning.memory_plan import PeakMemory
-from stages.planning.peak_memory import measure
+from stages.planning.peak_memory import Chosen
 from stages.training import sharded_model
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
@@ -35,7 +36,12 @@ from stages.training.step import train_step
 from tests.models import CONFIGS, SIZES, manifest_of
 from tests.project import REPO, Project
 
-ROWS = PackedTokens(digests={}, fingerprint="", num_rows=96, seq_length=32)
+
+def measure(model: ModelManifest, params: TrainParams, *others: Any) -> PeakMemory:
+    return peak_memory.measure(model, peak_memory.choose(model, params), *others)
+
+
+ROWS = PackedTokens(digests={}, fingerprint="", num_rows=96, seq_length=32, sources={})
 
 
 @pytest.fixture
@@ -126,13 +132,14 @@ def test_the_table_ends_with_what_does_not_fit(
 ) -> None:
     share = {"none": 10, "full": 2}  # GiB of a row
 
-    def measure_row(manifest: ModelManifest, params: TrainParams, num_ranks: int, seq_length: int) -> PeakMemory:
+    def measure_row(manifest: ModelManifest, chosen: Chosen, *others: Any, rows: None) -> PeakMemory:
+        params = chosen.params
         if params.activation_checkpointing not in share:
             raise {"selective": StageError, "selective_op": RuntimeError}[params.activation_checkpointing]("unsuitable")
         return PeakMemory(share[params.activation_checkpointing] * params.batch_size * GIB, False, *[0] * 7)
 
     monkeypatch.setattr(peak_memory, "measure", measure_row)
-    table = peak_memory.make_table(llama, params, 2, 32, limit=20 * GIB)
+    table = peak_memory.make_table(llama, Chosen(params, None, False), 2, 32, limit=20 * GIB)
     assert table == {"none": {1: 10 * GIB, 2: 20 * GIB, 4: 40 * GIB}, "full": {n: 2 * n * GIB for n in (1, 2, 4, 8)}}
     header, none, full, largest = memory_plan.lines(table, limit=20 * GIB)
     assert header.split() == ["batch_size", "1", "2", "4", "8"]
@@ -167,7 +174,7 @@ def test_what_cannot_fit_is_refused_with_what_would() -> None:
 def test_what_only_eager_computes_on_cpus_is_an_upper_bound(
     params: TrainParams, llama: ModelManifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peak_memory, "choose_attention", lambda *_: "eager")
+    monkeypatch.setattr(peak_memory, "choose_attention", lambda *_: AttentionChoice("eager", None))
     peak = measure(llama, params, 2, 32)
     assert peak.is_upper_bound
     assert peak.describe().startswith("at most ")
@@ -222,7 +229,7 @@ def test_a_plan_is_the_same_on_each_machine(
     plan.main()
     assert files == [(training / name).read_bytes() for name in ("outputs/plan.json", "outputs/rows.txt")]
     training.set(plan={"gpu_memory_gb": 0.001})
-    monkeypatch.setattr(peak_memory, "measure", lambda *_: PeakMemory(2 * GIB, False, *[0] * 7))
+    monkeypatch.setattr(peak_memory, "measure", lambda *_, **__: PeakMemory(2 * GIB, False, *[0] * 7))
     with pytest.raises(StageError, match=r"a GPU has 0.001 GiB \(plan.gpu_memory_gb\)"):
         plan.main()
 
@@ -232,7 +239,7 @@ def test_what_a_first_training_gets_wrong_is_a_warning(
 ) -> None:
     monkeypatch.chdir(training.path)
     monkeypatch.setattr("sys.argv", ["plan"])
-    monkeypatch.setattr(peak_memory, "measure", lambda *_: PeakMemory(GIB, False, *[0] * 7))
+    monkeypatch.setattr(peak_memory, "measure", lambda *_, **__: PeakMemory(GIB, False, *[0] * 7))
 
     def output(**changes: Any) -> str:
         training.set(**changes)
@@ -255,7 +262,7 @@ def test_what_a_first_training_gets_wrong_is_a_warning(
 def test_a_run_that_cannot_be_extended_is_refused(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(training.path)
     monkeypatch.setattr("sys.argv", ["plan"])
-    monkeypatch.setattr(peak_memory, "measure", lambda *_: PeakMemory(GIB, False, *[0] * 7))
+    monkeypatch.setattr(peak_memory, "measure", lambda *_, **__: PeakMemory(GIB, False, *[0] * 7))
     training.set(extend_from="0123456789abcdef")
     with pytest.raises(
         StageError, match=r"extend_from: run 0123456789abcdef cannot be extended:\nthere is no finished"
@@ -356,7 +363,7 @@ def test_a_real_step_allocates_what_is_predicted(
     manifest = manifest_of(tmp_path, with_weights=False)
     params = dataclasses.replace(params, **{"batch_size": 2, "total_batch_size": 2, "precision": "bf16", **changes})
     predicted = measure(manifest, params, 1, 16, "cpu").total
-    params = peak_memory.choose(manifest, params)
+    params = peak_memory.choose(manifest, params).params
     mesh = request.getfixturevalue("mesh")  # another process group than that of `measure`
     gc.collect()  # what ends within the block must not have begun before
     with profile(profile_memory=True, acc_events=True) as profiler:
@@ -396,8 +403,8 @@ transformers.LlamaConfig(**config, max_position_embeddings=num_tokens).save_pret
 manifest = manifest_of(Path(), with_weights=False)
 params = load_params(TrainParams, path=Path(sys.argv[2]))
 params = dataclasses.replace(params, **{"batch_size": 1, "total_batch_size": 1, "precision": "fp32", **changes})
-predicted = measure(manifest, params, 1, num_tokens, "cpu").total / 2**30
-params = choose(manifest, params)
+chosen = choose(manifest, params)
+predicted, params = measure(manifest, chosen, 1, num_tokens, "cpu").total / 2**30, chosen.params
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 weight = torch.randn(512, 512, requires_grad=True)
 (weight @ weight).sum().backward()  # what a first product allocates for good

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -152,7 +152,7 @@ def test_a_validation_measures_the_same_rows_on_any_number_of_ranks(
         measured, num_batches = [], set()
         for rank in range(world_size):
             monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
-            batches = list(loader.validation_batches())
+            batches = [batch for _, batch in loader.validation_batches()]
             num_batches.add(len(batches))
             for batch in batches:
                 counts = (batch["labels"] != -100).any(dim=1)
@@ -168,6 +168,8 @@ def test_a_thread_makes_the_batches_of_the_next_step_and_its_error_is_raised(
     rows, read = TokenRows(TRAIN), []
 
     class Watched:
+        sources: ClassVar[dict[str, int]] = {}
+
         def __len__(self) -> int:
             return len(rows)
 

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from stages.base import process
 from stages.base.packed import TRAIN
 from stages.base.params_file import load_params
-from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import make_batch
 from stages.forward.distributed import all_reduce_sum, device_mesh, device_type, process_group
 from stages.forward.rows import TokenRows
@@ -89,7 +88,8 @@ def with_settings(values: dict[str, Any], num_ranks: int) -> TrainParams:
 
 def predict(params: TrainParams, num_ranks: int, seq_length: int) -> dict[str, Any]:
     """The peak of a step as `plan` computes it, in GiB."""
-    peak = peak_memory.measure(ModelManifest.read(), params, num_ranks, seq_length, device_type())
+    manifest = ModelManifest.read()
+    peak = peak_memory.measure(manifest, peak_memory.choose(manifest, params), num_ranks, seq_length, device_type())
     return {"predicted GiB": peak.total / 2**30, "is_upper_bound": peak.is_upper_bound}
 
 
@@ -105,7 +105,7 @@ def measure(params: TrainParams, num_steps: int) -> dict[str, Any]:
     optimizer = make_optimizer(model, params)
     scaler = make_grad_scaler(params.precision, next(model.parameters()).device)
     assert manifest.eos_token_id is not None
-    loader = BatchLoader(rows, params, manifest.eos_token_id, lengths=params.attention in NEED_LENGTHS)
+    loader = BatchLoader(rows, params, manifest.eos_token_id)
     timers = Timers(lambda phase: None)
 
     unread: deque[UnreadStep] = deque()

@@ -24,6 +24,8 @@ class Shard(NamedTuple):
     filename: FileName
     rows: Annotated[int, Field(ge=0, strict=True)]
     sha256: str
+    source: str | None = None
+    """The directory of raw files that the rows are from; None: of all, or of several."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,10 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the features and of the shards' own SHA-256: equal content has an equal fingerprint."""
-        return publish.sha256_json([self.features, [shard.sha256 for shard in self.shards]])
+        """SHA-256 of the features, the shards' own SHA-256 and sources: equal content has an equal fingerprint."""
+        sources = [shard.source for shard in self.shards]
+        content = [self.features, [shard.sha256 for shard in self.shards]]
+        return publish.sha256_json([*content, sources] if any(sources) else content)
 
     @property
     def num_rows(self) -> int:
@@ -53,7 +57,9 @@ class Dataset:
         info = {"citation": "", "description": "", "features": self.features, "homepage": "", "license": ""}
         publish.write_json(directory / INFO, info)
         state: dict[str, Any] = {
-            "_data_files": [shard._asdict() for shard in self.shards],  # `datasets` reads the file name only
+            "_data_files": [  # of which `datasets` reads the file name only
+                {name: value for name, value in shard._asdict().items() if value is not None} for shard in self.shards
+            ],
             "_fingerprint": self.fingerprint,
             "_format_columns": None,
             "_format_kwargs": {},

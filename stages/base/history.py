@@ -8,7 +8,7 @@ speed.tsv      a row every `log_freq` steps: time and memory
 import csv
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from stages.base.errors import StageError
@@ -21,6 +21,7 @@ SPEED = "speed.tsv"
 """Its name, in a checkpoint and in outputs/."""
 
 COLUMNS = ("step", "epoch", "tokens", "loss", "lr", "grad_norm", "validation_loss")
+"""Of history.tsv; with sources, `of_source` follows for each."""
 
 Row = dict[str, float | None]
 """A row by column; None where a cell is empty."""
@@ -30,9 +31,10 @@ class Table:
     """The rows of a running training, which include those of the run that it resumes."""
 
     def __init__(self, columns: Sequence[str], text: str = "") -> None:
-        """Start with the content of a file that has these columns, or with no rows."""
-        self._columns = columns
-        self._lines = text.splitlines() or ["\t".join(columns)]
+        """Start with the content of a file, which gets those of these columns that it lacks, or with no rows."""
+        header, *rows = text.splitlines() or [""]
+        self._columns = [*dict.fromkeys([*filter(None, header.split("\t")), *columns])]
+        self._lines = ["\t".join(self._columns), *rows]
 
     def add(self, **values: float | None) -> None:
         """Add a row; columns that are not given, or None, are empty."""
@@ -48,23 +50,32 @@ class Table:
 class History(Table):
     """history.tsv."""
 
-    def __init__(self, text: str = "") -> None:
-        """Start with the content of a history.tsv, or with no rows."""
-        super().__init__(COLUMNS, text)
+    def __init__(self, text: str = "", sources: Iterable[str] = ()) -> None:
+        """Start with the content of a history.tsv, or with no rows; a column for each source follows the others."""
+        super().__init__([*COLUMNS, *map(of_source, sources)], text)
 
     def without(self, name: str) -> "History":
-        """The same rows, with an empty column `name`."""
-        index = COLUMNS.index(name)
-        rows = [line.split("\t") for line in self._lines[1:]]
-        rows = [[*cells[:index], "", *cells[index + 1 :]] for cells in rows]
-        return History("\n".join(["\t".join(COLUMNS), *map("\t".join, rows)]))
+        """The same rows, with empty columns `name` and `name ...`."""
+        rows = [
+            "\t".join(
+                "" if f"{column} ".startswith(f"{name} ") else cell
+                for column, cell in zip(self._columns, cells, strict=False)
+            )
+            for cells in (line.split("\t") for line in self._lines[1:])
+        ]
+        return History("\n".join([self._lines[0], *rows]))
 
     def best_step(self, adopted: Adoption | None) -> int | None:
         """The best step of the run itself: neither step 0, nor one until `adopted`, where another run ended."""
         first = adopted.step if adopted else 0  # its losses may be on the same rows, and are in the history then
-        rows = [line.split("\t") for line in self._lines[1:]]
-        losses = {int(row[0]): float(row[-1]) for row in rows if row[-1]}
+        rows, index = [line.split("\t") for line in self._lines[1:]], COLUMNS.index("validation_loss")
+        losses = {int(row[0]): float(row[index]) for row in rows if row[index]}
         return lowest({step: loss for step, loss in losses.items() if step > first})
+
+
+def of_source(source: str) -> str:
+    """The column of the validation loss of a source."""
+    return f"validation_loss {source}"
 
 
 def lowest(losses: Mapping[int, float]) -> int | None:

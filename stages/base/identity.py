@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Name of a run, and of the directory of its checkpoints."""
 
 

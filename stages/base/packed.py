@@ -1,6 +1,6 @@
 """The packed tokens, data/tokens/: where they are, how many rows there are, how long each is, and what encoded them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -30,6 +30,8 @@ class PackedTokens:
     num_rows: int
     seq_length: int
     """Tokens per row."""
+    sources: dict[str, int]
+    """The rows of each source, in the order of the rows; none: they are of all files."""
 
     @classmethod
     def read(cls, directory: Path, contents: bool = False) -> "PackedTokens":
@@ -43,7 +45,8 @@ class PackedTokens:
             seq_length = dataset.features["input_ids"]["length"]
         except (KeyError, TypeError):
             raise StageError(f"{directory} has no rows of input_ids: {REMEDY}") from None
-        return cls(dataset.files(directory), dataset.fingerprint, dataset.num_rows, seq_length)
+        sources = {shard.source: shard.rows for shard in dataset.shards if shard.source}
+        return cls(dataset.files(directory), dataset.fingerprint, dataset.num_rows, seq_length, sources)
 
 
 class RefusedConversation(NamedTuple):
@@ -92,6 +95,8 @@ class PartMetrics:
     dropped_characters: int
     """That leave no token, not even the unknown one, or lose a part of their bytes."""
     rows: int
+    duplicates: int = 0
+    """Documents that are held out by their content, and equal to an earlier one."""
     conversations: ConversationMetrics | None = None
     """Null: the corpus has none, and the tokens of all documents are trained."""
 
@@ -129,6 +134,8 @@ class PackMetrics(Record):
     origin: Origin
     chat_template: str | None = None
     """That the conversations were rendered with; null: there are none."""
+    sources: dict[str, PartMetrics] = field(default_factory=dict)
+    """Of each source, named as in `train web`; none: the rows are of all files."""
 
 
 def fingerprint(train: str, validation: str) -> str:

@@ -17,6 +17,7 @@ from stages.base.identity import RunIdentity, TokenFingerprints
 from stages.base.packed import TRAIN, VALIDATION, PackedTokens
 from stages.checkpointing.layout import checkpoint_root
 from stages.model.manifest import MANIFEST
+from stages.training.mixture import RowOrder
 from stages.training.params import TrainParams
 
 WEIGHTS = ("stages.training.loop", "stages.training.environment")
@@ -70,7 +71,7 @@ def describe(params: TrainParams) -> Run:
     """The run that `params` and the files of this directory make. Imports no torch, reads no tokens.
 
     Raises:
-        StageError: a file is missing or damaged, or there are no rows for `export_from`.
+        StageError: a file is missing or damaged, there are no rows for `export_from`, or no sources for `mixture`.
     """
     train, validation = PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION)
     params.check_export_from(validation.num_rows)
@@ -83,7 +84,7 @@ def describe(params: TrainParams) -> Run:
     return Run(
         params=params,
         identity=identity,
-        num_rows=train.num_rows,
+        num_rows=RowOrder(params, train.num_rows, train.sources).num_rows,
         seq_length=train.seq_length,
     )
 

@@ -63,6 +63,8 @@ class TrainMetrics(Record):
     """fp16: steps whose gradient was not finite."""
     cost: Cost = field(default_factory=Cost)
     place: Place | None = None
+    sources: dict[str, float] = field(default_factory=dict)
+    """How often a row of each source was used; none: the rows are of all files."""
 
 
 @dataclass(frozen=True)

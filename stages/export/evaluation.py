@@ -1,7 +1,7 @@
 """outputs/evaluation.json: the losses of the finished model, and what it writes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from stages.base.record import Record
@@ -40,6 +40,8 @@ class Sample:
     continuation: str
     reference: str
     """How the held-out document goes on, as far as the row and the next one have it."""
+    before: str | None = None
+    """What the initial model writes; null: it has random weights, or is not here."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Evaluation(Record):
     exported: Loss | None
     """Of the exported weights, on these rows."""
     samples: list[Sample]
+    sources: dict[str, Loss | None] = field(default_factory=dict)
+    """Of the exported weights on all held-out rows of each source; none: the rows are of all files."""
 
     @property
     def measured_all(self) -> bool:

@@ -156,7 +156,9 @@ def training_losses(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
 
 
 def _forward(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    inputs: dict[str, Any] = {
+        name: batch[name] for name in ("input_ids", "position_ids", "attention_mask") if name in batch
+    }
     if "cu_seq_lens" in batch:
         # As transformers names them for its flash attention. The length of a row, which bounds that of a document, is
         # no tensor: the CPU would wait for the GPU to read it, and torch.compile takes it as a constant.

@@ -4,6 +4,7 @@
 tested: its loss and its gradients must be those of its logits.
 """
 
+import copy
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -12,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from stages.base.errors import StageError, one_line
 from stages.forward.batch import make_batch
-from stages.forward.document_mask import tiny_config
 from stages.forward.loss import obstacle_to_fuse
+from stages.forward.small_copy import VOCAB_SIZE, small_config
 
 
 class LossChoice(NamedTuple):
@@ -50,13 +51,16 @@ def choose_loss(
 
 def _obstacle(config: PreTrainedConfig, dtype: torch.dtype, device: str) -> str | None:
     """What `obstacle_to_fuse` returns for a tiny model."""
+    small = small_config(config)
+    if small is None:
+        return "no small copy of the model computes, with which it could be tested"
     try:
-        config = tiny_config(config)
         # In fp32 differences are not rounding; and with the device and the dtype of the computation, its kernels.
         for where, kind in dict.fromkeys([("cpu", torch.float32), (device, dtype)]):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).to(where, kind).eval()
-            rows = torch.randint(1, config.get_text_config().vocab_size, (2, 16), device=where)  # (B, T)
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(small), trust_remote_code=False)
+            model = model.to(where, kind).eval()
+            rows = torch.randint(1, VOCAB_SIZE - 1, (2, 16), device=where)  # (B, T)
             if reason := obstacle_to_fuse(model, make_batch(rows, eos_token_id=0, document_mask=False)):
                 return reason
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

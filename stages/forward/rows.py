@@ -28,6 +28,8 @@ class TokenRows:
         tokens = PackedTokens.read(directory)
         self.seq_length = tokens.seq_length
         """Tokens per row."""
+        self.sources = tokens.sources
+        """The rows of each source, in the order of the rows; none: they are of all files."""
         tables = [_open(path) for path in tokens.digests]
         # Empty chunks are left out: NumPy cannot infer the -1 of reshape(0, -1).
         columns = {
@@ -48,10 +50,17 @@ class TokenRows:
     def __len__(self) -> int:
         return int(self._ends[-1]) if self._chunks else 0
 
-    def spread(self, limit: int | None) -> NDArray[np.int64]:
-        """The indices of at most `limit` rows (None: of all), spread evenly over all rows."""
-        num_rows = min(len(self), limit or len(self))
-        return np.arange(num_rows, dtype=np.int64) * len(self) // max(1, num_rows)
+    def spread(self, limit: int | None) -> dict[str, NDArray[np.int64]]:
+        """The indices of at most `limit` rows of each source (None: of all), spread evenly over all of its rows.
+
+        Without sources, those of all files, as the source "".
+        """
+        found, start = {}, 0
+        for source, size in (self.sources or {"": len(self)}).items():
+            num_rows = min(size, limit or size)
+            found[source] = start + np.arange(num_rows, dtype=np.int64) * size // max(1, num_rows)
+            start += size
+        return found
 
     def rows(self, indices: NDArray[np.int64]) -> NDArray[np.int32]:
         """The rows at `indices`, in that order: (len(indices), seq_length) int32."""

@@ -8,9 +8,11 @@ train_metrics.json     the newest values, and what the whole run has cost; it co
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from datetime import datetime, timezone
+from types import MappingProxyType
 
-from stages.base.history import History, Table
+from stages.base.history import History, Table, of_source
 from stages.checkpointing.run import Run
 from stages.checkpointing.state import Cost, Place, TrainMetrics
 from stages.launching import flops
@@ -51,7 +53,10 @@ class MetricsLogger:
         self._reported_seconds = dict.fromkeys(_TIMED, 0.0)
         self._memory_peak_gib = 0.0
 
-    def log(self, step: int, result: StepResult, validation_loss: float | None, is_validated: bool) -> None:
+    def log(
+        self, step: int, result: StepResult, validation_loss: float | None, is_validated: bool,
+        source_losses: Mapping[str, float | None] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         """Report step `step` (0: nothing was trained yet), and the validation after it if there was one."""
         is_last = step == self._run.total_steps
         # Of the update just done: steps are counted from 1 here, and from 0 in the schedule.
@@ -59,7 +64,8 @@ class MetricsLogger:
         if is_validated:
             self._metrics = dataclasses.replace(self._metrics, validation_loss=validation_loss)
         if step % self._params.history_freq == 0 or validation_loss is not None or is_last:
-            self._log_history(step, result, lr if step else None, validation_loss)
+            of_sources = {of_source(name): loss for name, loss in source_losses.items()} if is_validated else {}
+            self._log_history(step, result, lr if step else None, validation_loss, of_sources)
         if step == 0:
             return
         self._num_steps += 1
@@ -71,7 +77,10 @@ class MetricsLogger:
         if step % self._log_freq == 0 or is_last:
             self._log_speed(step, result, lr)
 
-    def _log_history(self, step: int, result: StepResult, lr: float | None, validation_loss: float | None) -> None:
+    def _log_history(
+        self, step: int, result: StepResult, lr: float | None, validation_loss: float | None,
+        of_sources: dict[str, float | None],
+    ) -> None:  # fmt: skip
         values: dict[str, float | None] = {
             "epoch": step * self._params.total_batch_size / self._run.num_rows,
             "tokens": step * self._tokens_per_step,
@@ -79,6 +88,7 @@ class MetricsLogger:
             "lr": lr,
             "grad_norm": result.grad_norm,
             "validation_loss": validation_loss,
+            **of_sources,
         }
         # Unrounded and without times: a resumed run must give the same file, byte for byte.
         self.history.add(step=step, **values)

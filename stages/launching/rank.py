@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -82,7 +83,7 @@ class Rank:
                 initialize=start is None, note=heartbeat.note,
             )  # fmt: skip
             self.saver = saver.Saver(runtime, runtime.timeout_minutes, print_line, confirm_lock)
-            state, history, speed = (None, History(), "") if start is None else self.resume(start)
+            state, history, speed = (None, History(sources=self.sources), "") if start is None else self.resume(start)
         self.tracker = trackers.start_tracker(runtime.tracker if is_rank0() else "none", run, self.trainer.step)
         self.profiler = Profiler(runtime.profile_steps if is_rank0() else None,
                                  run.log_directory / "profile" / run.run_id)  # fmt: skip
@@ -110,6 +111,10 @@ class Rank:
         """Print where the training runs, and what was chosen for it."""
         if model.router_loss_coef == 0:
             print_line(ROUTER_LOSS_OFF)
+        if self.trainer.attention.name == "padded":
+            share = self.trainer.train_loader.padding(mesh.size()).share
+            reason = f", because {self.trainer.attention.reason}" if self.trainer.attention.reason else ""
+            print_line(f"attention: padded{reason}; {share:.0%} of the tokens that are computed are padding")
         if self.trainer.loss.reason:
             print_line(f"loss: {self.trainer.loss.name}, because {self.trainer.loss.reason}")
         if (steps := self.runtime.profile_steps) and steps[0] > self.run.total_steps:
@@ -131,6 +136,11 @@ class Rank:
             newest = f"the newest checkpoint is of step {saved}" if saved else "no checkpoint is saved yet"
             raise StageError(f"step {step}: {error}; {newest}") from None
 
+    @property
+    def sources(self) -> list[str]:
+        """That are validated by themselves."""
+        return [source for source in self.trainer.validation_loader.validation_rows if source]
+
     def progress(self, batches: Iterable[T], total: int) -> Iterable[T]:
         """Show a bar for the batches of a validation."""
         return self.metrics.console.progress(batches, total, "validation")
@@ -143,8 +153,12 @@ class Rank:
         """Report a step, and the validation after it."""
         validation_loss = self.trainer.validation_loss if is_validated else None
         if validation_loss is not None:
-            num_rows = len(self.trainer.validation_loader.validation_rows)
-            self.metrics.console.line(f"step {step}: validation loss {validation_loss:.4f} ({num_rows:,} rows)")
+            num_rows = sum(map(len, self.trainer.validation_loader.validation_rows.values()))
+            losses = self.trainer.source_losses
+            of_source = "".join(f"  {name} {math.nan if loss is None else loss:.4f}" for name, loss in losses.items())
+            self.metrics.console.line(
+                f"step {step}: validation loss {validation_loss:.4f} ({num_rows:,} rows)" + of_source
+            )
         if self.runtime.debug and step:
             rows = self.trainer.train_loader.step_indices(step - 1).tolist()
             now, peak = memory_gib()
@@ -152,7 +166,7 @@ class Rank:
                 f"step {step} done: rows {rows}, loss {result.loss!r}, grad norm {result.grad_norm!r}, "
                 f"memory {now:.3f} GiB, peak {peak:.3f} GiB"
             )
-        self.metrics.log(step, result, validation_loss, is_validated)
+        self.metrics.log(step, result, validation_loss, is_validated, self.trainer.source_losses)
 
     def save(self) -> None:
         """Publish a checkpoint of this step, unless there is one, or nothing was trained yet.
@@ -168,7 +182,9 @@ class Rank:
         state = TrainState(
             step=trainer.step,
             epoch=trainer.step * self.params.total_batch_size / self.run.num_rows,
-            metrics=self.metrics.snapshot(),
+            metrics=dataclasses.replace(
+                self.metrics.snapshot(), sources=trainer.train_loader.order.epochs(trainer.step)
+            ),
             loss_scaler=ScalerState(*scaler_state(trainer.scaler)),
             rng=[],
         )
@@ -236,7 +252,7 @@ class Rank:
         """
         trainer = self.trainer
         state = saver.load(path, trainer.model, trainer.optimizer, trainer.scheduler)
-        history = History((path / HISTORY).read_text(encoding="utf-8"))
+        history = History((path / HISTORY).read_text(encoding="utf-8"), self.sources)
         manifest = CheckpointManifest.read(path)
         load_scaler_state(trainer.scaler, state.loss_scaler.scale, state.loss_scaler.good_steps)
         trainer.step, trainer.validation_loss, self.adopted = state.step, manifest.validation_loss, manifest.adopted

@@ -30,6 +30,8 @@ def start_line(params: TrainParams, mesh: DeviceMesh) -> str:
     batch = (
         f"{params.total_batch_size} = {num_ranks} ranks x {params.batch_size} rows x {accumulated} accumulation steps"
     )
+    if params.attention == "padded":
+        batch = f"{params.total_batch_size} rows in passes of up to {params.batch_size} rows"
     chosen = {
         f"precision {params.precision}": True,
         "TF32": params.tf32 and mesh.device_type == "cuda",

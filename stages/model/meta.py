@@ -51,6 +51,11 @@ def build(
     """
     with understood(directory):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        if config.is_encoder_decoder:  # which building it as a decoder would overwrite
+            raise StageError(
+                f"{directory / CONFIG}: {config.model_type} is an encoder-decoder: it continues what its encoder has "
+                "read. Use a decoder, such as Llama or Qwen"
+            )
         # Shapes and names without memory.
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(

@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,11 @@ from stages.forward.batch import make_batch
 from stages.forward.document_mask import choose_attention
 from stages.forward.loss import assumed_device, loss_sum
 from stages.forward.loss_probe import choose_loss
+from stages.forward.rows import TokenRows
 from stages.model.manifest import ModelManifest
 from stages.planning.memory_plan import KINDS, PeakMemory, Table, batch_sizes
 from stages.training import sharded_model
+from stages.training.loader import BatchLoader, Padding
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
 from stages.training.precision import compute_dtype, make_grad_scaler
@@ -59,7 +61,18 @@ _LONG = 4096
 """Tokens in a row, for which the attention on CPUs needs as much memory as on GPUs: none for a mask."""
 
 
-def choose(manifest: ModelManifest, params: TrainParams) -> TrainParams:
+class Chosen(NamedTuple):
+    """What a training would compute with, as far as it can be known on a CPU."""
+
+    params: TrainParams
+    """With the attention and the loss that were chosen, without `compile`."""
+    reason: str | None
+    """Of `AttentionChoice`."""
+    is_upper_bound: bool
+    """Whether a GPU may have an attention function that needs less."""
+
+
+def choose(manifest: ModelManifest, params: TrainParams) -> Chosen:
     """The settings to measure: attention and loss as a training would choose them, without `compile`.
 
     Args:
@@ -70,35 +83,55 @@ def choose(manifest: ModelManifest, params: TrainParams) -> TrainParams:
         StageError: the model cannot be trained with those that `params` name.
     """
     # Those that have no form for CPUs mostly need as much memory as the one that `auto` finds here.
-    wanted = params.attention if params.attention in ("varlen", "sdpa", "eager") else "auto"
+    wanted = params.attention if params.attention in ("varlen", "sdpa", "eager", "padded") else "auto"
     attention = choose_attention(wanted, manifest.directory(), params.document_mask, _LONG, torch.float32, "cpu")
     loss = choose_loss(params.loss, manifest.directory(), compute_dtype(params.precision), "cpu")
-    return dataclasses.replace(params, compile=False, attention=attention, loss=loss.name)
+    # A GPU may have `flex`, or a kernel that the model gives the lengths to, for what a CPU has only these for.
+    is_upper_bound = attention.name in ("eager", "padded") and attention.name != params.attention
+    chosen = dataclasses.replace(params, compile=False, attention=attention.name, loss=loss.name)
+    return Chosen(chosen, attention.reason, is_upper_bound)
 
 
 def measure(
-    manifest: ModelManifest, params: TrainParams, num_ranks: int, seq_length: int, device_type: str = "cuda"
-) -> PeakMemory:
+    manifest: ModelManifest, chosen: Chosen, num_ranks: int, seq_length: int, device_type: str = "cuda",
+    rows: TokenRows | None = None,
+) -> PeakMemory:  # fmt: skip
     """Measure rank 0, whose part of each weight is the largest.
 
     Args:
         manifest: The model manifest.
-        params: As in params.yaml. Compiled layers are measured as if they were not compiled.
+        chosen: As `choose` returns it.
         num_ranks: Of the training, as if on one machine.
         seq_length: Tokens per row.
         device_type: Of the ranks.
+        rows: Of the training, where documents are padded: many short ones may need more than long ones.
 
     Raises:
         StageError: the model cannot be trained like this.
         RuntimeError: or another of `ERRORS`: the computation depends on values, which fake tensors do not have, as that
             of some mixtures of experts does.
     """
-    wanted, params = params.attention, choose(manifest, params)
+    shapes = [(chosen.params.batch_size, seq_length)]
+    if rows is not None:
+        shapes.append(padding(manifest, chosen, num_ranks, rows).most_sequences)
+    peaks = [_measure(manifest, chosen, num_ranks, shape, seq_length, device_type) for shape in shapes]
+    return max(peaks, key=lambda peak: peak.total)
+
+
+def padding(manifest: ModelManifest, chosen: Chosen, num_ranks: int, rows: TokenRows) -> Padding:
+    """What padded documents cost in the first steps."""
+    assert manifest.eos_token_id is not None, "`plan` refuses a model without one"
+    return BatchLoader(rows, chosen.params, manifest.eos_token_id).padding(num_ranks)
+
+
+def _measure(
+    manifest: ModelManifest, chosen: Chosen, num_ranks: int, shape: tuple[int, int], seq_length: int, device_type: str
+) -> PeakMemory:
+    params = chosen.params
     with _fake_ranks(params, num_ranks) as mesh, assumed_device(device_type):
         model = sharded_model.prepare(manifest, params, mesh)
-        batches = [
-            _batch(params, num_rows, seq_length) for num_rows in (params.batch_size, params.rows_per_validation_pass)
-        ]
+        shapes = (shape, (params.rows_per_validation_pass, seq_length))
+        batches = [_batch(params, shape, has_mask=bool(manifest.router_loss_coef)) for shape in shapes]
         make_optimizer(torch.nn.Linear(64, 64), params)  # torchao computes tables with values at its first state
         accumulates = params.total_batch_size > params.batch_size * num_ranks
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # the model is on the meta device, and is not fake
@@ -125,23 +158,23 @@ def measure(
     sizes = {kind: sum(tracker.peak[name] for name in names) for kind, names in _KINDS.items()}
     return PeakMemory(
         total=tracker.peak_size,
-        # A GPU may have `flex` for what only `eager` can compute on a CPU.
-        is_upper_bound=params.attention == "eager" != wanted,
+        is_upper_bound=chosen.is_upper_bound,
         staging=sizes["weights"] + sizes["optimizer"],
         **sizes,
     )
 
 
 def make_table(
-    manifest: ModelManifest, params: TrainParams, num_ranks: int, seq_length: int, limit: int
-) -> Table:  # fmt: skip
+    manifest: ModelManifest, chosen: Chosen, num_ranks: int, seq_length: int, limit: int, rows: TokenRows | None = None
+) -> Table:
     """Measure each kind of activation checkpointing with growing batches, until one does not fit into `limit` bytes."""
     table: dict[str, dict[int, int]] = {}
     for kind in KINDS:
-        for size in batch_sizes(params, num_ranks):
+        for size in batch_sizes(chosen.params, num_ranks):
             values: dict[str, Any] = {"activation_checkpointing": kind, "batch_size": size}
+            changed = chosen._replace(params=dataclasses.replace(chosen.params, **values))
             try:
-                peak = measure(manifest, dataclasses.replace(params, **values), num_ranks, seq_length).total
+                peak = measure(manifest, changed, num_ranks, seq_length, rows=rows).total
             except (StageError, *ERRORS):
                 break  # the model does not support this kind
             table.setdefault(kind, {})[size] = peak
@@ -150,10 +183,13 @@ def make_table(
     return table
 
 
-def _batch(params: TrainParams, num_rows: int, seq_length: int) -> dict[str, torch.Tensor]:
-    rows = torch.ones(num_rows, seq_length, dtype=torch.int32)
-    rows[:, seq_length // 2] = 0  # the end of a document: with some, attention may need a mask
-    return make_batch(rows, 0, params.document_mask, lengths=params.attention in NEED_LENGTHS)
+def _batch(params: TrainParams, shape: tuple[int, int], has_mask: bool) -> dict[str, torch.Tensor]:
+    tokens = torch.ones(shape, dtype=torch.int32)
+    if params.attention == "padded":
+        mask = {"attention_mask": torch.ones_like(tokens).long()} if has_mask else {}
+        return make_batch(tokens, 0, document_mask=False) | mask
+    tokens[:, shape[1] // 2] = 0  # the end of a document: with some, attention may need a mask
+    return make_batch(tokens, 0, params.document_mask, lengths=params.attention in NEED_LENGTHS)
 
 
 @contextmanager

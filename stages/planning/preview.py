@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from stages.forward.batch import make_batch
+from stages.forward.batch import Marks, make_batch
 
 LEGEND = (
     "⟦...⟧ is read but not predicted; ⟪...⟫ is one special token, and its name without these is text; a line of dashes "
@@ -27,7 +27,7 @@ _HEAD, _TAIL = 400, 100
 
 def render(
     row: NDArray[np.int32], decode: Callable[[list[int]], str], eos_token_id: int, special: Collection[int],
-    document_mask: bool,
+    document_mask: bool, marks: Marks | None = None,
 ) -> str:  # fmt: skip
     """Lines of text for one row.
 
@@ -37,18 +37,24 @@ def render(
         eos_token_id: The token that ends a document.
         special: The special tokens; a text may spell their names, in ordinary tokens.
         document_mask: As in params.yaml; it decides which tokens are predicted.
+        marks: (1, T), of the row, where it has conversations.
     """
     tokens = [int(token) for token in row]
-    labels = make_batch(torch.tensor([tokens]), eos_token_id, document_mask)["labels"].flatten().tolist()
+    batch = make_batch(torch.tensor([tokens]), eos_token_id, document_mask, marks=marks)
+    labels = batch["labels"].flatten().tolist()
     # `labels[t]` is the token after `tokens[t]`; nothing comes before the first one.
     is_predicted = [False, *(label != -100 for label in labels[:-1])]
-    ends = [index + 1 for index, token in enumerate(tokens) if token == eos_token_id]
-    bounds = [0, *ends, *([len(tokens)] if len(tokens) not in ends else [])]
+    ends = (
+        marks.is_start.flatten().nonzero().flatten().tolist()
+        if marks
+        else [index + 1 for index, token in enumerate(tokens) if token == eos_token_id]
+    )
+    bounds = [*dict.fromkeys([0, *ends, len(tokens)])]
     documents = list(pairwise(bounds))
     lines = []
     for start, end in documents[:_MAX_DOCUMENTS]:
         lines += _wrap(_elide(_mark(tokens[start:end], is_predicted[start:end], special, decode)))
-        if tokens[end - 1] == eos_token_id:
+        if end in ends:
             lines.append(f"  {'-' * 8}")
     if hidden := documents[_MAX_DOCUMENTS:]:
         lines.append(f"  ... {len(hidden)} more documents with {len(tokens) - hidden[0][0]:,} tokens")

@@ -16,18 +16,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def load(directory: Path) -> tuple["PreTrainedModel", Any]:
+def load(directory: Path, dtype: torch.dtype | None = None) -> tuple["PreTrainedModel", Any]:
     """The model in evaluation mode, on a GPU if there is one, and its tokenizer.
 
-    On CPUs it computes in fp32: bf16 weights take seven times as long on a CPU without bf16 instructions.
+    It computes in `dtype`; None: in that of its weights, on CPUs in fp32: bf16 weights take seven times as long on a
+    CPU without bf16 instructions.
 
     Raises:
         StageError: a file is missing or damaged, or transformers does not know the architecture.
     """
     logging.disable_progress_bar()  # it would be printed without a terminal too
-    device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
+    device, own = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=dtype or own)
         tokenizer = load_tokenizer(directory)
     except (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError) as error:  # on files of any content
         raise StageError(f"{directory} cannot be loaded: {one_line(error)}") from None

@@ -10,13 +10,15 @@ them has measured. So the result is the same, up to the order in which a matrix 
 on the number of threads.
 """
 
+import dataclasses
 import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
@@ -28,7 +30,7 @@ from stages.base.packed import VALIDATION
 from stages.base.publish import read_json
 from stages.base.record import Record
 from stages.export.evaluation import Sample
-from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS
+from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
 from stages.model import headers
 from stages.model.files import CONFIG
 from stages.ranks import handoff
@@ -71,6 +73,9 @@ class Request(Record):
     """Path of its directory."""
     weights: list[str]
     """Its safetensors files."""
+    initial: str | None
+    """The directory of the initial model, if it has weights."""
+    initial_weights: list[str]
     layer_classes: list[str]
     """Classes of its layers, by which it can be sharded."""
     eos_token_id: int
@@ -83,6 +88,12 @@ class Request(Record):
     num_samples: int
     timeout_minutes: float
     """After this time without an answer another rank counts as lost."""
+
+    def before(self) -> "Request | None":
+        """The same of the initial model."""
+        if self.initial is None:
+            return None
+        return dataclasses.replace(self, model=self.initial, weights=self.initial_weights, initial=None)
 
     @property
     def directory(self) -> Path:
@@ -113,6 +124,8 @@ class Measurements(Record):
     others: LossSum
     """Of all other rows."""
     samples: list[Sample]
+    sources: dict[str, LossSum] = field(default_factory=dict)
+    """Of all rows of each source; none: they are of all files."""
 
 
 class Batch(NamedTuple):
@@ -122,6 +135,8 @@ class Batch(NamedTuple):
     """(B,): their indices."""
     in_eval_rows: bool
     """Whether the training has measured them too."""
+    source: str
+    """Of all of them; "": there are none."""
 
 
 def main() -> None:
@@ -170,7 +185,7 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
         What all ranks have found, on rank 0; the others have nothing that counts.
 
     Raises:
-        StageError: no attention keeps the model's documents apart.
+        StageError: the model's documents cannot be kept apart.
     """
     import torch.distributed as dist
 
@@ -178,14 +193,24 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
     from stages.forward.rows import TokenRows
 
     rows = TokenRows(VALIDATION)
-    batches = plan_batches(request, rows)
     if is_sharded is None:
         is_sharded = must_shard(request)
     heartbeat.note("loading the model")
     model, tokenizer = load(request, is_sharded)
-    with rows_attention(model, request, rows.seq_length) as lengths:
-        sums = measure_batches(model, rows, batches, request, lengths, heartbeat, is_sharded)
+    with rows_attention(model, request, rows.seq_length) as attention:
+        # Documents of many rows together need less padding.
+        batches = plan_batches(request, rows, request.batch_size * (8 if attention == "padded" else 1))
+        sums = measure_batches(model, rows, batches, request, attention, heartbeat, is_sharded)
+    num_parameters, dtype = model.num_parameters(), model.dtype
     samples = generate_samples(model, tokenizer, rows, request, heartbeat, is_sharded)
+    if samples and (before := request.before()):
+        del model
+        heartbeat.note("loading the initial model")
+        initial, _ = load(before, is_sharded, dtype)
+        older = generate_samples(initial, tokenizer, rows, before, heartbeat, is_sharded)
+        samples = [
+            dataclasses.replace(sample, before=other.continuation) for sample, other in zip(samples, older, strict=True)
+        ]
     heartbeat.note("collecting what the ranks have found")
     gathered = gather_on_rank0(lambda: (sums, samples))
     if is_rank0():
@@ -196,27 +221,38 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
         num_samples = sum(len(theirs) for _, theirs in found)
         samples = [found[index % num_ranks][1][index // num_ranks] for index in range(num_samples)]
 
-    def part(in_eval_rows: bool) -> LossSum:
-        own = [found for found in zip(batches, sums, strict=False) if found[0].in_eval_rows == in_eval_rows]
+    def part(is_wanted: Callable[[Batch], bool]) -> LossSum:
+        own = [found for found in zip(batches, sums, strict=False) if is_wanted(found[0])]
         return LossSum(
             rows=sum(len(batch.rows) for batch, _ in own),
             tokens=sum(tokens for _, (_, tokens) in own),
             nats=math.fsum(nats for _, (nats, _) in own),  # exact, whatever the order
         )
 
-    return Measurements(model.num_parameters(), part(True), part(False), samples)
+    return Measurements(
+        num_parameters,
+        part(lambda batch: batch.in_eval_rows),
+        part(lambda batch: not batch.in_eval_rows),
+        samples,
+        {source: part(partial(_is_of, source)) for source in rows.sources},
+    )
 
 
-def plan_batches(request: Request, rows: "TokenRows") -> list[Batch]:
-    """The batches: those of rows that the training has measured, then those of the others."""
+def _is_of(source: str, batch: Batch) -> bool:
+    return batch.source == source
+
+
+def plan_batches(request: Request, rows: "TokenRows", size: int) -> list[Batch]:
+    """The batches of `size` rows: those of rows that the training has measured, then those of the others."""
     import numpy as np
 
-    eval_rows = rows.spread(request.eval_rows)
-    others = np.setdiff1d(np.arange(len(rows)), eval_rows)
+    eval_rows, all_rows = rows.spread(request.eval_rows), rows.spread(None)
+    others = {source: np.setdiff1d(all_rows[source], measured) for source, measured in eval_rows.items()}
     return [
-        Batch(some[first : first + request.batch_size], in_eval_rows)
-        for some, in_eval_rows in ((eval_rows, True), (others, False))
-        for first in range(0, len(some), request.batch_size)
+        Batch(some[first : first + size], in_eval_rows, source)
+        for of_sources, in_eval_rows in ((eval_rows, True), (others, False))
+        for source, some in of_sources.items()
+        for first in range(0, len(some), size)
     ]
 
 
@@ -285,7 +321,7 @@ def remedies(request: Request, num_ranks: int) -> str:
     return f"{', or '.join(filter(None, [', '.join(found[:-1]), found[-1]]))}: the weights need {needed}"
 
 
-def load(request: Request, is_sharded: bool) -> tuple["PreTrainedModel", Any]:
+def load(request: Request, is_sharded: bool, dtype: "torch.dtype | None" = None) -> tuple["PreTrainedModel", Any]:
     """The model, with the loss of the training, and its tokenizer; a collective.
 
     A copy is loaded as any user would load it, from its directory alone.
@@ -298,7 +334,7 @@ def load(request: Request, is_sharded: bool) -> tuple["PreTrainedModel", Any]:
     from stages.forward.loss_probe import choose_loss
     from stages.report import generation
 
-    dtype = computed_dtype(request)
+    dtype = dtype or computed_dtype(request)
     loss = run_on_rank0(lambda: choose_loss("auto", request.directory, dtype, device_type()))
     if is_rank0() and loss.reason:
         print(f"evaluate: loss {loss.name}, because {loss.reason}")
@@ -306,15 +342,15 @@ def load(request: Request, is_sharded: bool) -> tuple["PreTrainedModel", Any]:
         mesh = device_mesh((1, dist.get_world_size()), request.timeout_minutes)
         model = frozen_model.load(request.directory, request.weights, request.layer_classes, dtype, loss.name, mesh)
         return model, generation.load_tokenizer(request.directory)
-    model, tokenizer = generation.load(request.directory)
+    model, tokenizer = generation.load(request.directory, dtype)
     if loss.name == "fused":
         fuse(model)
     return model, tokenizer
 
 
 @contextmanager
-def rows_attention(model: "PreTrainedModel", request: Request, seq_length: int) -> Iterator[bool]:
-    """Have a model use the fastest attention function for rows of documents; yields whether it needs their lengths.
+def rows_attention(model: "PreTrainedModel", request: Request, seq_length: int) -> Iterator[Attention]:
+    """Have a model use the fastest attention function for rows of documents; yields its name.
 
     Not that of the training: it may not work in the dtype of the exported weights. All that are accepted give the same
     loss, up to rounding. A collective.
@@ -324,20 +360,23 @@ def rows_attention(model: "PreTrainedModel", request: Request, seq_length: int) 
     from stages.forward.document_mask import choose_attention
 
     attention = run_on_rank0(
-        lambda: choose_attention(
-            "auto", request.directory, request.document_mask, seq_length, model.dtype, model.device.type
+        lambda: (
+            choose_attention(
+                "auto", request.directory, request.document_mask, seq_length, model.dtype, model.device.type
+            ).name
         )
     )
     if attention == "varlen":
         activate_kernels()
     own = model.config._attn_implementation
-    model.set_attn_implementation(IMPLEMENTATIONS[attention])
-    yield attention in NEED_LENGTHS
+    if implementation := IMPLEMENTATIONS[attention]:
+        model.set_attn_implementation(implementation)
+    yield attention
     model.set_attn_implementation(own)  # to generate text, one token after another
 
 
 def measure_batches(
-    model: "PreTrainedModel", rows: "TokenRows", batches: Sequence[Batch], request: Request, lengths: bool,
+    model: "PreTrainedModel", rows: "TokenRows", batches: Sequence[Batch], request: Request, attention: Attention,
     heartbeat: "Heartbeat", is_sharded: bool,
 ) -> list[tuple[float, int]]:  # fmt: skip
     """The loss of each batch of this rank's share in nats, summed over the tokens predicted, and their number."""
@@ -346,21 +385,35 @@ def measure_batches(
     from tqdm import tqdm
 
     from stages.forward.batch import read_batch
+    from stages.forward.distributed import run_on_all_ranks
     from stages.forward.loss import losses
+    from stages.forward.padded import extended, padded_batches
     from stages.forward.transfer import to_device
 
     own, num_counted = _share(batches, is_sharded)
+    sums = [(0.0, 0)] * len(own)
+    measured: list[int] = []
+    """For each forward pass, which of the batches it is of."""
 
     def made() -> Iterator[dict[str, "Tensor"]]:
         is_quiet = dist.get_rank() > 0 or not own
         # disable=None: where there is no terminal
-        for number, batch in enumerate(tqdm(own, desc="evaluate", unit="batch", disable=is_quiet or None), start=1):
-            heartbeat.note(f"measuring batch {number} of {len(own)}")
-            inputs = read_batch(rows, batch.rows, request.eos_token_id, request.document_mask, lengths)
-            yield to_device(inputs, model.device)
+        for index, batch in enumerate(tqdm(own, desc="evaluate", unit="batch", disable=is_quiet or None)):
+            heartbeat.note(f"measuring batch {index + 1} of {len(own)}")
+            lengths = attention in NEED_LENGTHS
+            inputs = [read_batch(rows, batch.rows, request.eos_token_id, request.document_mask, lengths)]
+            if attention == "padded":
+                inputs = padded_batches(inputs[0], max_tokens=request.batch_size * rows.seq_length)
+                if is_sharded:  # each is a collective: as many on all ranks
+                    inputs = extended(inputs, max(run_on_all_ranks(partial(len, inputs))))
+            measured.extend([index] * len(inputs))
+            yield from (to_device(each, model.device) for each in inputs)
 
     with torch.no_grad():
-        return list(losses(model, made()))[:num_counted]
+        found = list(losses(model, made()))
+    for index, (nats, num_tokens) in zip(measured, found, strict=True):
+        sums[index] = sums[index][0] + nats, sums[index][1] + num_tokens
+    return sums[:num_counted]
 
 
 def generate_samples(
@@ -376,7 +429,8 @@ def generate_samples(
     num_samples = min(request.num_samples, len(rows))
     bounds = np.arange(num_samples + 1) * len(rows) // max(1, num_samples)  # of as many ranges of rows
     size = min(PROMPT_TOKENS, generation.max_length(model) // 2)
-    found = [find_prompt(rows, range(*pair), request.eos_token_id, size) for pair in pairwise(bounds.tolist())]
+    ranges = [range(*pair) for pair in pairwise(bounds.tolist())]
+    found = [find_question(rows, each) or find_prompt(rows, each, request.eos_token_id, size) for each in ranges]
     prompts = [(torch.from_numpy(prompt).long(), rest) for prompt, rest in found if len(prompt)]
     # As many for all prompts: ranks that share a model do not stop before the last of them.
     num_tokens = min(NEW_TOKENS, generation.max_length(model) - max((len(prompt) for prompt, _ in prompts), default=0))
@@ -428,6 +482,27 @@ def find_prompt(
         longest = max(pieces, key=len)
     size = min(size, max(1, len(longest) // 2))
     return longest[:size], longest[size:]
+
+
+def find_question(rows: "TokenRows", indices: range) -> tuple["NDArray[np.int32]", "NDArray[np.int32]"] | None:
+    """The beginning of a held-out conversation, until the model is to write, and the rest of it; None: there is none.
+
+    Args:
+        rows: Held-out rows.
+        indices: The rows to look at.
+    """
+    import numpy as np
+
+    for index in indices:
+        (tokens,), marks = rows.rows(np.array([index])), rows.marks(np.array([index]))
+        if marks is None:
+            return None
+        (is_trained,), (is_start,) = marks
+        for start, end in pairwise([*np.flatnonzero(is_start).tolist(), len(tokens)]):
+            answers = np.flatnonzero(is_trained[start:end])
+            if len(answers) and answers[0]:
+                return tokens[start : start + answers[0]], tokens[start + answers[0] : end]
+    return None
 
 
 def _share(items: Sequence[T], is_sharded: bool) -> tuple[list[T], int]:

@@ -38,7 +38,9 @@ def write(directory: Path, experiment_name: str, raw_dir: str) -> None:
     run = Run.read(Path(), experiment_name)
     before = runs.previous(run)
     figures = {}
-    for kind, table in ((pictures.COURSE, "history"), (pictures.SPEED, "speed")):
+    sources = run.trained.get("sources", {})
+    course = pictures.COURSE | ({"loss_by_source": pictures.of_sources(sources)} if sources else {})
+    for kind, table in ((course, "history"), (pictures.SPEED, "speed")):
         for name, picture in kind.items():
             rows, older = getattr(run, table), getattr(before.run, table) if before else []
             if drawn := pictures.draw(picture, rows, older):

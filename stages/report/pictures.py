@@ -5,7 +5,9 @@ with a limited number of points, among them every peak.
 """
 
 import io
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import matplotlib as mpl
@@ -121,6 +123,15 @@ COURSE = {
     ),
 }
 """Of history.tsv, by name."""
+_COLORS = ("blue", "orange", "green", "purple", "yellow", "grey", "pale")
+
+
+def of_sources(sources: Iterable[str]) -> Picture:
+    """The validation loss of each source, of history.tsv."""
+    curves = [Curve(history.of_source(name), color, name) for name, color in zip(sources, cycle(_COLORS), strict=False)]
+    return Picture("Validation loss by source", "loss (nats per token)", curves, "auto")
+
+
 SPEED = {
     "tokens_per_second": Picture(
         "Tokens per second", "tokens per second", [Curve("tokens_per_second", "blue", "this run", "run before")]

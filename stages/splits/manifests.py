@@ -98,6 +98,9 @@ class Summary(Record):
     bytes: int
     formats: dict[str, Format]
     splits: list[Split]
+    """As many of each source, in the order of `sources`."""
+    sources: list[str]
+    """Directories in `raw_dir`; none: the splits are of all files."""
     names_not_utf8: list[str]
     duplicate_files: int
     duplicates: list[Duplicate]
@@ -105,6 +108,10 @@ class Summary(Record):
     """By reason."""
     passed_over: list[PassedOver]
     origin: Origin
+
+    def source(self, index: int) -> str | None:
+        """That of a split; None: the splits are of all files."""
+        return self.sources[index * len(self.sources) // len(self.splits)] if self.sources else None
 
 
 def manifest_name(number: str) -> str:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
+from hashlib import blake2b
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,28 @@ make_encoder = cache(Encoder)
 _make_conversation_encoder = cache(ConversationEncoder)
 
 
+class Side(NamedTuple):
+    """The documents that are held out by their content, or the others."""
+
+    fraction: float
+    """Of the documents that is held out, on average."""
+    is_held_out: bool
+
+    def chosen(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, bytes]:
+        """The rows of a record batch on this side, and their digests of 8 bytes.
+
+        A digest alone decides: so whatever else there is, equal documents are on one side, and a document stays there.
+        """
+        columns = [column for column in batch.columns if column.type == pa.string()]
+        digests = [
+            blake2b((text if text is not None else messages).encode(), digest_size=8).digest()
+            for text, messages in zip(columns[0].to_pylist(), columns[-1].to_pylist(), strict=True)
+        ]
+        is_held_out = np.frombuffer(b"".join(digests), ">u8") < np.uint64(self.fraction * 2**64)
+        chosen = np.flatnonzero(is_held_out == self.is_held_out)
+        return batch.take(pa.array(chosen)), b"".join(digests[index] for index in chosen)
+
+
 class BatchTask(NamedTuple):
     """One record batch of a corpus."""
 
@@ -52,6 +75,8 @@ class BatchTask(NamedTuple):
     spec: TokenizerSpec
     target: Path
     """The file to write: the documents' tokens, each document with EOS at its end, as an array of `spec.dtype`."""
+    side: Side | None = None
+    """None: all documents."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +106,14 @@ class Counts:
     first_refused: list[RefusedConversation] = field(default_factory=list)
     terminators: dict[int, int] = field(default_factory=dict)
     """The tokens that end trained turns, and how many conversations have each."""
+    held_out: str = ""
+    """Digests of documents that are held out by their content, in hexadecimal."""
+
+    @property
+    def num_duplicates(self) -> int:
+        """Documents that are held out, and equal to an earlier one."""
+        digests = np.frombuffer(bytes.fromhex(self.held_out), np.uint64)
+        return len(digests) - len(np.unique(digests))
 
     def __add__(self, other: "Counts") -> "Counts":
         def add(one: Any, another: Any) -> Any:
@@ -107,10 +140,15 @@ def encode(task: BatchTask) -> Encoded:
     """
     batch = arrow.read_batch(task.shard, task.offset)  # memory-mapped: a task is pickled without its text
     counts, digest = Counts(num_read=len(batch)), hashlib.sha256()
+    if task.side:
+        batch, digests = task.side.chosen(batch)
+        if task.side.is_held_out:
+            counts += Counts(held_out=digests.hex())
     # A new file, not the old one emptied: a Dask worker that was considered lost may still write to its own.
     task.target.unlink(missing_ok=True)
     with task.target.open("wb") as file:
-        for tokens, found in _marked(batch, task.spec) if task.spec.chat else _documents(batch["text"], task.spec):
+        encoded = _marked(batch, task.spec) if task.spec.chat else _documents(batch["text"], task.spec)
+        for tokens, found in encoded if len(batch) else ():
             # (n,) of 2 or 4 bytes each; without a header, so that parts can be joined. Not by ndarray.tofile, which
             # succeeds on a full disk.
             file.write(tokens.data)

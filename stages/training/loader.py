@@ -8,6 +8,9 @@ B = `batch_size` and R ranks, the T rows of a step are dealt out like this (T = 
     rank                  0       1       0       1       0       1
     forward pass          0       0       1       1       2       2
 
+With attention `padded` a step has forward passes of documents in their place, mostly a few more. All ranks find the
+same ones in the rows of the step, and deal them out in the same way.
+
 A thread makes the batches of the next step while the device computes this one, in pinned memory if that is a GPU. One
 step ahead is enough, as the rows are memory-mapped; and a thread instead of worker processes, as it has little to do.
 """
@@ -23,37 +26,55 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import count_labels, read_batch
 from stages.forward.distributed import device_type
+from stages.forward.padded import count_tokens, padded_batches
 from stages.forward.rows import TokenRows
 from stages.forward.transfer import pinned, to_device
-from stages.training.order import step_rows
+from stages.training.mixture import RowOrder
 from stages.training.params import TrainParams
+
+_SAMPLE = 2**20
+"""Tokens in which padding is counted, at most, if they are more than one step."""
 
 
 class StepBatches(NamedTuple):
     """The batches of one rank for one optimizer step."""
 
     batches: list[dict[str, Tensor]]
-    """`grad_accum_steps` of them, each of `batch_size` rows."""
+    """`grad_accum_steps` of them, each of `batch_size` rows; or of padded documents, on all ranks as many."""
     num_labels: int
     """How many of their tokens are predicted: counted before they are on a GPU, which would have to be waited for."""
+
+
+class Padding(NamedTuple):
+    """What padded documents cost."""
+
+    share: float
+    """Of the tokens in the forward passes that are padding, from 0 to 1."""
+    most_sequences: tuple[int, int]
+    """The shape (N, L) of the forward pass with the most sequences."""
 
 
 class BatchLoader:
     """Makes the batches of this rank."""
 
-    def __init__(self, rows: TokenRows, params: TrainParams, eos_token_id: int, lengths: bool = False) -> None:
-        """`lengths`: as for `make_batch`."""
+    def __init__(
+        self, rows: TokenRows, params: TrainParams, eos_token_id: int, router_loss: bool = False
+    ) -> None:  # fmt: skip
+        """`params`: with the attention that was chosen; `router_loss`: whether the model has one that is trained."""
         self._rows = rows
         self._params = params
         self._eos_token_id = eos_token_id
+        self._router_loss = router_loss
+        self.order = RowOrder(params, len(rows), rows.sources)
+        """Of training rows; not of those of a validation."""
         # A new thread uses the first GPU, whichever is this rank's, and would pin memory for that one.
         on_gpu = torch.cuda.is_available()
         setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_gpu else (None, ())
         self._thread = ThreadPoolExecutor(1, "loader", *setup)  # started by the first step
         self._ahead: dict[int, Future[StepBatches]] = {}
-        self._lengths = lengths
 
     def step_batches(self, step: int) -> StepBatches:
         """The batches of this rank for optimizer step `step`, on the device; those of the next one are made meanwhile.
@@ -73,37 +94,77 @@ class BatchLoader:
 
     def step_indices(self, step: int) -> NDArray[np.int64]:
         """The indices of the rows of a step: (grad_accum_steps, batch_size) int64."""
-        params, rank = self._params, dist.get_rank()
-        indices = step_rows(step, params.total_batch_size, len(self._rows), params.seed)  # (total_batch_size,)
-        return indices.reshape(-1, dist.get_world_size(), params.batch_size)[:, rank]
+        indices = self._step_rows(step)
+        return indices.reshape(-1, dist.get_world_size(), self._params.batch_size)[:, dist.get_rank()]
 
-    def validation_batches(self) -> Iterator[dict[str, Tensor]]:
-        """This rank's share of the rows that a validation measures: the same rows for any number of ranks.
+    def validation_batches(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """This rank's share of the rows that a validation measures, each batch with the source of all of its rows.
 
-        Every rank gets as many batches, because each forward pass is a collective operation: past the end the last row
-        is repeated, with labels that do not count.
+        They are the same rows for any number of ranks. Every rank gets as many batches, because each forward pass is a
+        collective operation: past the end the last row is repeated, with labels that do not count.
         """
-        rows, size, rank = self.validation_rows, self._params.rows_per_validation_pass, dist.get_rank()
-        for number in range(self.num_validation_batches):
+        for source, rows in self.validation_rows.items():
+            for batch in self._validation_batches(rows):
+                yield source, to_device(batch, device_type())
+
+    def _validation_batches(self, rows: NDArray[np.int64]) -> Iterator[dict[str, Tensor]]:
+        size, rank = self._params.rows_per_validation_pass, dist.get_rank()
+        if self._params.attention == "padded":
+            for start in range(0, len(rows), self._params.total_batch_size):  # as many at a time as in a step
+                yield from self._own_padded(rows[start : start + self._params.total_batch_size], size)
+            return
+        for number in range(self._num_batches(rows)):
             start = (number * dist.get_world_size() + rank) * size
             own = np.arange(start, start + size)
             batch = self._batch(rows[np.minimum(own, len(rows) - 1)])
             batch["labels"].view(size, -1)[torch.from_numpy(own >= len(rows))] = -100
-            yield to_device(batch, device_type())
+            yield batch
 
     @property
-    def validation_rows(self) -> NDArray[np.int64]:
-        """The indices of the rows that a validation measures."""
+    def validation_rows(self) -> dict[str, NDArray[np.int64]]:
+        """The indices of the rows that a validation measures, by source: `TokenRows.spread`."""
         return self._rows.spread(self._params.eval_rows)
 
     @property
     def num_validation_batches(self) -> int:
-        """Forward passes of each rank in a validation."""
-        return math.ceil(len(self.validation_rows) / (self._params.rows_per_validation_pass * dist.get_world_size()))
+        """Forward passes of each rank in a validation; of padded documents there are mostly more."""
+        return sum(map(self._num_batches, self.validation_rows.values()))
+
+    def _num_batches(self, rows: NDArray[np.int64]) -> int:
+        return math.ceil(len(rows) / (self._params.rows_per_validation_pass * dist.get_world_size()))
+
+    def padding(self, num_ranks: int) -> "Padding":
+        """What padded documents cost on a number of ranks, in the first steps."""
+        num_tokens, shapes = 0, []
+        for step in range(1 + min(20, _SAMPLE // (self._params.total_batch_size * self._rows.seq_length))):
+            batch = self._batch(self._step_rows(step))
+            num_tokens += count_tokens(batch)
+            padded = self._padded(batch, self._params.batch_size, num_ranks)
+            shapes += [made["input_ids"].shape for made in padded]
+        num_sequences, length = max(shapes)
+        return Padding(1 - num_tokens / sum(map(math.prod, shapes)), (num_sequences, length))
 
     def _make(self, step: int) -> StepBatches:
-        batches = [pinned(self._batch(indices)) for indices in self.step_indices(step)]
-        return StepBatches(batches, sum(map(count_labels, batches)))
+        if self._params.attention == "padded":
+            batches = self._own_padded(self._step_rows(step), self._params.batch_size)
+        else:
+            batches = [self._batch(indices) for indices in self.step_indices(step)]
+        return StepBatches([pinned(batch) for batch in batches], sum(map(count_labels, batches)))
+
+    def _step_rows(self, step: int) -> NDArray[np.int64]:
+        """The rows of a step, on all ranks: (total_batch_size,)."""
+        return self.order.step(step)
 
     def _batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
-        return read_batch(self._rows, indices, self._eos_token_id, self._params.document_mask, self._lengths)
+        lengths = self._params.attention in NEED_LENGTHS
+        return read_batch(self._rows, indices, self._eos_token_id, self._params.document_mask, lengths)
+
+    def _padded(self, batch: dict[str, Tensor], batch_size: int, num_ranks: int) -> list[dict[str, Tensor]]:
+        """The forward passes of all ranks, of padded documents; `batch` has the rows of all ranks."""
+        max_tokens = batch_size * self._rows.seq_length
+        multiple = 16 if self._params.precision == "fp8" else 1  # of tokens, as `check_precision` asks of rows
+        return padded_batches(batch, max_tokens, num_ranks, multiple, mask=self._router_loss)
+
+    def _own_padded(self, indices: NDArray[np.int64], batch_size: int) -> list[dict[str, Tensor]]:
+        num_ranks = dist.get_world_size()
+        return self._padded(self._batch(indices), batch_size, num_ranks)[dist.get_rank() :: num_ranks]

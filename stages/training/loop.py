@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from stages.base.packed import TRAIN, VALIDATION
-from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.distributed import all_reduce_sum, device_type, run_on_rank0
 from stages.forward.document_mask import choose_attention
 from stages.forward.loss_probe import choose_loss
@@ -29,7 +28,7 @@ from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainParams
 from stages.training.precision import compute_dtype, make_grad_scaler
 from stages.training.schedule import learning_rate, lr_ratio
-from stages.training.step import StepResult, UnreadStep, train_step, validation_loss
+from stages.training.step import StepResult, UnreadStep, train_step, validation_losses
 
 T = TypeVar("T")
 
@@ -84,21 +83,21 @@ class Trainer:
         eos_token_id = manifest.eos_token_id
         directory, dtype = manifest.directory(), compute_dtype(params.precision)
         # Before the seeds are set, because the tests seed torch itself; on one rank, as the answer is the same on all.
-        attention = run_on_rank0(
+        self.attention = run_on_rank0(
             lambda: choose_attention(
                 params.attention, directory, params.document_mask, seq_length, dtype, device_type()
             )
         )  # fmt: skip
         self.loss = run_on_rank0(lambda: choose_loss(params.loss, directory, dtype, device_type()))
-        self.chosen = dataclasses.replace(params, attention=attention, loss=self.loss.name)
+        self.chosen = dataclasses.replace(params, attention=self.attention.name, loss=self.loss.name)
         """The parameters, with the attention and the loss that were chosen."""
         # Dropout must differ between ranks, which train on different rows. Times the number of ranks: seed + rank would
         # give rank 1 of seed 0 the masks of rank 0 of seed 1.
         torch.manual_seed(params.seed * dist.get_world_size() + dist.get_rank())
 
-        lengths = attention in NEED_LENGTHS
-        self.train_loader = BatchLoader(TokenRows(TRAIN), params, eos_token_id, lengths)
-        self.validation_loader = BatchLoader(TokenRows(VALIDATION), params, eos_token_id, lengths)
+        router_loss = bool(manifest.router_loss_coef)
+        self.train_loader = BatchLoader(TokenRows(TRAIN), self.chosen, eos_token_id, router_loss)
+        self.validation_loader = BatchLoader(TokenRows(VALIDATION), self.chosen, eos_token_id, router_loss)
         note("building the model")
         self.model = sharded_model.build(
             manifest, self.chosen, mesh, initialize=initialize, note=lambda: note("making the weights")
@@ -111,6 +110,8 @@ class Trainer:
         """Steps done."""
         self.validation_loss: float | None = None
         """Of this very step, if it was validated."""
+        self.source_losses: dict[str, float | None] = {}
+        """Of the last validation, by source; nothing if there are no sources."""
         self._unread: deque[UnreadStep] = deque()
         """The newest steps, whose numbers are not read yet."""
         # On a GPU the numbers of a step are read when the next one is queued: the GPU always has something to do.
@@ -209,8 +210,10 @@ class Trainer:
         """Measure the loss on the validation rows; a collective."""
         loader = self.validation_loader
         with hooks.phase("validation"):
-            self.validation_loss = validation_loss(
+            self.validation_loss, of_source = validation_losses(
                 self.model,
                 hooks.progress(loader.validation_batches(), loader.num_validation_batches),
+                loader.validation_rows,
                 before_forward=lambda: hooks.note(f"validation after step {self.step}"),
             )
+            self.source_losses = {source: loss for source, loss in of_source.items() if source}

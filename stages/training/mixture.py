@@ -14,7 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.training.order import permute
+from stages.base.errors import StageError
+from stages.training.order import permute, step_rows
+from stages.training.params import TrainParams
 
 LARGEST_PERIOD = 100_000
 """Rows. Five decimals of a share are more than anybody can measure."""
@@ -67,12 +69,92 @@ class Mixture:
             taken[chosen] += 1
         return Places(order, numbers)
 
+    def used(self, position: int) -> NDArray[np.int64]:
+        """How many rows of each source stand before a position of the training: (k,)."""
+        periods, rest = divmod(position, self.period)
+        return periods * self.counts + np.bincount(self._table.sources[:rest], minlength=len(self.counts))
+
     def places(self, positions: NDArray[np.int64]) -> Places:
         """The sources at `positions` of the training, and the numbers of their rows."""
         table = self._table
         periods, rest = np.divmod(positions, self.period)
         sources = table.sources[rest]
         return Places(sources, periods * self.counts[sources] + table.numbers[rest])
+
+
+class RowOrder:
+    """Which rows each step uses: a function of the parameters, the position and the numbers of rows alone."""
+
+    def __init__(self, params: TrainParams, num_rows: int, sources: Mapping[str, int]) -> None:
+        """Imports no torch.
+
+        Args:
+            params: Those of the training.
+            num_rows: Of all sources.
+            sources: The rows of each, in the order of the rows; none: they are of all files.
+
+        Raises:
+            StageError: `mixture` or `max_repeats` do not fit the sources.
+        """
+        self._params = params
+        self.num_rows = num_rows
+        """Of an epoch: of all sources that have a share."""
+        self._mixture: Mixture | None = None
+        self._names = [*sources]
+        unknown = {*(params.mixture or {}), *(params.max_repeats or {})} - {*sources}
+        if unknown:
+            raise StageError(
+                f"mixture and max_repeats: there is no source {', '.join(sorted(unknown))}: "
+                + (f"use {', '.join(sources)}" if sources else "name the directories in `sources`, for organize")
+            )
+        if params.mixture is None:
+            self._sizes = np.array([*sources.values()], np.int64)
+            return
+        # (k,): the first row of each source, and how many it has.
+        self._names = [name for name in sources if name in params.mixture]
+        self._sizes = np.array([sources[name] for name in self._names], np.int64)
+        ends = dict(zip(sources, np.cumsum([*sources.values()], dtype=np.int64), strict=True))
+        self._starts = np.array([ends[name] for name in self._names], np.int64) - self._sizes
+        self.num_rows = int(self._sizes.sum())
+        try:
+            self._mixture = Mixture({name: params.mixture[name] for name in self._names})
+        except ValueError as error:
+            raise StageError(f"mixture: {error}") from None
+
+    def step(self, step: int) -> NDArray[np.int64]:
+        """The rows of an optimizer step, in order: (total_batch_size,)."""
+        size = self._params.total_batch_size
+        if self._mixture is None:
+            return step_rows(step, size, self.num_rows, self._params.seed)
+        positions = np.arange(step * size, (step + 1) * size, dtype=np.int64)
+        return mixed_rows(positions, self._mixture, self._starts, self._sizes, self._params.seed)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the rows; nothing if there are no sources."""
+        counts = self._mixture.counts if self._mixture else self._sizes
+        return dict(zip(self._names, (counts / counts.sum()).tolist(), strict=True))
+
+    def epochs(self, num_steps: int) -> dict[str, float]:
+        """How often the first steps use a row of each source; nothing if there are no sources."""
+        num_rows = num_steps * self._params.total_batch_size
+        used = self._mixture.used(num_rows) if self._mixture else self._sizes * (num_rows / self.num_rows)
+        return dict(zip(self._names, (used / self._sizes).tolist(), strict=True))
+
+    def check_repeats(self, total_steps: int) -> None:
+        """Check how often the whole training uses each source.
+
+        Raises:
+            StageError: one more often than `max_repeats` allows.
+        """
+        repeats, limits = self.epochs(total_steps), self._params.max_repeats or {}
+        if too_many := [name for name, limit in limits.items() if repeats.get(name, 0) > limit]:
+            found = ", ".join(
+                f"{name} is used {repeats[name]:.2f} times, at most {limits[name]:g}" for name in too_many
+            )
+            raise StageError(
+                f"max_repeats: {found}: lower its share in mixture, num_epochs or max_steps, or add raw files to it"
+            )
 
 
 def mixed_rows(

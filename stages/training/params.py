@@ -18,6 +18,7 @@ from stages.model.manifest import ModelManifest
 from stages.training.fsdp import FsdpParams
 from stages.training.schedule import ScheduleParams
 
+Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 # Numbers too: YAML reads a run_id that has only decimal digits as one.
 RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$", coerce_numbers_to_str=True)]
@@ -40,6 +41,11 @@ class TrainParams(ScheduleParams):
     """Passes over the training rows."""
     max_steps: PositiveInt | None
     """A limit below `num_epochs`, in optimizer steps; null for none."""
+    mixture: Annotated[dict[str, Share], Field(min_length=1)] | None
+    """The share of the rows, and so of the tokens, that each source has at every step; their sum need not be 1. Sources
+    that are not named are not used. null: all rows, in random order."""
+    max_repeats: dict[str, Share] | None
+    """How often a source may be used at most, in epochs of it; null: as often as its share asks for."""
     extend_from: RunId | None
     """A finished run of the experiment to continue from, with the learning rates of this one; null for none."""
     export_from: Literal["last", "best"]

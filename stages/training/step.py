@@ -1,8 +1,9 @@
 """One optimizer step, and one validation."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -117,20 +118,37 @@ def train_step(
 
 
 @torch.no_grad()
-def validation_loss(
-    model: nn.Module, batches: Iterable[dict[str, Tensor]], before_forward: Callable[[], None]
-) -> float | None:
-    """Mean loss over the validation batches of all ranks, in nats per token; None where they have no labels."""
+def validation_losses(
+    model: nn.Module, batches: Iterable[tuple[str, dict[str, Tensor]]], sources: Iterable[str],
+    before_forward: Callable[[], None],
+) -> tuple[float | None, dict[str, float | None]]:  # fmt: skip
+    """Mean loss over the validation batches of all ranks, in nats per token, and of those of each source.
+
+    None where there are no labels. The mean of all is one over tokens, whatever shares the training gives the sources.
+    """
     model.eval()
-    total, num_labels = 0.0, 0
-    for nats, labels in losses(model, batches, before_forward):
-        total += nats  # in Python, in double precision
-        num_labels += labels
+    sums = {source: [0.0, 0.0] for source in sources}  # nats and labels
+    measured: list[str] = []
+
+    def of_sources() -> Iterator[dict[str, Tensor]]:
+        for source, batch in batches:
+            measured.append(source)
+            yield batch
+
+    for number, (nats, labels) in enumerate(losses(model, of_sources(), before_forward)):
+        total = sums[measured[number]]
+        total[0] += nats  # in Python, in double precision
+        total[1] += labels
     model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The root keeps its weights gathered for a backward pass, which does not come: a save would find them so.
             module.reshard()
     # Sums, not means: ranks have different numbers of labels, and some only repeated rows without any.
-    total, num_labels_of_all = all_reduce_sum(total, num_labels)
-    return total / num_labels_of_all if num_labels_of_all else None
+    summed = all_reduce_sum(*chain.from_iterable(sums.values()))
+    of_source = dict(zip(sums, zip(summed[::2], summed[1::2], strict=True), strict=True))
+    return _mean(sum(summed[::2]), sum(summed[1::2])), {source: _mean(*pair) for source, pair in of_source.items()}
+
+
+def _mean(nats: float, num_labels: float) -> float | None:
+    return nats / num_labels if num_labels else None

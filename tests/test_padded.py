@@ -1,0 +1,263 @@
+"""Documents as padded sequences: the same tokens, labels and losses as those of packed rows."""
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from stages import download, plan
+from stages.base import history
+from stages.base.packed import TRAIN, VALIDATION
+from stages.base.params_file import load_params
+from stages.forward import document_mask
+from stages.forward.batch import make_batch
+from stages.forward.document_mask import choose_attention
+from stages.forward.loss import loss_sum
+from stages.forward.padded import count_tokens, padded_batches
+from stages.forward.rows import TokenRows
+from stages.model.manifest import ModelManifest
+from stages.planning import peak_memory
+from stages.training.loader import BatchLoader, Padding
+from stages.training.params import TrainParams
+from tests.models import CONFIGS, MIXTRAL
+from tests.project import Project
+from tests.ranks import Ranks
+from tests.trainings import result
+
+KILLED = -9
+# A state space that has nothing to keep documents apart by, in a few thousand parameters.
+MAMBA2 = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "vocab_size": 4096, "hidden_size": 16,
+          "num_heads": 2, "head_dim": 16, "state_size": 8, "num_hidden_layers": 2, "n_groups": 1, "chunk_size": 8,
+          "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 0}  # fmt: skip
+
+
+def rows_of(lengths: list[int], length: int, seed: int = 0) -> Tensor:
+    """Packed rows of random documents of these lengths, each of which ends with 0."""
+    generator = np.random.default_rng(seed)
+    tokens = np.concatenate([np.append(generator.integers(1, 101, size - 1), 0) for size in lengths])
+    tokens = tokens[: len(tokens) // length * length].astype(np.int32)
+    return torch.from_numpy(tokens).view(-1, length)
+
+
+def predictions(batch: dict[str, Tensor]) -> list[tuple[list[int], int]]:
+    """What each label is predicted from: all tokens of its document that stand before it, and the label."""
+    found = []
+    for row, (tokens, labels) in enumerate(zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)):
+        for place, label in enumerate(labels):
+            first = place - int(batch["position_ids"][row, place]) if "position_ids" in batch else 0
+            if label != -100:
+                found.append((tokens[first : place + 1], label))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_each_label_is_predicted_from_the_same_tokens_as_in_packed_rows(num_ranks: int, document_mask: bool) -> None:
+    rows = rows_of([1, 1, 300, 5, 90, 64, 2, 64, 17, 31, 7, 1, 33, 40, 150, 9, 61] * 2, length=64)
+    batch = make_batch(rows, 0, document_mask)
+    batches = padded_batches(batch, max_tokens=128, num_ranks=num_ranks)
+    assert sorted(itertools.chain(*map(predictions, batches))) == predictions(batch)
+    assert len(batches) % num_ranks == 0
+    assert max(each["input_ids"].numel() for each in batches) <= 128
+    assert [each["input_ids"].tolist() for each in batches] == [
+        each["input_ids"].tolist() for each in padded_batches(batch, 128, num_ranks)
+    ]
+
+
+def test_documents_of_similar_lengths_share_a_forward_pass() -> None:
+    batch = make_batch(rows_of([500] * 147, length=4096), 0, document_mask=True)
+    batches = padded_batches(batch, max_tokens=8192, num_ranks=2)
+    computed = sum(each["input_ids"].numel() for each in batches)
+    assert 1 - count_tokens(batch) / computed < 0.07
+    assert computed < 1.07 * batch["input_ids"].numel()
+    # Both ranks make as many passes as for packed rows and one more, all of about the same size.
+    sizes = [each["input_ids"].numel() for each in batches]
+    assert len(sizes) == 2 * (17 // 4 + 1)
+    assert max(sizes) - min(sizes) < 0.2 * max(sizes)
+
+
+def test_many_short_sequences_count_as_longer_ones() -> None:
+    """Layers with a state need as much memory for each as for a chunk of tokens."""
+    batch = make_batch(rows_of([8] * 1024, length=1024), 0, document_mask=True)
+    assert max(len(each["input_ids"]) for each in padded_batches(batch, max_tokens=4096)) == 4096 // 64
+
+
+def test_rows_without_a_label_are_a_forward_pass_too() -> None:
+    batch = make_batch(torch.zeros(2, 8, dtype=torch.int32), 0, document_mask=True)
+    batches = padded_batches(batch, max_tokens=16, num_ranks=3)
+    assert [each["labels"].tolist() for each in batches] == [[[-100]]] * 3
+
+
+def test_the_length_is_a_multiple_and_padding_is_marked() -> None:
+    batch = make_batch(rows_of([20, 7, 30, 90], length=49), 0, document_mask=True)
+    for each in padded_batches(batch, max_tokens=64, multiple=16, mask=True):
+        assert each["input_ids"].shape[1] % 16 == 0
+        assert (each["attention_mask"].sum(1) == (each["labels"] != -100).sum(1)).all()
+        assert (each["attention_mask"].diff(dim=1) <= 0).all()  # on the right
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+def test_the_loss_is_that_of_packed_rows(name: str) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").eval()
+    rows = rows_of([30, 5, 90, 64, 2, 17, 31, 7, 1, 33], length=64)
+    batch = make_batch(rows, 0, document_mask=True)
+    parts = padded_batches(batch, max_tokens=128)
+    assert len(parts) > 1
+    losses = [loss_sum(model, batch), torch.stack([loss_sum(model, part) for part in parts]).sum()]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    gradients = [torch.autograd.grad(loss, [*model.parameters()]) for loss in losses]
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_router_loss_sees_no_padding() -> None:
+    """It is a mean over tokens, so padding would change it."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(MIXTRAL, experts_implementation="eager").eval()
+    batch = make_batch(rows_of([5, 27], length=32), 0, document_mask=True)
+    (with_mask,) = padded_batches(batch, max_tokens=64, mask=True)
+    other = with_mask["input_ids"].where(with_mask["attention_mask"].bool(), 77)
+    losses = [
+        model(input_ids=tokens, attention_mask=with_mask["attention_mask"], output_router_logits=True).aux_loss
+        for tokens in (with_mask["input_ids"], other)
+    ]
+    assert torch.equal(*losses)
+    assert not torch.equal(losses[0], model(input_ids=other, output_router_logits=True).aux_loss)
+
+
+def save(directory: Path, config: dict[str, Any]) -> Path:
+    transformers.AutoConfig.for_model(**config).save_pretrained(directory)
+    return directory
+
+
+def choose(directory: Path) -> document_mask.AttentionChoice:
+    return choose_attention("auto", directory, True, 1024, torch.float32, "cpu")
+
+
+def test_auto_pads_where_nothing_else_keeps_documents_apart(tmp_path: Path) -> None:
+    name, reason = choose(save(tmp_path, MAMBA2))
+    assert name == "padded"
+    assert reason is not None
+    assert "varlen, eager lets tokens attend to other documents; sdpa fails (ValueError" in reason
+
+
+def test_a_model_of_which_no_small_copy_computes_is_padded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_mask, "small_config", lambda config: None)
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    assert choose(tmp_path) == (
+        "padded", "varlen, sdpa, eager cannot be tested, as no small copy of the model computes",
+    )  # fmt: skip
+
+
+def test_a_model_that_sees_what_stands_behind_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {"model_type": "cpmant", "hidden_size": 16, "num_attention_heads": 2, "dim_head": 8, "dim_ff": 16,
+                    "num_hidden_layers": 1, "vocab_size": 101})  # fmt: skip
+    with pytest.raises(document_mask.StageError, match="padded lets tokens attend to what stands behind them: use an"):
+        choose(tmp_path)
+
+
+def test_padding_on_the_left_would_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def on_the_left(*args: Any, **kwargs: Any) -> list[dict[str, Tensor]]:
+        return [{name: value.flip(1) for name, value in part.items()} for part in padded_batches(*args, **kwargs)]
+
+    monkeypatch.setattr(document_mask, "padded_batches", on_the_left)
+    with pytest.raises(document_mask.StageError, match="padded lets tokens attend to what stands behind them"):
+        choose(save(tmp_path, MAMBA2))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_ranks_make_as_many_passes_over_the_same_rows(
+    training: Project, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    monkeypatch.chdir(training.path)
+    training.set(batch_size=2, total_batch_size=12, attention="padded", eval_rows=7)
+    for directory in (TRAIN, VALIDATION):
+        rows = TokenRows(directory)
+        loader = BatchLoader(rows, load_params(TrainParams), eos_token_id=0)
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda: world_size)
+        batches, numbers = [], set()
+        for rank in range(world_size):
+            monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+            own = (
+                loader.step_batches(3).batches
+                if directory == TRAIN
+                else [batch for _, batch in loader.validation_batches()]
+            )
+            numbers.add(len(own))
+            batches += own
+        indices = loader.order.step(3) if directory == TRAIN else loader.validation_rows[""]
+        expected = predictions(make_batch(torch.from_numpy(rows.rows(indices)), 0, document_mask=True))
+        assert sorted(itertools.chain(*map(predictions, batches))) == expected
+        assert len(numbers) == 1
+        loader.close()
+
+
+def test_a_training_with_padded_documents_is_that_with_packed_ones(training: Project, ranks: Ranks) -> None:
+    """The same losses up to rounding, on another number of ranks too."""
+    losses = {}
+    for name, attention, world_size in (("packed", "sdpa", 2), ("padded", "padded", 2), ("alone", "padded", 1)):
+        project = training.copy(training.path.with_name(name))
+        project.set(attention=attention, max_steps=4, eval_freq=2)
+        output = ranks.run(project, world_size=world_size)
+        assert ("attention: padded; " in output) == (attention == "padded")
+        rows = history.read(project.checkpoints() / "step-00000004/history.tsv")
+        losses[name] = [history.series(rows, column)[1] for column in ("loss", "validation_loss", "grad_norm")]
+    for name in ("padded", "alone"):
+        for found, expected in zip(losses[name], losses["packed"], strict=True):
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.fixture
+def mamba2(training: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A project whose model needs padding."""
+    save(training.path / "models/nano", MAMBA2)
+    monkeypatch.chdir(training.path)
+    download.describe(load_params(download.DownloadParams)).write()
+    return training
+
+
+@pytest.mark.slow
+def test_a_killed_training_of_a_state_space_ends_with_the_same_result(mamba2: Project, ranks: Ranks) -> None:
+    undisturbed = mamba2.copy(mamba2.path.with_name("undisturbed"))
+    output = ranks.run(undisturbed)
+    assert "attention: padded, because sdpa fails" in output
+    assert "batch 8 rows in passes of up to 2 rows" in output
+    ranks.run(mamba2, "kill rank 1 at step 5", KILLED)
+    assert "resuming from step 4 of 12" in ranks.run(mamba2)
+    assert result(mamba2) == result(undisturbed)
+
+
+def test_plan_prints_what_share_is_padding_and_warns(
+    mamba2: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params, model = load_params(TrainParams), ModelManifest.read()
+    peak, _ = plan.measure_memory(model, params, 2, 32, limit=None)
+    assert peak is not None
+    assert peak.is_upper_bound  # a GPU may have a kernel that gets the lengths
+    output = capsys.readouterr().out
+    assert re.search(r"^plan: attention padded, because .*; 0% of the tokens that are computed are padding\n", output)
+    assert "warning" not in output
+    monkeypatch.setattr(peak_memory, "padding", lambda *_: Padding(share=0.31, most_sequences=(2, 32)))
+    plan.measure_memory(model, params, 2, 32, limit=None)
+    output = capsys.readouterr().out
+    assert "; 31% of the tokens that are computed are padding\nwarning: 31% is much padding. Of more" in output
+    assert "raise total_batch_size 8, batch_size 2 or seq_length 32\n" in output
+
+
+def test_plan_counts_the_memory_of_many_short_sequences(mamba2: Project) -> None:
+    params, model = load_params(TrainParams), ModelManifest.read()
+    chosen = peak_memory.choose(model, params)
+    alone = peak_memory.measure(model, chosen, 2, 32).total
+    rows = TokenRows(TRAIN)
+    assert peak_memory.padding(model, chosen, 2, rows).most_sequences == (2, 20)
+    assert peak_memory.measure(model, chosen, 2, 32, rows=rows).total == alone
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peak_memory, "padding", lambda *_: Padding(share=0, most_sequences=(16, 4)))
+        assert peak_memory.measure(model, chosen, 2, 32, rows=rows).total > alone
