@@ -522,6 +522,9 @@ def too_few(part: Part, rows: PackedRows, params: PackParams) -> str:
     """The error message for a part without a single row."""
     name = f"{part.directory} of source {part.source}" if part.source else part.directory
     message = f"{name} has {rows.num_tokens} tokens, too few for one row of seq_length {params.seq_length}: "
+    if rows.counts.refused:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in rows.counts.refused.items())
+        return f"{message}conversations were refused: {reasons}; raise seq_length, or change train_on or the template"
     if part.directory == TRAIN.name:
         return message + "lower seq_length, or add raw files"
     if part.side:

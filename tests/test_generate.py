@@ -2,6 +2,7 @@
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,34 @@ def test_the_text_follows_the_prompt(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert len(others) > 1
     greedy = {text_of(monkeypatch, capsys, "a b", "--temperature", "0", "--seed", str(seed)) for seed in range(3)}
     assert len(greedy) == 1
+
+
+def test_a_model_with_a_template_can_be_talked_to(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each line is a turn of the user, and the answers are part of what follows."""
+    with pytest.raises(StageError, match="the model has no chat template, as it was not trained on conversations"):
+        text_of(monkeypatch, capsys, "--chat", "Hello")
+    shutil.copy(REPO / "models/templates/plain.jinja", model / "chat_template.jinja")
+    seen = []
+    encode_chat = generation.encode_chat
+
+    def spied(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
+        tokens = encode_chat(tokenizer, messages)
+        seen.append(([dict(message) for message in messages], tokenizer.decode(tokens[0])))
+        return tokens
+
+    monkeypatch.setattr(generation, "encode_chat", spied)
+    alone = text_of(monkeypatch, capsys, "--chat", "Hello", "--max-new-tokens", "5", "--temperature", "0")
+    assert seen == [([{"role": "user", "content": "Hello"}], "User: Hello\nAssistant:")]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n\nAgain\n")))
+    both = text_of(monkeypatch, capsys, "--chat", "--max-new-tokens", "5", "--temperature", "0")
+    assert alone in both
+    assert [message["role"] for message in seen[-1][0]] == ["user", "assistant", "user"]
+    assert seen[-1][0][-1]["content"] == "Again"
+    (model / "chat_template.jinja").write_text("{{ raise_exception('only two roles') }}")
+    with pytest.raises(StageError, match="--chat: the chat template fails: only two roles"):
+        text_of(monkeypatch, capsys, "--chat", "Hello")
 
 
 def test_the_prompt_may_be_on_standard_input(

@@ -1,12 +1,14 @@
-"""Run the commands of docs/fsdp.md and docs/troubleshooting.md, with a small model in place of theirs."""
+"""Run the commands of guides, with a small model in place of theirs."""
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.project import REPO, Project
+from tests.project import REPO, Project, make_pipeline
 
 REPLACED = {
     r"meta-llama/Llama-3.1-\w+": "models/nano",
@@ -33,3 +35,37 @@ def test_the_commands_of_a_guide_run(reproduced: Project, document: str) -> None
             reproduced.run("bash", "-c", command)
     if "profile_steps" in str(commands):
         assert list((reproduced / "outputs/test/profile").glob("*/steps-1-2.trace.json.gz"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["choosing", "conversations"])
+def test_a_guide_to_data_says_what_to_set_and_to_run(tmp_path: Path, name: str) -> None:
+    """In the order in which it says so."""
+    project = Project(tmp_path)
+    make_pipeline(project)
+    shutil.rmtree(project / "data/raw")
+    for source in ("topics", "modules", "distributions"):
+        for number in ("while", *range(20)):
+            path = project / f"data/raw/{source}/{number}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{source} has a file of number {number} and says it. " * 9)
+    project.set(chat_template="models/templates/plain.jinja", seq_length=256)
+    project.run("git", "init", "-q")
+    guide, printed = (REPO / f"docs/{name}.md").read_text(), {}
+    for kind, block in re.findall(r"^```(yaml|console)\n(.*?)^```", guide, re.MULTILINE | re.DOTALL):
+        if kind == "yaml":
+            project.set(**yaml.safe_load(block))
+            continue
+        for command in re.findall(r"^\$ (.*?)(?:  +#.*)?$", block, re.MULTILINE):
+            printed[command] = project.run("bash", "-c", command.replace("less ", "cat "), timeout=600)
+    if name == "choosing":
+        assert re.search(r"topics +50\.0% of each step", printed["dvc repro plan"])
+        return
+    kinds = ("--preview", "less", "--chat")
+    preview, rows, answer = (next(printed[command] for command in printed if kind in command) for kind in kinds)
+    assert "What is 0 plus 0?" in preview
+    assert "⟦System: You answer with one short sentence." in rows
+    assert answer.strip()
+    assert "{% generation" in (project / "outputs/test/model/chat_template.jinja").read_text()
+    samples = project.json("outputs/evaluation.json")["samples"]
+    assert all(sample["prompt"].endswith("Assistant:") for sample in samples), samples

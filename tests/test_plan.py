@@ -21,7 +21,7 @@ from stages import plan
 from stages.base.errors import StageError
 from stages.base.packed import PackedTokens
 from stages.forward.attention_names import NEED_LENGTHS
-from stages.forward.batch import make_batch
+from stages.forward.batch import Marks, make_batch
 from stages.forward.document_mask import AttentionChoice
 from stages.launching.runtime import TrainRuntime
 from stages.model.manifest import ModelManifest
@@ -327,6 +327,21 @@ def test_rows_are_shown_with_their_documents_and_what_is_not_predicted() -> None
     assert len(long) < 1000
     many = preview.render(np.tile(np.array([1, 0], dtype=np.int32), 100), decode, 0, {0}, document_mask=True)
     assert many.endswith("... 95 more documents with 190 tokens")
+
+
+def test_a_row_of_conversations_shows_what_is_trained_and_what_stays_free() -> None:
+    words = ["<eos>", "user ", "assistant ", "yes", "<end>"]
+
+    def decode(ids: list[int]) -> str:
+        return "".join(words[token] for token in ids)
+
+    row = np.array([1, 2, 3, 4, 1, 2, 4, 0, 0, 0], dtype=np.int32)
+    trained = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 0, 0, 0]], dtype=torch.bool)
+    starts = torch.tensor([[1, 0, 0, 0, 1, 0, 0, 1, 0, 0]], dtype=torch.bool)
+    line = f"  {'-' * 8}"
+    assert preview.render(row, decode, 0, {0, 4}, True, Marks(trained, starts)).split("\n") == [
+        "  ⟦user assistant ⟧yes⟪<end>⟫", line, "  ⟦user assistant ⟧⟪<end>⟫", line, "  3 tokens stay free",
+    ]  # fmt: skip
 
 
 def test_a_special_token_looks_other_than_its_name_in_a_text() -> None:

@@ -53,6 +53,9 @@ def render(
     documents = list(pairwise(bounds))
     lines = []
     for start, end in documents[:_MAX_DOCUMENTS]:
+        if marks and {*tokens[start:end]} == {eos_token_id}:
+            lines.append(f"  {end - start:,} tokens stay free")
+            continue
         lines += _wrap(_elide(_mark(tokens[start:end], is_predicted[start:end], special, decode)))
         if end in ends:
             lines.append(f"  {'-' * 8}")
