@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from itertools import pairwise
 from pathlib import Path
 
 from stages.base.record import FileEntry
@@ -37,7 +38,7 @@ def test_each_part_of_a_run_gives_the_same_bits_again_and_a_forged_one_does_not(
     before = {path: path.read_bytes() for path in root.rglob("manifest.json")}
     manifests = [CheckpointManifest.read(root / step_name(step)) for step in (3, 6, 8)]
     assert manifests[0].previous is None
-    for first, second in zip(manifests, manifests[1:], strict=False):  # also across the kill
+    for first, second in pairwise(manifests):  # also across the kill
         assert second.previous
         assert (second.previous.step, second.previous.result_sha256) == (first.step, first.result_sha256)
     assert segments(training) == [
