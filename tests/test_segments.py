@@ -5,6 +5,8 @@ import re
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from stages.base.record import FileEntry
 from stages.checkpointing.layout import CheckpointManifest, step_name
 from stages.launching.segments import Segment, choose
@@ -28,6 +30,7 @@ def forge(checkpoint: Path) -> None:
     dataclasses.replace(manifest, files={**manifest.files, name: FileEntry.of(path)}).write(checkpoint)
 
 
+@pytest.mark.slow
 def test_each_part_of_a_run_gives_the_same_bits_again_and_a_forged_one_does_not(
     training: Project, ranks: Ranks
 ) -> None:
