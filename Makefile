@@ -59,6 +59,9 @@ nfs-test: setup ## Test trainings on NFS with two nodes, in a guest kernel; as r
 	@scripts/debian_packages.sh linux.uml user-mode-linux nfs-kernel-server kmod
 	$(PY) -m tests.nfs
 
+architectures: setup ## Take each architecture of transformers through the pipeline, and write docs/models.md; ARGS=NAMES: these first
+	$(PY) -m tests.architectures $(ARGS)
+
 # Without `setup`, which may not be able to install anything there: it also runs with a torch that the machine provides.
 gpu: ## Test and measure what needs a GPU, in at most 25 minutes; run it again to continue
 	$(or $(wildcard $(PY)),python3) -m benchmarks.gpu $(ARGS)

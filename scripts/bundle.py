@@ -213,7 +213,7 @@ def copy_raw_files(files: Path) -> list[str]:
     links = sorted(path for path in found if os.path.islink(path) and path not in read)
     if links:
         notes.append(
-            f"{len(links)} links in {raw_dir} are not carried, such as {printable(links[0])}: organize passes them over"
+            f"{len(links)} links in {raw_dir} are not carried, such as {printable(links[0])}: organize skips them"
         )
     for path in sorted(found.difference(links)):
         relative = os.path.join(place, os.path.relpath(path, root))

@@ -35,7 +35,7 @@ RESULTS = "dvc"
 """A remote of DVC."""
 _UNFINISHED = ".unbundle"
 """In a target that was empty, until git has written all files: nothing there is of anybody else. Elsewhere: a file that
-is not complete; organize passes over what begins with a dot."""
+is not complete; organize skips what begins with a dot."""
 
 _PULL = """
 import sys

@@ -4,10 +4,14 @@ Reads    a model directory that `consolidate` wrote; and what there is of the pr
          checkpoint, data/, params.yaml, the code, the raw files, the installed packages
 Writes   nothing
 Command  python -m stages.lineage verify [DIR]
+         python -m stages.lineage segments [--number 3 --seed 0]
 
 Each line is `equal`, `different`, or `missing` with the place where it would be. The exit status is 0 if nothing
 differs; what is missing does not count, because a model directory may be all that there is. The directory itself must
 have exactly the files that lineage.json lists.
+
+`segments` trains parts of the run in params.yaml again, each from one of its checkpoints to the next, and compares
+weights, optimizer state and history bit for bit.
 """
 
 import dataclasses
@@ -31,6 +35,7 @@ from stages.base.params_file import PARAMS_FILE, flatten, load_params, read_valu
 from stages.checkpointing import layout, run
 from stages.export.lineage import Lineage
 from stages.formats.source import is_unchanged
+from stages.launching.runtime import TrainRuntime
 from stages.model.files import CARD, LINEAGE
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.organize import OrganizeParams
@@ -61,15 +66,54 @@ def main() -> None:
     verifying.add_argument(
         "directory", type=Path, metavar="DIR", nargs="?", help="default: the model of the experiment in params.yaml"
     )
+    training = commands.add_parser("segments", help="train parts of the run again, and compare them with checkpoints")
+    training.add_argument("--number", type=int, metavar="N", help="so many at random; default: all")
+    training.add_argument("--seed", type=int, default=0, help="of that choice; default: %(default)s")
     arguments = parser.parse_args()
+    if arguments.command == "segments":
+        _report(train_segments(arguments.number, arguments.seed), "the checkpoints")
+        return
     directory = arguments.directory or outputs.directory(load_params(TrainParams).experiment_name) / "model"
+    _report(verify(directory), f"what {directory / LINEAGE} records")
+
+
+def _report(findings: Iterable[Finding], recorded: str) -> None:
     num_different = 0
-    for finding in verify(directory):
+    for finding in findings:
         num_different += finding.state == "different"
         detail = f": {finding.detail}" if finding.detail else ""
         print(printable(f"{finding.state:9}  {finding.name}{detail}"), flush=True)
     if num_different:
-        raise StageError(f"{num_different} of these differ from what {directory / LINEAGE} records")
+        raise StageError(f"{num_different} of these differ from {recorded}")
+
+
+def train_segments(number: int | None, seed: int) -> Iterator[Finding]:
+    """Train parts of the current run again.
+
+    Raises:
+        StageError: it has no checkpoints, or a training fails.
+    """
+    from stages.launching import place, segments  # torch
+
+    current, runtime = run.describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
+    found = segments.find(current)
+    here, before = place.device(), None
+    for segment in found if number is None else segments.choose(found, number, seed):
+        there = segments.trained_at(segment.end)
+        manifest = layout.CheckpointManifest.read(segment.end)
+        if segment.start:
+            before = layout.CheckpointManifest.read(segment.start)
+            named = manifest.previous
+            if named and named.step == before.step and named.result_sha256 != before.result_sha256:
+                yield Finding("different", segment.name, f"{segment.end.name} was trained from another one")
+                continue
+        name = f"{segment.name}, trained again"
+        again = segments.train_again(current, runtime, segment).result_sha256
+        if again != manifest.result_sha256 and there and (there.device != here or there.nodes > 1):
+            yield Finding("missing", name, f"other bits, but it was trained on {there.device}, {there.ranks} ranks")
+            continue
+        recorded = f"result {manifest.result_sha256}"
+        yield _check(name, segment.end, recorded, partial("result {}".format, again), "in the checkpoint")
 
 
 def verify(directory: Path) -> Iterator[Finding]:
@@ -107,7 +151,7 @@ def verify(directory: Path) -> Iterator[Finding]:
         yield from _raw_files()
 
 
-def _check(name: str, path: Path, recorded: Any, find: Callable[[], Any]) -> Finding:
+def _check(name: str, path: Path, recorded: Any, find: Callable[[], Any], where: str = f"in {LINEAGE}") -> Finding:
     """Compare what a lineage records with what there is.
 
     Args:
@@ -115,6 +159,7 @@ def _check(name: str, path: Path, recorded: Any, find: Callable[[], Any]) -> Fin
         path: What must be here for that.
         recorded: In the lineage.
         find: The same of what is here; a StageError says what is damaged.
+        where: It is recorded.
     """
     if not path.exists():
         return Finding("missing", name, f"it would be {path.absolute()}")
@@ -125,10 +170,10 @@ def _check(name: str, path: Path, recorded: Any, find: Callable[[], Any]) -> Fin
     if found == recorded:
         return Finding("equal", name)
     if not isinstance(recorded, Mapping):
-        return Finding("different", name, f"{recorded} in {LINEAGE}, {found} here")
+        return Finding("different", name, f"{recorded} {where}, {found} here")
     there, here = dict(flatten(recorded)), dict(flatten(found))
     different = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
-    values = [f"{key} {there.get(key)!r} in {LINEAGE}, {here.get(key)!r} here" for key in different]
+    values = [f"{key} {there.get(key)!r} {where}, {here.get(key)!r} here" for key in different]
     return Finding("different", name, "; ".join(values))
 
 

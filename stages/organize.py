@@ -3,7 +3,7 @@
 Reads    raw_dir: .txt .md .csv .tsv .json .jsonl .ndjson .yaml .yml, each also as .gz and .zst; .parquet .arrow
          .feather; in directories of any depth
 Writes   data/splits/split_00.jsonl ...: a line a file, or part of one, with its path, size in bytes and SHA-256
-         data/splits/summary.json: counts, and which files were passed over and why
+         data/splits/summary.json: counts, and which files were skipped and why
 Command  python -m stages.organize
 """
 

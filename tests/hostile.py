@@ -298,7 +298,8 @@ def main() -> None:
     limits = limits_of(int(unit))
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
-        extract_one("short_lines.jsonl", 1 << 10, "deduplicate_strings", limits)  # imports what all need
+        for file in ("short_lines.jsonl", "row_group.parquet"):  # import what all need, and what tables do
+            extract_one(file, 1 << 10, "deduplicate_strings", limits)
         for file, option in itertools.product(HOSTILE if names == "all" else names.split(","), options or OPTIONS):
             before = reset_peak()
             metrics = extract_one(file, int(unit), option, limits)

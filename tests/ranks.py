@@ -50,8 +50,7 @@ class Ranks:
             environment: Of all ranks; a variable of value None is not set.
         """
         if self._is_running:  # a test ran out of time: its answer would be taken for the next one's
-            self.close()
-            self._start_server()
+            self.restart()
         self.output = self.directory / "output.txt"
         self.output.unlink(missing_ok=True)
         directories = [str(path) for path in nodes or [project.path] * world_size]
@@ -82,6 +81,10 @@ class Ranks:
         ended = [statuses[int(victim[1])]] if victim else statuses
         assert set(ended) == {status}, (statuses, output)
         return output
+
+    def restart(self) -> None:
+        self.close()
+        self._start_server()
 
     def close(self) -> None:
         self._server.kill()

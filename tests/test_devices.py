@@ -219,8 +219,10 @@ def test_the_environment_is_that_of_the_parameters_unless_a_person_has_set_it(
     assert environment(deterministic=True) == theirs
 
 
-def test_nodes_do_not_share_compiled_code(params: TrainParams, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_do_not_share_compiled_code(params: TrainParams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor users: what is in the cache is executed."""
     monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -230,6 +232,17 @@ def test_nodes_do_not_share_compiled_code(params: TrainParams, monkeypatch: pyte
         str(cache),
         str(cache / "triton"),
     )
+    assert cache.stat().st_mode & 0o777 == 0o700
+    set_environment(params, num_nodes=2)  # as a rank does
+    cache.chmod(0o777)
+    with pytest.raises(StageError, match="compile-17 is not a directory of this user alone"):
+        set_environment(params, num_nodes=2)
+    cache.rmdir()
+    cache.symlink_to(tmp_path)
+    with pytest.raises(StageError, match="compile-17 is not a directory of this user alone"):
+        set_environment(params, num_nodes=2)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
+    set_environment(params, num_nodes=2)
 
 
 def test_the_launcher_sets_the_environment_of_the_ranks(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -569,7 +569,7 @@ def test_a_model_that_cannot_be_trained_is_refused_in_one_line(values: dict[str,
         describe()
 
 
-def test_a_model_without_an_eos_token_is_refused() -> None:
+def test_trap_26_a_model_without_an_eos_token_is_refused() -> None:
     write_model(Path("model"), weights=False)
     change_config(eos_token_id=None)
     assert describe().eos_token_id == 2, "the tokenizer has one"

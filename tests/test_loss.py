@@ -36,7 +36,7 @@ CHANGING: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.0625},
     "granite": {"logits_scaling": 8.0},
 }
-"""Models that change their logits after the output embedding, and the parameter of the config."""
+"""Models that change their logits after the LM head, and the parameter of the config."""
 
 
 def tiny(name: str, **changed: Any) -> PreTrainedConfig:
@@ -185,7 +185,7 @@ def test_a_model_that_changes_its_logits_keeps_the_plain_loss(name: str, tmp_pat
         assert torch.allclose(loss_sum(model, batch), expected) == (not changes)
     assert choices[False] == LossChoice("fused", None)
     assert choices[True].name == "plain"
-    assert "it changes logits after its output embedding" in str(choices[True].reason)
+    assert "it changes logits after its LM head" in str(choices[True].reason)
     changing = tmp_path / "True", torch.float32, "cpu"
     assert choose_loss("plain", *changing) == LossChoice("plain", None)
     with pytest.raises(StageError, match=r"loss fused is not possible with \w+: it changes .* use loss auto or plain"):
@@ -215,7 +215,7 @@ def test_a_model_that_uses_its_logits_keeps_the_plain_loss() -> None:
     reasons = [str(obstacle_to_fuse(kind(tiny("llama")).eval(), batch)) for kind in (Sliced, Detached, OtherHead)]
     assert "cannot continue with a loss in place of logits (IndexError" in reasons[0]
     assert "the gradient of model.embed_tokens.weight would be another one" in reasons[1]
-    assert reasons[2] == "its output embedding is not torch's nn.Linear, but Scaled"
+    assert reasons[2] == "its LM head is not torch's nn.Linear, but Scaled"
 
 
 class Sizes(TorchDispatchMode):
@@ -308,4 +308,4 @@ def test_a_fused_loss_that_is_impossible_ends_the_training_and_auto_says_why_not
     assert "Traceback" not in output
     training.set(loss="auto")
     output = ranks.run(training)
-    assert output.count("loss: plain, because it changes logits after its output embedding") == 1
+    assert output.count("loss: plain, because it changes logits after its LM head") == 1

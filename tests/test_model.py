@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stages.base.errors import StageError
 from stages.forward.batch import make_batch
 from stages.forward.loss import loss_sum
+from stages.forward.small_copy import small_config
 from stages.launching.verification import verify_weights
 from stages.training import sharded_model
 from stages.training.optimizer import make_optimizer
@@ -98,6 +99,29 @@ def test_every_parameter_of_any_model_gets_its_random_weights(
         model = sharded_model.build(manifest_of(tmp_path / name, with_weights=False), params, mesh, True, note)
         assert note.call_count == model.config.num_hidden_layers + 1
         assert not any(full_value(param.detach()).isnan().any() for param in model.parameters()), name
+
+
+def test_a_buffer_that_another_module_fills_has_its_values(
+    mesh: DeviceMesh, params: TrainParams, tmp_path: Path
+) -> None:
+    """The model of Falcon H1 fills those of its layers."""
+    config = small_config(transformers.FalconH1Config(ssm_multipliers=[0.5, 0.6, 0.7, 0.8, 0.9]))
+    assert config is not None
+    buffers = dict(transformers.AutoModelForCausalLM.from_config(config).named_buffers())
+    config.save_pretrained(tmp_path)
+    model = sharded_model.build(manifest_of(tmp_path, with_weights=False), params, mesh, initialize=True)
+    assert any("mup_vector" in name for name in buffers)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, buffers[name]), name
+
+
+def test_random_weights_that_no_rule_makes_are_refused(mesh: DeviceMesh, params: TrainParams, tmp_path: Path) -> None:
+    config = small_config(transformers.ApertusConfig())
+    assert config is not None
+    config.save_pretrained(tmp_path)
+    torch.use_deterministic_algorithms(False)  # else torch fills memory itself
+    with pytest.raises(StageError, match=r"no rule for the random values of \S*alpha_p, .*: use a model with weights"):
+        sharded_model.build(manifest_of(tmp_path, with_weights=False), params, mesh, initialize=True)
 
 
 def test_random_weights_of_a_parameter_do_not_depend_on_the_others(

@@ -40,7 +40,7 @@ def run(
 
 
 def summary(result: dict[str, bytes]) -> dict[str, dict[str, str]]:
-    """`summary.json`, with what was passed over as a dictionary."""
+    """`summary.json`, with what was skipped as a dictionary."""
     content = json.loads(result[splits.SUMMARY])
     return {**content, "passed_over": {entry["path"]: entry["reason"] for entry in content["passed_over"]}}
 

@@ -16,11 +16,12 @@ from stages.base import history
 from stages.base.packed import TRAIN, VALIDATION
 from stages.base.params_file import load_params
 from stages.forward import document_mask
-from stages.forward.batch import make_batch
+from stages.forward.batch import Marks, make_batch
 from stages.forward.document_mask import choose_attention
-from stages.forward.loss import loss_sum
+from stages.forward.loss import loss_sum, summed_loss
 from stages.forward.padded import count_tokens, padded_batches
 from stages.forward.rows import TokenRows
+from stages.forward.small_copy import random_model, small_config
 from stages.model.manifest import ModelManifest
 from stages.planning import peak_memory
 from stages.training.loader import BatchLoader, Padding
@@ -37,10 +38,10 @@ MAMBA2 = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "vocab
           "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 0}  # fmt: skip
 
 
-def rows_of(lengths: list[int], length: int, seed: int = 0) -> Tensor:
+def rows_of(lengths: list[int], length: int, vocab_size: int = 101) -> Tensor:
     """Packed rows of random documents of these lengths, each of which ends with 0."""
-    generator = np.random.default_rng(seed)
-    tokens = np.concatenate([np.append(generator.integers(1, 101, size - 1), 0) for size in lengths])
+    generator = np.random.default_rng(0)
+    tokens = np.concatenate([np.append(generator.integers(1, vocab_size, size - 1), 0) for size in lengths])
     tokens = tokens[: len(tokens) // length * length].astype(np.int32)
     return torch.from_numpy(tokens).view(-1, length)
 
@@ -102,12 +103,34 @@ def test_the_length_is_a_multiple_and_padding_is_marked() -> None:
         assert (each["attention_mask"].diff(dim=1) <= 0).all()  # on the right
 
 
+def conversations() -> tuple[Tensor, Marks]:
+    """Rows of random tokens, EOS among them, of which a third is trained; one document and one row are not at all."""
+    random = np.random.default_rng(0)
+    rows = torch.from_numpy(random.integers(0, 101, (6, 64), dtype=np.int32))
+    is_trained, is_start = (torch.from_numpy(random.random((6, 64)) < share) for share in (0.3, 0.05))
+    is_start[:, 0] = is_start[0, 10] = is_start[0, 30] = True
+    is_trained[0, 10:30] = is_trained[3] = False
+    return rows, Marks(is_trained, is_start)
+
+
+@pytest.mark.parametrize("document_mask", [True, False])
+def test_of_conversations_what_is_trained_is_predicted(document_mask: bool) -> None:
+    rows, marks = conversations()
+    batch = make_batch(rows, 0, document_mask, marks=marks)
+    batches = padded_batches(batch, max_tokens=128, num_ranks=2)
+    assert sorted(itertools.chain(*map(predictions, batches))) == predictions(batch)
+    if document_mask:
+        trained = (marks.is_trained & ~marks.is_start).sum()
+        assert sum(int((each["labels"] != -100).sum()) for each in batches) == trained > 50
+
+
+@pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
-def test_the_loss_is_that_of_packed_rows(name: str) -> None:
+def test_the_loss_is_that_of_packed_rows(name: str, marked: bool) -> None:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").eval()
-    rows = rows_of([30, 5, 90, 64, 2, 17, 31, 7, 1, 33], length=64)
-    batch = make_batch(rows, 0, document_mask=True)
+    rows, marks = conversations() if marked else (rows_of([30, 5, 90, 64, 2, 17, 31, 7, 1, 33], length=64), None)
+    batch = make_batch(rows, 0, document_mask=True, marks=marks)
     parts = padded_batches(batch, max_tokens=128)
     assert len(parts) > 1
     losses = [loss_sum(model, batch), torch.stack([loss_sum(model, part) for part in parts]).sum()]
@@ -115,6 +138,34 @@ def test_the_loss_is_that_of_packed_rows(name: str) -> None:
     gradients = [torch.autograd.grad(loss, [*model.parameters()]) for loss in losses]
     for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+STATE_SPACES: dict[str, dict[str, Any]] = {
+    "mamba2": MAMBA2,
+    "falcon_h1": {"model_type": "falcon_h1"},
+    "qwen3_5_text": {"model_type": "qwen3_5_text"},
+    "nemotron_h": {"model_type": "nemotron_h"},
+}
+
+
+@pytest.mark.parametrize("name", STATE_SPACES)
+def test_documents_have_the_loss_that_each_has_alone(name: str) -> None:
+    """In layers that have no mask: with the model's own code, one document at a time."""
+    config = small_config(transformers.AutoConfig.for_model(**STATE_SPACES[name]))
+    assert config is not None
+    model = random_model(config, None, torch.float32, "cpu")
+    rows = rows_of([30, 5, 64, 2, 17, 10], length=64, vocab_size=60)
+    batch = make_batch(rows, 0, document_mask=True)
+    found = torch.stack([loss_sum(model, part) for part in padded_batches(batch, max_tokens=128)]).sum()
+    alone = [
+        summed_loss(model(tokens[None, :-1].long()).logits[0], tokens[1:].long())
+        for row in rows
+        for tokens in row.tensor_split((row == 0).nonzero().flatten() + 1)
+        if len(tokens) > 1
+    ]
+    packed = loss_sum(model, batch)
+    torch.testing.assert_close(found, torch.stack(alone).sum(), rtol=1e-6, atol=0)
+    assert abs(packed - found) > 1e-3 * found  # in packed rows they see each other
 
 
 def test_the_router_loss_sees_no_padding() -> None:

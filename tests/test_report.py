@@ -1,4 +1,4 @@
-"""The report shows what the files of a project say, and the run before; what is missing is a sentence."""
+"""The report shows what the files of a project say, and the previous run; what is missing is a sentence."""
 
 import base64
 import html.parser
@@ -31,7 +31,7 @@ def project(empty_project: Path) -> None:
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report without a run before."""
+    """A report without a previous run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("complete"))
         reports.make_records()
@@ -47,7 +47,7 @@ def write() -> str:
 
 
 def subject_before() -> str | None:
-    """The commit of the run before."""
+    """The commit of the previous run."""
     before = runs.previous(runs.Run.read(Path(), "exp"))
     return before.subject if before else None
 
@@ -287,17 +287,17 @@ def test_the_run_before_is_that_of_the_newest_commit_with_another_result() -> No
     reports.git("add", ".")
     reports.git("commit", "-qm", "notes")
     shown = PageReader(write()).sections
-    compared = shown["The run before"]
+    compared = shown["The previous run"]
     assert "Run run0.002, of commit" in compared
     assert "run 2 <b>" in compared
     assert re.search(r"validation loss2\.00302\.0020\+0\.0010", compared)
     assert re.search(r"lr0\.0030\.002", compared)
     assert re.search(r"peak memory of rank 0 \(GiB\)1\.5001\.5000\n", compared)
     assert "fsdp.preset" not in compared
-    assert "Marked: not as in the run before" in shown["Parameters"]
+    assert "Marked: not as in the previous run" in shown["Parameters"]
     content = (outputs.REPORT / report.PAGE).read_text()
     assert content.count('<tr class="marked">') == 1
-    assert "<!-- run before: validation -->" in (outputs.REPORT / "loss.svg").read_text()
+    assert "<!-- previous run: validation -->" in (outputs.REPORT / "loss.svg").read_text()
     first = {path.name: path.read_bytes() for path in outputs.REPORT.iterdir()}
     write()
     assert first == {path.name: path.read_bytes() for path in outputs.REPORT.iterdir()}
@@ -314,7 +314,7 @@ def test_a_run_that_is_not_in_the_cache_is_passed_over(capsys: pytest.CaptureFix
     shutil.rmtree(".dvc/cache")
     capsys.readouterr()
     assert subject_before() is None
-    assert "report: no run before this one can be read; commit " in capsys.readouterr().err
+    assert "report: no previous run can be read; commit " in capsys.readouterr().err
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
@@ -346,7 +346,7 @@ def test_another_initial_model_and_another_dtype_are_differences() -> None:
     other = lineage["model"] | {"name": "other", "revision": "v2"}
     write_sealed(reports.LINEAGE, lineage | {"model": other})
     reports.write_json(outputs.EVALUATION, evaluation | {"dtype": "float32"})
-    compared = PageReader(write()).sections["The run before"]
+    compared = PageReader(write()).sections["The previous run"]
     assert "initial modelother, v2<tiny & small>, main" in compared
     assert "dtype of the exported weightsfloat32bfloat16" in compared
 
@@ -355,7 +355,7 @@ def test_held_out_rows_that_differ_are_named() -> None:
     reports.commit("first")
     reports.make_records(lr=0.001)
     write_sealed(reports.LINEAGE, {**reports.read_lineage(), "data": {"train": "t", "validation": "other"}})
-    compared = PageReader(write()).sections["The run before"]
+    compared = PageReader(write()).sections["The previous run"]
     assert "The held-out rows are not the same" in compared
     assert "held-out rowsothervvvvvvvvvv" in compared
 
@@ -379,7 +379,7 @@ def test_without_a_run_before_there_is_a_report(missing: str, monkeypatch: pytes
         monkeypatch.setenv("PATH", "")
     if missing != "other runs":
         reports.make_records(lr=0.001)
-    assert "Not available" in PageReader(write()).sections["The run before"]
+    assert "Not available" in PageReader(write()).sections["The previous run"]
 
 
 @pytest.mark.slow

@@ -114,7 +114,8 @@ class Training:
 
     def save(self, directory: Path) -> None:
         state = train_state(self.step, ScalerState(*scaler_state(self.scaler)))
-        self.saver.save(directory, self.model, self.optimizer, self.scheduler, state, {}, checkpoint_manifest())
+        manifest = checkpoint_manifest(step=self.step)
+        self.saver.save(directory, self.model, self.optimizer, self.scheduler, state, {}, manifest)
         self.saver.wait()
 
     def load(self, directory: Path) -> None:

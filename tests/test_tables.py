@@ -16,7 +16,7 @@ import pyarrow.parquet.encryption as pe
 import pytest
 
 from stages.base.errors import StageError
-from stages.formats import source, tables
+from stages.formats import lines, source, tables
 from stages.formats.limits import Limits
 from stages.splits import footer
 from stages.splits import manifests as splits
@@ -148,6 +148,22 @@ def test_only_the_columns_that_a_rule_names_are_read() -> None:
     rule = {"files": "*", "text": "$.text"}
     assert extract_file("a.parquet", bytes(content), rule) == table["text"].to_pylist()
     assert extract_file("a.parquet", bytes(content), max_rejected_files=1) == []
+
+
+@pytest.mark.parametrize("path", ["$.text", "$.text.x"])
+def test_a_column_of_texts_is_read_as_its_rows_are(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = pa.array(["a text", None, "", "b", "a text"])
+    columns = (texts, texts.cast(pa.large_string()), texts.dictionary_encode(), pa.array([None, ["c", "d"], []]))
+    put({f"{index}.parquet": encode("a.parquet", pa.table({"text": each})) for index, each in enumerate(columns)})
+    put({"z.jsonl": json.dumps({"text": {"x": "z z"}}) + "\n"})
+    results = []
+    for find_reader in (lines.find_reader, lambda rule, limits: None):
+        monkeypatch.setattr(lines, "find_reader", find_reader)
+        shutil.rmtree("data/.reuse", ignore_errors=True)
+        metrics = extract_raw(records=[{"files": "*", "text": path}], min_chars=2, max_rejected_files=4)
+        results.append((read_rows(), metrics["rules"], metrics["rejections"]))
+    assert results[0] == results[1]
+    assert results[0][0] == (["a text"] * 6 + ["c\nd", "z z"] if path == "$.text" else ["z z"])
 
 
 def test_trap_32_the_keys_of_a_table_are_its_columns() -> None:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,22 +75,31 @@ def make_records(target: Path, megabytes: int, texts: Path, suffix: str) -> None
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows: list[dict[str, Any]] = []
-    num_characters = 0
+    path, rows = target / f"records{suffix}", _records(texts, megabytes)
+    if suffix == ".jsonl":
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        return
+    writer = None
+    while some := list(itertools.islice(rows, 1000)):  # a row group
+        table = pa.Table.from_pylist(some)
+        writer = writer or pq.ParquetWriter(path, table.schema)
+        writer.write_table(table)
+    assert writer
+    writer.close()
+
+
+def _records(texts: Path, megabytes: int) -> Iterator[dict[str, Any]]:
+    number = num_characters = 0
     for path in itertools.cycle(files_in(texts)):
         text = path.read_text(encoding="utf-8", errors="replace")
         for start in range(0, len(text), 3000):
-            number = len(rows)
             url, meta = f"https://example.org/{number}", {"language": "en", "score": number / 7}
-            rows.append({"id": f"doc-{number}", "url": url, "text": text[start : start + 3000], "meta": meta})
+            yield {"id": f"doc-{number}", "url": url, "text": text[start : start + 3000], "meta": meta}
+            number += 1
         num_characters += len(text)
         if num_characters >= megabytes * MB:
-            break
-    if suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), target / f"records{suffix}", row_group_size=1000)
-        return
-    with (target / f"records{suffix}").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+            return
 
 
 def _complete(target: Path, megabytes: int) -> None:

@@ -67,6 +67,14 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class Previous:
+    """A checkpoint that another one continues."""
+
+    step: int
+    result_sha256: str
+
+
+@dataclass(frozen=True)
 class CheckpointManifest:
     """What a checkpoint contains, and which run it belongs to."""
 
@@ -85,6 +93,8 @@ class CheckpointManifest:
     files: dict[RelativePath, FileEntry]
     tensors: dict[str, TensorEntry]
     """The model's, without the optimizer's."""
+    previous: Previous | None = None
+    """The checkpoint of this run from which it was trained, so that each names all before it; None: it is the first."""
 
     @property
     def result_sha256(self) -> str:

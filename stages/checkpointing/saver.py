@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -35,7 +36,7 @@ from stages.base.record import FileEntry
 from stages.base.shared_disk import refresh, wait_for_file
 from stages.checkpointing import retention
 from stages.checkpointing.garbage import paused_collector
-from stages.checkpointing.layout import MODEL, OPTIMIZER, SCHEDULER, CheckpointManifest, TensorEntry
+from stages.checkpointing.layout import MODEL, OPTIMIZER, SCHEDULER, CheckpointManifest, Previous, TensorEntry
 from stages.checkpointing.metadata import Reader, understood
 from stages.checkpointing.retention import CheckpointRuntime
 from stages.checkpointing.rng import rng_state, set_rng_state
@@ -142,7 +143,7 @@ class Saver:
 
     def save(
         self, directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, state: TrainState,
-        tables: dict[str, str], manifest: CheckpointManifest,
+        tables: dict[str, str], manifest: CheckpointManifest, previous: Path | None = None,
     ) -> None:  # fmt: skip
         """Publish the state of all ranks as `directory`, now or in the background, after the save before it.
 
@@ -153,12 +154,17 @@ class Saver:
             scheduler: Its state is saved.
             state: Its `rng` is filled in here.
             tables: Content of `history.tsv` and `speed.tsv`, by their names.
-            manifest: Its `files` and `tensors` are filled in here.
+            manifest: Its `files`, `tensors` and `previous` are filled in here.
+            previous: The newest checkpoint of the run.
 
         Raises:
             StageError: this save, or the one before it, failed; on all ranks alike.
         """
         self.wait()
+        if previous is not None:
+            with suppress(StageError):  # somebody has moved it away
+                before = CheckpointManifest.read(previous)
+                manifest = dataclasses.replace(manifest, previous=Previous(before.step, before.result_sha256))
         # Contiguous: `consolidate` takes the bytes in the files for the elements in their order.
         model_state = {name: tensor.contiguous() for name, tensor in _model_state(model).items()}
         shapes = {

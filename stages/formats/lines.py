@@ -44,10 +44,14 @@ class LineReader:
             if lines.count(key) != len(nodes) - nodes.count(msgspec.UNSET):
                 return None
         texts = [node if type(node) is str else None for node in nodes]
-        longest = max((len(text) for text in texts if text is not None), default=0)
-        if longest == 0 or longest > self._longest or not {*map(type, nodes)}.isdisjoint((list, dict)):
-            return None
-        return texts
+        return texts if self._fit(texts) and {*map(type, nodes)}.isdisjoint((list, dict)) else None
+
+    def are_texts(self, values: list[Any]) -> bool:
+        """Whether some values of a column are what the rule takes as they are: strings, or None."""
+        return len(self._keys) == 1 and {str, type(None)}.issuperset(map(type, values)) and self._fit(values)
+
+    def _fit(self, texts: list[str | None]) -> bool:
+        return 0 < max((len(text) for text in texts if text is not None), default=0) <= self._longest
 
 
 def find_reader(rule: Rule, limits: Limits) -> LineReader | None:

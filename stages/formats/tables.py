@@ -259,6 +259,9 @@ def read_records(source: Table, records: "Records") -> None:
         if isinstance(rows, Rejected):
             records.reject(rows)
             continue
+        if records.lines and len(rows.columns) == 1 and records.lines.are_texts(rows.columns[0]):
+            records.take_texts(rows.columns[0])
+            continue
         for row in zip(*rows.columns, strict=True) if rows.columns else [()] * rows.number:
             pairs = [(name, value) for name, value in zip(rows.names, row, strict=True) if value is not None]
             records.add(paths.make_object(pairs))

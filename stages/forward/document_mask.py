@@ -134,7 +134,8 @@ def refusal(
     try:
         reason = _find_fault(small, attention, document_mask, dtype, device)
     except Exception as error:  # of any architecture, of a compiler, or of a package that is not installed
-        reason = f"fails ({type(error).__name__}: {one_line(error)})"
+        # The first sentence: libraries go on with advice to whoever calls them.
+        reason = f"fails ({type(error).__name__}: {one_line(error).partition('. ')[0]})"
     if reason and attention == "varlen":
         deactivate_kernels()  # sdpa would call them too
     return reason

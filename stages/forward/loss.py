@@ -2,7 +2,7 @@
 
 Logits are the largest tensors of a training: those of 8 rows of 4096 tokens and a vocabulary of 128 256 have 17 GB in
 fp32, and the steps of a cross-entropy and its gradient are as large again. So the loss and its gradient are computed
-for some tokens, and then for the next ones (`summed_loss`). With `fuse` the output embedding itself does that, inside
+for some tokens, and then for the next ones (`summed_loss`). With `fuse` the LM head itself does that, inside
 the forward pass of the model, where FSDP2 has gathered its weight; then not even the logits exist as a whole.
 
 torch 2.13 has `torch.nn.functional.linear_cross_entropy` for this. It is not used: it adds up the loss and the gradient
@@ -33,14 +33,14 @@ _FP16_FACTOR = 2.0**8
 
 
 class LossHead(nn.Linear):
-    """An output embedding that, while it is given labels, returns their summed loss instead of logits."""
+    """An LM head that, while it is given labels, returns their summed loss instead of logits."""
 
     _labels: Tensor | None = None
 
     @contextmanager
     def given(self, labels: Tensor) -> Iterator[None]:
         """Have forward passes return the loss of `labels`: as many int64 as there will be hidden states."""
-        # An attribute, because models pass nothing but hidden states to their output embedding.
+        # An attribute, because models pass nothing but hidden states to their LM head.
         self._labels = labels
         try:
             yield
@@ -83,14 +83,14 @@ def _logits_at_a_time(device: torch.device) -> int:
 
 
 def fuse(model: nn.Module) -> None:
-    """Let the output embedding compute the loss. Its weight, its name and what is tied to it stay the same."""
+    """Let the LM head compute the loss. Its weight, its name and what is tied to it stay the same."""
     _head(model).__class__ = LossHead
 
 
 def obstacle_to_fuse(model: nn.Module, batch: dict[str, Tensor]) -> str | None:
     """Why `fuse` would change the loss of a model that is not sharded, in words; None: it would not.
 
-    Some models change their logits after the output embedding: by a soft cap (Gemma 2), or a factor (Granite, Cohere).
+    Some models change their logits after the LM head: by a soft cap (Gemma 2), or a factor (Granite, Cohere).
     They would do that to the loss. Where gradients are enabled, those of the parameters are compared too, and set to
     None.
 
@@ -100,7 +100,7 @@ def obstacle_to_fuse(model: nn.Module, batch: dict[str, Tensor]) -> str | None:
     """
     head = _head(model)
     if type(head) is not nn.Linear:
-        return f"its output embedding is not torch's nn.Linear, but {type(head).__name__}"
+        return f"its LM head is not torch's nn.Linear, but {type(head).__name__}"
     labels = batch["labels"].flatten()
     # By torch's own function and not by `summed_loss`, which is compared as well.
     expected = nn.functional.cross_entropy(logits(model, batch).flatten(0, 1).float(), labels, reduction="sum")
@@ -118,7 +118,7 @@ def obstacle_to_fuse(model: nn.Module, batch: dict[str, Tensor]) -> str | None:
     tolerance = 1e-3 if rounding(head.weight.dtype, head.weight.device.type) < 1e-6 else 5e-2
     if not torch.isclose(found, expected, rtol=tolerance, atol=0):
         return (
-            f"it changes logits after its output embedding, as by a soft cap or a factor (the loss of a test would be "
+            f"it changes logits after its LM head, as by a soft cap or a factor (the loss of a test would be "
             f"{found.item():.4f} instead of {expected.item():.4f})"
         )
     norms = {name: gradient.norm() for name, gradient in expected_gradients.items()}
@@ -198,8 +198,8 @@ def summed_loss(
     Args:
         inputs: (N, H) hidden states, or (N, V) logits where there is no weight.
         labels: (N,) int64; -100 where nothing is to be predicted.
-        weight: (V, H), of the output embedding.
-        bias: (V,), of the output embedding.
+        weight: (V, H), of the LM head.
+        bias: (V,), of the LM head.
         num_logits: How many there are at a time, at most; None: a number that fits the device.
     """
     num_logits = num_logits or _logits_at_a_time(inputs.device)

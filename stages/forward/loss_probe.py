@@ -1,6 +1,6 @@
-"""How the loss of a model is computed: whether its output embedding can do it, tested before the model is used.
+"""How the loss of a model is computed: whether its LM head can do it, tested before the model is used.
 
-`fuse` is right as long as a model returns what its output embedding does. So a tiny random model of the architecture is
+`fuse` is right as long as a model returns what its LM head does. So a tiny random model of the architecture is
 tested: its loss and its gradients must be those of its logits.
 """
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from stages.base.errors import StageError
 from stages.model.headers import StoredTensor
 
 _SEEDED_ELEMENTS = 1 << 15
@@ -100,16 +101,39 @@ def rebuild_buffers(model: nn.Module, reference: PreTrainedModel, seed: int) -> 
 
     `to_empty` leaves garbage in them, and the logits still look plausible.
     """
-    buffers = dict(model.named_buffers())
-    for name, module in reference.named_modules():
-        if not module._buffers:
-            continue
+    with_buffers = [module for module in reference.modules() if module._buffers]
+    for module in with_buffers:
         # Not `to_empty`: it would also allocate parameters beside them, and separate an embedding from a tied head
         # (Gemma 3 has a buffer there).
         for key, buffer in module.named_buffers(recurse=False):
-            module._buffers[key] = torch.empty_like(buffer, device="cpu")
-        with seeded(f"{seed}/{name}"), torch.no_grad():
-            reference._init_weights(module)  # parameters beside the buffers stay on the meta device
+            module._buffers[key] = unset_like(buffer)
+    # Children before parents, as transformers does: a parent may fill the buffers of a child (as in Falcon H1).
+    for name, module in reversed([*reference.named_modules()]):
+        if any(True for _ in module.buffers()):
+            with seeded(f"{seed}/{name}"), torch.no_grad():
+                reference._init_weights(module)  # parameters beside the buffers stay on the meta device
+    buffers = dict(model.named_buffers())
+    for name, buffer in reference.named_buffers():
+        buffers[name].copy_(buffer)
+    for module in with_buffers:
         for key, buffer in module.named_buffers(recurse=False):
-            buffers[f"{name}.{key}" if name else key].copy_(buffer)
             module._buffers[key] = buffer.to("meta")
+
+
+def unset_like(tensor: Tensor) -> Tensor:
+    """On the CPU; NaN, where there is one: what no rule fills must not look plausible."""
+    empty = torch.empty_like(tensor, device="cpu")
+    return empty.fill_(torch.nan) if empty.is_floating_point() else empty
+
+
+def check_set(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a model of which transformers leaves some random weights as they were in memory.
+
+    Raises:
+        StageError: naming them.
+    """
+    unset = [name for name, tensor in tensors.items() if tensor.isnan().any()]
+    if unset:
+        raise StageError(
+            f"transformers has no rule for the random values of {', '.join(unset[:3])}: use a model with weights"
+        )

@@ -24,7 +24,7 @@ def modules_to_wrap(model: nn.Module, classes: list[str]) -> list[nn.Module]:
 
 
 def untied_embeddings(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The embedding and the output embedding, which FSDP gathers by themselves; nothing where they share a weight."""
+    """The embedding and the LM head, which FSDP gathers by themselves; nothing where they share a weight."""
     if not isinstance(model, PreTrainedModel) or meta.tied_weights(model):
         return [], []
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

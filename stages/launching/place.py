@@ -15,11 +15,16 @@ def find_place() -> Place:
     """That of this launch, as its rank 0 sees it; the date follows with each checkpoint."""
     ranks = dist.get_world_size()
     return Place(
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
+        device=device(),
         ranks=ranks,
         nodes=ranks // int(os.environ["LOCAL_WORLD_SIZE"]),
         commit=_commit(),
     )
+
+
+def device() -> str:
+    """The name of the GPU, or of the processor."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu()
 
 
 def _cpu() -> str:

@@ -201,9 +201,10 @@ class Rank:
             tensors={},
         )
         path = self.run.directory / step_name(trainer.step)
+        before = None if self.saved_step is None else self.run.directory / step_name(self.saved_step)
         tables = {HISTORY: self.metrics.history.text(), SPEED: self.metrics.speed.text()}
         with self.timers.phase("saving"):
-            self.saver.save(path, trainer.model, trainer.optimizer, trainer.scheduler, state, tables, manifest)
+            self.saver.save(path, trainer.model, trainer.optimizer, trainer.scheduler, state, tables, manifest, before)
         self.saved_step, self.saved_at = trainer.step, time.monotonic()
 
     def is_time_to_save(self) -> bool:

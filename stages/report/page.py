@@ -1,4 +1,4 @@
-"""The report on a training: what data, what model, what it cost, what it learned, and the run before beside it.
+"""The report on a training: what data, what model, what it cost, what it learned, and the previous run beside it.
 
     report.html                        opens without a network; wide or narrow, on paper
     loss.svg, learning_rate.svg, ...   its pictures

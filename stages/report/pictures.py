@@ -76,7 +76,7 @@ class Curve:
     color: str
     label: str
     before: str | None = None
-    """Label of the same curve of the run before; None: it is not drawn."""
+    """Label of the same curve of the previous run; None: it is not drawn."""
     is_mean: bool = False
     """Whether it is the running mean of the column."""
     style: dict[str, Any] = field(default_factory=dict)
@@ -105,19 +105,19 @@ COURSE = {
         "loss (nats per token)",
         [
             Curve("loss", "pale", "training, each step", style=_THIN),
-            Curve("loss", "blue", "training, running mean", "run before: training, mean", is_mean=True),
+            Curve("loss", "blue", "training, running mean", "previous run: training, mean", is_mean=True),
             # Fewer points, and none without held-out rows.
-            Curve("validation_loss", "orange", "validation", "run before: validation", style={"linestyle": "dashed"}),
+            Curve("validation_loss", "orange", "validation", "previous run: validation", style={"linestyle": "dashed"}),
         ],
         "auto",
     ),
-    "learning_rate": Picture("Learning rate", "learning rate", [Curve("lr", "blue", "this run", "run before")]),
+    "learning_rate": Picture("Learning rate", "learning rate", [Curve("lr", "blue", "this run", "previous run")]),
     "gradient_norm": Picture(
         "Gradient norm",
         "gradient norm, before clipping",
         [
             Curve("grad_norm", "pale", "each step", style=_THIN),
-            Curve("grad_norm", "blue", "running mean", "run before, running mean", is_mean=True),
+            Curve("grad_norm", "blue", "running mean", "previous run, running mean", is_mean=True),
         ],
         "log",
     ),
@@ -134,14 +134,14 @@ def of_sources(sources: Iterable[str]) -> Picture:
 
 SPEED = {
     "tokens_per_second": Picture(
-        "Tokens per second", "tokens per second", [Curve("tokens_per_second", "blue", "this run", "run before")]
+        "Tokens per second", "tokens per second", [Curve("tokens_per_second", "blue", "this run", "previous run")]
     ),
     "memory": Picture(
         "Memory",
         "memory of rank 0 (GiB)",
         [
             Curve("memory_gib", "green", "now"),
-            Curve("memory_peak_gib", "blue", "peak", "run before, peak"),
+            Curve("memory_peak_gib", "blue", "peak", "previous run, peak"),
         ],
     ),
     "step_time": Picture(
@@ -161,7 +161,7 @@ def draw(picture: Picture, rows: list[Row], before: list[Row]) -> tuple[str, str
     Args:
         picture: What is drawn.
         rows: Of this run.
-        before: Of the run before, in grey.
+        before: Of the previous run, in grey.
     """
     drawn = [(rows, curve, curve.color, curve.label) for curve in picture.curves]
     drawn += [(before, curve, "before", curve.before) for curve in picture.curves if curve.before]

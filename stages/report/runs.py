@@ -1,4 +1,4 @@
-"""The results of a run: of this one, whose files are here, and of the run before, from git and DVC's cache."""
+"""The results of a run: of this one, whose files are here, and of the previous run, from git and DVC's cache."""
 
 import subprocess
 import sys
@@ -76,7 +76,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Previous:
-    """The run before, and where it is from."""
+    """The previous run, and where it is from."""
 
     commit: str
     subject: str
@@ -118,7 +118,7 @@ def previous(run: Run) -> Previous | None:
         if found.lineage.run_id != run.lineage.run_id:
             return Previous(commit[:10], subject, found)
     if problems:
-        print(f"report: no run before this one can be read; commit {printable(problems[0])}", file=sys.stderr)
+        print(f"report: no previous run can be read; commit {printable(problems[0])}", file=sys.stderr)
     return None
 
 

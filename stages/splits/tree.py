@@ -1,4 +1,4 @@
-"""Which files of a directory are read, and why the others are passed over.
+"""Which files of a directory are read, and why the others are skipped.
 
 Written for millions of small files: paths are strings, joined as such, and not Path objects. `organize` needs 9.2 s for
 a million files with two processes (docs/benchmarks.md).
@@ -14,7 +14,7 @@ from pathlib import Path
 from stages.splits.manifests import PassedOver
 
 NOT_REGULAR = "not a regular file"
-"""Why a pipe, a socket or a device is passed over."""
+"""Why a pipe, a socket or a device is skipped."""
 OTHER_SUFFIX = "other suffix"
 """Why a file of another format is."""
 
@@ -34,7 +34,7 @@ def walk(root: Path, is_wanted: Callable[[str], bool]) -> tuple[list[str], list[
     found without them, and a loop cannot arise.
 
     Returns:
-        The paths relative to `root`, sorted, and what was passed over, sorted. In a name that is not UTF-8 the invalid
+        The paths relative to `root`, sorted, and what was skipped, sorted. In a name that is not UTF-8 the invalid
         bytes are lone surrogates, as `os.fsdecode` makes them.
     """
     files: list[str] = []

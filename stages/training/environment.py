@@ -5,9 +5,12 @@ set stays.
 """
 
 import os
+import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
+from stages.base.errors import StageError
 from stages.base.outputs import OUTPUTS
 from stages.training.params import TrainParams
 
@@ -23,6 +26,9 @@ def set_environment(params: TrainParams, num_nodes: int = 1) -> None:
     Args:
         params: Those of the training.
         num_nodes: On which it runs.
+
+    Raises:
+        StageError: another user of this node could put code into the cache of compiled code.
     """
     if num_nodes > 1:
         # On a disk that nodes share, one finds files that another is still writing, or has removed (ESTALE).
@@ -31,7 +37,8 @@ def set_environment(params: TrainParams, num_nodes: int = 1) -> None:
     else:
         # Like the checkpoints, the cache is not in the copy that `dvc exp run --temp` deletes.
         cache = Path(os.environ.get("DVC_ROOT", "."), COMPILE_CACHE).resolve()
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    if os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache)) == str(cache) and num_nodes > 1:
+        _make_private(cache)
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     if not any(name in os.environ for name in _ALLOCATOR):
         # Segments that grow instead of new ones: sizes that vary leave no holes that nothing fits into.
@@ -43,3 +50,15 @@ def set_environment(params: TrainParams, num_nodes: int = 1) -> None:
         # sizes on the same ranks.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("NCCL_COLLNET_ENABLE", "0")
+
+
+def _make_private(directory: Path) -> None:
+    """Make a directory below /tmp that only this user can write to: what is in it is executed."""
+    with suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise StageError(
+            f"{directory} is not a directory of this user alone, and compiled code would be read from it: remove it, "
+            "or set TORCHINDUCTOR_CACHE_DIR to one that is"
+        )

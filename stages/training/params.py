@@ -78,7 +78,7 @@ class TrainParams(ScheduleParams):
     attention: Attention
     """The attention function; each of them gives the same results up to rounding, or is refused for the model."""
     loss: Literal["auto", "fused", "plain"]
-    """fused: the output embedding computes it, some tokens at a time | plain: from the logits of all tokens | auto:
+    """fused: the LM head computes it, some tokens at a time | plain: from the logits of all tokens | auto:
     fused where that gives the same loss."""
     compile: bool
     """Whether torch.compile compiles the layers, each by itself."""

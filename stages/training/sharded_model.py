@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from stages.forward.attention import activate_kernels
 from stages.forward.attention_names import IMPLEMENTATIONS
 from stages.forward.loss import fuse
-from stages.forward.sharded_weights import SeededRows, local_rows, read_weights, rebuild_buffers, seeded
+from stages.forward.sharded_weights import SeededRows, check_set, local_rows, read_weights, rebuild_buffers, seeded
 from stages.model import headers, meta
 from stages.model.manifest import ModelManifest
 from stages.training import sharding
@@ -57,6 +57,8 @@ def build(
         _fill_by_layers(model, reference, manifest.layer_classes, params.seed, note)
     elif initialize:
         read_weights(model, directory, meta.check_headers(reference, headers.read(directory, manifest.weights)))
+    if initialize:
+        check_set(dict(model.named_buffers()))
     return model
 
 
@@ -105,8 +107,11 @@ def _fill_by_layers(
             if (name := f"{names[module]}.{key}".lstrip(".")) in params
         }
         with seeded(f"{seed}/{unit}"), SeededRows(own, seed), torch.no_grad():
+            for param in own:
+                param.fill_(torch.nan)
             for module in modules:
                 reference._init_weights(module)
+            check_set({name: param for param, name in own.items()})
             for param, name in own.items():
                 sharded = params[name]
                 assert isinstance(sharded, DTensor)

@@ -1,0 +1,137 @@
+"""Train a part of a run again, from one of its checkpoints to the next, and compare the results.
+
+Training is a function of what identifies a run and of the checkpoint from which it goes on, so the same hardware gives
+the same bits: weights, moments and history. A checkpoint that something else has made is found by the part that ends at
+it. The comparison at every later checkpoint is also a test of the resume, for this pipeline and for any other.
+"""
+
+import dataclasses
+import os
+import random
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from stages.base.errors import StageError
+from stages.checkpointing import layout
+from stages.checkpointing.decision import begin
+from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name
+from stages.checkpointing.run import Run
+from stages.checkpointing.state import Place, TrainState
+from stages.launching.runtime import Launch, TrainRuntime
+from stages.ranks import torchrun
+from stages.training.environment import set_environment
+
+
+class Segment(NamedTuple):
+    """A part of a run."""
+
+    start: Path | None
+    """The checkpoint from which it goes on; None: the start of the run."""
+    end: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.start.name if self.start else 'start'} to {self.end.name}"
+
+
+def find(run: Run) -> list[Segment]:
+    """The parts between the checkpoints that the run still has.
+
+    Raises:
+        StageError: there are none.
+    """
+    checkpoints = list_checkpoints(run.directory)[::-1]
+    starts: list[Path | None] = [None, *checkpoints]
+    if checkpoints and CheckpointManifest.read(checkpoints[0]).adopted:
+        starts, checkpoints = [*checkpoints], checkpoints[1:]  # it began with a checkpoint of another run
+    found = [Segment(start, end) for start, end in zip(starts, checkpoints, strict=False)]
+    if not found:
+        raise StageError(
+            f"{run.directory} has no checkpoints to compare: params.yaml, data, model or code are not those of a run "
+            "that was trained here, or its checkpoints were deleted"
+        )
+    return found
+
+
+def choose(segments: Sequence[Segment], number: int, seed: int) -> list[Segment]:
+    """So many of them, at random, in their order."""
+    chosen = random.Random(seed).sample(range(len(segments)), min(number, len(segments)))
+    return [segments[index] for index in sorted(chosen)]
+
+
+def trained_at(checkpoint: Path) -> Place | None:
+    """The hardware of a checkpoint."""
+    return TrainState.of(checkpoint).metrics.place
+
+
+def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> CheckpointManifest:
+    """Train a part again, beside the checkpoints of the run, and return the manifest of its end.
+
+    Raises:
+        StageError: the start is damaged, or the training fails.
+    """
+    place, end = trained_at(segment.end), layout.verify(segment.end)
+    num_ranks = place.ranks if place else None
+    again = dataclasses.replace(
+        runtime, launcher="torchrun", num_nodes=None, nproc_per_node=num_ranks or runtime.nproc_per_node,
+        ckpt_freq=end.step, ckpt_minutes=None, async_checkpoint=False, resume="auto", tracker="none", debug=False,
+        profile_steps=None,
+    )  # fmt: skip
+    with _elsewhere(run.directory.parent) as root:
+        if segment.start:
+            target = run.directory / segment.start.name
+            target.parent.mkdir(parents=True)
+            _link(segment.start, target)
+        decision = begin(run, "auto")
+        ranks = torchrun.Ranks(torchrun.count_local_ranks(again.nproc_per_node))
+        set_environment(run.params, 1)
+        Launch(run.params, again, run.identity, decision).hand_over()
+        made, stopping, done = run.directory / step_name(end.step), threading.Event(), threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.2):
+                if (made / layout.MANIFEST).exists():
+                    stopping.set()
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            with torchrun.shared_directory(ranks) as directory:
+                torchrun.run("stages.train", ranks, directory, again.timeout_minutes, stopping=stopping)
+        finally:
+            done.set()
+            watcher.join()
+        if not (made / layout.MANIFEST).exists():
+            raise StageError(f"{segment.name}: the training did not come to its end in {root}; see above")
+        return layout.verify(made)
+
+
+@contextmanager
+def _elsewhere(beside: Path) -> Iterator[Path]:
+    """Have checkpoints be in a temporary directory on the same disk."""
+    before = os.environ.get("CHECKPOINT_ROOT")
+    with tempfile.TemporaryDirectory(prefix=".again-", dir=beside) as root:
+        os.environ["CHECKPOINT_ROOT"] = str(Path(root).absolute())
+        try:
+            yield Path(root)
+        finally:
+            os.environ.pop("CHECKPOINT_ROOT")
+            if before is not None:
+                os.environ["CHECKPOINT_ROOT"] = before
+
+
+def _link(source: Path, target: Path) -> None:
+    """A second name for each file of a checkpoint, which no program changes; a copy where the disk has no links."""
+
+    def link(from_: str, to: str) -> None:
+        try:
+            os.link(from_, to)
+        except OSError:
+            shutil.copy2(from_, to)
+
+    shutil.copytree(source, target, copy_function=link)

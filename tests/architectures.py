@@ -1,0 +1,261 @@
+"""The whole pipeline for each architecture that transformers registers as a causal language model.
+
+`python -m tests.architectures` (make architectures) tries them one by one, for an hour or more, and writes the table in
+docs/models.md. What it has found is in outputs/architectures/: run it again to continue, remove lines of findings.jsonl
+to try these again, name architectures to try these first.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from stages import consolidate, download, evaluate, launch, plan
+from stages.base import history
+from stages.base.errors import StageError, one_line
+from stages.base.packed import VALIDATION
+from stages.base.params_file import load_params
+from stages.forward.rows import TokenRows
+from stages.forward.small_copy import VOCAB_SIZE, small_config
+from stages.ranks.watchdog import Heartbeat
+from stages.report import measure
+from tests.models import write_tokenizer
+from tests.project import REPO, SMALL, Project
+from tests.ranks import Ranks
+from tests.trainings import newest_checkpoint, weights
+
+OUTPUT = REPO / "outputs/architectures"
+DOCUMENT = REPO / "docs/models.md"
+BEGIN, END = "<!-- begin: make architectures -->", "<!-- end: make architectures -->"
+STEPS, TOLERANCE, EOS, KILLED = 3, 1e-5, 0, -9
+SECONDS, MEMORY = 300, 5 * 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of an architecture."""
+
+    name: str
+    status: str = "trained"
+    """Or `refused` for what it is, by `download`; or `left`: something does not work."""
+    attention: str = ""
+    loss: str = ""
+    padding: str = ""
+    """Of the tokens that were computed."""
+    parameters: int = 0
+    difference: float = 0
+    """Between the last validation loss of the training and transformers' own loss of the model that was exported, of
+    one document at a time, as a part of it."""
+    reason: str = ""
+    transformers: str = transformers.__version__
+
+
+def make_base(project: Project) -> None:
+    """Tokens of few words, in documents of 3 to 90, and what trainings of all architectures share."""
+    for name in ("dvc.yaml", "params.yaml"):
+        shutil.copy(REPO / name, project.path)
+    (project / "stages").symlink_to(REPO / "stages")
+    project.set(
+        **SMALL | {"validation_splits": 2, "seq_length": 64, "num_splits": 12, "warmup_steps": 1, "eval_freq": STEPS},
+        max_steps=STEPS,
+        eval_samples=0, runtime={"ckpt_freq": 1, "log_freq": 1, "timeout_minutes": 5, "num_workers": 1,
+                                  "async_checkpoint": False},
+    )  # fmt: skip
+    words = [f"w{index}" for index in range(1, VOCAB_SIZE - 1)]  # the last token is the padding of `small_config`
+    (project / "models/nano").mkdir(parents=True)
+    write_tokenizer(project / "models/nano", ["<eos>", *words])
+    transformers.LlamaConfig(vocab_size=VOCAB_SIZE, eos_token_id=EOS).save_pretrained(project / "models/nano")
+    random = np.random.default_rng(0)
+    for number in range(60):
+        path = project / f"data/raw/{number}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(" ".join(random.choice(words, random.integers(3, 90))))
+    for stage in ("organize", "extract", "download", "pack"):
+        project.run("python", "-m", f"stages.{stage}")
+
+
+def attempt(name: str, project: Project, ranks: Ranks) -> Finding:
+    """Take an architecture through the pipeline, in a copy of the base; changes the working directory."""
+    config = transformers.AutoConfig.for_model(name)
+    small = config if config.is_encoder_decoder else small_config(config)
+    if small is None:
+        return Finding(name, "left", reason="no small model with its default config computes")
+    small.eos_token_id = small.get_text_config().eos_token_id = EOS
+    small.save_pretrained(project / "models/nano")
+    os.chdir(project.path)
+    try:
+        manifest = download.describe(load_params(download.DownloadParams))
+    except StageError as error:
+        return Finding(name, "refused", reason=str(error).partition(": ")[2])
+    manifest.write()
+    run_stage(plan)
+    killed = project.copy(project.path.with_name("killed"))
+    output = train(ranks, project)
+    train(ranks, killed, f"kill rank 1 at step {STEPS - 1}", [None, KILLED])
+    resumed = train(ranks, killed)
+    assert "resuming from step" in resumed, resumed
+    assert weights(killed, STEPS) == weights(project, STEPS), "the resumed training has other weights"
+    run_stage(launch)  # of a training that has finished: it writes what the next stages read
+    run_stage(consolidate)
+    with one_rank():
+        evaluated = evaluate.evaluate(
+            load_params(evaluate.EvaluateParams), load_params(evaluate.EvaluateRuntime, "runtime"),
+            lambda request, _: measure.measure(request, Heartbeat()),
+        )  # fmt: skip
+    assert evaluated.validation
+    rows = history.read(newest_checkpoint(project, STEPS) / "history.tsv")
+    untrained, trained = history.series(rows, "validation_loss")[1]
+    assert trained != untrained, "the training changes nothing"
+    alone = loss_of_each_document()
+    difference = max(abs(trained - alone), abs(evaluated.validation.loss - alone)) / alone
+    finding = Finding(
+        name, attention=found(r", attention (\w+),", output), loss=found(r", loss (\w+),", output),
+        padding=found(r"(\d+%) of the tokens that are computed are padding", output),
+        parameters=manifest.num_parameters, difference=difference,
+        reason=found(r"attention: padded, because (.*);", output),
+    )  # fmt: skip
+    assert difference <= TOLERANCE, f"the loss differs by {difference:.1e} from that of each document alone"
+    return finding
+
+
+def train(ranks: Ranks, project: Project, faults: str = "", expected: Sequence[int | None] = (0, 0)) -> str:
+    ranks.start(project, faults)
+    statuses, output = ranks.wait()
+    errors = re.findall(r"^(?:error: |\w*Error: ).*", output, re.MULTILINE) or [output]
+    for status, wanted in zip(statuses, expected, strict=True):
+        assert wanted in (None, status), errors[0]
+    return output
+
+
+def run_stage(stage: Any) -> None:
+    sys.argv = [stage.__name__]
+    with redirect_stdout(sys.stderr):
+        stage.main()
+
+
+def found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return match[1] if match else ""
+
+
+@torch.no_grad()
+def loss_of_each_document() -> float:
+    """The loss of the exported model, as transformers computes it, of one document at a time, over all tokens."""
+    model = transformers.AutoModelForCausalLM.from_pretrained("outputs/test/model", dtype=torch.float32).eval()
+    rows = TokenRows(VALIDATION)
+    nats, count = 0.0, 0
+    for row in rows.rows(rows.spread(load_params(launch.TrainParams).eval_rows)):
+        for document in np.split(row, np.flatnonzero(row == EOS) + 1):
+            if len(document) > 1:
+                tokens = torch.from_numpy(document)[None].long()
+                logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+                nats += float(torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum"))
+                count += len(document) - 1
+    return nats / count
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """This process as a process group of its own, for `evaluate`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def attempt_in_fork(name: str, base: Project, ranks: Ranks, log: Path) -> Finding:
+    """With limits of time and memory."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as scratch:
+        receiver, sender = context.Pipe(duplex=False)
+
+        def work() -> None:
+            with log.open("w") as file:
+                for standard in (1, 2):
+                    os.dup2(file.fileno(), standard)
+            try:
+                finding = attempt(name, base.copy(Path(scratch, "project")), ranks)
+            except BaseException as error:  # whatever it is, it is what the table says
+                traceback.print_exc()
+                finding = Finding(name, "left", reason=f"{type(error).__name__}: {one_line(error)}")
+            sender.send(finding)
+
+        process = context.Process(target=work)
+        process.start()
+        try:
+            finding = Finding(name, "left", reason=f"takes more than {SECONDS} s")
+            if receiver.poll(SECONDS):
+                finding = receiver.recv()
+        finally:
+            process.kill()
+            process.join()
+        if finding.status == "left":  # a training may be under way
+            ranks.restart()
+        return finding
+
+
+def write_table(findings: list[Finding]) -> None:
+    """Replace the table in docs/models.md."""
+    kinds = {kind: [each for each in findings if each.status == kind] for kind in ("trained", "refused", "left")}
+    number = len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    lines = [
+        f"transformers {transformers.__version__}, on a CPU in fp32: of {number} types, {len(findings)} were tried. "
+        f"{len(kinds['trained'])} are trained with their documents apart, {len(kinds['refused'])} are refused for what "
+        f"they are, and {len(kinds['left'])} are left.", "",
+        "| type | attention | padding | loss | difference |", "|---|---|---|---|---|",
+        *(f"| {each.name} | {each.attention} | {each.padding} | {each.loss} | {each.difference:.0e} |"
+          for each in kinds["trained"]), "",
+    ]  # fmt: skip
+    for kind, title in (("refused", "refused, because"), ("left", "left, because")):
+        lines += [f"| type | {title} |", "|---|---|"]
+        lines += [f"| {each.name} | {' '.join(each.reason.split())[:160].replace('|', '/')} |" for each in kinds[kind]]
+        lines.append("")
+    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+    DOCUMENT.write_text("\n".join([before + BEGIN, "", *lines, END]) + rest.partition(END)[2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="which to try first")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many, and continue at the next run")
+    args = parser.parse_args()
+    end = time.monotonic() + 60 * args.minutes
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    path = OUTPUT / "findings.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    tried = {each.name: each for each in (Finding(**json.loads(line)) for line in lines)}
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))  # of each process from now on
+    with tempfile.TemporaryDirectory() as directory:
+        base, ranks = Project(Path(directory, "base")), Ranks(Path(directory))
+        base.path.mkdir()
+        make_base(base)
+        for name in dict.fromkeys([*args.names, *sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]):
+            if name in tried or time.monotonic() > end:
+                continue
+            finding = tried[name] = attempt_in_fork(name, base, ranks, OUTPUT / f"{name}.log")
+            with path.open("a") as file:
+                file.write(json.dumps(asdict(finding)) + "\n")
+            print(name, finding.status, finding.attention, finding.reason[:150], flush=True)
+        ranks.close()
+    write_table(sorted(tried.values(), key=lambda each: each.name))
+
+
+if __name__ == "__main__":
+    main()
