@@ -196,12 +196,12 @@ def test_a_peer_that_fails_is_its_row(tmp_path: Path, monkeypatch: pytest.Monkey
         programs: dict[str, Any], first: int, size: int, num_turns: int, errors: dict[str, str]
     ) -> tuple[dict[str, list[float]], dict[str, Any]]:
         errors |= dict.fromkeys([BARE, TRAINER], "CUDA out of memory")
-        return {OURS: [2.0] * num_turns}, {OURS: argparse.Namespace(cpu_times=[0.0, 1.0], peak=3.0)}
+        return {OURS: [2.0] * num_turns}, {OURS: argparse.Namespace(cpu_times=[0.0, 1.0])}
 
     monkeypatch.setattr(comparisons, "in_turns", in_turns)
     bench: Any = argparse.Namespace(
         args=argparse.Namespace(log_freq=5, rounds=4, precision="bf16"), tokens_per_step=100,
-        history_losses=lambda size: [1.0],
+        history_losses=lambda size: [1.0], peak_gib=lambda: 3.0,
     )  # fmt: skip
     errors: dict[str, str] = {}
     rows = comparisons.speed(bench, [OURS, BARE, TRAINER], errors)

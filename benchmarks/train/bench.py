@@ -150,3 +150,8 @@ class Bench:
         with (self.directory(experiment) / outputs.HISTORY).open() as file:
             losses = [float(row["loss"]) for row in csv.DictReader(file, delimiter="\t") if row["loss"]]
         return [statistics.mean(losses[start : start + log_freq]) for start in range(0, len(losses), log_freq)]
+
+    def peak_gib(self, experiment: str = "bench") -> float:
+        """The peak of memory of the pipeline's last training, of rank 0."""
+        with (self.directory(experiment) / outputs.SPEED).open() as file:
+            return max(float(row["memory_peak_gib"]) for row in csv.DictReader(file, delimiter="\t"))

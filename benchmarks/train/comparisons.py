@@ -114,7 +114,8 @@ def speed(
     rows: dict[str, dict[str, float | None]] = {}
     for name, values in seconds.items():
         rate = size * bench.tokens_per_step / statistics.median(values)
-        rows[name] = {"tokens/s": rate, "MFU": mfu(bench, rate), "peak GiB of rank 0": trainings[name].peak}
+        peak = bench.peak_gib() if name == OURS else trainings[name].peak
+        rows[name] = {"tokens/s": rate, "MFU": mfu(bench, rate), "peak GiB of rank 0": peak}
         if BARE in seconds:  # it may have failed
             ratios = [other / value for value, other in zip(values, seconds[BARE], strict=True)]
             low, middle, high = statistics.quantiles(ratios, n=4)
@@ -150,7 +151,8 @@ def mfu(bench: "Bench", rate: float) -> float | None:
 
 def checkpoints(bench: "Bench") -> dict[str, dict[str, float | None]]:
     """What a checkpoint costs the training: the time of some steps with one, less that of as many without."""
-    size, num_turns = max(bench.args.ckpt_freq, steps_of_a_save(bench)), bench.args.rounds
+    freq, num_turns = bench.args.ckpt_freq, bench.args.rounds
+    size = min(max(freq, steps_of_a_save(bench)), 10 * freq)  # where a step takes milliseconds, enough is enough
 
     def start(experiment: str, **runtime: Any) -> "Callable[[], Training]":
         return lambda: bench.start_ours(size * (num_turns + 2), experiment, log_freq=size, **runtime)

@@ -13,7 +13,8 @@ import psutil
 
 from stages.base.process import die_with_parent
 
-LINE = re.compile(r"step (\d+)/\d+ .*peak ([\d.]+) GiB")
+LINE = re.compile(r"step (\d+)/\d+ (?:.*peak ([\d.]+) GiB)?")
+"""Of a step. The pipeline's own has no peak: `Bench.peak_gib` reads it."""
 
 
 class Training:
@@ -96,7 +97,7 @@ class Training:
         line = self._process.stdout.readline()
         if match := LINE.search(line):
             self.lines[int(match[1])] = time.perf_counter() - self._start
-            self.peak = max(self.peak, float(match[2]))
+            self.peak = max(self.peak, float(match[2] or 0))
         elif line.startswith("load "):
             self.loads.append(json.loads(line.removeprefix("load ")))
         elif line.startswith("losses "):
