@@ -45,6 +45,8 @@ _FP32 = 4
 _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
 """Bytes per parameter of the optimizer state; in 8 bits, 256 values share a scale."""
 
+SLOW_FP32 = "precision fp32 uses a small part of a GPU, which is made for bf16"
+
 _LEAST_HELD_OUT = 0.02
 """Part of the rows below which a warning says so."""
 _MUCH_PADDING = 0.3
@@ -192,7 +194,7 @@ def measure_memory(
             f"{params.total_batch_size} rows per step"
         )
     try:
-        peak = peak_memory.measure(model, chosen, num_ranks, seq_length, rows=rows)
+        peak = peak_memory.measure(model, chosen, num_ranks, seq_length, rows=rows, device_memory=limit)
         table = peak_memory.make_table(model, chosen, num_ranks, seq_length, limit, rows) if limit else {}
     except peak_memory.ERRORS as error:
         state = _state_bytes(params, model.num_parameters) / size
@@ -202,6 +204,8 @@ def measure_memory(
             f"ranks need {format_gib(state)}, and what comes on top is not known"
         )
         return None, {}
+    if limit and params.precision == "fp32":
+        print(f"plan: {SLOW_FP32}: set precision to bf16")
     print(f"plan: each of {num_ranks} ranks needs {peak.describe()}, with {settings}")
     if limit:
         print(f"plan: GiB of each rank by activation_checkpointing and batch_size; !: too much for {format_gib(limit)}")

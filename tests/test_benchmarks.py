@@ -1,11 +1,16 @@
 """The benchmarks of the training measure what they claim, and compare programs that do the same work."""
 
+import argparse
 import csv
+import importlib.util
+import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,7 @@ import psutil
 import pytest
 
 from stages.base.history import HISTORY
-from tests.project import REPO, Project
+from tests.project import REPO, Project, wait_for
 from tests.ranks import Ranks
 from tests.trainings import newest_checkpoint
 
@@ -45,7 +50,7 @@ RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "
 @pytest.mark.slow
 def test_the_steps_that_are_timed_are_those_of_a_training(training: Project, ranks: Ranks, tmp_path: Path) -> None:
     """They have its losses, with documents and without."""
-    from benchmarks.gpu.steps import RESULT
+    from benchmarks.gpu.results import RESULT
 
     training.set(lr_schedule="constant", warmup_steps=0, max_steps=5)
     settings: dict[str, dict[str, Any]] = {
@@ -86,8 +91,8 @@ def test_the_report_names_what_is_reached_missing_and_failed(tmp_path: Path) -> 
     from benchmarks.gpu.results import Results
 
     best = "varlen, fused, batch 8, compiled"
-    about = {"device": "a GPU", "best": best, "code": "1"}
-    results = Results(tmp_path / "results.json", about)
+    about, stamp = {"arguments": "", "best": best}, {"device": "a GPU", "code": "1"}
+    results = Results(tmp_path / "results.json", about, stamp)
     losses = [6.0, 5.0]
     results.add(
         "steps",
@@ -119,11 +124,24 @@ def test_the_report_names_what_is_reached_missing_and_failed(tmp_path: Path) -> 
     text = report(results, planned)
     assert "- steps: flex: no flex" in text
     assert "- resume: deterministic" in text
-    # Stored, unless the code has changed; what failed is measured again.
-    stored = Results(tmp_path / "results.json", about)
-    assert {part: stored.rows(part) for part in stored.parts} == {part: results.rows(part) for part in results.parts}
-    assert stored.missing("steps", [best, "flex"]) == ["flex"]
-    assert Results(tmp_path / "results.json", {**about, "code": "2"}).parts == {}
+    # Other code continues: what is stored stays, is marked, and is not compared with what it measures itself.
+    other = Results(tmp_path / "results.json", about, {**stamp, "code": "2"})
+    assert {part: other.rows(part) for part in other.parts} == {part: results.rows(part) for part in results.parts}
+    assert other.missing("steps", [best, "flex", "eager"]) == ["eager"]
+    assert other.failed("steps", [best, "flex", "eager"]) == ["flex"]
+    other.add("steps", f"{best}, no documents", {"tokens/s": 1.0, "MFU": 0.6, "peak GiB": 9.0, "losses": losses})
+    text = report(other, planned)
+    assert f"| {best} [1] | 970 |" in text
+    assert f"| {best}, no documents | 1 |" in text
+    assert "- [1] device a GPU, code 1" in text
+    assert "- steps: flex [1]: no flex" in text
+    assert "| MFU with documents, as in PaLM: at least 55 % | 56.0% [1] | yes |" in text
+    assert "of those without: at least 97 % | | not measured |" in text
+    # Only what is asked for is thrown away, and results of another model are never mixed with these.
+    fresh = Results(tmp_path / "results.json", about, stamp, fresh=["steps"])
+    assert fresh.parts.keys() == {"matrix", "predicted"}
+    with pytest.raises(SystemExit, match="use another --results, or throw them away with --fresh"):
+        Results(tmp_path / "results.json", {**about, "arguments": "params 8B"}, stamp, fresh=["steps"])
 
 
 def cmdline(process: psutil.Process) -> list[str]:
@@ -133,12 +151,82 @@ def cmdline(process: psutil.Process) -> list[str]:
         return []
 
 
+HIDDEN = """
+import os, sys
+from importlib.machinery import PathFinder
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        is_hidden = name.split(".")[0] in os.environ["HIDDEN"].split()
+        return None if is_hidden else super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+def test_a_missing_package_costs_its_part_alone(tmp_path: Path) -> None:
+    """With torch, transformers and what these need, all checks of the machine pass; the rest says what it misses."""
+    (tmp_path / "sitecustomize.py").write_text(HIDDEN)
+    names = "pydantic pyarrow psutil msgspec dvc datasets accelerate hypothesis"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path), "HIDDEN": names}
+    work, results = tmp_path / "work", tmp_path / "results"
+    command = [sys.executable, "-m", "benchmarks.gpu", *TINY.split(), "--work", str(work), "--results", str(results)]
+    found = subprocess.run([*command, "--first", "4"], cwd=REPO, env=environment, text=True, capture_output=True)
+    assert found.returncode == 1, found.stdout + found.stderr
+    parts = json.loads((results / "results.json").read_text())["parts"]
+    assert parts["smoke"].keys() == {"products", "allocator", "communication", "one step"}
+    assert not [row for row in parts["smoke"].values() if "error" in row]
+    for part in ("steps", "tests", "large", "predicted", "checkpoints", "resume", "matrix"):
+        for row in parts[part].values():
+            assert re.search(r"No module named '(pydantic|psutil)'", row["error"]), part
+    assert "accelerate is not installed" in parts["programs"]["(c) Trainer"]["error"]
+    assert {path.name for path in results.iterdir()} == {"results.json", "table.md", "log.txt"}
+    # Without what makes tests faster or guards them, they run.
+    environment["HIDDEN"] = "xdist pytest_timeout hypothesis"
+    found = subprocess.run([*command, "--only", "tests"], cwd=REPO, env=environment, text=True, capture_output=True)
+    assert found.stdout.count("skipped 1") > 20, found.stdout + found.stderr
+
+
+def test_a_peer_that_fails_is_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the bare loop, with which all others are compared."""
+    from benchmarks.train import comparisons
+    from benchmarks.train.comparisons import BARE, OURS, TRAINER
+
+    def in_turns(
+        programs: dict[str, Any], first: int, size: int, num_turns: int, errors: dict[str, str]
+    ) -> tuple[dict[str, list[float]], dict[str, Any]]:
+        errors |= dict.fromkeys([BARE, TRAINER], "CUDA out of memory")
+        return {OURS: [2.0] * num_turns}, {OURS: argparse.Namespace(cpu_times=[0.0, 1.0], peak=3.0)}
+
+    monkeypatch.setattr(comparisons, "in_turns", in_turns)
+    bench: Any = argparse.Namespace(
+        args=argparse.Namespace(log_freq=5, rounds=4, precision="bf16"), tokens_per_step=100,
+        history_losses=lambda size: [1.0],
+    )  # fmt: skip
+    errors: dict[str, str] = {}
+    rows = comparisons.speed(bench, [OURS, BARE, TRAINER], errors)
+    assert rows == {OURS: {"tokens/s": 250.0, "MFU": None, "peak GiB of rank 0": 3.0}}
+    assert errors.keys() == {BARE, TRAINER}
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 0), (0.5, 1), (8.0, 12)])
+def test_saves_are_as_far_apart_as_they_take(seconds: float, expected: int) -> None:
+    """A save of 8 s in a training with a step a second: at least 12 steps lie between two."""
+    from benchmarks.train.comparisons import steps_of_a_save
+
+    lines = {step: step + seconds * (step // 2) for step in range(1, 10)}
+    training = argparse.Namespace(lines=lines, until=lambda step: 0.0, stop=lambda: None)
+    bench: Any = argparse.Namespace(start_ours=lambda *_, **__: training, remove_checkpoints=lambda: None)
+    assert steps_of_a_save(bench) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_all_of_the_gpu_benchmark_runs_and_continues(tmp_path: Path) -> None:
-    """On CPUs, at a tiny size: what a CPU cannot do is named, and the second run measures what the first did not."""
-    pytest.importorskip("accelerate")
-    command = [sys.executable, "-m", "benchmarks.gpu", *TINY.split(), "--steps", "2", "--work", str(tmp_path)]
+    """On CPUs, at a tiny size, and ended in each part: what was measured stays, and what a CPU cannot do is named."""
+    results = tmp_path / "results"
+    options = f"{TINY} --steps 2 --work {tmp_path / 'work'} --results {results}"
+    command = [sys.executable, "-m", "benchmarks.gpu", *options.split()]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
     def run(*arguments: str, status: int) -> str:
@@ -146,21 +234,36 @@ def test_all_of_the_gpu_benchmark_runs_and_continues(tmp_path: Path) -> None:
         assert found.returncode == status, found.stdout + found.stderr
         return found.stdout
 
+    def stored() -> dict[str, dict[str, Any]]:
+        parts: dict[str, dict[str, Any]] = json.loads((results / "results.json").read_text())["parts"]
+        assert (results / "table.md").read_text().startswith("# On GPUs")
+        return parts
+
     assert "run the same command again to measure the rest" in run("--minutes", "0.5", "--only", "steps", status=0)
-    # torchrun starts ranks in process groups of their own, which no signal to its own group reaches.
-    assert not [process for process in psutil.process_iter() if str(tmp_path) in " ".join(cmdline(process))]
-    run("--only", "tests", "steps", "--first", "2", status=0)
-    first = json.loads((tmp_path / "results.json").read_text())["parts"]
-    assert first["tests"]["tests/gpu"]["skipped"] > 20  # without an error
-    assert len(first["steps"]) == 2
-    output = run(status=1)
-    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
-    for part, rows in first.items():
-        assert rows.items() <= parts[part].items()
-    errors = {name for rows in parts.values() for name, row in rows.items() if "error" in row}
+    run("--only", "smoke", "tests", "steps", "--first", "2", status=0)
+    before = stored()
+    assert len(before["smoke"]) == len(before["steps"]) == len(before["tests"]) == 2
+    parts = ("smoke", "steps", "tests", "large", "predicted", "programs", "checkpoints", "resume", "matrix")
+    for part, number in zip(parts, itertools.cycle([signal.SIGKILL, signal.SIGTERM])):
+        log = (results / "log.txt").read_text()
+        process = subprocess.Popen([*command, "--only", part], cwd=REPO, env=environment, stdout=subprocess.DEVNULL)
+        wait_for(lambda log=log, part=part: f"== {part}" in (results / "log.txt").read_text()[len(log) :])
+        time.sleep(4)  # something of it runs
+        process.send_signal(number)
+        assert process.wait(60) == (130 if number == signal.SIGTERM else -signal.SIGKILL), part
+        # torchrun starts ranks in process groups of their own, which no signal to its own group reaches.
+        wait_for(lambda: not [each for each in psutil.process_iter() if str(tmp_path) in " ".join(cmdline(each))])
+        for name, rows in before.items():
+            assert rows.items() <= stored()[name].items(), part
+        before = stored()
+    output = run("--minutes", "60", status=1)
+    for part, rows in before.items():
+        assert rows.items() <= stored()[part].items()
+    errors = {name for rows in stored().values() for name, row in rows.items() if "error" in row}
     assert errors
-    assert all("flex" in name or "fp8" in name for name in errors), errors
-    assert parts["resume"]["deterministic"]["same bits"] == 1
+    impossible = ("flex", "fp8", *([] if importlib.util.find_spec("accelerate") else ["(c) Trainer"]))
+    assert all(any(word in name for word in impossible) for name in errors), errors
+    assert stored()["resume"]["deterministic"]["same bits"] == 1
     assert "Not measured yet" not in output
     assert "| tokens/s, of the bare loop: over 100 % |" in output
     assert "flex, fused, batch 2: " in output.split("Failed:")[1]

@@ -268,6 +268,14 @@ def test_fewer_gpus_than_ranks_and_one_that_does_not_compute(monkeypatch: pytest
     assert "computes on 1 GPUs (H100)" in oks(lambda: accelerators.check_gpus(1))
 
 
+def test_fp32_on_a_gpu_is_named(ready: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "made for bf16" not in diagnose("warning")
+    monkeypatch.setattr(accelerators, "device_type", lambda: "cuda")
+    assert "precision fp32 uses a small part of a GPU, which is made for bf16" in diagnose("warning")
+    ready.set(precision="bf16")
+    assert "made for bf16" not in diagnose("warning")
+
+
 @pytest.mark.parametrize(
     ("total", "is_upper_bound", "level"),
     [(90, False, "ok"), (96, False, "warning"), (101, False, "error"), (101, True, "warning")],

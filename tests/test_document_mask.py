@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -19,7 +20,7 @@ from stages.forward.attention import varlen_attention
 from stages.forward.batch import make_batch
 from stages.forward.document_mask import choose_attention
 from stages.forward.loss import loss_sum
-from stages.forward.small_copy import small_config
+from stages.forward.small_copy import rounding, small_config
 from tests.models import CONFIGS, CountedGraphs
 from tests.project import Project
 from tests.ranks import Ranks
@@ -61,6 +62,32 @@ def test_documents_are_computed_as_if_each_were_alone(name: str, attention: str)
 def test_rounding_is_no_difference(dtype: torch.dtype) -> None:
     assert refusal("gemma3_text", dtype=dtype) is None
     assert refusal("llama", mask=False, dtype=dtype) is None
+
+
+class Tf32(TorchDispatchMode):
+    """Round what is multiplied to 10 bits after the point, as a GPU does in TF32."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in ("mm", "attention")):
+            args = [
+                rounded(arg) if isinstance(arg, torch.Tensor) and arg.dtype == torch.float32 else arg for arg in args
+            ]
+        return func(*args, **kwargs or {})
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """To the next float32 whose last 13 bits are 0."""
+    return ((values.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+def test_tf32_is_no_difference(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As on a GPU, whose matrix products these are here."""
+    with Tf32():
+        assert "differ by" in str(refusal(name, "sdpa"))  # as rounding in fp32 it would be an error
+        monkeypatch.setattr("torch.get_float32_matmul_precision", lambda: "high")
+        monkeypatch.setattr(document_mask, "rounding", lambda dtype, device: rounding(dtype, "cuda"))
+        assert refusal(name, "sdpa") is None
 
 
 def without_window(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
@@ -170,7 +197,8 @@ def test_varlen_needs_no_value_of_a_tensor() -> None:
     batch = make_batch(torch.randint(0, 101, (2, 128)), 0, document_mask=True, lengths=True)
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="varlen")
-        loss_sum(model, {name: mode.from_tensor(tensor) for name, tensor in batch.items()}).backward()
+        fake = {name: mode.from_tensor(value) for name, value in batch.items() if name != "max_length"}
+        loss_sum(model, fake | {"max_length": batch["max_length"]}).backward()
         assert all(param.grad is not None for param in model.parameters())
 
 
@@ -185,9 +213,9 @@ def test_a_compiled_layer_with_varlen_is_not_compiled_again_for_other_documents(
             layer.compile(fullgraph=True, backend=graphs)
         model.zero_grad()
         for number, num_documents in enumerate((3, 60, 5, 9, 60, 20, 1)):
-            rows = torch.randint(1, 101, (2, 64), generator=torch.Generator().manual_seed(number))
-            rows[:, torch.arange(num_documents)] = 0
-            # By the third batch the number of documents is known to vary.
+            rows = torch.randint(1, 101, (2, 512), generator=torch.Generator().manual_seed(number))
+            rows[:, torch.arange(num_documents) * (512 // num_documents)] = 0
+            # By the third batch the number of documents and their greatest length are known to vary.
             with torch.compiler.set_stance("fail_on_recompile" if number > 1 else "default"):
                 loss = loss_sum(model, make_batch(rows, 0, document_mask=True, lengths=True))
             loss.backward()
@@ -249,6 +277,9 @@ def test_auto_is_tested_without_document_mask_too(tmp_path: Path, monkeypatch: p
     assert choose(tmp_path, mask=False, length=1024) == "varlen"
     monkeypatch.setattr(document_mask, "refusal", lambda _, name, *args: None if name == "flex" else "fails")
     assert choose_attention("auto", tmp_path, False, 1024, torch.bfloat16, "cuda").name == "flex"
+    monkeypatch.setattr(document_mask, "refusal", lambda _, name, *args: None if name in ("flex", "sdpa") else "fails")
+    assert choose_attention("auto", tmp_path, True, 1024, torch.bfloat16, "cuda").name == "flex"
+    assert choose_attention("auto", tmp_path, True, 1024, torch.float32, "cuda").name == "sdpa"
     monkeypatch.setattr(document_mask, "refusal", lambda *args: "fails")
     assert choose(tmp_path, mask=False) == "eager"
 

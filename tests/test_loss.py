@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from stages.base.errors import StageError
+from stages.forward import loss as loss_module
 from stages.forward.batch import make_batch
 from stages.forward.loss import fuse, logits, loss_sum, losses, obstacle_to_fuse, summed_loss
 from stages.forward.loss_probe import LossChoice, choose_loss
-from stages.forward.small_copy import small_config
+from stages.forward.small_copy import rounding, small_config
 from stages.training import sharded_model, sharding
 from stages.training.params import TrainParams
 from tests.models import CONFIGS, full_value, manifest_of
@@ -97,6 +99,32 @@ def test_the_loss_in_parts_is_as_exact_as_that_of_all_logits(dtype: torch.dtype,
             assert error < 1.4 * limit  # the gradient of fused hidden states is rounded once more
     with torch.no_grad():
         assert torch.equal(summed_loss(hidden, labels, weight, bias, num_logits=16 * 500), losses["fused"])
+
+
+@pytest.mark.parametrize(("memory", "expected"), [(24 * 2**30, 2**27), (79.2 * 2**30, 2**29), (None, 2**29)])
+def test_large_gpus_compute_more_of_the_loss_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, memory: float | None, expected: int
+) -> None:
+    """An H100 has 79.2 GiB. On CPUs nothing changes."""
+    with loss_module.assumed_device("cuda", memory):
+        assert loss_module._logits_at_a_time(torch.device("cpu")) == expected
+    if memory is not None:
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+        assert loss_module._logits_at_a_time(torch.device("cuda", 0)) == expected
+    assert loss_module._logits_at_a_time(torch.device("cpu")) == 2**23
+
+
+def test_what_rounds_as_tf32_is_compared_like_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.get_float32_matmul_precision", lambda: "high")
+    assert rounding(torch.float32, "cuda") == 2**-10
+    assert rounding(torch.float32, "cpu") == 2**-23  # the first test of a loss is exact
+    assert rounding(torch.bfloat16, "cuda") == 2**-7
+    model, computed = make_model(tiny("llama")), loss_module.LossHead.forward
+    batch = make_batch(torch.randint(0, 64, (2, 16)), eos_token_id=0, document_mask=False)
+    monkeypatch.setattr(loss_module.LossHead, "forward", lambda *inputs: 1.002 * computed(*inputs))
+    assert "changes logits" in str(obstacle_to_fuse(model, batch))
+    monkeypatch.setattr(loss_module, "rounding", lambda dtype, device: rounding(dtype, "cuda"))
+    assert obstacle_to_fuse(model, batch) is None
 
 
 def test_gradients_of_rare_tokens_do_not_vanish_in_fp16() -> None:

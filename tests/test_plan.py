@@ -37,8 +37,8 @@ from tests.models import CONFIGS, SIZES, manifest_of
 from tests.project import REPO, Project
 
 
-def measure(model: ModelManifest, params: TrainParams, *others: Any) -> PeakMemory:
-    return peak_memory.measure(model, peak_memory.choose(model, params), *others)
+def measure(model: ModelManifest, params: TrainParams, *others: Any, **named: Any) -> PeakMemory:
+    return peak_memory.measure(model, peak_memory.choose(model, params), *others, **named)
 
 
 ROWS = PackedTokens(digests={}, fingerprint="", num_rows=96, seq_length=32, sources={})
@@ -132,7 +132,7 @@ def test_the_table_ends_with_what_does_not_fit(
 ) -> None:
     share = {"none": 10, "full": 2}  # GiB of a row
 
-    def measure_row(manifest: ModelManifest, chosen: Chosen, *others: Any, rows: None) -> PeakMemory:
+    def measure_row(manifest: ModelManifest, chosen: Chosen, *others: Any, **named: Any) -> PeakMemory:
         params = chosen.params
         if params.activation_checkpointing not in share:
             raise {"selective": StageError, "selective_op": RuntimeError}[params.activation_checkpointing]("unsuitable")
@@ -187,6 +187,9 @@ def test_the_loss_is_computed_in_parts_as_large_as_on_the_device(params: TrainPa
     model = manifest_of(tmp_path, with_weights=False)
     cpu, gpu = (measure(model, params, 1, 1024, device).total for device in ("cpu", "cuda"))
     assert gpu - cpu > 0.9 * 4 * (2048 - 128) * 49152  # logits in fp32
+    small, large = (measure(model, params, 1, 8192, device_memory=size * GIB).total for size in (24, 80))
+    assert large - small > 0.9 * 4 * (8192 - 2048) * 49152
+    assert measure(model, params, 1, 8192).total == large
 
 
 def test_of_a_model_that_depends_on_values_the_state_is_printed(
@@ -232,6 +235,7 @@ def test_a_plan_is_the_same_on_each_machine(
     monkeypatch.setattr(peak_memory, "measure", lambda *_, **__: PeakMemory(2 * GIB, False, *[0] * 7))
     with pytest.raises(StageError, match=r"a GPU has 0.001 GiB \(plan.gpu_memory_gb\)"):
         plan.main()
+    assert capsys.readouterr().out.count("which is made for bf16: set precision to bf16") == 1
 
 
 def test_what_a_first_training_gets_wrong_is_a_warning(

@@ -87,6 +87,18 @@ def test_a_batch_restarts_positions_and_has_no_label_across_documents() -> None:
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize(
+    ("ends", "expected"), [([], 1000), ([600], 1000), ([400, 800], 512), ([*range(0, 1000, 9)], 128)]
+)
+def test_no_document_is_longer_than_the_length_that_kernels_are_given(ends: list[int], expected: int) -> None:
+    """A power of two, or that of a row."""
+    rows = torch.ones(2, 1000, dtype=torch.int32)
+    rows[:, ends] = 0
+    batch = make_batch(rows, 0, document_mask=True, lengths=True)
+    assert type(batch["max_length"]) is int  # the CPU waits for no GPU to know it
+    assert batch["cu_seq_lens"].diff().max() <= batch["max_length"] == expected
+
+
 def test_marks_say_what_is_trained_and_where_documents_begin() -> None:
     rows = torch.tensor([[5, 6, 0, 7, 8, 9, 0, 4]])  # 0 is also within a conversation, as the end of a turn
     trained, starts = (torch.tensor([[bool(int(bit)) for bit in bits]]) for bits in ("00100110", "10000100"))

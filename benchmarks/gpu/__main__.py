@@ -4,18 +4,23 @@
     python -m benchmarks.gpu --only tests steps
     python -m benchmarks.gpu --ranks 1 --params 1M --save-params 1M --seq-length 64 --precision fp32    tries it on CPUs
 
-tests        tests/gpu
+smoke        device, allocator, communication and a step, each alone; a minute, with torch and transformers alone
 steps        a step of the training on rows of documents: each attention with each loss, with activation checkpointing,
-             fp16, fp8, CPU offload, deterministic, compiled or not
-predicted    the peak of memory that `plan` predicts for those that are not compiled
+             fp16, fp8, CPU offload, deterministic, compiled or not; the first of them comes before the tests
+tests        tests/gpu, for a third of the time at most
+large        the same steps with a model of 8 billion parameters whose activations are computed again
+predicted    the peak of memory that `plan` predicts for those of `steps` that are not compiled
 programs     the pipeline, a bare FSDP2 loop and the Trainer of transformers, on the same rows, without a document mask
 checkpoints  what a synchronous and an asynchronous save cost, with a model of 400 million parameters
 resume       a training that is killed and resumed, compared with one that is not, deterministic or not, with this model
 matrix       a step with each attention x loss x compiled or not x batch size
 
-Each result is stored in --work at once. If a run ends before all is measured, the next one with the same arguments
-continues, unless the code or the device has changed. The tables are in table.md in that directory. The command needs no
-network and installs nothing: it uses the Python that runs it. Models and checkpoints need 40 GB of disk.
+Each result is stored at once. If a run ends before all is measured, the next one continues: first with what was never
+measured, then with what failed. Results of other code, devices or versions stay, and are marked in the table; --fresh
+throws away those of the parts that are measured. results.json, table.md and log.txt are all that is to be kept of a
+machine: with a copy of them as --results, another one continues. The command needs no network and installs nothing: it
+uses the Python that runs it, and what a missing package prevents is an error in the table. Models and checkpoints need
+40 GB of disk.
 """
 
 import argparse
@@ -33,22 +38,32 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import REPO
 from benchmarks.gpu.report import FORMATS, report
-from benchmarks.gpu.results import Results, Row
-from benchmarks.gpu.settings import best_setting, main_settings, matrix, name_of, predictable
-from benchmarks.gpu.steps import RESULT
-from benchmarks.train.bench import SHAPES, TORCHRUN, Bench
+from benchmarks.gpu.results import RESULT, Results, Row, Stamp, replace
+from benchmarks.gpu.settings import Settings, best_setting, large_settings, main_settings, matrix, name_of, predictable
+from benchmarks.gpu.smoke import CHECKS
 from benchmarks.train.comparisons import BARE, OURS, TRAINER, checkpoints, speed
+from benchmarks.train.job import SHAPES, TORCHRUN, llama
+from stages.base import process
 
-SETTING_LIMIT = 240
-"""Seconds after which a setting of `steps` counts as failed."""
+if TYPE_CHECKING:  # pydantic and pyarrow may be missing
+    from benchmarks.train.bench import Bench
+
+PARTS = ("smoke", "steps", "tests", "large", "predicted", "programs", "checkpoints", "resume", "matrix")
+TESTS = "tests/gpu"
+PYTEST = ["-m", "pytest", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
+"""Without what pyproject.toml asks for: where a plugin of pytest is missing, it would be an error."""
+SETTING_LIMIT, SMOKE_LIMIT, LARGE_LIMIT = 240, 60, 480
+"""Seconds after which a setting of `steps`, `smoke` or `large` counts as failed."""
+TESTS_SHARE = 1 / 3
+"""Of --minutes, after which the tests end."""
 STEPS, SAVED_EVERY, KILLED_AT = 16, 4, 10
 """Steps of the trainings that `resume` compares."""
 
@@ -64,105 +79,168 @@ class Session:
         self.args = args
         self.num_ranks: int = args.ranks or torch.cuda.device_count()
         main, others = (make(args.batch_sizes, args.precision) for make in (main_settings, matrix))
-        self.settings = main | others
+        large = large_settings(args.precision)
+        self.settings: Settings = main | others | large
         names = {
-            "tests": ["tests/gpu"],
+            "smoke": [*CHECKS],
             "steps": [*main],
+            "tests": collect() if "tests" in args.only else [],
+            "large": [*large],
             "predicted": [*predictable(main)],
             "programs": [OURS, BARE, TRAINER],
             "checkpoints": ["none", "synchronous", "asynchronous"],
             "resume": ["deterministic", "not deterministic"],
             "matrix": [name for name in others if name not in main],
         }
-        self.planned = {part: names[part][: args.first] for part in args.only}
-        args.work.mkdir(parents=True, exist_ok=True)
-        self.results = Results(args.work / "results.json", about(self))
+        self.planned = {part: names[part][: args.first] for part in PARTS if part in args.only}
+        for directory in (args.work, args.results):
+            directory.mkdir(parents=True, exist_ok=True)
+        self.log: Path = args.results.resolve() / "log.txt"
+        fresh = args.only if args.fresh else ()
+        self.results = Results(args.results / "results.json", about(args), stamp(self.num_ranks), fresh)
 
     def run(self) -> None:
-        """Measure what is missing, part after part; a part that fails is an error in the table."""
-        for part in self.planned:
-            if missing := self.results.missing(part, self.planned[part]):
-                try:
-                    getattr(self, part)(missing)
-                except SystemExit as error:
-                    for name in self.results.missing(part, missing):
-                        self.add(part, name, {"error": reason(str(error))})
+        """Measure what is missing, and then what has failed before."""
+        failed = {part: self.results.failed(part, names) for part, names in self.planned.items()}
+        # Before the tests, the one number that matters.
+        first = {part: self.planned.get(part, [])[:limit] for part, limit in (("smoke", None), ("steps", 1))}
+        for part, names in [*first.items(), *self.planned.items()]:
+            self.measure(part, self.results.missing(part, names))
+        for part, names in failed.items():
+            self.measure(part, names)
+
+    def measure(self, part: str, names: list[str]) -> None:
+        """Measure some things of a part; if it fails, those without a result have an error."""
+        if not names:
+            return
+        with self.log.open("a") as log:
+            log.write(f"\n== {part}: {', '.join(names)}\n")
+        try:
+            getattr(self, part)(names)
+        except (ImportError, SystemExit) as error:
+            with self.log.open("a") as log:
+                log.write(f"{error}\n")
+            for name in self.results.missing(part, names):
+                self.add(part, name, {"error": reason(str(error))})
 
     def add(self, part: str, name: str, result: Row) -> None:
         """Store and print a result."""
         self.results.add(part, name, result)
+        self.write_table()
         values = {column: value for column in FORMATS if (value := result.get(column)) is not None}
         numbers = ", ".join(f"{column} {FORMATS[column].format(value)}" for column, value in values.items())
         print(f"{part}: {name}: {result.get('error') or numbers}", flush=True)
 
-    def tests(self, missing: list[str]) -> None:
-        """Run tests/gpu, several at a time: their models are small."""
-        report, log = (self.args.work.resolve() / name for name in ("tests.xml", "tests.log"))
-        report.unlink(missing_ok=True)  # of a run before
-        num_processes = str(min(8, max(1, len(os.sched_getaffinity(0)) // 2)))
-        command = ["-m", "pytest", *missing, "-n", num_processes, "-p", "no:cacheprovider", f"--junitxml={report}"]
-        with log.open("w") as file, started(command, REPO, dict(os.environ), stdout=file, stderr=file) as process:
-            process.wait()
-        if not report.exists():
-            raise SystemExit(f"the tests did not start: see {log}")
-        [suite] = ElementTree.parse(report).getroot().iter("testsuite")
-        total, failed, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "skipped"))
-        failed += int(suite.get("errors", 0))
-        result: Row = {"passed": total - failed - skipped, "skipped": skipped}
-        if failed:  # an error, so that the next run repeats them
-            names = [
-                str(case.get("name"))
-                for case in suite.iter("testcase")
-                if case.find("failure") is not None or case.find("error") is not None
-            ]
-            result = {"error": f"{failed} of {total} failed, see {log}: {', '.join(names)}"}
-        self.add("tests", missing[0], result)
+    def write_table(self) -> None:
+        replace(self.args.results / "table.md", report(self.results, self.planned))
 
-    def steps(self, missing: list[str], part: str = "steps") -> None:
+    def smoke(self, names: list[str]) -> None:
+        """Check the machine, with as few packages as possible."""
+        command = [*self.torchrun(), "-m", "benchmarks.gpu.smoke"]
+        self.run_settings("smoke", command, {name: {} for name in names}, self.args.work, environment(), SMOKE_LIMIT)
+
+    def tests(self, names: list[str]) -> None:
+        """Run tests, several at a time where that is possible: their models are small."""
+        command = [*PYTEST, "-p", "benchmarks.gpu.outcomes", "--capture=sys", *names]
+        if importlib.util.find_spec("xdist"):
+            command += ["-n", str(min(8, max(1, len(os.sched_getaffinity(0)) // 2)))]
+        seconds, unfinished = 60 * self.args.minutes * TESTS_SHARE, set[str]()
+        start = self.log.stat().st_size
+        with (
+            self.log.open("a") as log,
+            started(command, REPO, environment(), stdout=subprocess.PIPE, stderr=log, text=True) as child,
+            killed_after(child, seconds),
+        ):
+            for line in child.stdout or ():
+                if not line.startswith(RESULT):
+                    log.write(line)
+                    continue
+                result = json.loads(line.removeprefix(RESULT))
+                name = result.pop("name")
+                if "started" in result:
+                    unfinished.add(name)
+                else:
+                    unfinished.discard(name)
+                    self.add("tests", name, result)
+            status = child.wait()
+        for name in unfinished:
+            self.add("tests", name, {"error": f"it had not ended when the tests ended, after {seconds:.0f} s at most"})
+        if status not in (0, 1, -signal.SIGKILL):  # 1: tests have failed
+            raise SystemExit(reason(self.log_from(start)))
+
+    def steps(self, names: list[str], part: str = "steps") -> None:
         """Time steps with each setting, in a process of all those that may share one."""
-        torchrun = [*TORCHRUN, f"--nproc-per-node={self.num_ranks}"]
+        shape = self.args.large_params if part == "large" else self.args.params
+        command = [*self.torchrun(), "-m", "benchmarks.gpu.steps", "measure"]
         for is_deterministic in (False, True):  # of a process, not of a step
-            names = [name for name in missing if self.settings[name].get("deterministic", False) == is_deterministic]
-            self.run_settings(part, [*torchrun, "-m", "benchmarks.gpu.steps", "measure"], names)
+            chosen = [name for name in names if self.settings[name].get("deterministic", False) == is_deterministic]
+            self.run_in_project(part, command, chosen, shape)
 
-    def matrix(self, missing: list[str]) -> None:
+    def large(self, names: list[str]) -> None:
+        """The same with a model that may be too large for this machine."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **llama(self.args.large_params, 1)))
+        needed = 16 * sum(param.numel() for param in model.parameters())
+        if torch.cuda.is_available() and needed > self.num_ranks * torch.cuda.mem_get_info()[1]:
+            raise SystemExit(f"weights, gradients and AdamW need {needed / 2**30:.0f} GiB: more than these GPUs have")
+        self.steps(names, "large")
+
+    def matrix(self, names: list[str]) -> None:
         """The same with those settings that are not in `steps`."""
-        self.steps(missing, "matrix")
+        self.steps(names, "matrix")
 
-    def predicted(self, missing: list[str]) -> None:
+    def predicted(self, names: list[str]) -> None:
         """Predict the memory of each setting, without the GPU."""
-        self.run_settings("predicted", ["-m", "benchmarks.gpu.steps", "predict"], missing)
+        self.run_in_project("predicted", ["-m", "benchmarks.gpu.steps", "predict"], names, self.args.params)
 
-    def run_settings(self, part: str, command: list[str], names: list[str]) -> None:
-        """Start a process for some settings, and another one for the rest where it fails at one of them."""
-        with closing(self.bench(self.args.params)) as bench:
-            bench.write_params()
-            job = bench.project / "settings.json"
-            while names:
+    def torchrun(self) -> list[str]:
+        """Arguments of Python that start a module in each rank."""
+        return [*TORCHRUN, f"--nproc-per-node={self.num_ranks}"]
+
+    def run_in_project(self, part: str, command: list[str], names: list[str], shape: str) -> None:
+        """`run_settings` in the project of a model."""
+        if names:
+            with closing(self.bench(shape)) as bench:
+                bench.write_params()
                 settings = {name: self.settings[name] for name in names}
-                job.write_text(json.dumps({
-                    "settings": settings, "num_ranks": self.num_ranks, "seq_length": self.args.seq_length,
-                    "steps": self.args.steps,
-                }))  # fmt: skip
-                log = job.with_suffix(".log")
-                with (
-                    log.open("w") as errors,
-                    started([*command, str(job)], bench.project, bench.environment, stdout=subprocess.PIPE,
-                            stderr=errors, text=True) as process,
-                ):  # fmt: skip
-                    for result in results_of(process):
-                        self.add(part, result.pop("name"), result)
-                    status = process.wait()
-                names = self.results.missing(part, names)
-                if names and status == 0:
-                    raise SystemExit(f"{' '.join(command)} has measured nothing: see {log}")
-                if names:
-                    is_killed = status == -signal.SIGKILL
-                    error = f"killed after {SETTING_LIMIT} s" if is_killed else reason(log.read_text(errors="replace"))
-                    self.add(part, names[0], {"error": error})
-                    names = names[1:]
+                limit = LARGE_LIMIT if part == "large" else SETTING_LIMIT
+                self.run_settings(part, command, settings, bench.project, bench.environment, limit)
 
-    def programs(self, missing: list[str]) -> None:
+    def run_settings(
+        self, part: str, command: list[str], settings: Settings, directory: Path, variables: dict[str, str], limit: int
+    ) -> None:
+        """Start a process for some settings, and another one for the rest where it fails at one of them."""
+        args, job = self.args, directory.resolve() / "settings.json"
+        while settings:
+            job.write_text(json.dumps({
+                "settings": settings, "num_ranks": self.num_ranks, "seq_length": args.seq_length, "steps": args.steps,
+                "shape": args.params, "batch_size": max(args.batch_sizes), "precision": args.precision,
+            }))  # fmt: skip
+            start = self.log.stat().st_size
+            with (
+                self.log.open("a") as errors,
+                started([*command, str(job)], directory, variables, stdout=subprocess.PIPE, stderr=errors,
+                        text=True) as child,
+            ):  # fmt: skip
+                for result in results_of(child, limit):
+                    name = result.pop("name")
+                    self.add(part, name, result)
+                    settings = {other: values for other, values in settings.items() if other != name}
+                status = child.wait()
+            if settings and status == 0:
+                raise SystemExit(f"{' '.join(command)} has measured nothing: see {self.log}")
+            if settings:
+                name = next(iter(settings))
+                is_killed = status == -signal.SIGKILL
+                error = f"killed after {limit} s" if is_killed else reason(self.log_from(start))
+                self.add(part, name, {"error": error})
+                settings = {other: values for other, values in settings.items() if other != name}
+
+    def log_from(self, start: int) -> str:
+        """What was written to the log since it had `start` bytes."""
+        return self.log.read_bytes()[start:].decode(errors="replace")
+
+    def programs(self, names: list[str]) -> None:
         """Compare the pipeline with other programs; all of them again, because they are compared within a run."""
         programs = [OURS, BARE, TRAINER]
         if importlib.util.find_spec("accelerate") is None:
@@ -173,18 +251,17 @@ class Session:
                 self.add("programs", name, row)
             for name, error in errors.items():
                 self.add("programs", name, {"error": reason(error)})
-            bench.remove_checkpoints()
 
-    def checkpoints(self, missing: list[str]) -> None:
+    def checkpoints(self, names: list[str]) -> None:
         """What saving costs."""
         with closing(self.bench(self.args.save_params)) as bench:
             for name, row in checkpoints(bench).items():
                 self.add("checkpoints", name, row)
             bench.remove_checkpoints()
 
-    def resume(self, missing: list[str]) -> None:
+    def resume(self, names: list[str]) -> None:
         """Compare a training that was killed and resumed with one that was not."""
-        for name in missing:
+        for name in names:
             with closing(self.bench(self.args.save_params)) as bench:
                 params = {"deterministic": name == "deterministic", "document_mask": True}
                 bench.remove_checkpoints()
@@ -204,70 +281,102 @@ class Session:
             difference = max(abs(a - b) for a, b in zip(found[1], expected[1], strict=True))
             self.add("resume", name, {"same bits": float(found[0] == expected[0]), "losses differ by": difference})
 
-    def bench(self, shape: str) -> Bench:
+    def bench(self, shape: str) -> "Bench":
         """The project with the model of a shape, which is made where there is none."""
+        from benchmarks.train.bench import Bench
+
         args = self.args
         directory = args.work / f"{shape}-{args.seq_length}-{args.megabytes}"
         directory.mkdir(exist_ok=True)
-        return Bench(directory, argparse.Namespace(
+        bench = Bench(directory, argparse.Namespace(
             params=shape, seq_length=args.seq_length, batch_size=max(args.batch_sizes), precision=args.precision,
             compile=not args.eager, rounds=4, log_freq=5, ckpt_freq=args.ckpt_freq, ranks=self.num_ranks, threads=None,
             megabytes=args.megabytes,
-        ))  # fmt: skip
+        ), has_weights=shape in (args.params, args.save_params))  # fmt: skip
+        bench.remove_checkpoints()  # of a run that was ended
+        return bench
 
 
-def about(session: Session) -> dict[str, Any]:
-    """What the results depend on: others are thrown away."""
-    args, device = session.args, "CPU"
+def about(args: argparse.Namespace) -> dict[str, str]:
+    """What all results have in common."""
+    names = ("params", "save_params", "large_params", "seq_length", "batch_sizes", "precision", "eager", "steps",
+             "ckpt_freq", "megabytes")  # fmt: skip
+    return {
+        "arguments": ", ".join(f"{name} {getattr(args, name)}" for name in names),
+        "best": name_of(best_setting(args.batch_sizes, args.precision), args.precision),
+    }
+
+
+def stamp(num_ranks: int) -> Stamp:
+    """What measures: results with another stamp are marked in the table."""
+    device, driver = f"CPU, ranks: {num_ranks}", "none"
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        device = f"{session.num_ranks} x {torch.cuda.get_device_name()}, {memory:.1f} GiB"
+        device, driver = f"{num_ranks} x {torch.cuda.get_device_name()}, {memory:.1f} GiB", "unknown"
         if shutil.which("nvidia-smi"):
             query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-            device += f", driver {subprocess.check_output(query, text=True).split()[0]}"
+            driver = subprocess.run(query, text=True, capture_output=True).stdout.partition("\n")[0]
     digest = hashlib.sha256()
     sources = (path for name in ("benchmarks", "stages", "tests") for path in (REPO / name).rglob("*.py"))
     for path in [REPO / "params.yaml", *sorted(sources)]:
         digest.update(path.read_bytes())
-    # Those that say where, how long and what to measure change no result.
-    values = {name: value for name, value in vars(args).items() if name not in ("work", "minutes", "only", "first")}
     return {
         "device": device,
+        "driver": driver,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "torchao": version("torchao") if importlib.util.find_spec("torchao") else "not installed, so no fp8",
-        "arguments": ", ".join(f"{name} {value}" for name, value in values.items()),
-        "best": name_of(best_setting(args.batch_sizes, args.precision), args.precision),
-        "code": digest.hexdigest(),
+        "code": digest.hexdigest()[:12],
     }
+
+
+def collect() -> list[str]:
+    """The names of all tests in tests/gpu; where they cannot be listed, the directory alone."""
+    command = [sys.executable, *PYTEST, "--collect-only", "-q", TESTS]
+    found = subprocess.run(command, cwd=REPO, env=environment(), text=True, capture_output=True)
+    return [line for line in found.stdout.splitlines() if line.startswith(TESTS)] or [TESTS]
+
+
+def environment() -> dict[str, str]:
+    """For processes that import this repository, and what else the environment adds."""
+    paths = filter(None, [str(REPO), os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @contextmanager
 def started(
-    command: list[str], directory: Path, environment: dict[str, str], **options: Any
-) -> "Iterator[subprocess.Popen[Any]]":
-    """Start Python in a process group of its own; nothing of it is left afterwards."""
-    process = subprocess.Popen(
-        [sys.executable, *command], cwd=directory, env=environment, start_new_session=True, **options
-    )
+    command: list[str], directory: Path, variables: dict[str, str], **options: Any
+) -> "Iterator[subprocess.Popen[str]]":
+    """Start Python in a process group of its own; nothing of it is left afterwards, however this process ends."""
+    child = subprocess.Popen(
+        [sys.executable, *command], cwd=directory, env=variables, start_new_session=True,
+        preexec_fn=lambda: process.die_with_parent(signal.SIGKILL), **options,
+    )  # fmt: skip
     try:
-        yield process
+        yield child
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
-def results_of(process: "subprocess.Popen[str]") -> Iterator[Row]:
-    """The results that a process prints; it is killed if it prints none for `SETTING_LIMIT` seconds."""
-    assert process.stdout
+@contextmanager
+def killed_after(child: "subprocess.Popen[str]", seconds: float) -> Iterator[None]:
+    """Kill a process group unless the block ends before."""
+    timer = threading.Timer(seconds, os.killpg, (child.pid, signal.SIGKILL))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def results_of(child: "subprocess.Popen[str]", limit: int) -> Iterator[Row]:
+    """The results that a process prints; it is killed if it prints none for `limit` seconds."""
+    assert child.stdout
     while True:
-        timer = threading.Timer(SETTING_LIMIT, os.killpg, (process.pid, signal.SIGKILL))
-        timer.start()
-        try:
-            line = next((line for line in process.stdout if line.startswith(RESULT)), None)
-        finally:
-            timer.cancel()
+        with killed_after(child, limit):
+            line = next((line for line in child.stdout if line.startswith(RESULT)), None)
         if line is None:
             return
         yield json.loads(line.removeprefix(RESULT))
@@ -276,7 +385,7 @@ def results_of(process: "subprocess.Popen[str]") -> Iterator[Row]:
 def reason(log: str) -> str:
     """The first error in a log, or its last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"(\[rank\d+\]: *)?(error:|[\w.]+(Error|Exception)\b)", line)]
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: *|E +)?(error:|[\w.]+(Error|Exception)(:|$))", line)]
     return [*errors, *lines[-1:], "it ended without a message"][0][:300]
 
 
@@ -284,12 +393,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = ("tests", "steps", "predicted", "programs", "checkpoints", "resume", "matrix")
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--minutes", type=float, default=25, help="stop after so many; the next run continues")
-    parser.add_argument("--work", type=Path, default=REPO / "outputs/.gpu", help="directory for models and results")
+    parser.add_argument("--work", type=Path, default=REPO / "outputs/.gpu", help="directory for models and checkpoints")
+    parser.add_argument("--results", type=Path, help="directory for results, table and log; default: that of --work")
+    parser.add_argument("--fresh", action="store_true", help="throw away the results of the parts that are measured")
     parser.add_argument("--params", choices=SHAPES, default="1B", help="size of the model")
     parser.add_argument("--save-params", choices=SHAPES, default="400M", help="size for `checkpoints` and `resume`")
+    parser.add_argument(
+        "--large-params", choices=SHAPES, help="size for `large`; default: 8B, on CPUs that of --params"
+    )
     parser.add_argument("--seq-length", type=int, default=4096)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2, 8], help="rows per GPU")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
@@ -307,13 +420,16 @@ def main() -> None:
         )
         sys.exit(2)
 
+    args.results = args.results or args.work
+    args.large_params = args.large_params or ("8B" if torch.cuda.is_available() else args.params)
+
     def out_of_time(*_: object) -> None:
         raise OutOfTime
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an exception: what was started is ended, too
     signal.signal(signal.SIGALRM, out_of_time)
     signal.setitimer(signal.ITIMER_REAL, 60 * args.minutes)
-    session, table = Session(args), args.work / "table.md"
+    session = Session(args)
     try:
         session.run()
     except OutOfTime:
@@ -323,7 +439,8 @@ def main() -> None:
         sys.exit(130)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        table.write_text(report(session.results, session.planned))
+        session.write_table()
+    table = args.results / "table.md"
     print(f"\n{table.read_text()}\nwritten to {table}")
     if session.results.errors():
         sys.exit(1)

@@ -1,49 +1,88 @@
 """What was measured so far, in a file, so that a second run continues where the first one ended."""
 
+import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-"""A result: numbers by the column of the table, or an `error`."""
+"""A result: numbers by the column of the table, or an `error`; and `by`, the stamp of what measured it."""
+Stamp = dict[str, str]
+"""Digest of the code, device, driver, and versions of packages."""
+
+RESULT = "result "
+"""What the line of a result begins with that another process prints."""
+
+
+def print_result(name: str, result: Row) -> None:
+    """Hand a result to the parent process."""
+    print(RESULT + json.dumps({"name": name, **result}), flush=True)
 
 
 class Results:
     """Results by part and name, in a file that is replaced after each of them."""
 
-    def __init__(self, path: Path, about: dict[str, Any]) -> None:
-        """Read the file. What was measured with other code, arguments or devices does not count."""
-        self._path, self.about = path, about
+    def __init__(self, path: Path, about: dict[str, str], stamp: Stamp, fresh: Collection[str] = ()) -> None:
+        """Read the file. What other code or another device has measured stays.
+
+        Args:
+            path: Of the file; there may be none.
+            about: What all results have in common.
+            stamp: What measures now.
+            fresh: The parts whose results are thrown away.
+
+        Raises:
+            SystemExit: the file has results of something else.
+        """
+        self._path, self.about, self.stamp = path, about, stamp
         self.parts: dict[str, dict[str, Row]] = {}
         if path.exists():
             stored = json.loads(path.read_text())
-            if changed := [name for name in about if stored["about"].get(name) != about[name]]:
-                print(f"starting over, because these have changed: {', '.join(changed)}")
-            else:
-                for part, rows in stored["parts"].items():  # what failed is measured again
-                    self.parts[part] = {name: row for name, row in rows.items() if "error" not in row}
+            self.parts = {part: rows for part, rows in stored["parts"].items() if part not in fresh}
+            if self.parts and stored["about"] != about:
+                raise SystemExit(
+                    f"error: the results in {path} are of {stored['about']}, not of {about}: use another --results, or "
+                    "throw them away with --fresh"
+                )
 
     def missing(self, part: str, names: Iterable[str]) -> list[str]:
-        """Those of `names` without a result."""
+        """Those of `names` that were never measured."""
         return [name for name in names if name not in self.parts.get(part, {})]
+
+    def failed(self, part: str, names: Iterable[str]) -> list[str]:
+        """Those of `names` whose result is an error."""
+        return [name for name in names if "error" in self.parts.get(part, {}).get(name, {})]
 
     def add(self, part: str, name: str, result: Row) -> None:
         """Keep a result."""
-        self.parts.setdefault(part, {})[name] = result
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"about": self.about, "parts": self.parts}, indent=1))
-        temporary.replace(self._path)
+        self.parts.setdefault(part, {})[name] = {**result, "by": self.stamp}
+        replace(self._path, json.dumps({"about": self.about, "parts": self.parts}, indent=1))
 
     def rows(self, part: str) -> dict[str, Row]:
         """The results of a part that are no errors."""
         return {name: dict(row) for name, row in self.parts.get(part, {}).items() if "error" not in row}
 
-    def errors(self) -> list[str]:
-        """Everything that failed."""
-        return [
-            f"{part}: {name}: {row['error']}"
-            for part, rows in self.parts.items()
-            for name, row in rows.items()
-            if "error" in row
-        ]
+    def errors(self) -> list[tuple[str, str, Row]]:
+        """Everything that failed: part, name and row."""
+        return [(part, name, row) for part, rows in self.parts.items() for name, row in rows.items() if "error" in row]
+
+    def stamps(self) -> list[Stamp]:
+        """That of now, and then those of other code, devices or packages."""
+        rows = [row for rows in self.parts.values() for row in rows.values()]
+        return [dict(stamp) for stamp in dict.fromkeys(tuple(row["by"].items()) for row in [{"by": self.stamp}, *rows])]
+
+    def of(self, stamp: Stamp) -> "Results":
+        """Those with this stamp alone."""
+        view = copy.copy(self)
+        view.parts = {
+            part: {name: row for name, row in rows.items() if row["by"] == stamp} for part, rows in self.parts.items()
+        }
+        return view
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file that is at no moment half written."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)

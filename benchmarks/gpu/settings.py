@@ -51,6 +51,12 @@ def matrix(batch_sizes: list[int], precision: str) -> Settings:
     )
 
 
+def large_settings(precision: str) -> Settings:
+    """Of a model whose activations are computed again; the largest batch that 140 GB have memory for is the first."""
+    best = {**best_setting([4], precision), "activation_checkpointing": "full"}
+    return _named(precision, best, {**best, "deterministic": True}, {**best, "batch_size": 1})
+
+
 def _named(precision: str, *settings: dict[str, Any]) -> Settings:
     return {name_of(values, precision): values for values in settings}
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.gpu.results import print_result
 from stages.base import process
 from stages.base.packed import TRAIN
 from stages.base.params_file import load_params
@@ -46,8 +47,6 @@ from stages.training.precision import (
 )
 from stages.training.step import UnreadStep, train_step
 
-RESULT = "result "
-"""What the line of a result begins with."""
 WARM_UP = 3
 """Steps that are not timed: the first ones compile, and set up libraries and the optimizer."""
 
@@ -74,10 +73,6 @@ def main() -> None:
             torch.cuda.empty_cache()
 
 
-def print_result(name: str, result: dict[str, Any]) -> None:
-    print(RESULT + json.dumps({"name": name, **result}), flush=True)
-
-
 def with_settings(values: dict[str, Any], num_ranks: int) -> TrainParams:
     """The parameters of the project with those of a setting, and one forward pass per step."""
     params = load_params(TrainParams)
@@ -89,7 +84,9 @@ def with_settings(values: dict[str, Any], num_ranks: int) -> TrainParams:
 def predict(params: TrainParams, num_ranks: int, seq_length: int) -> dict[str, Any]:
     """The peak of a step as `plan` computes it, in GiB."""
     manifest = ModelManifest.read()
-    peak = peak_memory.measure(manifest, peak_memory.choose(manifest, params), num_ranks, seq_length, device_type())
+    chosen, kind = peak_memory.choose(manifest, params), device_type()
+    memory = torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else None
+    peak = peak_memory.measure(manifest, chosen, num_ranks, seq_length, kind, device_memory=memory)
     return {"predicted GiB": peak.total / 2**30, "is_upper_bound": peak.is_upper_bound}
 
 
@@ -145,13 +142,15 @@ def measure(params: TrainParams, num_steps: int) -> dict[str, Any]:
     without, per_token = (flops.flops_per_token(model, length) for length in (0, 1))
     assert without is not None and per_token is not None, "the model is a Llama"
 
-    def mfu(context: float) -> float | None:
-        return flops.utilization(rate, round(without + (per_token - without) * context), params.precision)
+    def mfu(context: float, more: int = 0) -> float | None:
+        return flops.utilization(rate, round(without + (per_token - without) * context) + more, params.precision)
 
     return {
         "ms": 1000 * seconds,
         "tokens/s": rate,
         "MFU": mfu(rows.seq_length),
+        "MFU, embeddings too": mfu(rows.seq_length, 6 * manifest.num_parameters - without),
+        "MFU, causal": mfu((rows.seq_length + 1) / 2),
         "MFU, unmasked attention only": mfu(attended),
         "peak GiB": peak,
         "first step, s": times[1] - times[0],

@@ -22,8 +22,9 @@ from contextlib import closing
 from pathlib import Path
 
 from benchmarks.tables import markdown
-from benchmarks.train.bench import SHAPES, Bench
+from benchmarks.train.bench import Bench
 from benchmarks.train.comparisons import FORMATS, checkpoints, load, resume, speed
+from benchmarks.train.job import SHAPES
 
 
 def main() -> None:

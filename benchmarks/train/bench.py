@@ -13,28 +13,16 @@ from typing import Any
 
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import REPO
 from benchmarks.data.corpora import make_text
-from benchmarks.train.job import BETAS, EPS, LR, MAX_GRAD_NORM, SEED, WEIGHT_DECAY, Job
+from benchmarks.train.job import BETAS, EPS, LR, MAX_GRAD_NORM, SEED, TORCHRUN, WEIGHT_DECAY, Job, llama
 from benchmarks.train.launched import Training
 from stages.base import outputs
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.launching import flops
 from stages.model import meta
-
-SHAPES = {  # hidden size, layers, attention heads, key-value heads, intermediate size, vocabulary
-    "1M": (128, 4, 4, 2, 352, 4096),
-    "12M": (384, 6, 6, 2, 1024, 8192),
-    "100M": (768, 12, 12, 4, 2048, 32768),
-    "400M": (1024, 24, 16, 8, 4096, 32768),
-    "1B": (2048, 16, 32, 8, 8192, 128256),
-}
-
-
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-"""With an address, because torchrun would ask the nameserver for the name of this machine."""
 
 _MADE = "made"
 """This file exists when the project is complete."""
@@ -43,8 +31,8 @@ _MADE = "made"
 class Bench:
     """The project, which is made in an empty directory or used again, and how its trainings are started."""
 
-    def __init__(self, project: Path, args: argparse.Namespace) -> None:
-        """`args` are those of the command line of `benchmarks.train`."""
+    def __init__(self, project: Path, args: argparse.Namespace, has_weights: bool = True) -> None:
+        """`args` are those of the command line of `benchmarks.train`; `has_weights` is for `make_model`."""
         self.project, self.args = project.resolve(), args
         self.num_ranks: int = args.ranks or torch.cuda.device_count() or 2
         self.batch_size: int = args.batch_size
@@ -57,25 +45,23 @@ class Bench:
         }  # fmt: skip
         self.trainings: list[Training] = []
         if not (project / _MADE).exists():
-            self.make_model(args.params)
+            self.make_model(args.params, has_weights)
             self.make_tokens()
             (project / _MADE).touch()
         model = meta.build(project / "model")
         self.num_parameters = meta.num_parameters(model)
         self.flops_per_token = flops.flops_per_token(model, args.seq_length)
 
-    def make_model(self, shape: str) -> None:
-        """Write random weights in bf16, with the tokenizer of the embedded model."""
-        hidden, layers, heads, kv_heads, intermediate, vocabulary = SHAPES[shape]
-        config = LlamaConfig(
-            hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-            intermediate_size=intermediate, vocab_size=vocabulary, tie_word_embeddings=True,
-            max_position_embeddings=self.args.seq_length, bos_token_id=None, eos_token_id=0,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    def make_model(self, shape: str, has_weights: bool = True) -> None:
+        """Write random weights in bf16, or none: trainings make them; with the tokenizer of the embedded model."""
+        config = AutoConfig.for_model("llama", **llama(shape, self.args.seq_length))
         directory = self.project / "model"
-        model.save_pretrained(directory)
+        if has_weights:
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+        else:
+            config.architectures = ["LlamaForCausalLM"]
+            config.save_pretrained(directory)
         for path in (REPO / "models/tiny-llama").glob("*token*"):
             shutil.copy(path, directory)
 

@@ -1,14 +1,18 @@
 """What is compared, each as the rows of a table."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterable
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.train.bench import Bench
-from benchmarks.train.launched import Training
 from stages.launching import flops
+
+if TYPE_CHECKING:  # without pydantic and psutil, the tables can be written
+    from benchmarks.train.bench import Bench
+    from benchmarks.train.launched import Training
 
 OURS, BARE, TRAINER, DDP = "(a) ours", "(b) bare FSDP2", "(c) Trainer", "(d) DDP"
 PROGRAMS = {OURS: "", BARE: "bare", TRAINER: "trainer", DDP: "ddp"}
@@ -27,6 +31,7 @@ FORMATS = {
     "lower quartile, s": "{:.2f}",
     "upper quartile, s": "{:.2f}",
     "of the synchronous one": "{:.0%}",
+    "steps between two": "{:.0f}",
     "seconds from launch to first step": "{:.1f}",
     "CPU seconds": "{:.1f}",
     "of the Trainer": "{:.0%}",
@@ -39,12 +44,12 @@ FORMATS = {
 
 
 def in_turns(
-    programs: dict[str, Callable[[], Training]],
+    programs: "dict[str, Callable[[], Training]]",
     first: int,
     size: int,
     num_turns: int,
     errors: dict[str, str] | None = None,
-) -> tuple[dict[str, list[float]], dict[str, Training]]:
+) -> "tuple[dict[str, list[float]], dict[str, Training]]":
     """Seconds of each program for each of `num_turns` times `size` steps after step `first`; and its training.
 
     On CPUs all of them are started and then take turns, all but one paused: what else the machine does meanwhile slows
@@ -88,39 +93,37 @@ def median_ratio(values: list[float], others: list[float]) -> float:
 
 
 def speed(
-    bench: Bench, programs: Iterable[str] = PROGRAMS, errors: dict[str, str] | None = None
+    bench: "Bench", programs: Iterable[str] = PROGRAMS, errors: dict[str, str] | None = None
 ) -> dict[str, dict[str, float | None]]:  # fmt: skip
     """Tokens per second of the pipeline and of other programs; `errors` as for `in_turns`."""
     size, num_turns = bench.args.log_freq, bench.args.rounds
     first = 2 * size
     steps = first + size * (num_turns + 1)  # the pipeline validates after the last one
 
-    def start(program: str) -> Callable[[], Training]:
+    def start(program: str) -> "Callable[[], Training]":
         if program == OURS:
             return lambda: bench.start_ours(steps, log_freq=size)
         return lambda: bench.start_other(PROGRAMS[program], steps, log_freq=size)
 
     seconds, trainings = in_turns({name: start(name) for name in programs}, first, size, num_turns, errors)
-    for name in (OURS, BARE):  # without which nothing can be compared
-        if errors and name in errors:
-            raise SystemExit(errors[name])
-    losses = {name: training.losses for name, training in trainings.items()}
-    check_losses(losses | {OURS: bench.history_losses(size)}, bench.args.precision)
-    cpu_time = {name: training.cpu_times[-1] - training.cpu_times[0] for name, training in trainings.items()}
+    if not seconds:
+        return {}
+    losses = {name: bench.history_losses(size) if name == OURS else trainings[name].losses for name in seconds}
+    check_losses(losses, bench.args.precision)
+    cpu_time = {name: trainings[name].cpu_times[-1] - trainings[name].cpu_times[0] for name in seconds}
     rows: dict[str, dict[str, float | None]] = {}
     for name, values in seconds.items():
         rate = size * bench.tokens_per_step / statistics.median(values)
-        ratios = [other / value for value, other in zip(values, seconds[BARE], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        rows[name] = {
-            "tokens/s": rate,
-            "of the bare loop": middle,
-            "lower quartile": low,
-            "upper quartile": high,
-            "CPU time of it": cpu_time[name] / cpu_time[BARE],
-            "MFU": mfu(bench, rate),
-            "peak GiB of rank 0": trainings[name].peak,
-        }
+        rows[name] = {"tokens/s": rate, "MFU": mfu(bench, rate), "peak GiB of rank 0": trainings[name].peak}
+        if BARE in seconds:  # it may have failed
+            ratios = [other / value for value, other in zip(values, seconds[BARE], strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            rows[name] |= {
+                "of the bare loop": middle,
+                "lower quartile": low,
+                "upper quartile": high,
+                "CPU time of it": cpu_time[name] / cpu_time[BARE],
+            }
     return rows
 
 
@@ -137,7 +140,7 @@ def check_losses(losses: dict[str, list[float]], precision: str) -> None:
     print(f"\nthe losses of all differ by {difference:.1e} at most")
 
 
-def mfu(bench: Bench, rate: float) -> float | None:
+def mfu(bench: "Bench", rate: float) -> float | None:
     """The share of the GPUs' peak that `rate` tokens per second use, if that is known."""
     if not torch.cuda.is_available():
         return None
@@ -145,11 +148,11 @@ def mfu(bench: Bench, rate: float) -> float | None:
     return rate * bench.flops_per_token / (peak * bench.num_ranks) if peak and bench.flops_per_token else None
 
 
-def checkpoints(bench: Bench) -> dict[str, dict[str, float | None]]:
+def checkpoints(bench: "Bench") -> dict[str, dict[str, float | None]]:
     """What a checkpoint costs the training: the time of some steps with one, less that of as many without."""
-    size, num_turns = bench.args.ckpt_freq, bench.args.rounds
+    size, num_turns = max(bench.args.ckpt_freq, steps_of_a_save(bench)), bench.args.rounds
 
-    def start(experiment: str, **runtime: Any) -> Callable[[], Training]:
+    def start(experiment: str, **runtime: Any) -> "Callable[[], Training]":
         return lambda: bench.start_ours(size * (num_turns + 2), experiment, log_freq=size, **runtime)
 
     programs = {
@@ -169,19 +172,33 @@ def checkpoints(bench: Bench) -> dict[str, dict[str, float | None]]:
             "lower quartile, s": lost[name][0],
             "upper quartile, s": lost[name][2],
             "of the synchronous one": lost[name][1] / lost["synchronous"][1],
+            "steps between two": size,
         }
         for name, values in seconds.items()
     }
 
 
-def resume(bench: Bench) -> dict[str, dict[str, float | None]]:
+def steps_of_a_save(bench: "Bench") -> int:
+    """Steps that take as long as writing 1.5 checkpoints: with fewer between two, one would wait for the other."""
+    first, saves = 3, 3
+    training = bench.start_ours(first + 2 * saves, "trial", log_freq=1, ckpt_freq=2, async_checkpoint=False)
+    training.until(first + 2 * saves)
+    training.stop()
+    bench.remove_checkpoints()
+    times = [training.lines[step] for step in range(first, first + 2 * saves + 1)]
+    step = min(after - before for before, after in pairwise(times))
+    save = (times[-1] - times[0]) / saves - 2 * step
+    return math.ceil(1.5 * max(0.0, save) / step)
+
+
+def resume(bench: "Bench") -> dict[str, dict[str, float | None]]:
     """Time from the launch to the first step after a checkpoint."""
     steps, saved = 1000, 4
 
-    def ours() -> Training:
+    def ours() -> "Training":
         return bench.start_ours(steps, "resume", ckpt_freq=saved)
 
-    def trainer(resume: bool = True) -> Training:
+    def trainer(resume: bool = True) -> "Training":
         return bench.start_other("trainer", steps, save_freq=saved, resume=resume)
 
     for start in (ours, lambda: trainer(resume=False)):
@@ -208,7 +225,7 @@ def resume(bench: Bench) -> dict[str, dict[str, float | None]]:
     }
 
 
-def load(bench: Bench) -> dict[str, dict[str, float | None]]:
+def load(bench: "Bench") -> dict[str, dict[str, float | None]]:
     """What the ranks read, and the memory that they need, until their weights are loaded; the largest of all ranks."""
     bench.make_model(bench.args.load_params)
     bench.start(["-m", "stages.download"]).finish()

@@ -11,6 +11,8 @@ from typing import NoReturn
 
 import psutil
 
+from stages.base.process import die_with_parent
+
 LINE = re.compile(r"step (\d+)/\d+ .*peak ([\d.]+) GiB")
 
 
@@ -36,7 +38,7 @@ class Training:
         with errors.open("w") as stderr:
             self._process = subprocess.Popen(
                 [sys.executable, *command], cwd=project, env=environment, text=True,
-                stdout=subprocess.PIPE, stderr=stderr,
+                stdout=subprocess.PIPE, stderr=stderr, preexec_fn=lambda: die_with_parent(signal.SIGKILL),
             )  # fmt: skip
 
     def until(self, step: int) -> float:

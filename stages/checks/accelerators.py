@@ -14,7 +14,7 @@ from stages.forward.gpus import DEVICES, num_devices
 from stages.forward.loss_probe import choose_loss
 from stages.launching.runtime import TrainRuntime
 from stages.model.manifest import ModelManifest
-from stages.plan import Plan
+from stages.plan import SLOW_FP32, Plan
 from stages.planning.memory_plan import USABLE, check_fits
 from stages.ranks.memory import memory_limit
 from stages.training.params import TrainParams
@@ -54,6 +54,8 @@ def check_training(params: TrainParams, seq_length: int, model: ModelManifest) -
     if params.loss != "auto":
         choose_loss(params.loss, directory, dtype, device_type())
     yield ok(f"precision {params.precision}, attention {params.attention} and loss {params.loss} work here")
+    if params.precision == "fp32" and device_type() == "cuda":
+        yield warning(SLOW_FP32, "set precision to bf16")
 
 
 def check_memory(plan: Plan, params: TrainParams, runtime: TrainRuntime, num_ranks: int, num_nodes: int) -> Found[None]:

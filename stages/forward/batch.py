@@ -1,13 +1,17 @@
 """From rows of tokens to the inputs and labels of a model."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stages.forward.rows import TokenRows
+if TYPE_CHECKING:  # pyarrow is not needed here
+    from stages.forward.rows import TokenRows
+
+_LEAST_LENGTH = 128
+"""Of `max_length`: no block of a kernel has more tokens."""
 
 
 class Marks(NamedTuple):
@@ -21,7 +25,7 @@ class Marks(NamedTuple):
 
 def make_batch(
     input_ids: Tensor, eos_token_id: int, document_mask: bool, lengths: bool = False, marks: Marks | None = None
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Inputs and labels of packed rows, made on the CPU: on a GPU, the number of documents would have to be waited for.
 
     Args:
@@ -41,7 +45,8 @@ def make_batch(
           Models count positions by themselves; given some, transformers has the CPU wait for the GPU to see whether
           they restart, but not with attention functions that need no mask, such as `varlen`.
         - with `lengths`, `cu_seq_lens` (N + 1,) int32: where each document starts among the B*T tokens, and then B*T,
-          repeated until N is a power of two.
+          repeated until N is a power of two; and `max_length`, an int that no document is longer than: kernels start
+          blocks for so many tokens of each. It is no tensor: the CPU would wait for the GPU to read it.
     """
     # Rows are stored as int32; only here they become int64, which cross_entropy asks of labels.
     input_ids = input_ids.long()
@@ -51,7 +56,7 @@ def make_batch(
     labels[:, :-1] = input_ids[:, 1:]
     if marks:
         labels[:, :-1].masked_fill_(~marks.is_trained[:, 1:], -100)
-    batch = {"input_ids": input_ids, "labels": labels}
+    batch: dict[str, Any] = {"input_ids": input_ids, "labels": labels}
     is_start = torch.zeros_like(input_ids, dtype=torch.bool)  # (B, T)
     if document_mask:
         is_start[:, 1:] = marks.is_start[:, 1:] if marks else (input_ids == eos_token_id)[:, :-1]
@@ -64,12 +69,15 @@ def make_batch(
     if lengths:
         is_start[:, 0] = True  # also of a row that begins inside a document
         batch["cu_seq_lens"] = _padded(is_start.flatten().nonzero().flatten(), end=is_start.numel())
+        longest = int(batch["cu_seq_lens"].diff().max())
+        # A power of two: torch.compile sees few numbers.
+        batch["max_length"] = min(length, max(_LEAST_LENGTH, 1 << (longest - 1).bit_length()))
     return batch
 
 
 def read_batch(
-    rows: TokenRows, indices: NDArray[np.int64], eos_token_id: int, document_mask: bool, lengths: bool
-) -> dict[str, Tensor]:
+    rows: "TokenRows", indices: NDArray[np.int64], eos_token_id: int, document_mask: bool, lengths: bool
+) -> dict[str, Any]:
     """`make_batch` of the rows at `indices`."""
     marks = rows.marks(indices)
     return make_batch(

@@ -26,7 +26,7 @@ from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attent
 from stages.forward.batch import make_batch
 from stages.forward.loss import logits
 from stages.forward.padded import padded_batches
-from stages.forward.small_copy import VOCAB_SIZE, random_model, small_config
+from stages.forward.small_copy import VOCAB_SIZE, random_model, rounding, small_config
 from stages.forward.transfer import to_device
 
 _SHORT = 512
@@ -69,7 +69,7 @@ def choose_attention(
     architecture = (config.architectures or [config.model_type])[0]
     small = small_config(config)
     reasons: dict[str, str] = {}
-    order = _order(seq_length if document_mask else 0, device)
+    order = _order(seq_length if document_mask else 0, dtype, device)
     for name in order if attention == "auto" else (attention,):
         reason = refusal(small, name, document_mask, dtype, device)
         if reason is None:
@@ -92,8 +92,12 @@ def choose_attention(
     )
 
 
-def _order(mask_length: int, device: str) -> tuple[Attention, ...]:
+def _order(mask_length: int, dtype: torch.dtype, device: str) -> tuple[Attention, ...]:
     """What `auto` tries, the fastest first, where `sdpa` has a mask of `mask_length` tokens, or none of documents."""
+    if (
+        device == "cuda" and dtype == torch.float32
+    ):  # varlen has no kernel, and flex no fast one, compiled at each start
+        return "varlen", "sdpa", "flex", "eager", "padded"
     if device == "cuda":
         return "varlen", "flex", "sdpa", "eager", "padded"
     # Without flex, of which torch has no backward pass for CPUs.
@@ -178,8 +182,8 @@ def _find_fault(
     for row, document in _documents():
         rows[row, document.stop - 1] = _END
     parts = list(_documents() if document_mask else ((row, slice(0, _LENGTH)) for row in range(len(rows))))
-    # Between rounding, a few times eps, and what a wrong mask makes, which is more than a tenth.
-    tolerance = torch.finfo(dtype).eps ** 0.5
+    # Between rounding, a few times as much, and what a wrong mask makes, which is more than a tenth.
+    tolerance = rounding(dtype, device) ** 0.5
     with torch.no_grad():
         found = compute(rows)
         for row, part in parts:

@@ -19,11 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from stages.base.errors import one_line
+from stages.forward.small_copy import rounding
 from stages.forward.transfer import Readback, read_late
 
-_LOGITS = {"cpu": 2**23, "cuda": 2**27}
-"""How many there are at a time, by device: 32 MiB in fp32 on CPUs; on GPUs 512, as their products should be large."""
-_assumed_device: str | None = None
+_CPU_LOGITS, _GPU_LOGITS, _LARGE_GPU_LOGITS = 2**23, 2**27, 2**29
+"""How many there are at a time: 32 MiB in fp32 on CPUs, 512 on GPUs, whose products should be large, and 2 GiB on large
+ones: the gradient of the weight is read and written once for each part."""
+_LARGE_GPU = 80e9
+"""Bytes of memory."""
+_assumed: tuple[str, float] | None = None
 _FP16_FACTOR = 2.0**8
 """Of gradients while they are in fp16, in which those of most logits would vanish: they are small probabilities."""
 
@@ -51,14 +55,31 @@ class LossHead(nn.Linear):
 
 
 @contextmanager
-def assumed_device(device_type: str) -> Iterator[None]:
-    """In the block, compute as many logits at a time as on a device of this type, to measure what it needs."""
-    global _assumed_device
-    before, _assumed_device = _assumed_device, device_type
+def assumed_device(device_type: str, memory: float | None) -> Iterator[None]:
+    """In the block, compute as many logits at a time as on a device of this type, to measure what it needs.
+
+    Args:
+        device_type: `cuda` or `cpu`.
+        memory: Bytes of a GPU; None: it is not known, and taken for a large one.
+    """
+    global _assumed
+    before, _assumed = _assumed, (device_type, _LARGE_GPU if memory is None else memory)
     try:
         yield
     finally:
-        _assumed_device = before
+        _assumed = before
+
+
+def _logits_at_a_time(device: torch.device) -> int:
+    if _assumed:
+        kind, memory = _assumed
+    else:
+        kind, memory = device.type, 0
+        if kind == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+    if kind == "cpu":
+        return _CPU_LOGITS
+    return _LARGE_GPU_LOGITS if memory >= _LARGE_GPU else _GPU_LOGITS
 
 
 def fuse(model: nn.Module) -> None:
@@ -94,7 +115,7 @@ def obstacle_to_fuse(model: nn.Module, batch: dict[str, Tensor]) -> str | None:
         return f"it cannot continue with a loss in place of logits ({type(error).__name__}: {one_line(error)})"
     finally:
         head.__class__ = nn.Linear
-    tolerance = 1e-3 if head.weight.dtype == torch.float32 else 5e-2
+    tolerance = 1e-3 if rounding(head.weight.dtype, head.weight.device.type) < 1e-6 else 5e-2
     if not torch.isclose(found, expected, rtol=tolerance, atol=0):
         return (
             f"it changes logits after its LM head, as by a soft cap or a factor (the loss of a test would be "
@@ -160,9 +181,8 @@ def _forward(model: nn.Module, batch: dict[str, Tensor]) -> Any:
         name: batch[name] for name in ("input_ids", "position_ids", "attention_mask") if name in batch
     }
     if "cu_seq_lens" in batch:
-        # As transformers names them for its flash attention. The length of a row, which bounds that of a document, is
-        # no tensor: the CPU would wait for the GPU to read it, and torch.compile takes it as a constant.
-        length, starts = batch["input_ids"].shape[1], batch["cu_seq_lens"]
+        # As transformers names them for its flash attention.
+        length, starts = batch["max_length"], batch["cu_seq_lens"]
         inputs = {name: rows.view(1, -1) for name, rows in inputs.items()}
         inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": length, "max_length_k": length}
     # No cache of keys and values: nothing is generated, and it would keep those of every layer alive.
@@ -182,7 +202,7 @@ def summed_loss(
         bias: (V,), of the LM head.
         num_logits: How many there are at a time, at most; None: a number that fits the device.
     """
-    num_logits = num_logits or _LOGITS.get(_assumed_device or inputs.device.type, _LOGITS["cuda"])
+    num_logits = num_logits or _logits_at_a_time(inputs.device)
     vocab_size = inputs.shape[1] if weight is None else weight.shape[0]
     # A power of two: the number of tokens is often a multiple of it, and then all parts are equal.
     num_tokens = 1 << (max(1, num_logits // vocab_size).bit_length() - 1)

@@ -66,6 +66,13 @@ def random_model(
     return model.to(device, dtype).eval()  # type: ignore[no-any-return, arg-type]
 
 
+def rounding(dtype: torch.dtype, device: str) -> float:
+    """How far a product of matrices of this dtype is rounded, relative to 1: in fp32 on a GPU maybe as in TF32."""
+    if dtype == torch.float32 and device == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        return float(2**-10)
+    return torch.finfo(dtype).eps
+
+
 def _sees_the_token_before(model: PreTrainedModel) -> bool:
     """Whether logits depend on it; not if a number of layers without meaning has left out all of them."""
     tokens = torch.randint(1, VOCAB_SIZE - 1, (1, 8)).repeat(2, 1)

@@ -94,7 +94,7 @@ def choose(manifest: ModelManifest, params: TrainParams) -> Chosen:
 
 def measure(
     manifest: ModelManifest, chosen: Chosen, num_ranks: int, seq_length: int, device_type: str = "cuda",
-    rows: TokenRows | None = None,
+    rows: TokenRows | None = None, device_memory: int | None = None,
 ) -> PeakMemory:  # fmt: skip
     """Measure rank 0, whose part of each weight is the largest.
 
@@ -105,6 +105,7 @@ def measure(
         seq_length: Tokens per row.
         device_type: Of the ranks.
         rows: Of the training, where documents are padded: many short ones may need more than long ones.
+        device_memory: Bytes of a GPU, which decide how much of the loss is computed at a time; None: it is a large one.
 
     Raises:
         StageError: the model cannot be trained like this.
@@ -114,7 +115,7 @@ def measure(
     shapes = [(chosen.params.batch_size, seq_length)]
     if rows is not None:
         shapes.append(padding(manifest, chosen, num_ranks, rows).most_sequences)
-    peaks = [_measure(manifest, chosen, num_ranks, shape, seq_length, device_type) for shape in shapes]
+    peaks = [_measure(manifest, chosen, num_ranks, shape, seq_length, device_type, device_memory) for shape in shapes]
     return max(peaks, key=lambda peak: peak.total)
 
 
@@ -125,10 +126,11 @@ def padding(manifest: ModelManifest, chosen: Chosen, num_ranks: int, rows: Token
 
 
 def _measure(
-    manifest: ModelManifest, chosen: Chosen, num_ranks: int, shape: tuple[int, int], seq_length: int, device_type: str
-) -> PeakMemory:
+    manifest: ModelManifest, chosen: Chosen, num_ranks: int, shape: tuple[int, int], seq_length: int, device_type: str,
+    device_memory: int | None,
+) -> PeakMemory:  # fmt: skip
     params = chosen.params
-    with _fake_ranks(params, num_ranks) as mesh, assumed_device(device_type):
+    with _fake_ranks(params, num_ranks) as mesh, assumed_device(device_type, device_memory):
         model = sharded_model.prepare(manifest, params, mesh)
         shapes = (shape, (params.rows_per_validation_pass, seq_length))
         batches = [_batch(params, shape, has_mask=bool(manifest.router_loss_coef)) for shape in shapes]
@@ -138,9 +140,12 @@ def _measure(
             model.to_empty(device="cpu")
             optimizer = make_optimizer(model, params)
             scaler = make_grad_scaler(params.precision, torch.device("cpu"))
-            fake: list[dict[str, torch.Tensor]] = []
+            fake: list[dict[str, Any]] = []
             for real in batches:
-                fake.append({name: mode.from_tensor(value) for name, value in real.items()})
+                fake.append({
+                    name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+                    for name, value in real.items()
+                })  # fmt: skip
             batch, validated = fake
             if accumulates:  # the last forward pass of a step has the gradients of those before it beside it
                 for param in model.parameters():
@@ -174,7 +179,7 @@ def make_table(
             values: dict[str, Any] = {"activation_checkpointing": kind, "batch_size": size}
             changed = chosen._replace(params=dataclasses.replace(chosen.params, **values))
             try:
-                peak = measure(manifest, changed, num_ranks, seq_length, rows=rows).total
+                peak = measure(manifest, changed, num_ranks, seq_length, rows=rows, device_memory=limit).total
             except (StageError, *ERRORS):
                 break  # the model does not support this kind
             table.setdefault(kind, {})[size] = peak
@@ -183,7 +188,7 @@ def make_table(
     return table
 
 
-def _batch(params: TrainParams, shape: tuple[int, int], has_mask: bool) -> dict[str, torch.Tensor]:
+def _batch(params: TrainParams, shape: tuple[int, int], has_mask: bool) -> dict[str, Any]:
     tokens = torch.ones(shape, dtype=torch.int32)
     if params.attention == "padded":
         mask = {"attention_mask": torch.ones_like(tokens).long()} if has_mask else {}

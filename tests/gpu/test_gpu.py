@@ -24,9 +24,13 @@ PROBE = """
 import torch
 from transformers import AutoConfig
 from stages.forward.document_mask import refusal
-for name in ("llama", "qwen3", "mistral", "gemma3_text", "phi3", "gpt_neox"):
+names = ["llama", "qwen3", "mistral", "phi3", "gpt_neox"]
+if torch.DTYPE != torch.float32:  # with heads of 256 values, flex needs more shared memory in it than GPUs have
+    names.append("gemma3_text")
+for name in names:
     sizes = {"attention_dropout": 0.0} if name == "gpt_neox" else {}
     for mask in (True, False):
+        torch.compiler.reset()  # after eight recompilations, flex is not compiled any more
         print(name, refusal(AutoConfig.for_model(name, **sizes), "ATTENTION", mask, torch.DTYPE, "cuda"))
 """
 STEPS = """
@@ -35,6 +39,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from stages.forward.batch import make_batch
 from stages.forward.loss import loss_sum
 from stages.forward import attention
+from stages.forward.transfer import to_device
 sizes = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=512,
              num_hidden_layers=4, vocab_size=512, sliding_window=300, pad_token_id=None)
 model = AutoModelForCausalLM.from_config(
@@ -48,7 +53,7 @@ def batch(documents):
     rows = torch.randint(1, 512, (2, 1024), generator=generator)
     rows[:, torch.randperm(1024, generator=generator)[:documents]] = 0
     made = make_batch(rows, 0, document_mask=True, lengths=True)
-    return {name: tensor.cuda() for name, tensor in made.items()}
+    return to_device(made, "cuda")
 batches = [batch(documents) for documents in (3, 3, 40, 40, 9, 100, 20, 5)]
 for number, one in enumerate(batches):
     if number == 4:  # by now, the number of documents is known to vary
@@ -69,10 +74,12 @@ from stages.forward import attention
 from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS
 from stages.forward.batch import make_batch
 from stages.forward.loss import loss_sum
+from stages.forward.transfer import to_device
 from stages.training.activation_checkpointing import checkpoint_activations
 sizes = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=512,
              num_hidden_layers=2, vocab_size=512, sliding_window=100, pad_token_id=None)
 def gradient(attention, kind, compiles):
+    torch.compiler.reset()  # or flex would not be compiled any more after eight recompilations
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("mistral", **sizes), attn_implementation=IMPLEMENTATIONS[attention], dtype=torch.bfloat16
@@ -83,9 +90,10 @@ def gradient(attention, kind, compiles):
     rows = torch.randint(1, 512, (2, 512), generator=torch.Generator().manual_seed(0))
     rows[:, ::150] = 0
     made = make_batch(rows, 0, document_mask=True, lengths=attention in NEED_LENGTHS)
+    made = to_device(made, "cuda")
     gc.collect()  # compiled layers are parts of cycles: the model before would be freed at any time
     before = torch.cuda.memory_allocated()
-    loss = loss_sum(model, {name: tensor.cuda() for name, tensor in made.items()})
+    loss = loss_sum(model, made)
     kept = torch.cuda.memory_allocated() - before
     loss.backward()
     return torch.cat([param.grad.float().flatten() for param in model.parameters()]), kept
@@ -332,7 +340,7 @@ def test_documents_are_computed_as_if_each_were_alone(training: Project, attenti
     """Without leaks, with windows, with heads that share keys; logits and gradients."""
     code = PROBE.replace("ATTENTION", attention).replace("DTYPE", dtype)
     output = training.run("python", "-c", code, timeout=600, **CODE)
-    assert output.count("None") == 12, output
+    assert output.count("None") == (10 if dtype == "float32" else 12), output
 
 
 def test_varlen_neither_waits_nor_recompiles(training: Project) -> None:
