@@ -173,7 +173,7 @@ def evaluate(
 
 def find_initial(model: ModelManifest, lineage: Lineage) -> str | None:
     """The directory of the initial model; None: it had random weights, or is not on this machine."""
-    if not model.weights or lineage.params["initial_weights"] == "random":
+    if not model.weights or lineage.params.get("initial_weights") == "random":
         return None
     try:
         return str(model.directory())

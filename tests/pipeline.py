@@ -2,7 +2,7 @@
 
 import re
 
-STAGES = ["organize", "extract", "download", "pack", "plan", "train", "consolidate", "evaluate"]
+STAGES = ["download", "organize", "extract", "pack", "plan", "train", "consolidate", "evaluate"]
 DATA_STAGES = ["organize", "extract", "pack"]
 
 

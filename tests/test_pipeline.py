@@ -137,7 +137,9 @@ def test_no_stage_imports_a_module_that_dvc_does_not_watch(reproduced: Project) 
 @pytest.mark.parametrize("stage", [*DATA_STAGES, "download"])
 def test_no_data_stage_reaches_training_or_its_checkpoints(stage: str) -> None:
     rooms = {name.split(".")[1] for name in code.reached(*entries(stage)) if "." in name}
-    assert not rooms & {"forward", "training", "ranks", "launching", "checkpointing"}
+    # `download` tries a small copy of the model: whether its tokens see what follows.
+    own = {"forward"} if stage == "download" else set()
+    assert not rooms & ({"forward", "training", "ranks", "launching", "checkpointing"} - own)
 
 
 def test_no_import_goes_up() -> None:
@@ -267,8 +269,9 @@ def test_plots_open_without_a_network(reproduced: Project) -> None:
     }
     report = (reproduced / "outputs/report/report.html").read_text()
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", report)
-    # What the template names is in the records of all stages. On CPUs there is no MFU.
-    assert report.count("not known") == report.count('<th scope="row">MFU</th><td>not known</td>') == 1
+    # What the template names is in the records of all stages. On CPUs there is no MFU, and no line of it.
+    assert "not known" not in report
+    assert '<th scope="row">MFU</th>' not in report
 
 
 @pytest.mark.slow
