@@ -162,7 +162,7 @@ def loss_of_each_document() -> float:
     model = transformers.AutoModelForCausalLM.from_pretrained("outputs/test/model", dtype=torch.float32).eval()
     rows = TokenRows(VALIDATION)
     nats, count = 0.0, 0
-    for row in rows.rows(rows.spread(load_params(launch.TrainParams).eval_rows)):
+    for row in rows.rows(rows.spread(load_params(launch.TrainParams).eval_rows)[""]):
         for document in np.split(row, np.flatnonzero(row == EOS) + 1):
             if len(document) > 1:
                 tokens = torch.from_numpy(document)[None].long()
