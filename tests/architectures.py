@@ -234,11 +234,13 @@ def write_table(findings: list[Finding]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="which to try first")
+    parser.add_argument("--only", action="store_true", help="these alone, without the table")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="directory; default: %(default)s")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many, and continue at the next run")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
-    OUTPUT.mkdir(parents=True, exist_ok=True)
-    path = OUTPUT / "findings.jsonl"
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / "findings.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     tried = {each.name: each for each in (Finding(**json.loads(line)) for line in lines)}
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))  # of each process from now on
@@ -246,15 +248,17 @@ def main() -> None:
         base, ranks = Project(Path(directory, "base")), Ranks(Path(directory))
         base.path.mkdir()
         make_base(base)
-        for name in dict.fromkeys([*args.names, *sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]):
+        others = [] if args.only else sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        for name in dict.fromkeys([*args.names, *others]):
             if name in tried or time.monotonic() > end:
                 continue
-            finding = tried[name] = attempt_in_fork(name, base, ranks, OUTPUT / f"{name}.log")
+            finding = tried[name] = attempt_in_fork(name, base, ranks, args.output / f"{name}.log")
             with path.open("a") as file:
                 file.write(json.dumps(asdict(finding)) + "\n")
             print(name, finding.status, finding.attention, finding.reason[:150], flush=True)
         ranks.close()
-    write_table(sorted(tried.values(), key=lambda each: each.name))
+    if not args.only:
+        write_table(sorted(tried.values(), key=lambda each: each.name))
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ def test_14_dvc_is_stopped_and_started_again_at_once(
     assert weights(reproduced) == uninterrupted
 
 
+@pytest.mark.slow
 def test_15_26_a_rank_that_hangs_and_one_that_dies_are_named_and_there_is_one_restart(
     fresh: Given, ranks: Ranks
 ) -> None:

@@ -42,6 +42,7 @@ def test_a_finished_run_is_not_trained_again(finished: Given) -> None:
         assert (pointer["step"], pointer["adopted"]) == (12, None)
 
 
+@pytest.mark.slow
 def test_a_finished_checkpoint_is_known_by_its_sizes_and_trained_again_where_it_is_moved_away(finished: Given) -> None:
     project, reference = finished
     last = project.checkpoints() / "step-00000012"

@@ -31,7 +31,7 @@ from tests.trainings import steps, weights
 PIPELINE = yaml.safe_load((REPO / "dvc.yaml").read_text())
 
 
-UNNEEDED = 12
+UNNEEDED = 15
 """Modules that DVC watches for a stage which does not use them; an edit to one of them runs the stage without need."""
 
 
