@@ -1,11 +1,16 @@
 """The order of the rows of several sources."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stages.training.mixture import LARGEST_PERIOD, Mixture, mixed_rows
+from stages.base.errors import StageError
+from stages.training.loader import BatchLoader
+from stages.training.mixture import LARGEST_PERIOD, Mixture, RowOrder, mixed_rows
+from stages.training.params import TrainParams
 
 SHARES = st.lists(st.integers(0, 60), min_size=1, max_size=50).filter(any)
 
@@ -59,3 +64,52 @@ def test_a_billion_rows_of_fifty_sources_need_no_memory_and_microseconds() -> No
     sizes = np.full(50, 2 * 10**7)
     rows = mixed_rows(positions, mixture, np.arange(50) * sizes, sizes, seed=0)
     assert len({*rows.tolist()}) == 1000
+
+
+def test_the_ranks_share_one_order_whatever_their_number(params: TrainParams, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = {"web": 40, "code": 30, "chat": 7}
+
+    class Rows:
+        seq_length = 8
+
+        def __init__(self) -> None:
+            self.sources = sources
+
+        def __len__(self) -> int:
+            return sum(sources.values())
+
+    params = dataclasses.replace(params, mixture={"chat": 0.25, "web": 0.75}, total_batch_size=8, batch_size=1)
+    steps = []
+    for num_ranks in (1, 2, 4):
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda size=num_ranks: size)
+        parts = []
+        for rank in range(num_ranks):
+            monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+            loader = BatchLoader(Rows(), params, eos_token_id=0)  # type: ignore[arg-type]
+            parts.append(np.concatenate([loader.step_indices(step) for step in (0, 1, 1000)]))
+            loader.close()
+        steps.append(np.stack(parts, axis=1).ravel().tolist())  # (passes, ranks, 1)
+    assert steps[0] == steps[1] == steps[2]
+    is_chat = np.array(steps[0]) >= 70
+    assert is_chat.reshape(3, 8).sum(1).tolist() == [2, 2, 2]
+    assert not ((np.array(steps[0]) >= 40) & ~is_chat).any(), "code has no share"
+
+
+def test_what_does_not_fit_the_sources_is_refused(params: TrainParams) -> None:
+    sources = {"web": 40, "chat": 10}
+    mixed = dataclasses.replace(params, mixture={"web": 0.5, "chat": 0.5}, total_batch_size=10)
+    order = RowOrder(mixed, 50, sources)
+    assert order.epochs(10) == {"web": 1.25, "chat": 5.0}
+    order.check_repeats(10)
+    limited = RowOrder(dataclasses.replace(mixed, max_repeats={"chat": 4}), 50, sources)
+    with pytest.raises(StageError, match="max_repeats: chat is used 5.00 times, at most 4: lower its share"):
+        limited.check_repeats(10)
+    for values, message in (
+        ({"mixture": {"web": 1, "books": 1}}, "there is no source books: use web, chat"),
+        ({"max_repeats": {"books": 1}}, "there is no source books"),
+        ({"mixture": {"web": 333_330, "chat": 1}}, "mixture: the shares have the common denominator"),
+    ):
+        with pytest.raises(StageError, match=message):
+            RowOrder(dataclasses.replace(params, **values), 50, sources)
+    with pytest.raises(StageError, match="name the directories in `sources`"):
+        RowOrder(mixed, 50, {})
