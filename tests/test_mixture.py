@@ -102,7 +102,7 @@ def test_what_does_not_fit_the_sources_is_refused(params: TrainParams) -> None:
     assert order.epochs(10) == {"web": 1.25, "chat": 5.0}
     order.check_repeats(10)
     limited = RowOrder(dataclasses.replace(mixed, max_repeats={"chat": 4}), 50, sources)
-    with pytest.raises(StageError, match="max_repeats: chat is used 5.00 times, at most 4: lower its share"):
+    with pytest.raises(StageError, match=r"max_repeats: chat is used 5\.00 times, at most 4: lower its share"):
         limited.check_repeats(10)
     for values, message in (
         ({"mixture": {"web": 1, "books": 1}}, "there is no source books: use web, chat"),
