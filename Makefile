@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup repro show doctor certify bundle unbundle test slow faults slurm slurm-test nfs-test gpu check lock
+.PHONY: help setup repro show doctor certify bundle unbundle test slow faults random-faults slurm slurm-test nfs-test gpu fuzz audit check lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -48,6 +48,19 @@ slow: setup ## Run the slow tests: whole pipelines, large inputs
 
 faults: setup ## Test all faults of docs/faults.md, at every step and every file
 	$(PY) -m pytest -n 2 $(addprefix tests/test_,$(addsuffix .py,checkpoints resume launch faults nodes other_launchers shared_disk))
+
+CYCLES ?= 200
+random-faults: setup ## Interrupt `dvc repro` at random, run it to its end and compare the results; CYCLES=20 ARGS='--seed 1'
+	$(PY) -m tests.random_faults --cycles $(CYCLES) $(ARGS)
+
+fuzz: setup ## Fuzz all that reads a file of others, a minute each; ARGS='yaml --seconds 600'
+	@$(PY) -m scripts.install 'atheris>=3'
+	$(PY) -m tests.fuzz $(ARGS)
+
+audit: setup ## Write outputs/sbom.json (CycloneDX) from the lock, and look up its vulnerabilities, with internet access
+	@mkdir -p outputs
+	$(PY) -m uv tool run --from cyclonedx-bom cyclonedx-py requirements requirements-cpu.lock --output-file outputs/sbom.json
+	$(PY) -m uv tool run pip-audit --strict --disable-pip --require-hashes --requirement requirements-cpu.lock
 
 slurm: ## Install Slurm for the tests of slurm/, as root on Debian
 	@scripts/debian_packages.sh sbatch slurm-wlm munge

@@ -52,7 +52,7 @@ def measure(function: Measurable, corpus: Path, num_processes: int) -> Result:
         assert process.pid
         peak = 0
         while not receiver.poll(0.02) and process.is_alive():
-            peak = max(peak, _resident_bytes(psutil.Process(process.pid)))
+            peak = max(peak, resident_bytes(psutil.Process(process.pid)))
         if not receiver.poll():
             raise SystemExit(f"{function.__name__} ended with status {process.exitcode}")
         timing = receiver.recv()
@@ -65,7 +65,7 @@ def _send(sender: "Connection[Timing, None]", function: Measurable, work: Path, 
     sender.send(function(work, corpus, number))
 
 
-def _resident_bytes(process: psutil.Process) -> int:
+def resident_bytes(process: psutil.Process) -> int:
     """Resident bytes of a process and its descendants."""
     total = 0
     for member in (process, *process.children(recursive=True)):

@@ -1,0 +1,270 @@
+"""Coverage-guided fuzzing of whatever reads a file that somebody else has made (SECURITY.md).
+
+    python -m tests.fuzz                       # all readers, a minute each
+    python -m tests.fuzz yaml manifest --seconds 600
+
+An input may be refused with the reader's own errors. Any other exception, ten seconds for one input, or more than 1 GiB
+beside the libraries ends with exit status 1, and leaves the input in outputs/fuzz: it becomes a test. The limits of
+`extract` are as small as the inputs, so that they are reached.
+"""
+
+import argparse
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import atheris
+
+from tests.project import REPO
+
+RSS_MIB = 2048
+"""The libraries need up to 1 GiB of it."""
+SECONDS_OF_AN_INPUT = 10
+CRASHES = Path("outputs/fuzz")
+
+Check = Callable[[bytes], None]
+
+
+def extract(name: str) -> Check:
+    """What `extract` does with a file of a name. The first byte decides the rule."""
+    from stages.formats import readers
+    from stages.formats.records import Records
+    from stages.formats.rules import Rule
+    from stages.formats.source import Rejected
+    from stages.formats.writer import TextWriter
+    from stages.splits import tree
+    from stages.splits.manifests import RawFile
+    from stages.work import arrow
+    from tests.hostile import limits_of
+
+    directory = Path.cwd()
+    limits = limits_of(256)
+    rules = [
+        None, Rule(files="**"), Rule(files="**", text="$.text"), Rule(files="**", each="$..*", text="$"),
+        Rule(files="**", messages="$.messages"), Rule(files="**", format="sharegpt"), Rule(files="**", format="alpaca"),
+    ]  # fmt: skip
+
+    def check(data: bytes) -> None:
+        rule = rules[data[0] % len(rules)] if data else None
+        (directory / name).write_bytes(data[1:])
+        with arrow.StreamWriter(directory / "shard", arrow.WITH_CONVERSATIONS) as stream:
+            sink = TextWriter(stream, 1, lambda _: None, limits)
+            records = rule and Records(rule, sink, 1, limits)
+            try:
+                file = RawFile(name, *tree.measure(directory / name))
+                with readers.open_source(str(directory), file, "cp1252", limits) as source:
+                    readers.read(name, source, sink, records)
+            except Rejected as rejected:
+                sink.reject(rejected)
+            sink.close()
+
+    return check
+
+
+def refusing(read: Callable[[Path], Any], name: str) -> Check:
+    """What reads a file in the current directory, and refuses it with a `StageError`."""
+    from stages.base.errors import StageError
+
+    path = Path(name).absolute()
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        with suppress(StageError):
+            read(path)
+
+    return check
+
+
+def header() -> Check:
+    from stages.model import headers
+
+    return refusing(lambda path: headers.read(path.parent, [path.name]), "model.safetensors")
+
+
+def manifest() -> Check:
+    """All records that a stage reads."""
+    from stages.base.dataset import INFO, STATE, Dataset
+    from stages.base.publish import sha256_file, write_json
+    from stages.checkpointing.layout import MANIFEST, CheckpointManifest
+    from stages.checkpointing.pointer import RunPointer
+    from stages.model.license import ModelLicense
+    from stages.model.manifest import ModelManifest
+    from stages.splits import manifests
+
+    write_json(Path(INFO), {"features": {}})
+    checks = [
+        refusing(lambda path: CheckpointManifest.read(path.parent), MANIFEST),
+        refusing(RunPointer.read, "run.json"),
+        refusing(ModelManifest.read, "model.json"),
+        refusing(ModelLicense.read, "license.json"),
+        refusing(manifests.Summary.read, "summary.json"),
+        refusing(lambda path: manifests.read_manifest(path, sha256_file(path)), "split_00.jsonl"),
+        refusing(lambda path: Dataset.read(path.parent, "extract"), STATE),
+    ]
+    return lambda data: checks[data[0] % len(checks)](data[1:]) if data else None
+
+
+def params() -> Check:
+    from stages.base.params_file import load_params
+    from stages.training.params import TrainParams
+
+    return refusing(lambda path: load_params(TrainParams, path=path), "params.yaml")
+
+
+def template() -> Check:
+    """A chat template, and a conversation that it renders."""
+    from stages.tokenizing import conversations
+    from stages.tokenizing.encoding import ChatSpec
+    from tests.byte_model import byte_tokenizer
+    from tests.kinds import spec_of
+
+    spec = spec_of(byte_tokenizer())
+    content = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
+
+    def check(data: bytes) -> None:
+        chat = ChatSpec(data.decode(errors="ignore"), (), "assistant", "drop", 64)
+        [*conversations.ConversationEncoder(spec._replace(chat=chat)).encode(content)]
+
+    return check
+
+
+def bundle() -> Check:
+    """The list of files of a bundle."""
+    from scripts import unbundle
+
+    path = Path(unbundle.SUMS).absolute()
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        with suppress(unbundle.Refused):
+            unbundle.verify(path.parent, unbundle.read_sums(path.parent))
+
+    return check
+
+
+_FILES = {
+    "text": "a.txt", "json": "a.json", "jsonl": "a.jsonl", "yaml": "a.yaml", "csv": "a.csv", "parquet": "a.parquet",
+    "arrow": "a.arrow", "gzip": "a.jsonl.gz", "zstd": "a.json.zst",
+}  # fmt: skip
+READERS: dict[str, Callable[[], Check]] = {
+    **{name: partial(extract, file) for name, file in _FILES.items()},
+    "header": header, "manifest": manifest, "params": params, "template": template, "bundle": bundle,
+}  # fmt: skip
+
+DECIDED_BY_FIRST_BYTE = (*_FILES, "manifest")
+"""How the rest of an input is read."""
+
+
+def seeds(name: str) -> Iterator[bytes]:
+    """Valid inputs, from which mutations start."""
+    import gzip
+    import io
+    import json
+
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import safetensors.numpy
+    import yaml
+    import zstandard
+
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\n"}]
+    record = {"text": "é \U0001f600", "messages": messages, "conversations": turns, "instruction": "a", "output": "b"}
+    lines = b"".join(
+        json.dumps({**record, "n": [1, None, 2.5e3, True, {"k": "\ud83d\ude00"}]}).encode() + b"\n" for _ in "12"
+    )
+    table = pa.Table.from_pylist([record, record])
+    if name in ("json", "jsonl"):
+        yield from (lines, json.dumps([record]).encode())
+    if name == "manifest":
+        from stages.base.dataset import STATE, Dataset, Shard
+        from stages.base.record import FileEntry
+        from stages.splits.manifests import Part, RawFile, write_manifest
+        from tests.trainings import checkpoint_manifest
+
+        yield json.dumps(dataclasses.asdict(checkpoint_manifest(files={"a": FileEntry(1, "0" * 64)}))).encode()
+        with tempfile.TemporaryDirectory() as directory:
+            Dataset({}, [Shard("a.arrow", 1, "0" * 64)]).write(Path(directory))
+            write_manifest(split := Path(directory, "split"), [RawFile("a.txt", 1, "0" * 64, Part(0, 1, 1))])
+            yield from (Path(directory, STATE).read_bytes(), split.read_bytes())
+    if name == "yaml":
+        yield yaml.safe_dump(record).encode()
+        yield b"--- &a [x, *a]\n--- !!str 1\n...\n%YAML 1.2\n--- |\n a\n b: >-\n  c\n? q\n: !t 'z'\n"
+    if name == "csv":
+        yield b'text,instruction,output\r\n"a ""b""\n",c,d\r\ne,f,g\n'
+    if name == "gzip":
+        yield gzip.compress(lines)
+    if name == "zstd":
+        yield zstandard.compress(json.dumps([record]).encode())
+    stream = io.BytesIO()
+    if name == "parquet":
+        pq.write_table(table, stream)
+    if name == "arrow":
+        with pa.ipc.new_stream(stream, table.schema) as writer:
+            writer.write_table(table)
+    if name == "header":
+        stream.write(safetensors.numpy.save({"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.int8)}))
+    if name == "params":
+        stream.write((REPO / "params.yaml").read_bytes())
+    if name == "template":
+        stream.write(b"{% for m in messages %}<|{{ m['role'] }}|>{{ m.content | trim }}<|end|>{% endfor %}"
+                     b"{% if add_generation_prompt %}<|assistant|>{% endif %}")  # fmt: skip
+    if name == "bundle":
+        stream.write(b"0" * 64 + b"  files/a\n")
+    if stream.tell():
+        yield stream.getvalue()
+
+
+def fuzz_one(name: str) -> None:
+    """Fuzz one reader until libFuzzer, whose options are those of this process, ends it."""
+    with atheris.instrument_imports(include=["stages", "scripts.unbundle", "yaml"]):
+        check = READERS[name]()
+    atheris.Setup(sys.argv, check)
+    atheris.Fuzz()
+
+
+def fuzz(name: str, seconds: int) -> bool:
+    """Fuzz one reader in a process of its own, print how it ended, and return whether it refused what it had to."""
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory
+    with tempfile.TemporaryDirectory(dir=shared) as corpus, tempfile.TemporaryDirectory(dir=shared) as work:
+        first_bytes = map(bytes, ([number] for number in range(7))) if name in DECIDED_BY_FIRST_BYTE else (b"",)
+        for number, seed in enumerate(first + seed for first in first_bytes for seed in seeds(name)):
+            Path(corpus, str(number)).write_bytes(seed)
+        options = [
+            f"-max_total_time={seconds}", f"-timeout={SECONDS_OF_AN_INPUT}", f"-rss_limit_mb={RSS_MIB}",
+            "-max_len=4096", f"-artifact_prefix={CRASHES.absolute()}/{name}-", corpus,
+        ]  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", f"from tests.fuzz import fuzz_one; fuzz_one({name!r})", *options],
+            cwd=work, env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=-1, stderr=-2, check=False,
+        )  # fmt: skip
+    lines = done.stdout.decode(errors="replace").splitlines()
+    runs = next((line.split()[1] for line in reversed(lines) if line.startswith("Done ")), "?")
+    print(f"{name:10} {runs:>9} inputs: {'FAILED' if done.returncode else 'no failure'}", flush=True)
+    if done.returncode:
+        print("\n".join(lines[-60:]), flush=True)
+    return done.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.split("\n")[0])
+    parser.add_argument("readers", nargs="*", metavar="READER", help=f"of {', '.join(READERS)}; all, if none is named")
+    parser.add_argument("--seconds", type=int, default=60, help="for each reader (default: 60)")
+    args = parser.parse_args()
+    if unknown := {*args.readers} - {*READERS}:
+        parser.error(f"no such reader: {', '.join(sorted(unknown))}")
+    CRASHES.mkdir(parents=True, exist_ok=True)
+    failures = [name for name in args.readers or READERS if not fuzz(name, args.seconds)]
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Interrupts `dvc repro` at random, again and again; its results must be those of a run that nothing interrupted.
+
+    python -m tests.random_faults --cycles 200 --seed 1
+
+Each cycle starts in a project without results. A random signal goes to a random process of `dvc repro` at a random
+moment: dvc, a stage, a worker, the launcher, torchrun or a rank. Then `dvc repro` runs to its end. No process may be
+left, each published checkpoint must be valid, and the data, the history and the model directory must have the same
+bytes. The table at the end counts what was injected, survived and lost.
+"""
+
+import argparse
+import collections
+import hashlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from stages.base.errors import StageError
+from stages.checkpointing.layout import list_checkpoints, verify
+from tests.project import Project, is_alive, make_pipeline
+
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGSTOP)
+"""After SIGSTOP comes SIGCONT, a second later: a pause."""
+
+RESULTS = ("data/splits", "data/corpus", "data/tokens", "data/model.json", "outputs/test/model", "outputs/history.tsv")
+"""What does not tell when, where and how fast it was made."""
+
+_SECONDS_TO_END = 60
+"""A training that was asked to stop saves first."""
+
+
+def digests(project: Project) -> dict[str, str]:
+    """SHA-256 of each file of the results."""
+    found = {}
+    for name in RESULTS:
+        root = project / name
+        files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
+        found |= {str(path.relative_to(project.path)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return found
+
+
+def losses(project: Project, reference: dict[str, str]) -> list[str]:
+    """What differs from the results of a run that nothing interrupted, and which checkpoints are not valid."""
+    found = digests(project)
+    lost = [name for name in sorted({*found, *reference}) if found.get(name) != reference.get(name)]
+    for directory in (project / "outputs/test/checkpoints").glob("*"):
+        for checkpoint in list_checkpoints(directory):
+            try:
+                verify(checkpoint)
+            except StageError as error:
+                lost.append(str(error))
+    return lost
+
+
+def role(process: psutil.Process) -> str:
+    """What a process of `dvc repro` is: `dvc`, the name of a stage, `rank`, `torchrun`, or `worker` of those."""
+    command = " ".join(process.cmdline())
+    if re.search(r"\bdvc\b.* repro", command):
+        return "dvc"
+    if "torchrun" in command or "torch.distributed.run" in command:
+        return "torchrun"
+    if match := re.search(r"-m stages\.(\w+)$", command):
+        return "rank" if "RANK" in process.environ() else match[1]
+    return "other"
+
+
+class Cycle:
+    """One interruption of one `dvc repro`."""
+
+    def __init__(self, project: Project, chance: random.Random, seconds: float) -> None:
+        self.project = project
+        self.number = chance.choice(SIGNALS)
+        self.delay = chance.uniform(0, seconds)
+        self.chance = chance
+        self.role = "none"
+
+    def interrupt(self) -> str:
+        """Start `dvc repro`, send the signal, and return what was printed until all ended.
+
+        Raises:
+            AssertionError: a process of it is left.
+        """
+        with tempfile.NamedTemporaryFile("r") as output:  # not a pipe, which what is left would hold open
+            process = self.project.popen("sh", "-c", 'exec dvc repro > "$0" 2>&1', output.name)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(self.delay)
+            tree = [psutil.Process(process.pid)] if process.poll() is None else []
+            with suppress(psutil.NoSuchProcess):
+                tree += [child for top in tree for child in top.children(recursive=True)]
+            if targets := [one for one in tree if is_alive(one)]:
+                self._send(self.chance.choice(targets))
+            process.wait(600)
+            _, left = psutil.wait_procs([one for one in tree if is_alive(one)], timeout=_SECONDS_TO_END)
+            printed = output.read()
+        assert not left, f"{[one.cmdline() for one in left]} did not end\n{printed}"
+        return printed
+
+    def _send(self, target: psutil.Process) -> None:
+        with suppress(psutil.NoSuchProcess):  # it ended in this moment
+            self.role = role(target)
+            target.send_signal(self.number)
+            if self.number == signal.SIGSTOP:
+                time.sleep(1)
+                target.send_signal(signal.SIGCONT)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.random_faults", description=__doc__.split("\n")[0])
+    parser.add_argument("--cycles", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    chance = random.Random(args.seed)
+    injected: collections.Counter[tuple[str, str]] = collections.Counter()
+    lost: collections.Counter[tuple[str, str]] = collections.Counter()
+    with tempfile.TemporaryDirectory() as root:
+        fresh = Project(Path(root) / "fresh")
+        make_pipeline(fresh)
+        fresh.run("git", "init", "-q")
+        project = fresh.copy(Path(root) / "project")
+        started = time.monotonic()
+        project.run("dvc", "repro", timeout=600)
+        seconds = time.monotonic() - started
+        reference = digests(project)
+        print(f"{len(reference)} files of results; dvc repro needed {seconds:.0f} s", flush=True)
+        for index in range(args.cycles):
+            shutil.rmtree(project.path)
+            project = fresh.copy(Path(root) / "project")
+            cycle = Cycle(project, chance, seconds)
+            problems, printed = [], ""
+            try:
+                printed = cycle.interrupt()
+                printed += project.run("dvc", "repro", timeout=600)
+                problems = losses(project, reference)
+            except (AssertionError, subprocess.TimeoutExpired) as error:
+                problems = [str(error)]
+            key = (cycle.role, cycle.number.name)
+            injected[key] += 1
+            lost[key] += bool(problems)
+            result = "; ".join(problems) or "same bytes"
+            print(f"{index + 1:4} {cycle.number.name} to {cycle.role} after {cycle.delay:.1f} s: {result}", flush=True)
+            if problems:
+                print(printed, flush=True)
+    print(table(injected, lost))
+    return 1 if sum(lost.values()) else 0
+
+
+def table(injected: "collections.Counter[tuple[str, str]]", lost: "collections.Counter[tuple[str, str]]") -> str:
+    """Process, signal, and how many were injected, survived and lost, as Markdown."""
+    lines = ["| process | signal | injected | survived | lost |", "|---|---|---|---|---|"]
+    for key in sorted(injected):
+        lines.append(f"| {key[0]} | {key[1]} | {injected[key]} | {injected[key] - lost[key]} | {lost[key]} |")
+    number, number_lost = sum(injected.values()), sum(lost.values())
+    return "\n".join([*lines, f"| all | | {number} | {number - number_lost} | {number_lost} |"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""What `make random-faults` counts as lost."""
+
+import signal
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from stages.base.record import FileEntry
+from stages.checkpointing.layout import step_name
+from tests.project import Project, flip_bit, wait_for
+from tests.random_faults import digests, losses, role, table
+from tests.trainings import checkpoint_manifest
+
+
+def make_results(project: Project) -> None:
+    for name in ("data/splits", "data/corpus", "data/tokens", "outputs/test/model"):
+        (project / name).mkdir(parents=True, exist_ok=True)
+        (project / name / "file").write_text(name)
+    for name in ("data/model.json", "outputs/history.tsv"):
+        (project / name).write_text(name)
+
+
+@pytest.mark.parametrize("change", ["flip", "add", "remove"])
+def test_a_result_that_differs_is_lost(tmp_path: Path, change: str) -> None:
+    project = Project(tmp_path)
+    make_results(project)
+    reference = digests(project)
+    assert losses(project, reference) == []
+    file = project / "outputs/test/model/file"
+    if change == "flip":
+        flip_bit(file, 3)
+    elif change == "add":
+        (file.parent / "more").touch()
+    else:
+        file.unlink()
+    (lost,) = losses(project, reference)
+    assert lost.startswith("outputs/test/model/")
+
+
+def test_a_checkpoint_that_is_damaged_is_lost(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    make_results(project)
+    checkpoint = project / "outputs/test/checkpoints/0123456789abcdef" / step_name(1)
+    checkpoint.mkdir(parents=True)
+    weights = checkpoint / "weights"
+    weights.write_bytes(bytes(100))
+    checkpoint_manifest(files={weights.name: FileEntry.of(weights)}).write(checkpoint)
+    reference = digests(project)
+    assert losses(project, reference) == []
+    flip_bit(weights, 50)
+    (lost,) = losses(project, reference)
+    assert "is damaged" in lost
+
+
+@pytest.mark.parametrize(("name", "environment"), [("pack", {}), ("rank", {"RANK": "1"})])
+def test_a_process_is_named_by_what_it_does(tmp_path: Path, name: str, environment: dict[str, str]) -> None:
+    module = "train" if environment else name
+    process = Project(tmp_path).popen(
+        "python", "-c", "import time; time.sleep(60)", "-m", f"stages.{module}", **environment
+    )
+    try:
+        wait_for(lambda: role(psutil.Process(process.pid)) == name)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_table_counts_each_signal() -> None:
+    injected = Counter({("rank", signal.SIGKILL.name): 3, ("dvc", signal.SIGTERM.name): 1})
+    shown = table(injected, Counter({("rank", "SIGKILL"): 1}))
+    assert "| rank | SIGKILL | 3 | 2 | 1 |" in shown
+    assert shown.endswith("| all | | 4 | 3 | 1 |")
