@@ -292,6 +292,16 @@ def test_tables_that_cannot_be_cut_are_read_as_a_whole() -> None:
     assert "part" not in entry
 
 
+@pytest.mark.parametrize("offsets", [[4, 900, 500], [4, 500, 500], [0, 500]])
+def test_a_table_whose_units_are_not_in_order_is_read_as_a_whole(
+    offsets: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranges between them would leave rows out, or give them twice."""
+    monkeypatch.setattr(units, "row_groups", lambda frame: offsets)
+    [entry] = cut("a.parquet", encode("a.parquet", numbered(4000), rows=50, compression="none"))
+    assert "part" not in entry
+
+
 def test_trap_05_a_table_that_changes_is_noticed() -> None:
     for name in FORMATS:
         content = encode(name, numbered(2000), rows=50)
