@@ -1,6 +1,7 @@
 """Interrupts `dvc repro` at random, again and again; its results must be those of a run that nothing interrupted.
 
     python -m tests.random_faults --cycles 200 --seed 1
+    python -m tests.random_faults --cycles 20 --slurm    # the training is a job on two nodes
 
 Each cycle starts in a project without results. A random signal goes to a random process of `dvc repro` at a random
 moment: dvc, a stage, a worker, the launcher, torchrun or a rank. Then `dvc repro` runs to its end. No process may be
@@ -19,8 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -76,8 +79,8 @@ def role(process: psutil.Process) -> str:
 class Cycle:
     """One interruption of one `dvc repro`."""
 
-    def __init__(self, project: Project, chance: random.Random, seconds: float) -> None:
-        self.project = project
+    def __init__(self, project: Project, where: "Where", chance: random.Random, seconds: float) -> None:
+        self.project, self.where = project, where
         self.number = chance.choice(SIGNALS)
         self.delay = chance.uniform(0, seconds)
         self.chance = chance
@@ -90,13 +93,14 @@ class Cycle:
             AssertionError: a process of it is left.
         """
         with tempfile.NamedTemporaryFile("r") as output:  # not a pipe, which what is left would hold open
-            process = self.project.popen("sh", "-c", 'exec dvc repro > "$0" 2>&1', output.name)
+            command = ("sh", "-c", 'exec dvc repro > "$0" 2>&1', output.name)
+            process = self.project.popen(*command, **self.where.environment)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(self.delay)
             tree = [psutil.Process(process.pid)] if process.poll() is None else []
             with suppress(psutil.NoSuchProcess):
                 tree += [child for top in tree for child in top.children(recursive=True)]
-            if targets := [one for one in tree if is_alive(one)]:
+            if targets := [one for one in [*tree, *self.where.jobs()] if is_alive(one)]:
                 self._send(self.chance.choice(targets))
             process.wait(600)
             _, left = psutil.wait_procs([one for one in tree if is_alive(one)], timeout=_SECONDS_TO_END)
@@ -113,12 +117,45 @@ class Cycle:
                 target.send_signal(signal.SIGCONT)
 
 
+class Where(NamedTuple):
+    """Where the training runs."""
+
+    environment: dict[str, str]
+    """Of `dvc repro`."""
+    jobs: Callable[[], list[psutil.Process]]
+    """Processes of the training that `dvc repro` has not started itself."""
+
+
+@contextmanager
+def on_this_machine() -> Iterator[Where]:
+    """The training is a child of `dvc repro`."""
+    yield Where({}, list)
+
+
+@contextmanager
+def on_slurm() -> Iterator[Where]:
+    """The training is a job on a cluster of two nodes."""
+    from tests.slurm.cluster import Cluster
+    from tests.slurm.test_submission import VARIABLES, jobs
+
+    with Cluster() as cluster:
+        environment = {**VARIABLES, "SLURM_CONF": str(cluster.conf)}
+        yield Where(environment, lambda: [task for job in jobs(cluster) for task in cluster.tasks(job)])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.random_faults", description=__doc__.split("\n")[0])
     parser.add_argument("--cycles", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slurm", action="store_true", help="train on a Slurm cluster of two nodes")
     args = parser.parse_args()
-    chance = random.Random(args.seed)
+    with on_slurm() if args.slurm else on_this_machine() as where:
+        return run(where, args.cycles, args.seed)
+
+
+def run(where: Where, cycles: int, seed: int) -> int:
+    """Print each cycle and the table; returns the exit status."""
+    chance = random.Random(seed)
     injected: collections.Counter[tuple[str, str]] = collections.Counter()
     lost: collections.Counter[tuple[str, str]] = collections.Counter()
     with tempfile.TemporaryDirectory() as root:
@@ -127,18 +164,18 @@ def main() -> int:
         fresh.run("git", "init", "-q")
         project = fresh.copy(Path(root) / "project")
         started = time.monotonic()
-        project.run("dvc", "repro", timeout=600)
+        project.run("dvc", "repro", timeout=600, **where.environment)
         seconds = time.monotonic() - started
         reference = digests(project)
         print(f"{len(reference)} files of results; dvc repro needed {seconds:.0f} s", flush=True)
-        for index in range(args.cycles):
+        for index in range(cycles):
             shutil.rmtree(project.path)
             project = fresh.copy(Path(root) / "project")
-            cycle = Cycle(project, chance, seconds)
+            cycle = Cycle(project, where, chance, seconds)
             problems, printed = [], ""
             try:
                 printed = cycle.interrupt()
-                printed += project.run("dvc", "repro", timeout=600)
+                printed += project.run("dvc", "repro", timeout=600, **where.environment)
                 problems = losses(project, reference)
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 problems = [str(error)]

@@ -71,7 +71,7 @@ def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None
         "run_id": f"run{lr}", "step": steps, "dtype": "bfloat16", "num_parameters": 2_345_678, "validation": measured,
         "untrained": measured | {"loss": 8.5},
         "trained": measured, "exported": measured, "samples": [{"prompt": "Once <b>", "continuation": " upon\n a",
-        "reference": " there"}],
+        "reference": " there", "ends": False}],
     }  # fmt: skip
     write_json(outputs.EVALUATION, evaluation)
     write_json(outputs.METRICS, {"validation_loss": loss, "perplexity": math.exp(loss), "bits_per_byte": 1.25})

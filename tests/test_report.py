@@ -106,7 +106,7 @@ def test_each_section_shows_what_the_files_say(complete: Path) -> None:
                  "median length in characters17", "fewer than 20 characters691"],
         "Rows as the model saw them": ["is read but not predicted", "row 7\n  ⟦The⟧ <text>", "row 8"],
         "Model": ["LlamaForCausalLM", "n_head", "bfloat16", "torch 2.13.0"],
-        "Samples": ["The modelOnce <b> upon\n a", "The documentOnce <b> there"],
+        "Samples": ["The model, until it was cut offOnce <b> upon\n a", "The documentOnce <b> there"],
         "Parameters": ["num_splits", "fsdp.preset", "single_node_fsdp", "seq_length"],
     }.items():  # fmt: skip
         for text in texts:

@@ -40,6 +40,8 @@ class Sample:
     continuation: str
     reference: str
     """How the held-out document goes on, as far as the row and the next one have it."""
+    ends: bool
+    """Whether the model ended it by itself, and not the limit of tokens."""
     before: str | None = None
     """What the initial model writes; null: it has random weights, or is not here."""
 

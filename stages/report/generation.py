@@ -72,6 +72,12 @@ def max_length(model: "PreTrainedModel") -> int:
     return limit or sys.maxsize
 
 
+def has_ended(model: "PreTrainedModel", continuation: Tensor) -> bool:
+    """Whether tokens that it wrote, (n,) int64, end with one of its EOS tokens."""
+    found = model.generation_config.eos_token_id
+    return continuation[-1:].tolist() in ([token] for token in (found if isinstance(found, list) else [found]))
+
+
 def generate(
     model: "PreTrainedModel", prompt: Tensor, max_new_tokens: int, temperature: float, streamer: Any = None,
     synced_gpus: bool = False,

@@ -445,7 +445,7 @@ def generate_samples(
         samples.append(
             Sample(
                 tokenizer.decode(prompt), tokenizer.decode(continuation, skip_special_tokens=True),
-                tokenizer.decode(rest[:num_tokens]),
+                tokenizer.decode(rest[:num_tokens]), generation.has_ended(model, continuation),
             )
         )  # fmt: skip
     return samples[:num_counted]
