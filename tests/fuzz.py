@@ -36,7 +36,7 @@ def extract(name: str) -> Check:
     """What `extract` does with a file of a name. The first byte decides the rule."""
     from stages.formats import readers
     from stages.formats.records import Records
-    from stages.formats.rules import Rule
+    from stages.formats.rules import Rule, find
     from stages.formats.source import Rejected
     from stages.formats.writer import TextWriter
     from stages.splits import tree
@@ -56,7 +56,7 @@ def extract(name: str) -> Check:
         (directory / name).write_bytes(data[1:])
         with arrow.StreamWriter(directory / "shard", arrow.WITH_CONVERSATIONS) as stream:
             sink = TextWriter(stream, 1, lambda _: None, limits)
-            records = rule and Records(rule, sink, 1, limits)
+            records = Records(rule, sink, 1, limits) if rule and find([rule], name) else None
             try:
                 file = RawFile(name, *tree.measure(directory / name))
                 with readers.open_source(str(directory), file, "cp1252", limits) as source:
@@ -182,6 +182,8 @@ def seeds(name: str) -> Iterator[bytes]:
         json.dumps({**record, "n": [1, None, 2.5e3, True, {"k": "\ud83d\ude00"}]}).encode() + b"\n" for _ in "12"
     )
     table = pa.Table.from_pylist([record, record])
+    if name == "text":
+        yield "é \U0001f600\r\n".encode() + b"\xff\xfe\x00"
     if name in ("json", "jsonl"):
         yield from (lines, json.dumps([record]).encode())
     if name == "manifest":
