@@ -101,10 +101,8 @@ def fresh_copy(project: Path) -> Iterator[Path]:
     """A copy of what git knows of a project, which reads its raw files and its model, and has none of its results."""
     listing = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
     names = subprocess.run(listing, cwd=project, stdout=subprocess.PIPE, check=True).stdout
-    (project / outputs.OUTPUTS).mkdir(exist_ok=True)
     # Not below /tmp, which may be small, or in memory.
-    with tempfile.TemporaryDirectory(prefix=".certify-", dir=project / outputs.OUTPUTS) as directory:
-        copy = Path(directory)
+    with publish.scratch(project / outputs.OUTPUTS / ".certify") as copy:
         for name in filter(None, os.fsdecode(names).split("\0")):
             # With dvc.lock, DVC would look for earlier results, and with data/raw.dvc for the raw files in its cache.
             if name != "dvc.lock" and not name.endswith(".dvc") and (project / name).is_file():

@@ -97,7 +97,7 @@ class Project:
 
     def checkpoints(self) -> Path:
         """The directory of the only run."""
-        (directory,) = (self / "outputs/test/checkpoints").iterdir()
+        (directory,) = (path for path in (self / "outputs/test/checkpoints").iterdir() if path.is_dir())
         return directory
 
     def copy(self, path: Path) -> "Project":

@@ -55,6 +55,17 @@ def test_a_second_run_waits_and_names_the_first(empty_project: Path) -> None:
         assert second.communicate()[0] == "it is mine\n"
 
 
+def test_a_scratch_directory_begins_empty_after_a_kill(empty_project: Path) -> None:
+    code = "import os, signal; from pathlib import Path; from stages.base import publish\n"
+    code += "with publish.scratch(Path('outputs/.again')) as root:\n"
+    code += "    (root / 'half').touch(); os.kill(os.getpid(), signal.SIGKILL)"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(REPO)}, check=False)
+    assert Path("outputs/.again/half").exists()
+    with publish.scratch(Path("outputs/.again")) as root:
+        assert not [*root.iterdir()]
+    assert [path.name for path in Path("outputs").iterdir()] == [".again.lock"]
+
+
 def test_the_old_output_is_removed_after_the_new_one_is_there(
     empty_project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

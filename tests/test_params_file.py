@@ -45,11 +45,12 @@ def path(tmp_path: Path) -> Path:
         ("share: 1\nsection: {part: 2, part: 2}\n", "'part' is there twice"),
         ("share: .inf\nsection: {part: 2}\n", "share is inf: it must be a finite number"),
         ("share: 1\nsection: {part: '-inf'}\n", "section.part is '-inf': it must be a finite number"),
+        ("share:\nsection: {part: 2}\n", "share is null: input should be a valid number"),
         (GOOD + ALIASES, "unknown parameter 'a0'"),
         (GOOD + "more: &more {more: *more}\n", "unknown parameter 'more'"),
         (GOOD + '"more\\e[2J\\nerror: a": 1\n', r"unknown parameter 'more\\x1b\[2J\\nerror: a'; no stage reads it$"),
     ],
-    ids=["latin-1", "levels", "digits", "twice", "twice in a section", "infinite", "infinite text", "aliases", "circle",
+    ids=["latin-1", "levels", "digits", "twice", "twice in a section", "infinite", "infinite text", "null", "aliases", "circle",
          "control characters"],
 )  # fmt: skip
 def test_what_is_wrong_is_said(path: Path, content: str | bytes, message: str) -> None:

@@ -9,6 +9,7 @@ of the file.
 
 import dataclasses
 import difflib
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -181,4 +182,9 @@ def _explain(path: str, prefix: tuple[str, ...], details: Any) -> str:
     message = details["msg"].removeprefix("Value error, ")  # pydantic's prefix to a ValueError of a validator
     if not details["loc"]:  # a check over several parameters, which names them itself
         return f"{path}: {message}"
-    return f"{path}: {name} is {details['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{path}: {name} is {_as_yaml(details['input'])}: {message[0].lower()}{message[1:]}"
+
+
+def _as_yaml(value: Any) -> str:
+    """A value as people write it in the file."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)

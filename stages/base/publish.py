@@ -30,7 +30,7 @@ def lock(target: Path) -> Iterator[None]:
     not fail for that. What killed runs have left of `directory` is removed.
     """
     target = _real(target)
-    with open_lock(target.with_name(f".{target.name}.lock")) as file:  # not inside: the target is replaced
+    with open_lock(target.with_name(f".{target.name.lstrip('.')}.lock")) as file:  # not inside: the target is replaced
         if not try_exclusive(file):
             print(f"waiting for another run that writes {target} ({read_status(file)})", flush=True)
             exclusive(file)
@@ -38,6 +38,18 @@ def lock(target: Path) -> Iterator[None]:
         for leftover in target.parent.glob(_temporary_name(target.name, "[0-9a-f]" * 8)):
             shutil.rmtree(leftover, ignore_errors=True)
         yield
+
+
+@contextmanager
+def scratch(path: Path) -> Iterator[Path]:
+    """An empty directory for the time of the block, for one process at a time; what a killed one left is removed."""
+    with lock(path):
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _real(target: Path) -> Path:

@@ -42,7 +42,8 @@ class Losses:
         """For each type of metric on the Hub a name for people and the value."""
         found = {"loss": ("validation loss in nats per token", self.loss)}
         if self.loss < math.log(1e6):  # beyond, it is only a large number
-            found["perplexity"] = ("perplexity per token", perplexity(self.loss))
+            # Of as many digits as the loss.
+            found["perplexity"] = ("perplexity per token", float(f"{perplexity(self.loss):.6g}"))
         if self.bits_per_byte is not None:
             found["bits_per_byte"] = ("bits per byte", self.bits_per_byte)
         return {kind: metric for kind, metric in found.items() if math.isfinite(metric[1])}

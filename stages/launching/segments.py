@@ -9,13 +9,13 @@ import dataclasses
 import os
 import random
 import shutil
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from stages.base import publish
 from stages.base.errors import StageError
 from stages.checkpointing import layout
 from stages.checkpointing.decision import begin
@@ -115,10 +115,10 @@ def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> Checkpoint
 def _elsewhere(beside: Path) -> Iterator[Path]:
     """Have checkpoints be in a temporary directory on the same disk."""
     before = os.environ.get("CHECKPOINT_ROOT")
-    with tempfile.TemporaryDirectory(prefix=".again-", dir=beside) as root:
-        os.environ["CHECKPOINT_ROOT"] = str(Path(root).absolute())
+    with publish.scratch(beside / ".again") as root:
+        os.environ["CHECKPOINT_ROOT"] = str(root.absolute())
         try:
-            yield Path(root)
+            yield root
         finally:
             os.environ.pop("CHECKPOINT_ROOT")
             if before is not None:
