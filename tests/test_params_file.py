@@ -50,8 +50,8 @@ def path(tmp_path: Path) -> Path:
         (GOOD + "more: &more {more: *more}\n", "unknown parameter 'more'"),
         (GOOD + '"more\\e[2J\\nerror: a": 1\n', r"unknown parameter 'more\\x1b\[2J\\nerror: a'; no stage reads it$"),
     ],
-    ids=["latin-1", "levels", "digits", "twice", "twice in a section", "infinite", "infinite text", "null", "aliases", "circle",
-         "control characters"],
+    ids=["latin-1", "levels", "digits", "twice", "twice in a section", "infinite", "infinite text", "null", "aliases",
+         "circle", "control characters"],
 )  # fmt: skip
 def test_what_is_wrong_is_said(path: Path, content: str | bytes, message: str) -> None:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
