@@ -1,4 +1,4 @@
-"""What `make random-faults` counts as lost."""
+"""The tests of faults can fail: what they compare differs where one byte does."""
 
 import signal
 from collections import Counter
@@ -7,11 +7,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from stages.base.errors import StageError
 from stages.base.record import FileEntry
 from stages.checkpointing.layout import step_name
 from tests.project import Project, flip_bit, wait_for
 from tests.random_faults import digests, losses, role, table
-from tests.trainings import checkpoint_manifest
+from tests.trainings import checkpoint_manifest, published, result
 
 
 def make_results(project: Project) -> None:
@@ -52,6 +53,24 @@ def test_a_checkpoint_that_is_damaged_is_lost(tmp_path: Path) -> None:
     flip_bit(weights, 50)
     (lost,) = losses(project, reference)
     assert "is damaged" in lost
+
+
+@pytest.mark.parametrize("name", ["model/__0_0.distcp", "optimizer/__1_0.distcp", "history.tsv"])
+def test_the_result_of_a_training_differs_with_any_of_its_bits(tmp_path: Path, name: str) -> None:
+    project = Project(tmp_path)
+    checkpoint = project / "outputs/test/checkpoints/0123456789abcdef" / step_name(12)
+    files = [checkpoint / each for each in ("model/__0_0.distcp", "optimizer/__1_0.distcp", "history.tsv")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(100))
+    entries = {str(file.relative_to(checkpoint)): FileEntry.of(file) for file in files}
+    checkpoint_manifest(files=entries, step=12).write(checkpoint)
+    reference = result(project)
+    assert published(project) == [step_name(12)]
+    flip_bit(checkpoint / name, 50)
+    assert result(project) != reference
+    with pytest.raises(StageError, match="is damaged"):
+        published(project)
 
 
 @pytest.mark.parametrize(("name", "environment"), [("pack", {}), ("rank", {"RANK": "1"})])
