@@ -4,6 +4,7 @@ import os
 import re
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from stages.splits import assignment, parts, tree
 from stages.splits import manifests as splits
 from stages.work import reuse
 from tests.corpus import with_processes
-from tests.project import REPO
+from tests.project import REPO, start_stage, wait_for
 
 PATHS = st.sets(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), max_size=60)
 
@@ -465,3 +466,27 @@ def test_the_first_of_files_with_the_same_bytes_is_kept(root: Path) -> None:
     ]
     assert (content["files"], content["duplicate_files"]) == (3, 3)
     assert result == run(root, deduplicate=True, num_workers=2)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.2])
+def test_01_after_a_kill_the_manifests_are_the_same(
+    root: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    for number in range(2000):
+        (root / f"{number}.txt").write_text(f"text {number}")
+    expected = run(root)
+    monkeypatch.chdir(root.parent)
+    values = yaml.safe_load((REPO / "params.yaml").read_text())
+    Path("params.yaml").write_text(yaml.safe_dump({**values, "raw_dir": str(root), "num_splits": 4}))
+    stage = start_stage("organize")
+    wait_for(Path("data/.splits.lock").exists)
+    time.sleep(seconds)
+    stage.kill()
+    stage.communicate()
+    again = start_stage("organize")
+    output = again.communicate()
+    assert again.returncode == 0, output
+    found = {path.name: path.read_bytes() for path in splits.SPLITS.iterdir()}
+    assert [path.name for path in splits.SPLITS.parent.iterdir() if path.name.endswith(".tmp")] == []
+    del found[splits.SUMMARY], expected[splits.SUMMARY]  # which names raw_dir
+    assert found == expected
