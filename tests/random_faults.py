@@ -65,7 +65,7 @@ def losses(project: Project, reference: dict[str, str]) -> list[str]:
 
 
 def role(process: psutil.Process) -> str:
-    """What a process of `dvc repro` is: `dvc`, the name of a stage, `rank`, `torchrun`, or `worker` of those."""
+    """What a process is: `dvc`, the name of a stage, `rank`, `torchrun`, `worker` of a stage, `other`."""
     command = " ".join(process.cmdline())
     if re.search(r"\bdvc\b.* repro", command):
         return "dvc"
@@ -73,7 +73,7 @@ def role(process: psutil.Process) -> str:
         return "torchrun"
     if match := re.search(r"-m stages\.(\w+)$", command):
         return "rank" if "RANK" in process.environ() else match[1]
-    return "other"
+    return "worker" if "multiprocessing" in command else "other"
 
 
 class Cycle:
