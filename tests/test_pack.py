@@ -601,8 +601,9 @@ def test_trap_28_tokens_that_are_not_those_of_the_encoder_are_not_stored(
 def test_trap_21_after_a_kill_only_unfinished_splits_are_encoded(number: int) -> None:
     """A SIGKILL of a worker, or of the stage, then a run to the end."""
     make_model()
-    make_corpus([[f"document {split} {index} " * 900 for index in range(50)] for split in range(12)])
-    run(fast_encoder=False)  # long enough to be killed
+    # Enough to be worked on by processes, and long enough to be killed.
+    make_corpus([[f"document {split} {index} " * 1100 for index in range(50)] for split in range(12)])
+    run(fast_encoder=False)
     clean = content()
     shutil.rmtree("data/.reuse")
     shutil.rmtree("data/tokens")
