@@ -37,6 +37,9 @@ SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.
 RESULTS = ("data/splits", "data/corpus", "data/tokens", "data/model.json", "outputs/test/model", "outputs/history.tsv")
 """What does not tell when, where and how fast it was made."""
 
+NONE = "none"
+"""The role of a signal that came too late."""
+
 _SECONDS_TO_END = 60
 """A training that was asked to stop saves first."""
 
@@ -84,7 +87,7 @@ class Cycle:
         self.number = chance.choice(SIGNALS)
         self.delay = chance.uniform(0, seconds)
         self.chance = chance
-        self.role = "none"
+        self.role = NONE
 
     def interrupt(self) -> str:
         """Start `dvc repro`, send the signal, and return what was printed until all ended.
@@ -168,24 +171,28 @@ def run(where: Where, cycles: int, seed: int) -> int:
         seconds = time.monotonic() - started
         reference = digests(project)
         print(f"{len(reference)} files of results; dvc repro needed {seconds:.0f} s", flush=True)
-        for index in range(cycles):
-            shutil.rmtree(project.path)
-            project = fresh.copy(Path(root) / "project")
-            cycle = Cycle(project, where, chance, seconds)
-            problems, printed = [], ""
-            try:
-                printed = cycle.interrupt()
-                printed += project.run("dvc", "repro", timeout=600, **where.environment)
-                problems = losses(project, reference)
-            except (AssertionError, subprocess.TimeoutExpired) as error:
-                problems = [str(error)]
-            key = (cycle.role, cycle.number.name)
-            injected[key] += 1
-            lost[key] += bool(problems)
-            result = "; ".join(problems) or "same bytes"
-            print(f"{index + 1:4} {cycle.number.name} to {cycle.role} after {cycle.delay:.1f} s: {result}", flush=True)
-            if problems:
-                print(printed, flush=True)
+        with suppress(KeyboardInterrupt):  # the table of those until then
+            while sum(injected.values()) < cycles:
+                shutil.rmtree(project.path)
+                project = fresh.copy(Path(root) / "project")
+                cycle = Cycle(project, where, chance, seconds)
+                try:
+                    printed = cycle.interrupt()
+                    if cycle.role == NONE:  # the machine is faster now
+                        seconds = cycle.delay
+                        continue
+                    printed += project.run("dvc", "repro", timeout=600, **where.environment)
+                    problems = losses(project, reference)
+                except (AssertionError, subprocess.TimeoutExpired) as error:
+                    problems, printed = [str(error)], ""
+                key = (cycle.role, cycle.number.name)
+                injected[key] += 1
+                lost[key] += bool(problems)
+                result = "; ".join(problems) or "same bytes"
+                number = sum(injected.values())
+                print(f"{number:4} {cycle.number.name} to {cycle.role} after {cycle.delay:.1f} s: {result}", flush=True)
+                if problems:
+                    print(printed, flush=True)
     print(table(injected, lost))
     return 1 if sum(lost.values()) else 0
 

@@ -1,7 +1,8 @@
-"""What a launch does: nothing, resume, adopt the checkpoint of another run, extend one, or start. Decided once.
+"""What a launch does: nothing, resume, adopt the checkpoint of another run, extend one, or start.
 
-Whoever holds the lock of the run decides: the launcher, or rank 0 where something else has started the ranks. The ranks
-take the first checkpoint of the decision whose files match their digests.
+Whoever holds the lock of the run decides, once for each start of the ranks: the launcher, or rank 0 where something
+else has started them. `launch --explain`, and the submission of a job, only look. The ranks take the first checkpoint
+of the decision whose files match their digests.
 """
 
 import dataclasses
@@ -63,7 +64,7 @@ class Decision:
 
     action: Literal["finished", "resume", "adopt", "extend", "start"]
     checkpoints: list[Path]
-    """Where the training continues from: the first one that is valid. None: it starts at step 0."""
+    """Where the training continues from: the first one that is valid. Empty: it starts at step 0."""
     reason: str
     """For people."""
 
@@ -80,7 +81,7 @@ def find(run: Run) -> Found:
             except UnsupportedFormat as error:
                 unsupported.append(str(error))
             except StageError:
-                found[path] = None  # `latest_valid` reports the damaged ones
+                found[path] = None  # `layout.latest_valid` reports the damaged ones
         return found
 
     directories = sorted(checkpoint_root(run.params.experiment_name).glob("*/"))
@@ -115,9 +116,11 @@ def decide(run: Run, resume: Literal["auto", "never"], found: Found) -> Decision
     |---|---|
     | the last one of the run itself | nothing: it has finished |
     | others of the run itself | resume |
-    | of another run that was the same until there, and is unfinished or shorter | adopt the one with the most steps |
+    | of another run with the same weights until there, and unfinished or shorter | adopt the one with the most steps |
     | none of these, and `extend_from` names a finished and shorter run | extend that one |
     | none | start |
+
+    `_why_not_adopt` says which weights are the same.
 
     Args:
         run: What is to be trained.

@@ -1,1 +1,1 @@
-"""What a training needs beside its numbers: where it runs, whether its ranks agree, and what it reports."""
+"""What a training needs beside its numbers: what surrounds the loop of a rank, where it runs, what it reports."""

@@ -271,7 +271,7 @@ class Encoder:
         return self._own if has_differing or not self._comparison else self._comparison.fast.encode
 
     def _encode_batch(self, batch: pa.StringArray, has_differing: bool) -> tuple[Tokens, int]:
-        """The tokens of all documents in a row, (n,), and how many characters the fast tokenizer has not encoded."""
+        """The tokens of all documents together, (n,), and how many characters the fast tokenizer has not encoded."""
         different = batch.dictionary_encode()  # records repeat their strings: encode each once
         strings = different.dictionary.to_pylist()
         num_slow = 0

@@ -1,6 +1,6 @@
 """The batches of each step, as the forward passes of one rank.
 
-Which rows a step uses is a function of the step alone (stages/training/order.py), not of the number of ranks: so a
+Which rows a step uses is a function of the step alone (order.py, and with several sources mixture.py), not of the number of ranks: so a
 resume is an index, and the loader keeps no state that a checkpoint would have to save. With T = `total_batch_size`,
 B = `batch_size` and R ranks, the T rows of a step are dealt out like this (T = 12, B = 2, R = 2):
 

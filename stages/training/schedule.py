@@ -22,7 +22,7 @@ class ScheduleParams:
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)]
     """The lowest learning rate, as a fraction of `lr`."""
     warmup_steps: NonNegativeInt
-    """Optimizer steps of linear increase from 0 to `lr`."""
+    """Optimizer steps of linear increase to `lr`, from `lr` / warmup_steps in the first one."""
 
     def __post_init__(self) -> None:
         if self.lr_decay_steps is not None and self.lr_decay_steps <= self.warmup_steps:
@@ -50,5 +50,5 @@ def lr_ratio(params: ScheduleParams, total_steps: int, step: int) -> float:
 
 
 def learning_rate(params: ScheduleParams, total_steps: int, step: int) -> float:
-    """The learning rate of optimizer step `step` (from 0)."""
+    """The learning rate of optimizer step `step` (from 0), to compare runs; in a training `LambdaLR` has `lr_ratio`."""
     return params.lr * lr_ratio(params, total_steps, step)
