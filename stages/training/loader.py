@@ -1,8 +1,8 @@
 """The batches of each step, as the forward passes of one rank.
 
-Which rows a step uses is a function of the step alone (order.py, and with several sources mixture.py), not of the number of ranks: so a
-resume is an index, and the loader keeps no state that a checkpoint would have to save. With T = `total_batch_size`,
-B = `batch_size` and R ranks, the T rows of a step are dealt out like this (T = 12, B = 2, R = 2):
+Which rows a step uses is a function of the step alone (order.py; with several sources mixture.py), not of the number of
+ranks: so a resume is an index, and the loader keeps no state that a checkpoint would have to save. With T =
+`total_batch_size`, B = `batch_size` and R ranks, the T rows of a step are dealt out like this (T = 12, B = 2, R = 2):
 
     rows of the step    r0 r1 | r2 r3 | r4 r5 | r6 r7 | r8 r9 | r10 r11
     rank                  0       1       0       1       0       1
