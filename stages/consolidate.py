@@ -78,7 +78,8 @@ def main() -> None:
         parser.error("--checkpoint and --output belong together: the model of the pipeline is that of run.json")
     params, runtime = load_params(ConsolidateParams), load_params(ConsolidateRuntime, "runtime")
     target = _new_output(args.output) if args.output else outputs.directory(params.experiment_name) / "model"
-    with publish.lock(target):
+    # In the project: the directory of --output is somebody's, where no lock file is to stay.
+    with publish.lock(target, outputs.OUTPUTS / ".export.lock" if args.output else None):
         model = ModelManifest.read()
         if args.checkpoint:
             checkpoint, pointer = args.checkpoint, RunPointer.to(args.checkpoint)

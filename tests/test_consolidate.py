@@ -847,6 +847,7 @@ def test_any_checkpoint_gives_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     consolidate.main()
     loaded = AutoModelForCausalLM.from_pretrained("elsewhere/model")
     assert all(torch.equal(parameter, tensors[name]) for name, parameter in loaded.named_parameters())
+    assert [path.name for path in Path("elsewhere").iterdir()] == ["model"]
 
 
 @pytest.mark.parametrize("output", [".", "outputs", "outputs/exp", "notes", "notes/a.txt"])
