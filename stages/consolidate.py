@@ -76,6 +76,8 @@ def main() -> None:
     args = parser.parse_args()
     if (args.checkpoint is None) != (args.output is None):
         parser.error("--checkpoint and --output belong together: the model of the pipeline is that of run.json")
+    if args.checkpoint and not (args.checkpoint / layout.MANIFEST).is_file():
+        raise StageError(f"--checkpoint: {args.checkpoint} is no checkpoint: it has no {layout.MANIFEST}")
     params, runtime = load_params(ConsolidateParams), load_params(ConsolidateRuntime, "runtime")
     target = _new_output(args.output) if args.output else outputs.directory(params.experiment_name) / "model"
     # In the project: the directory of --output is somebody's, where no lock file is to stay.
