@@ -134,8 +134,9 @@ def main() -> None:
     runtime = load_params(TrainRuntime, "runtime")
     # What is written must not depend on this machine, so to torch it has no GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    num_nodes = 1 if runtime.launcher == "torchrun" else int(os.environ.get("SLURM_JOB_NUM_NODES", 1))
     with publish.lock(outputs.PLAN):
-        plan = check(params, runtime, runtime.nproc_per_node and launched_ranks(runtime, 0))
+        plan = check(params, runtime, runtime.nproc_per_node and launched_ranks(runtime, 0, num_nodes))
         model = ModelManifest.read()
         _print_summary(params, runtime, plan, model)
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb

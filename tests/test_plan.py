@@ -238,6 +238,19 @@ def test_a_plan_is_the_same_on_each_machine(
     assert capsys.readouterr().out.count("which is made for bf16: set precision to bf16") == 1
 
 
+def test_a_plan_counts_the_nodes_of_the_job(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(training.path)
+    monkeypatch.setattr("sys.argv", ["plan"])
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    monkeypatch.setattr(peak_memory, "measure", lambda *_, **__: PeakMemory(GIB, False, *[0] * 7))
+    training.set(runtime={"nproc_per_node": 2})
+    with pytest.raises(StageError, match="8 is not a multiple of batch_size 2 x 6 ranks"):
+        plan.main()
+    for others in ({"launcher": "torchrun"}, {"launcher": "auto", "num_nodes": 2}):
+        training.set(runtime=others)
+        plan.main()
+
+
 def test_what_a_first_training_gets_wrong_is_a_warning(
     training: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
