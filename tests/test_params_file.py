@@ -31,7 +31,7 @@ ALIASES = "a0: &a0 {x: 1}\n" + "".join(
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    (tmp_path / "dvc.yaml").write_text("stages: {a: {cmd: a, params: [share, section.part]}}")
+    (tmp_path / "dvc.yaml").write_text("stages: {a: {cmd: a, params: [experiment_name, section.part, share]}}")
     return tmp_path / "params.yaml"
 
 
@@ -46,12 +46,15 @@ def path(tmp_path: Path) -> Path:
         ("share: .inf\nsection: {part: 2}\n", "share is inf: it must be a finite number"),
         ("share: 1\nsection: {part: '-inf'}\n", "section.part is '-inf': it must be a finite number"),
         ("share:\nsection: {part: 2}\n", "share is null: input should be a valid number"),
+        (GOOD + "experiment_name: a/b\n", "experiment_name is 'a/b': string should match pattern"),
+        (GOOD + "experiment_name: report\n", "experiment_name is 'report': outputs/report is an output of every"),
+        (GOOD + "experiment_name: 2024\n", "experiment_name is 2024: .* valid string"),
         (GOOD + ALIASES, "unknown parameter 'a0'"),
         (GOOD + "more: &more {more: *more}\n", "unknown parameter 'more'"),
         (GOOD + '"more\\e[2J\\nerror: a": 1\n', r"unknown parameter 'more\\x1b\[2J\\nerror: a'; no stage reads it$"),
     ],
-    ids=["latin-1", "levels", "digits", "twice", "twice in a section", "infinite", "infinite text", "null", "aliases",
-         "circle", "control characters"],
+    ids=["latin-1", "levels", "digits", "twice", "twice in a section", "infinite", "infinite text", "null",
+         "directories", "a name in use", "a number", "aliases", "circle", "control characters"],
 )  # fmt: skip
 def test_what_is_wrong_is_said(path: Path, content: str | bytes, message: str) -> None:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())

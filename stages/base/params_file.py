@@ -20,6 +20,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from stages.base.errors import StageError, explained
+from stages.base.outputs import ExperimentName
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -30,6 +31,13 @@ PARAMS_FILE = Path("params.yaml")
 PIPELINE_FILE = Path("dvc.yaml")
 RUNTIME = "PIPELINE_RUNTIME"
 """Environment variable with values of the `runtime` section that override those of the file: a YAML mapping."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Experiment:
+    """What all stages check, so that the first one refuses it, although only the last ones read it."""
+
+    experiment_name: ExperimentName = "default"
 
 
 def load_params(cls: type[T], section: str | None = None, path: Path = PARAMS_FILE) -> T:
@@ -50,6 +58,8 @@ def load_params(cls: type[T], section: str | None = None, path: Path = PARAMS_FI
     adapter: TypeAdapter[T] = TypeAdapter(cls, config=None)
     prefix = (section,) if section else ()
     try:
+        if section is None:
+            TypeAdapter(_Experiment).validate_python({key: values[key] for key in values.keys() & {"experiment_name"}})
         # Not strict: the string "2e-05" becomes a float. Names of other stages are left out here, not refused.
         result = adapter.validate_python({name: value for name, value in values.items() if name in names})
     except ValidationError as error:
