@@ -48,7 +48,7 @@ def path(tmp_path: Path) -> Path:
         ("share:\nsection: {part: 2}\n", "share is null: input should be a valid number"),
         (GOOD + "experiment_name: a/b\n", "experiment_name is 'a/b': string should match pattern"),
         (GOOD + "experiment_name: report\n", "experiment_name is 'report': outputs/report is an output of every"),
-        (GOOD + "experiment_name: 2024\n", "experiment_name is 2024: .* valid string"),
+        (GOOD + "experiment_name: 2024\n", " is 2024: .* string; put text that looks like a number in quotes"),
         (GOOD + ALIASES, "unknown parameter 'a0'"),
         (GOOD + "more: &more {more: *more}\n", "unknown parameter 'more'"),
         (GOOD + '"more\\e[2J\\nerror: a": 1\n', r"unknown parameter 'more\\x1b\[2J\\nerror: a'; no stage reads it$"),

@@ -433,6 +433,7 @@ def test_a_changed_batch_size_adopts_an_unfinished_run(training: Project, ranks:
         ({"lr_schedule": "cosinus"}, "'constant' or 'wsd'"),
         ({"extend_from": "the last one"}, "extend_from is 'the last one': string should match pattern"),
         ({"extend_from": 1234567890123456}, "run 1234567890123456 cannot be extended:"),  # YAML reads it as a number
+        ({"extend_from": 1.5e57}, "string should match pattern '^[0-9a-f]{16}$'; put text that looks like a number in"),
         ({"num_epoch": 2}, "unknown parameter 'num_epoch'; did you mean 'num_epochs'?"),
         ({"fsdp": {"sharding": 1}}, "unknown parameter 'fsdp.sharding'"),
         ({"runtime": {"keep_checkpoints": 1}}, "runtime.keep_checkpoints is 1: input should be greater"),

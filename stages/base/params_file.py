@@ -192,7 +192,9 @@ def _explain(path: str, prefix: tuple[str, ...], details: Any) -> str:
     message = details["msg"].removeprefix("Value error, ")  # pydantic's prefix to a ValueError of a validator
     if not details["loc"]:  # a check over several parameters, which names them itself
         return f"{path}: {message}"
-    return f"{path}: {name} is {_as_yaml(details['input'])}: {message[0].lower()}{message[1:]}"
+    is_number = details["type"].startswith("string") and isinstance(details["input"], (int, float))
+    remedy = "; put text that looks like a number in quotes" * is_number
+    return f"{path}: {name} is {_as_yaml(details['input'])}: {message[0].lower()}{message[1:]}{remedy}"
 
 
 def _as_yaml(value: Any) -> str:
