@@ -223,6 +223,9 @@ class Signal:
 
     received = False
 
+    def training_starts(self) -> None:
+        """As of `StopSignal`."""
+
 
 def make_rank(mesh: DeviceMesh, max_unread: int) -> Rank:
     """A training in this process, whose numbers are read as late as on a GPU if `max_unread` is 1."""
@@ -276,6 +279,16 @@ def test_numbers_that_are_read_late_are_complete_in_every_checkpoint(
     assert make_rank(mesh, max_unread=1).train()
     last = training.checkpoints() / step_name(12)
     assert content(last) == contents[0][step_name(12)]
+
+
+def test_16_a_signal_during_the_validation_before_the_first_step_ends_a_rank(
+    training: Project, monkeypatch: pytest.MonkeyPatch, mesh: DeviceMesh, one_thread: None
+) -> None:
+    monkeypatch.chdir(training.path)
+    one, measured = make_rank(mesh, max_unread=0), []
+    monkeypatch.setattr(Signal, "training_starts", lambda self: measured.append(one.trainer.validation_loss))
+    assert one.train()
+    assert measured and measured[0]  # from then on, signals are remembered
 
 
 def test_the_validation_loss_does_not_depend_on_the_rows_of_a_forward_pass(

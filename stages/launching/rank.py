@@ -90,7 +90,6 @@ class Rank:
         self.timers = Timers(lambda phase: heartbeat.note(f"step {self.trainer.step + 1}, {phase}"))
         self.phase: Callable[[str], AbstractContextManager[None]] = self.timers.phase
         self.note = heartbeat.note
-        self.before_step = self.profiler.before_step
         self.metrics = MetricsLogger(
             run, runtime.log_freq, Console(dist.get_rank(), self.trainer.step, run.total_steps), self.tracker,
             self.timers, flops.flops_per_token(self.trainer.model, run.seq_length), history,
@@ -124,7 +123,12 @@ class Rank:
             )
         print_line(start_line(self.trainer.chosen, mesh))
 
-    # The hooks that are not those of the heartbeat, the timers and the profiler:
+    # The hooks that are not those of the heartbeat and the timers:
+
+    def before_step(self, step: int) -> None:
+        """A step starts, which a signal to stop waits for; before the first one there was nothing to save."""
+        self.stop_signal.training_starts()
+        self.profiler.before_step(step)
 
     @contextmanager
     def explained(self, step: int) -> Iterator[None]:
@@ -326,7 +330,6 @@ def run(stop_signal: StopSignal) -> bool:
             if decided is None and is_rank0():
                 print_line(chosen.reason)
             one = Rank(run, runtime, chosen, mesh, stop_signal, heartbeat, confirm_lock)
-            stop_signal.training_starts()
             return one.train()
 
 

@@ -31,6 +31,8 @@ class StopSignal:
 
     def training_starts(self) -> None:
         """From here on, signals are remembered."""
+        if self._is_training:
+            return
         handoff.tell_training()
         with self._lock:
             self._is_training = True
