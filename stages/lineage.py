@@ -31,7 +31,7 @@ from stages.base.names import printable
 from stages.base.origin import RECORDS
 from stages.base.outputs import ExperimentName
 from stages.base.packed import TRAIN, VALIDATION
-from stages.base.params_file import PARAMS_FILE, flatten, load_params, read_values
+from stages.base.params_file import PARAMS_FILE, as_yaml, flatten, load_params, read_values
 from stages.checkpointing import layout, run
 from stages.export.lineage import Lineage
 from stages.formats.source import is_unchanged
@@ -173,7 +173,7 @@ def _check(name: str, path: Path, recorded: Any, find: Callable[[], Any], where:
         return Finding("different", name, f"{recorded} {where}, {found} here")
     there, here = dict(flatten(recorded)), dict(flatten(found))
     different = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
-    values = [f"{key} {there.get(key)!r} {where}, {here.get(key)!r} here" for key in different]
+    values = [f"{key} {as_yaml(there.get(key))} {where}, {as_yaml(here.get(key))} here" for key in different]
     return Finding("different", name, "; ".join(values))
 
 

@@ -177,3 +177,8 @@ def test_each_stage_gives_the_same_bytes_again_and_dvc_says_so(project: Project,
     changed = {path for entries in found.values() for entry in entries for paths in entry.values() for path in paths}
     durations = {"outputs/speed.tsv", "outputs/train_metrics.json", "outputs/cost.json", "outputs/report"}
     assert changed == durations
+
+
+def test_values_are_written_as_in_params_yaml() -> None:
+    found = lineage._check("them", Path(), {"max_steps": None, "tf32": True}, lambda: {"max_steps": 3, "tf32": False})
+    assert found.detail == "max_steps null in lineage.json, 3 here; tf32 true in lineage.json, false here"

@@ -85,7 +85,7 @@ def test_a_signal_to_one_node_saves_on_all_and_they_compute_what_one_does(nodes:
         ("2", {"launcher": "torchrun"}, None),
         ("2", {"launcher": "torchrun", "num_nodes": 2}, "launcher torchrun starts the ranks of one machine"),
         ("2", {"num_nodes": 3}, r"need 3 nodes, but this is in an allocation of 2: .* `sbatch --nodes=3`"),
-        (None, {"launcher": "srun"}, "this is in no allocation of Slurm"),
+        (None, {"launcher": "srun"}, "runtime.num_nodes null need 1 node, but this is in no allocation of Slurm"),
         (None, {"num_nodes": 2}, "this is in no allocation of Slurm"),
     ],
 )

@@ -376,7 +376,7 @@ def test_a_run_extends_the_one_that_it_names_and_records_it(training: Project, r
     adopted = CheckpointManifest.read(last).adopted
     assert adopted
     assert (adopted.run_id, adopted.step) == (shorter, 12)
-    assert f"params.extend_from: None there, '{shorter}' here" in adopted.differences
+    assert f"params.extend_from: null there, '{shorter}' here" in adopted.differences
     assert set(torch.load(last / "lr_scheduler.pt")["base_lrs"]) == {0.001}  # not that of the run that it extends
     training.set(extend_from=None, runtime={"resume": "auto"})  # another run: its result does not depend on that one
     assert "resuming" not in ranks.run(training)

@@ -194,9 +194,9 @@ def _explain(path: str, prefix: tuple[str, ...], details: Any) -> str:
         return f"{path}: {message}"
     is_number = details["type"].startswith("string") and isinstance(details["input"], (int, float))
     remedy = "; put text that looks like a number in quotes" * is_number
-    return f"{path}: {name} is {_as_yaml(details['input'])}: {message[0].lower()}{message[1:]}{remedy}"
+    return f"{path}: {name} is {as_yaml(details['input'])}: {message[0].lower()}{message[1:]}{remedy}"
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """A value as people write it in the file."""
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)

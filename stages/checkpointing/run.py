@@ -15,6 +15,7 @@ from typing import Any
 from stages.base import code, outputs, publish
 from stages.base.identity import RunIdentity, TokenFingerprints
 from stages.base.packed import TRAIN, VALIDATION, PackedTokens
+from stages.base.params_file import as_yaml
 from stages.checkpointing.layout import checkpoint_root
 from stages.model.manifest import MANIFEST
 from stages.training.mixture import RowOrder
@@ -101,7 +102,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Itera
             yield from compare(old[name], new[name], f"{prefix}{name}.")
             continue
         if name not in old or name not in new or old[name] != new[name]:
-            there, here = (repr(values[name]) if name in values else ABSENT for values in (old, new))
+            there, here = (as_yaml(values[name]) if name in values else ABSENT for values in (old, new))
             yield f"{prefix}{name}", there, here
 
 

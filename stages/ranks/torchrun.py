@@ -106,7 +106,7 @@ def num_nodes(launcher: str, num_nodes: int | None) -> int | None:
         here = f"an allocation of {allocated}" if is_allocated else "no allocation of Slurm"
         nodes = f"{wanted} nodes" if wanted > 1 else "1 node"
         raise StageError(
-            f"runtime.launcher {launcher} and runtime.num_nodes {num_nodes} need {nodes}, but this is "
+            f"runtime.launcher {launcher} and runtime.num_nodes {num_nodes or 'null'} need {nodes}, but this is "
             f"in {here}: start it with `sbatch --nodes={wanted}` or in `salloc --nodes={wanted}`"
         )
     if shutil.which("srun") is None:
