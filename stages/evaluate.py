@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -34,7 +33,7 @@ from stages.export.lineage import Lineage
 from stages.model.dtypes import PRECISIONS
 from stages.model.files import CARD, LINEAGE
 from stages.model.manifest import ModelManifest
-from stages.report.measure import MEASUREMENTS, REQUEST, LossSum, Measurements, Request, remedies, stored_dtype
+from stages.report.measure import MEASUREMENTS, REQUEST, LossSum, Measurements, Request, Trained, remedies, stored_dtype
 
 BATCH_TOKENS = 8192
 """Of a forward pass, unless a row is longer. More would hardly be faster, and a GPU may hold the whole model here."""
@@ -162,13 +161,12 @@ def evaluate(
             document_mask=lineage.params["document_mask"],
             num_samples=params.eval_samples,
             timeout_minutes=runtime.timeout_minutes,
+            trained=find_trained(course, lineage, stored_dtype(directory)),
         ),
         runtime,
     )
     texts = {source: data.sources[f"{VALIDATION.name} {source}"] for source in rows.sources}
-    evaluation = describe(measurements, data.validation, texts, lineage, course, stored_dtype(directory))
-    check_export(evaluation, lineage.params)
-    return evaluation
+    return describe(measurements, data.validation, texts, lineage, course, stored_dtype(directory))
 
 
 def find_initial(model: ModelManifest, lineage: Lineage) -> str | None:
@@ -279,40 +277,24 @@ def _rounded(number: float) -> float:
     return float(f"{number:.{DIGITS}g}")
 
 
-def check_export(evaluation: Evaluation, params: Mapping[str, Any]) -> None:
-    """Compare the loss of the exported weights with that of the trained ones, on the same rows.
-
-    Args:
-        evaluation: Both losses.
-        params: Those of the training.
+def find_trained(course: list[Row], lineage: Lineage, dtype: str) -> Trained | None:
+    """The loss of the trained weights, and by how much of it that of the exported ones, in `dtype`, may differ.
 
     Raises:
-        StageError: they differ by more than rounding explains.
+        StageError: it is not finite.
     """
-    trained, exported = evaluation.trained, evaluation.exported
-    if trained is None or exported is None:
-        return
-    if not math.isfinite(trained.loss):
+    loss = dict(zip(*history.series(course, "validation_loss"), strict=True)).get(lineage.step)
+    if loss is None:
+        return None
+    if not math.isfinite(loss):
         raise StageError(
-            f"the validation loss of the training was {trained.loss} at step {evaluation.step}: the training has "
-            "diverged. Lower lr, or compute in another precision"
+            f"the validation loss of the training was {loss} at step {lineage.step}: the training has diverged. Lower "
+            "lr, or compute in another precision"
         )
+    params = lineage.params
     precision = "tf32" if params["tf32"] and params["precision"] == "fp32" else params["precision"]
-    exported_as = {name: short for short, name in PRECISIONS.items()}.get(evaluation.dtype, "fp32")
-    allowed = max(TOLERANCES[precision], TOLERANCES[exported_as])
-    # Below a millionth of a nat, as of text that the model knows by heart, there is only noise.
-    if abs(exported.loss - trained.loss) <= max(allowed * trained.loss, 1e-6):  # not true of NaN
-        return
-    change = (exported.loss - trained.loss) / trained.loss if trained.loss else math.inf
-    losses = (
-        f"the loss on {exported.rows:,} held-out rows was {trained.loss:.6g} at step {evaluation.step} of the "
-        f"training, and is {exported.loss:.6g} with the exported weights: {change:+.2%}, where {allowed:.2%} is allowed"
-    )
-    if exported_as == "fp32":
-        raise StageError(
-            f"{losses}. They are not the weights of the checkpoint: run `dvc repro -f -s consolidate`, and then again"
-        )
-    raise StageError(f"{losses}. Rounding the weights to {evaluation.dtype} has changed it: set export_dtype: fp32")
+    exported_as = {name: short for short, name in PRECISIONS.items()}.get(dtype, "fp32")
+    return Trained(loss, lineage.step, max(TOLERANCES[precision], TOLERANCES[exported_as]))
 
 
 def rounding_warning(evaluation: Evaluation) -> str | None:

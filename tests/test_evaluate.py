@@ -25,7 +25,7 @@ from torch import multiprocessing
 from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, LlamaConfig, Mamba2Config, PreTrainedConfig
 
 from stages import download, evaluate
-from stages.base import outputs, publish
+from stages.base import history, outputs, publish
 from stages.base.dataset import Dataset, Shard
 from stages.base.errors import StageError
 from stages.base.identity import TokenFingerprints
@@ -42,7 +42,7 @@ from stages.forward.rows import TokenRows
 from stages.ranks import watchdog
 from stages.ranks.watchdog import Heartbeat
 from stages.report import generation, measure
-from stages.report.measure import Measurements, Request
+from stages.report.measure import LossSum, Measurements, Request, Trained
 from tests.models import write_tokenizer
 from tests.project import REPO, flip_bit, is_alive, start_stage, wait_for
 
@@ -253,7 +253,9 @@ def test_rounding_weights_changes_the_loss_by_less_than_is_allowed(dtype: torch.
         (torch.bfloat16, r"Rounding the weights to bfloat16 has changed it: set export_dtype: fp32"),
     ],
 )
-def test_weights_with_another_loss_than_the_trained_ones_are_refused(dtype: torch.dtype, remedy: str) -> None:
+def test_weights_with_another_loss_than_the_trained_ones_are_refused(
+    dtype: torch.dtype, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_model(LLAMA, dtype)
     trained = run_stage().exported
     assert trained is not None
@@ -263,6 +265,7 @@ def test_weights_with_another_loss_than_the_trained_ones_are_refused(dtype: torc
     weights.lm_head.weight.data.zero_()
     weights.save_pretrained(MODEL)
     write_lineage()
+    monkeypatch.setattr(measure, "generate_samples", None)  # before any are written
     with pytest.raises(StageError, match=rf"was {trained.loss:.6g} at step 3 .*is \S+ with .*%, where .*{remedy}"):
         run_stage()
 
@@ -281,16 +284,17 @@ def test_weights_with_another_loss_than_the_trained_ones_are_refused(dtype: torc
 def test_what_is_allowed_is_the_coarser_of_export_and_computation(
     dtype: str, precision: str, tf32: bool, allowed: float
 ) -> None:
-    evaluation = Evaluation("0123", 3, dtype, 1, None, None, None, None, [])
+    write_model(LLAMA, getattr(torch, dtype))
+    write_history(trained=2.0)
+    lineage = dataclasses.replace(Lineage.read(MODEL / "lineage.json"), params={"precision": precision, "tf32": tf32})
+    found = request(trained=evaluate.find_trained(history.read(outputs.HISTORY), lineage, dtype))
     for change, fails in ((0.99, False), (-0.99, False), (1.01, True), (-1.01, True), (math.nan, True)):
-        exported = evaluate.make_loss(2 * (1 + change * allowed), 1, 1, TEXT)
-        found = dataclasses.replace(evaluation, trained=evaluate.make_loss(2.0, 1, 1, TEXT), exported=exported)
-        params = {"precision": precision, "tf32": tf32}
+        exported = LossSum(1, 1, 2 * (1 + change * allowed))
         if fails:
             with pytest.raises(StageError, match=r"the loss on 1 held-out rows was 2 at step 3"):
-                evaluate.check_export(found, params)
+                measure.check_export(found, exported)
         else:
-            evaluate.check_export(found, params)
+            measure.check_export(found, exported)
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(8192, 64), (3 * LENGTH, 3), (LENGTH - 1, 1)])
@@ -308,11 +312,10 @@ def test_a_training_that_has_diverged_is_said_to(loss: float) -> None:
 
 
 def test_a_loss_of_nothing_is_compared_too() -> None:
-    none, some = (evaluate.make_loss(loss, 1, 1, TEXT) for loss in (0.0, 0.5))
-    evaluation = Evaluation("0123", 3, "float32", 1, None, None, none, none, [])
-    evaluate.check_export(evaluation, {"precision": "fp32", "tf32": False})
+    found = request(trained=Trained(0.0, 3, 1e-4))
+    measure.check_export(found, LossSum(1, 1, 0.0))
     with pytest.raises(StageError, match=r"was 0 at step 3 .* is 0\.5"):
-        evaluate.check_export(dataclasses.replace(evaluation, exported=some), {"precision": "fp32", "tf32": False})
+        measure.check_export(found, LossSum(1, 1, 0.5))
 
 
 def test_rows_other_than_those_of_the_training_are_refused() -> None:

@@ -64,6 +64,17 @@ _LOST = 3
 
 
 @dataclass(frozen=True)
+class Trained:
+    """What the training has measured, on the rows that are measured first."""
+
+    loss: float
+    """Nats per token."""
+    step: int
+    allowed: float
+    """By how much of itself the loss may change in the export."""
+
+
+@dataclass(frozen=True)
 class Request(Record):
     """What to measure, and how: from `evaluate` to its ranks."""
 
@@ -88,6 +99,8 @@ class Request(Record):
     num_samples: int
     timeout_minutes: float
     """After this time without an answer another rank counts as lost."""
+    trained: Trained | None
+    """null: there is no loss to compare with."""
 
     def before(self) -> "Request | None":
         """The same of the initial model."""
@@ -185,12 +198,18 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
         What all ranks have found, on rank 0; the others have nothing that counts.
 
     Raises:
-        StageError: the model's documents cannot be kept apart.
+        StageError: the model's documents cannot be kept apart, or it has another loss than the trained one.
     """
-    import torch.distributed as dist
-
-    from stages.forward.distributed import gather_on_rank0, is_rank0
+    from stages.forward.distributed import run_on_rank0
     from stages.forward.rows import TokenRows
+
+    def part(is_wanted: Callable[[Batch], bool]) -> LossSum:
+        own = [found for found in zip(batches, sums, strict=False) if is_wanted(found[0])]
+        return LossSum(
+            rows=sum(len(batch.rows) for batch, _ in own),
+            tokens=sum(tokens for _, (_, tokens) in own),
+            nats=math.fsum(nats for _, (nats, _) in own),  # exact, whatever the order
+        )
 
     rows = TokenRows(VALIDATION)
     if is_sharded is None:
@@ -200,7 +219,15 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
     with rows_attention(model, request, rows.seq_length) as attention:
         # Documents of many rows together need less padding.
         batches = plan_batches(request, rows, request.batch_size * (8 if attention == "padded" else 1))
-        sums = measure_batches(model, rows, batches, request, attention, heartbeat, is_sharded)
+
+        def measured(some: list[Batch]) -> list[tuple[float, int]]:
+            return _gathered(measure_batches(model, rows, some, request, attention, heartbeat, is_sharded), heartbeat)
+
+        num_eval = sum(batch.in_eval_rows for batch in batches)
+        sums = measured(batches[:num_eval])
+        # The others may be many more, and samples take as long again.
+        run_on_rank0(lambda: check_export(request, part(lambda batch: batch.in_eval_rows)))
+        sums += measured(batches[num_eval:])
     num_parameters, dtype = model.num_parameters(), model.dtype
     samples = generate_samples(model, tokenizer, rows, request, heartbeat, is_sharded)
     if samples and (before := request.before()):
@@ -211,31 +238,51 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
         samples = [
             dataclasses.replace(sample, before=other.continuation) for sample, other in zip(samples, older, strict=True)
         ]
-    heartbeat.note("collecting what the ranks have found")
-    gathered = gather_on_rank0(lambda: (sums, samples))
-    if is_rank0():
-        num_ranks = dist.get_world_size()
-        # Of batch, or sample, i by rank i % num_ranks.
-        found = gathered()
-        sums = [found[index % num_ranks][0][index // num_ranks] for index in range(len(batches))]
-        num_samples = sum(len(theirs) for _, theirs in found)
-        samples = [found[index % num_ranks][1][index // num_ranks] for index in range(num_samples)]
-
-    def part(is_wanted: Callable[[Batch], bool]) -> LossSum:
-        own = [found for found in zip(batches, sums, strict=False) if is_wanted(found[0])]
-        return LossSum(
-            rows=sum(len(batch.rows) for batch, _ in own),
-            tokens=sum(tokens for _, (_, tokens) in own),
-            nats=math.fsum(nats for _, (nats, _) in own),  # exact, whatever the order
-        )
-
     return Measurements(
         num_parameters,
         part(lambda batch: batch.in_eval_rows),
         part(lambda batch: not batch.in_eval_rows),
-        samples,
+        _gathered(samples, heartbeat),
         {source: part(partial(_is_of, source)) for source in rows.sources},
     )
+
+
+def _gathered(own: list[T], heartbeat: "Heartbeat") -> list[T]:
+    """On rank 0, what all ranks have of what `_share` has divided, in its order; a collective."""
+    from stages.forward.distributed import gather_on_rank0, is_rank0
+
+    heartbeat.note("collecting what the ranks have found")
+    gathered = gather_on_rank0(lambda: own)
+    if not is_rank0():
+        return own
+    found = gathered()
+    return [found[index % len(found)][index // len(found)] for index in range(sum(map(len, found)))]
+
+
+def check_export(request: Request, exported: LossSum) -> None:
+    """Compare the loss of the exported weights with that of the trained ones, on the same rows.
+
+    Raises:
+        StageError: they differ by more than rounding explains.
+    """
+    trained = request.trained
+    if trained is None or not exported.tokens:
+        return
+    loss = exported.nats / exported.tokens
+    # Below a millionth of a nat, as of text that the model knows by heart, there is only noise.
+    if abs(loss - trained.loss) <= max(trained.allowed * trained.loss, 1e-6):  # not true of NaN
+        return
+    change = (loss - trained.loss) / trained.loss if trained.loss else math.inf
+    dtype = stored_dtype(request.directory)
+    losses = (
+        f"the loss on {exported.rows:,} held-out rows was {trained.loss:.6g} at step {trained.step} of the "
+        f"training, and is {loss:.6g} with the exported weights: {change:+.2%}, where {trained.allowed:.2%} is allowed"
+    )
+    if dtype not in ("bfloat16", "float16"):
+        raise StageError(
+            f"{losses}. They are not the weights of the checkpoint: run `dvc repro -f -s consolidate`, and then again"
+        )
+    raise StageError(f"{losses}. Rounding the weights to {dtype} has changed it: set export_dtype: fp32")
 
 
 def _is_of(source: str, batch: Batch) -> bool:
