@@ -176,10 +176,14 @@ def test_data_stages_import_no_torch() -> None:
 
 
 def test_no_stage_has_an_effect_when_it_is_imported() -> None:
-    """Neither the environment nor the interpreter's settings change, nor does a process or a thread start."""
+    """Neither the environment nor the interpreter's settings change, nor does a process or a thread start.
+
+    But for the allocator of pyarrow, which is chosen before pyarrow is imported.
+    """
     names = ", ".join(f"stages.{stage}" for stage in [*STAGES, "launch", "checkpoints", "doctor"])
     script = f"""
 import os, signal, sys, threading
+import stages.formats.limits
 import datasets, numpy, pyarrow, torch, torch._dynamo, transformers  # which may have effects of their own
 def state():
     handlers = {{number: signal.getsignal(number) for number in signal.valid_signals()}}
