@@ -80,8 +80,7 @@ def main() -> None:
         raise StageError(f"--checkpoint: {args.checkpoint} is no checkpoint: it has no {layout.MANIFEST}")
     params, runtime = load_params(ConsolidateParams), load_params(ConsolidateRuntime, "runtime")
     target = _new_output(args.output) if args.output else outputs.directory(params.experiment_name) / "model"
-    # In the project: the directory of --output is somebody's, where no lock file is to stay.
-    with publish.lock(target, outputs.OUTPUTS / ".export.lock" if args.output else None):
+    with publish.lock(target):
         model = ModelManifest.read()
         if args.checkpoint:
             checkpoint, pointer = args.checkpoint, RunPointer.to(args.checkpoint)

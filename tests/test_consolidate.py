@@ -847,7 +847,6 @@ def test_any_checkpoint_gives_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     consolidate.main()
     loaded = AutoModelForCausalLM.from_pretrained("elsewhere/model")
     assert all(torch.equal(parameter, tensors[name]) for name, parameter in loaded.named_parameters())
-    assert [path.name for path in Path("elsewhere").iterdir()] == ["model"]
     monkeypatch.setattr(sys, "argv", ["consolidate", "--checkpoint", "step-3", "--output", "elsewhere/other"])
     with pytest.raises(StageError, match=r"^--checkpoint: step-3 is no checkpoint: it has no manifest.json$"):
         consolidate.main()

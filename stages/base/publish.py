@@ -23,22 +23,18 @@ from stages.base.file_lock import exclusive, open_lock, read_status, set_status,
 
 
 @contextmanager
-def lock(target: Path, file: Path | None = None) -> Iterator[None]:
+def lock(target: Path) -> Iterator[None]:
     """Hold an output of a stage: another run of the stage in this working copy waits, and prints for whom.
 
     It waits rather than fails, because a stage may outlive a killed `dvc` for a moment, and the next `dvc repro` must
     not fail for that. What killed runs have left of `directory` is removed.
-
-    Args:
-        target: The output.
-        file: That is locked, and stays; None: one beside the output (not inside, as that is replaced).
     """
     target = _real(target)
-    with open_lock(file or target.with_name(f".{target.name.lstrip('.')}.lock")) as opened:
-        if not try_exclusive(opened):
-            print(f"waiting for another run that writes {target} ({read_status(opened)})", flush=True)
-            exclusive(opened)
-        set_status(opened, "running")
+    with open_lock(target.with_name(f".{target.name.lstrip('.')}.lock")) as file:  # not inside: the target is replaced
+        if not try_exclusive(file):
+            print(f"waiting for another run that writes {target} ({read_status(file)})", flush=True)
+            exclusive(file)
+        set_status(file, "running")
         for leftover in target.parent.glob(_temporary_name(target.name, "[0-9a-f]" * 8)):
             shutil.rmtree(leftover, ignore_errors=True)
         yield
