@@ -1,6 +1,6 @@
 """How time and memory of the stages grow with the work.
 
-    python -m benchmarks.growth                     # all, about 30 minutes on two cores
+    python -m benchmarks.growth                     # all
     python -m benchmarks.growth corpus --scale 0.1  # only this, with a tenth of the work
 
 Each size is ten times the one before (ranks: twice), and each stage runs in processes of its own, as DVC starts it. The
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import yaml
 
 from benchmarks import REPO
 from benchmarks.data.corpora import MB, make_tree
@@ -129,8 +130,7 @@ def prepared(work: Path, scale: float, model: dict[str, int] | None = None, **va
 
 
 def set_runtime(project: Path, **values: object) -> None:
-    import yaml
-
+    """Change values of the section `runtime`."""
     params = yaml.safe_load((project / "params.yaml").read_text())
     params["runtime"] |= values
     (project / "params.yaml").write_text(yaml.safe_dump(params))
@@ -147,7 +147,7 @@ def ranks(work: Path, scale: float) -> Costs:
 
 
 def parameters(work: Path, scale: float) -> Costs:
-    """Millions of parameters: the training of ten steps with a checkpoint, and its export."""
+    """Millions of parameters: the training of four steps with a checkpoint, and its export."""
     costs: Costs = {}
     for hidden, layers in ((128, 2), (384, 4), (1024, 8)):
         width = round(hidden * math.sqrt(scale) / 64) * 64 or 64
