@@ -54,7 +54,7 @@ def digests(project: Project) -> dict[str, str]:
     return found
 
 
-def losses(project: Project, reference: dict[str, str]) -> list[str]:
+def find_lost(project: Project, reference: dict[str, str]) -> list[str]:
     """What differs from the results of a run that nothing interrupted, and which checkpoints are not valid."""
     found = digests(project)
     lost = [name for name in sorted({*found, *reference}) if found.get(name) != reference.get(name)]
@@ -182,7 +182,7 @@ def run(where: Where, cycles: int, seed: int) -> int:
                         seconds = cycle.delay
                         continue
                     printed += project.run("dvc", "repro", timeout=600, **where.environment)
-                    problems = losses(project, reference)
+                    problems = find_lost(project, reference)
                 except (AssertionError, subprocess.TimeoutExpired) as error:
                     problems, printed = [str(error)], ""
                 key = (cycle.role, cycle.number.name)

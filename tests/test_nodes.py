@@ -23,6 +23,8 @@ from tests.project import BIN, LAUNCH, REPO, Project, is_alive, ranks_of, wait_f
 from tests.ranks import Ranks
 from tests.trainings import Given, result, weights
 
+STARTS = r"run \w+ starts at step 0: there is no checkpoint to continue from\n"
+"""What the first launch prints before anything else."""
 ALLOCATION = {
     "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "0",
     "PATH": f"{BIN}:{REPO / 'tests/fake_slurm'}:{os.environ['PATH']}",
@@ -216,14 +218,13 @@ def test_a_node_with_other_files_is_refused(nodes: Given, tmp_path: Path) -> Non
     shared = {"CHECKPOINT_ROOT": str(tmp_path / "shared")}
     output = project.run(*LAUNCH, status=2, **values, **shared)
     found = r"error: the files have changed since the launch .*\nerror: model: '\w+' there, '\w+' here\n"
-    assert re.search(found + r"\Z", output), output
+    assert re.fullmatch(STARTS + found, output), output
     model.unlink()
     output = project.run(*LAUNCH, status=2, **values, **shared)
-    assert output.endswith("\nerror: data/model.json: No such file or directory\n")
+    assert re.fullmatch(f"{STARTS}error: data/model.json: No such file or directory\n", output), output
     output = project.run(*LAUNCH, status=1, **values)  # nor the checkpoints of the first node
-    assert re.search(
-        r"^error: node n2 does not see outputs/test/checkpoints/\S+ of .* \(set CHECKPOINT_ROOT\)\n", output, re.M
-    )
+    missing = r"error: node n2 does not see outputs/test/checkpoints/\S+ of .* \(set CHECKPOINT_ROOT\)\n"
+    assert re.match(STARTS + missing, output), output
     assert "was lost" not in output  # slurm/job.sh would start the job again
 
 
@@ -235,4 +236,5 @@ def test_nodes_that_do_not_start_are_one_clear_error(nodes: Given, tmp_path: Pat
     srun.chmod(0o755)
     path = {**ALLOCATION, "PATH": f"{BIN}:{tmp_path}:{os.environ['PATH']}"}
     output = project.run(*LAUNCH, status=1, **path)
-    assert "\nsrun: error: no node\nerror: the training failed as shown above; the next launch continues" in output
+    failed = "srun: error: no node\nerror: the training failed as shown above; the next launch continues"
+    assert re.match(STARTS + failed, output), output

@@ -365,10 +365,16 @@ def test_edits_rerun_what_depends_on_them(reproduced: Project) -> None:
     output = reproduced.run("dvc", "repro")
     assert ran(output) == ["plan", "train", "consolidate", "evaluate"]
     assert "nothing to train" not in output
+    source = (
+        reproduced / "stages/model/hub.py"
+    )  # which the training never imports, but which is in a folder of its stage
+    source.write_text(source.read_text() + "edited = 1\n")
+    users = {stage for stage in STAGES if "stages/model" in PIPELINE["stages"][stage]["deps"]}
+    assert stages_to_run(reproduced) == users
     raw = reproduced / "data/raw/folder0/0.txt"
     raw.write_text("another text " * 40)
     output = ran(reproduced.run("dvc", "repro", "pack"))
-    assert output == ["organize", "extract", "pack"]
+    assert output == ["organize", "extract", "download", "pack"]
 
 
 def kill_training(process: "subprocess.Popen[str]") -> None:

@@ -11,7 +11,7 @@ from stages.base.errors import StageError
 from stages.base.record import FileEntry
 from stages.checkpointing.layout import step_name
 from tests.project import Project, flip_bit, wait_for
-from tests.random_faults import digests, losses, role, table
+from tests.random_faults import digests, find_lost, role, table
 from tests.trainings import checkpoint_manifest, published, result
 
 
@@ -28,7 +28,7 @@ def test_a_result_that_differs_is_lost(tmp_path: Path, change: str) -> None:
     project = Project(tmp_path)
     make_results(project)
     reference = digests(project)
-    assert losses(project, reference) == []
+    assert find_lost(project, reference) == []
     file = project / "outputs/test/model/file"
     if change == "flip":
         flip_bit(file, 3)
@@ -36,7 +36,7 @@ def test_a_result_that_differs_is_lost(tmp_path: Path, change: str) -> None:
         (file.parent / "more").touch()
     else:
         file.unlink()
-    (lost,) = losses(project, reference)
+    (lost,) = find_lost(project, reference)
     assert lost.startswith("outputs/test/model/")
 
 
@@ -49,9 +49,9 @@ def test_a_checkpoint_that_is_damaged_is_lost(tmp_path: Path) -> None:
     weights.write_bytes(bytes(100))
     checkpoint_manifest(files={weights.name: FileEntry.of(weights)}).write(checkpoint)
     reference = digests(project)
-    assert losses(project, reference) == []
+    assert find_lost(project, reference) == []
     flip_bit(weights, 50)
-    (lost,) = losses(project, reference)
+    (lost,) = find_lost(project, reference)
     assert "is damaged" in lost
 
 
