@@ -374,7 +374,7 @@ def test_edits_rerun_what_depends_on_them(reproduced: Project) -> None:
     raw = reproduced / "data/raw/folder0/0.txt"
     raw.write_text("another text " * 40)
     output = ran(reproduced.run("dvc", "repro", "pack"))
-    assert output == ["organize", "extract", "download", "pack"]
+    assert output == ["download", "organize", "extract", "pack"]
 
 
 def kill_training(process: "subprocess.Popen[str]") -> None:
