@@ -11,9 +11,11 @@ One process per GPU of this machine measures the model, or as many as train on C
 is written where the exported weights have another loss than those that were trained, by more than rounding explains.
 """
 
+import dataclasses
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from stages.base import command, history, outputs, publish
+from stages.base import code, command, history, outputs, publish
 from stages.base.errors import StageError
 from stages.base.history import Row
 from stages.base.outputs import ExperimentName
@@ -34,6 +36,7 @@ from stages.model.dtypes import PRECISIONS
 from stages.model.files import CARD, LINEAGE
 from stages.model.manifest import ModelManifest
 from stages.report.measure import MEASUREMENTS, REQUEST, LossSum, Measurements, Request, Trained, remedies, stored_dtype
+from stages.work import reuse
 
 BATCH_TOKENS = 8192
 """Of a forward pass, unless a row is longer. More would hardly be faster, and a GPU may hold the whole model here."""
@@ -147,26 +150,43 @@ def evaluate(
     if rows.fingerprint != lineage.data.validation:
         raise StageError(f"{VALIDATION} has other rows than the training measured: run `dvc repro evaluate`")
     check_files(rows.digests, REMEDY)
-    print(f"evaluate: measuring {rows.num_rows:,} held-out rows", flush=True)  # it may take minutes
-    measurements = measure(
-        Request(
-            model=str(directory),
-            weights=[*lineage.weights],
-            initial=find_initial(model, lineage),
-            initial_weights=model.weights,
-            layer_classes=model.layer_classes,
-            eos_token_id=model.eos_token_id,
-            eval_rows=lineage.params["eval_rows"],
-            batch_size=min(params.eval_batch_size or params.batch_size, max(1, BATCH_TOKENS // rows.seq_length)),
-            document_mask=lineage.params["document_mask"],
-            num_samples=params.eval_samples,
-            timeout_minutes=runtime.timeout_minutes,
-            trained=find_trained(course, lineage, stored_dtype(directory)),
-        ),
-        runtime,
+    request = Request(
+        model=str(directory),
+        weights=[*lineage.weights],
+        initial=find_initial(model, lineage),
+        initial_weights=model.weights,
+        layer_classes=model.layer_classes,
+        eos_token_id=model.eos_token_id,
+        eval_rows=lineage.params["eval_rows"],
+        batch_size=min(params.eval_batch_size or params.batch_size, max(1, BATCH_TOKENS // rows.seq_length)),
+        document_mask=lineage.params["document_mask"],
+        num_samples=params.eval_samples,
+        timeout_minutes=runtime.timeout_minutes,
+        trained=find_trained(course, lineage, stored_dtype(directory)),
     )
+    with tempfile.TemporaryDirectory() as temporary:
+        file, store, key = (
+            Path(temporary) / MEASUREMENTS,
+            reuse.Store(reuse.root(), bool),
+            reuse_key(request, lineage, model),
+        )
+        if store.fetch(key, file):
+            print("evaluate: this model was measured on these rows before, and is not measured again")
+        else:
+            print(f"evaluate: measuring {rows.num_rows:,} held-out rows", flush=True)  # it may take minutes
+            measure(request, runtime).write(file)
+            store.put(key, file, publish.sha256_file(file), True)
+        measurements = Measurements.read(file)
     texts = {source: data.sources[f"{VALIDATION.name} {source}"] for source in rows.sources}
     return describe(measurements, data.validation, texts, lineage, course, stored_dtype(directory))
+
+
+def reuse_key(request: Request, lineage: Lineage, initial: ModelManifest) -> str:
+    """The digest of all that decides what is measured, but for the hardware, which changes the rounding."""
+    asked = dataclasses.replace(request, model="", initial=request.initial and "", timeout_minutes=0)
+    decisive = [lineage.weights, lineage.files, lineage.data.validation, dataclasses.asdict(initial)]
+    code_digest = code.digest_with_packages("stages.report.measure")
+    return publish.sha256_json(["evaluate", dataclasses.asdict(asked), decisive, code_digest])
 
 
 def find_initial(model: ModelManifest, lineage: Lineage) -> str | None:

@@ -25,7 +25,7 @@ from torch import multiprocessing
 from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, LlamaConfig, Mamba2Config, PreTrainedConfig
 
 from stages import download, evaluate
-from stages.base import history, outputs, publish
+from stages.base import code, history, outputs, publish
 from stages.base.dataset import Dataset, Shard
 from stages.base.errors import StageError
 from stages.base.identity import TokenFingerprints
@@ -594,6 +594,7 @@ def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
     assert metrics["bits_per_byte"] == evaluation.validation.bits_per_byte
     environment = {"PYTHONPATH": str(REPO), "SOURCE_DATE_EPOCH": "1", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
     command = [sys.executable, "-m", "stages.evaluate"]
+    shutil.rmtree("data/.reuse")
     process = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout.startswith("evaluate: measuring 7 held-out rows\nevaluate: validation loss ")
@@ -601,10 +602,37 @@ def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
     assert not any(str(tmp_path).encode() in content for content in expected.values())
 
 
+def test_what_was_measured_once_is_not_measured_again_until_something_that_decides_it_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Measured(Exception):
+        pass
+
+    def evaluate_again() -> Evaluation:
+        return evaluate.evaluate(load_params(EvaluateParams), dataclasses.replace(RUNTIME, timeout_minutes=9), refuse)
+
+    def refuse(request: Request, runtime: EvaluateRuntime) -> Measurements:
+        raise Measured
+
+    expected = run_stage()
+    assert evaluate_again() == expected
+    for change in (
+        lambda: write_params(eval_batch_size=1),
+        lambda: write_params(eval_samples=2),
+        lambda: write_rows(6),
+        lambda: write_model(dataclasses.replace(LLAMA, initializer_range=0.25)),
+        lambda: monkeypatch.setattr(code, "digest_with_packages", lambda *entries: "another"),
+    ):
+        change()
+        with pytest.raises(Measured):
+            evaluate_again()
+
+
 @pytest.mark.parametrize(
     ("number", "is_rank", "status", "message"),
     [
-        (signal.SIGKILL, True, 1, r"=+\nstages\.report\.measure FAILED\n(?s:.*) : Signal 9 \(SIGKILL\) (?s:.*)\n"
+        (signal.SIGKILL, True, 1, r"(\[.*failed to connect, willRetry=1.*\n)?"
+         r"=+\nstages\.report\.measure FAILED\n(?s:.*) : Signal 9 \(SIGKILL\) (?s:.*)\n"
          r"error: the measurement failed as shown above; if a rank was killed by signal 9 because memory ran out, use "
          r"eval_batch_size 1 \(of the training too, which then runs again\), fewer ranks than 2 .*\n"),
         (signal.SIGTERM, False, 143, "interrupted: run it again\n"),
