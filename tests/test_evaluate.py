@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -497,14 +498,18 @@ MAMBA2 = Mamba2Config(
 CASES: dict[str, tuple[PreTrainedConfig, torch.dtype, dict[str, Any]]] = {
     "untied": (LLAMA, torch.float32, {}),
     "tied": (TIED, torch.bfloat16, {"num_samples": 4}),
+    # The second rank has none, but loads the initial model with the first.
+    "one sample": (LLAMA, torch.float32,
+                   {"num_samples": 1, "initial": str(MODEL), "initial_weights": ["model.safetensors"]}),
     "padded": (MAMBA2, torch.float32, {}),
     "learned positions": (GPT2, torch.float32, {"batch_size": 1, "document_mask": False, "num_samples": 5}),
-}
+}  # fmt: skip
 
 
 def rank_main(rank: int, requests: dict[str, Request]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
+    store = dist.FileStore("store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=1))
     torch.use_deterministic_algorithms(True)  # torch.empty gives NaN: no uninitialized value looks plausible
     found: dict[str, Any] = {}
     for name, each in requests.items():

@@ -230,7 +230,8 @@ def measure(request: Request, heartbeat: "Heartbeat", is_sharded: bool | None = 
         sums += measured(batches[num_eval:])
     num_parameters, dtype = model.num_parameters(), model.dtype
     samples = generate_samples(model, tokenizer, rows, request, heartbeat, is_sharded)
-    if samples and (before := request.before()):
+    # Loading is a collective: not "if there are samples", of which a rank may have no share.
+    if (before := request.before()) and request.num_samples and len(rows):
         del model
         heartbeat.note("loading the initial model")
         initial, _ = load(before, is_sharded, dtype)
