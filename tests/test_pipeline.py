@@ -101,6 +101,23 @@ def test_own_models_can_be_added_to_dvc_and_not_by_chance_to_git() -> None:
         assert not is_ignored_by_git(path)
 
 
+@pytest.mark.parametrize("path", ["models/mine", "data/raw"])
+def test_what_was_added_to_dvc_is_found_again(path: str, tmp_path: Path) -> None:
+    """DVC looks for no .dvc file in a directory that git ignores, and deletes what the file tracks."""
+    for name in (".gitignore", ".dvcignore", ".dvc/config", "data/.gitignore"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPO / name, tmp_path / name)
+    file = tmp_path / path / "file"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("content")
+    for command in ("git init -q", f"dvc add -q {path}", "dvc checkout -q"):
+        subprocess.run(command.split(), cwd=tmp_path, check=True)
+    assert file.exists()
+    shutil.rmtree(file.parent)
+    subprocess.run(("dvc", "checkout", "-q"), cwd=tmp_path, check=True)
+    assert file.read_text() == "content"
+
+
 def is_ignored_by_git(path: str) -> bool:
     return subprocess.run(["git", "check-ignore", "-q", path], cwd=REPO, check=False).returncode == 0
 
