@@ -28,10 +28,10 @@ from stages.base.dataset import Dataset
 from stages.base.errors import StageError
 from stages.base.identity import RunIdentity
 from stages.base.names import printable
-from stages.base.origin import RECORDS
+from stages.base.origin import RECORDS, Origin
 from stages.base.outputs import ExperimentName
 from stages.base.packed import TRAIN, VALIDATION
-from stages.base.params_file import PARAMS_FILE, as_yaml, flatten, load_params, read_values
+from stages.base.params_file import PARAMS_FILE, as_yaml, flatten, load_params
 from stages.checkpointing import layout, run
 from stages.export.lineage import Lineage
 from stages.formats.source import is_unchanged
@@ -204,16 +204,20 @@ def _initial_model() -> Iterator[Finding]:
 
 
 def _params_and_packages(lineage: Lineage) -> Iterator[Finding]:
-    def params_of(params: Mapping[str, Any]) -> dict[str, Any]:
-        values = read_values(PARAMS_FILE)
-        return {name: values.get(name) for name in params}
+    from stages.extract import ExtractParams
+    from stages.pack import PackParams
+
+    params: dict[str, Any] = {"organize": OrganizeParams, "extract": ExtractParams, "pack": PackParams}
+
+    def params_of(stage: str) -> dict[str, Any]:
+        return Origin.of(f"stages.{stage}", load_params(params[stage])).params
 
     yield _check(
         f"parameters of train in {PARAMS_FILE}", PARAMS_FILE, lineage.params,
         lambda: dataclasses.asdict(load_params(TrainParams)),
     )  # fmt: skip
     for stage, origin in lineage.origins.items():
-        here = partial(params_of, origin.params)
+        here = partial(params_of, stage)
         yield _check(f"parameters of {stage} in {PARAMS_FILE}", PARAMS_FILE, origin.params, here)
     yield _check("packages of train", Path(), lineage.packages, run.packages)
     for stage, origin in lineage.origins.items():

@@ -136,6 +136,8 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     num_nodes = 1 if runtime.launcher == "torchrun" else int(os.environ.get("SLURM_JOB_NUM_NODES", 1))
     with publish.lock(outputs.PLAN):
+        if params.total_batch_size % params.batch_size:  # no number of ranks can; the error names what these could
+            params.grad_accum_steps(extra.plan.num_ranks)
         plan = check(params, runtime, runtime.nproc_per_node and launched_ranks(runtime, 0, num_nodes))
         model = ModelManifest.read()
         _print_summary(params, runtime, plan, model)
@@ -171,7 +173,7 @@ def measure_memory(
         accumulated = params.grad_accum_steps(num_ranks)
         _, size = params.fsdp.mesh_shape(num_ranks, num_ranks)
     except StageError as error:  # these ranks are assumed, others may train
-        print(f"plan: the memory of {num_ranks} ranks (plan.num_ranks) is not known: {error}")
+        print(f"warning: {num_ranks} ranks (plan.num_ranks) cannot train, and their memory is not known: {error}")
         return None, {}
     settings = (
         f"batch_size {params.batch_size} x {seq_length:,} tokens, {params.precision}, activation_checkpointing "

@@ -622,6 +622,23 @@ def test_only_finite_numbers_are_metrics(loss: float) -> None:
     assert ("| metric | value |" in text) == (loss == 800)
 
 
+def test_the_card_of_a_model_of_conversations_shows_the_chat_template() -> None:
+    config = CONFIGS["llama-tied"]
+    make_model(config)
+    make_checkpoint(trained_tensors(config))
+    consolidate.main()
+    lineage = Lineage.read(Path("outputs/exp/model/lineage.json"))
+    for rules, is_chat in (
+        (None, False),
+        ([{"files": "**", "text": "$.text"}], False),
+        ([{"files": "a/**", "text": "$.text"}, {"files": "**", "messages": "$.messages"}], True),
+    ):
+        origins = {"extract": Origin({"records": rules}, {})}
+        terms, losses = card.Terms({}, "", []), card.Losses(2.0, None)
+        text = card.readme(dataclasses.replace(lineage, origins=origins), "A", "float32", False, terms, losses)
+        assert ("apply_chat_template" in text) == is_chat
+
+
 def test_the_license_of_the_initial_model_is_carried_on() -> None:
     config = CONFIGS["llama-tied"]
     front = "license: other\nlicense_name: tiny\nlicense_link: LICENSE.md\nlanguage: [en]\nbase_model: a/b\n"

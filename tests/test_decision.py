@@ -127,6 +127,15 @@ def test_checkpoints_of_another_version_are_named(params: TrainParams) -> None:
     assert decide(make_run(params), "auto", found).reason.endswith("; x has the format 1")
 
 
+def test_the_checkpoint_that_differs_in_the_least_is_explained(
+    params: TrainParams,
+) -> None:
+    near, far = make_run(params, lr=0.5), make_run(params, lr=0.5, seed=7, train="t2")
+    others = {**checkpoints(far, 10), **checkpoints(near, 4)}
+    found = Found({}, False, others, [], is_copy=False, has_router_loss=False)
+    assert near.run_id in decide(make_run(params), "auto", found).reason
+
+
 def test_what_cannot_be_extended_is_an_error_that_lists_what_can(params: TrainParams) -> None:
     good = make_run(params, batch_size=4, lr=0.1, lr_schedule="linear")
     unfinished, long = make_run(params, lr=0.2), make_run(params, num_epochs=2)

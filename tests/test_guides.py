@@ -49,7 +49,7 @@ def test_a_guide_to_data_says_what_to_set_and_to_run(tmp_path: Path, name: str) 
             path = project / f"data/raw/{source}/{number}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{source} has a file of number {number} and says it. " * 9)
-    project.set(chat_template="models/templates/plain.jinja", seq_length=256)
+    project.set(seq_length=256)
     project.run("git", "init", "-q")
     guide, printed = (REPO / f"docs/{name}.md").read_text(), {}
     for kind, block in re.findall(r"^```(yaml|console)\n(.*?)^```", guide, re.MULTILINE | re.DOTALL):
@@ -66,6 +66,8 @@ def test_a_guide_to_data_says_what_to_set_and_to_run(tmp_path: Path, name: str) 
     assert "What is 0 plus 0?" in preview
     assert "⟦System: You answer with one short sentence." in rows
     assert answer.strip()
-    assert "{% generation" in (project / "outputs/test/model/chat_template.jinja").read_text()
+    template = (project / "outputs/test/model/chat_template.jinja").read_text()
+    assert template == (REPO / "models/templates/plain.jinja").read_text()
+    assert "different" not in project.run("python", "-m", "stages.lineage", "verify")
     samples = project.json("outputs/evaluation.json")["samples"]
     assert all(sample["prompt"].endswith("Assistant:") for sample in samples), samples

@@ -10,7 +10,10 @@ import pytest
 
 from stages import lineage
 from stages.base.errors import StageError
+from stages.base.origin import Origin
+from stages.base.params_file import load_params
 from stages.base.record import write_sealed
+from stages.extract import ExtractParams
 from stages.formats.source import is_unchanged
 from stages.splits.manifests import Part
 from tests.pipeline import STAGES
@@ -182,3 +185,9 @@ def test_each_stage_gives_the_same_bytes_again_and_dvc_says_so(project: Project,
 def test_values_are_written_as_in_params_yaml() -> None:
     found = lineage._check("them", Path(), {"max_steps": None, "tf32": True}, lambda: {"max_steps": 3, "tf32": False})
     assert found.detail == "max_steps null in lineage.json, 3 here; tf32 true in lineage.json, false here"
+
+
+def test_rules_are_recorded_as_they_are_written(project: Project) -> None:
+    written = [{"files": "*.jsonl", "prompt": [{"role": "user", "content": "$.q"}], "completion": "$.a"}]
+    project.set(records=written)
+    assert Origin.of("stages.extract", load_params(ExtractParams)).params["records"] == written

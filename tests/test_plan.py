@@ -214,7 +214,10 @@ def test_ranks_that_the_settings_exclude_have_no_memory(
 ) -> None:
     alone = dataclasses.replace(params, fsdp=dataclasses.replace(params.fsdp, strategy="none"))
     assert plan.measure_memory(llama, alone, 2, 32, limit=None) == (None, {})
-    assert "the memory of 2 ranks (plan.num_ranks) is not known: fsdp.strategy none" in capsys.readouterr().out
+    assert (
+        "warning: 2 ranks (plan.num_ranks) cannot train, and their memory is not known: fsdp.strategy none"
+        in capsys.readouterr().out
+    )
     assert plan.measure_memory(llama, params, 3, 32, limit=None) == (None, {})  # they cannot share total_batch_size
 
 
@@ -271,7 +274,12 @@ def test_what_a_first_training_gets_wrong_is_a_warning(
     found = output(warmup_steps=24, max_steps=4)
     assert "the learning rate rises to 5.00e-04 in the last of 4 steps" in found  # 4/24 of 0.003
     assert "warning" not in output(warmup_steps=3)
-    assert "3 ranks (plan.num_ranks) is not known: total_batch_size 8 is not" in output(plan={"num_ranks": 3})
+    assert "3 ranks (plan.num_ranks) cannot train, and their memory is not known: total_batch_size 8 is not" in output(
+        plan={"num_ranks": 3}
+    )
+    with pytest.raises(StageError, match="not a multiple of batch_size 3 x 2 ranks: use total_batch_size 6 or 12"):
+        output(plan={"num_ranks": 2}, batch_size=3)
+    training.set(batch_size=2)
     monkeypatch.setattr(plan, "_LEAST_HELD_OUT", 0.13)
     assert "warning: only 12.7% of the rows are held out: splits have equal numbers of files" in output()
 

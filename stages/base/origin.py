@@ -39,8 +39,18 @@ class Origin:
     @classmethod
     def of(cls, entry: str, params: "DataclassInstance") -> "Origin":
         """The origin of what the module `entry` computes here and now."""
-        values = {name: value for name, value in dataclasses.asdict(params).items() if name not in _PLACES}
-        return cls(values, code.packages(entry))
+        values = {field.name: _as_written(getattr(params, field.name)) for field in dataclasses.fields(params)}
+        return cls({name: value for name, value in values.items() if name not in _PLACES}, code.packages(entry))
+
+
+def _as_written(value: Any) -> Any:
+    """A value of params.yaml, such as the rules of `records`, without what is not written there."""
+    if isinstance(value, list):
+        return [_as_written(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        values = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return {field.name: _as_written(found) for field, found in values if found != field.default}
+    return value
 
 
 @dataclass(frozen=True)

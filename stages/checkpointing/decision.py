@@ -156,8 +156,12 @@ def decide(run: Run, resume: Literal["auto", "never"], found: Found) -> Decision
     elif not found.others:
         why = "there is no checkpoint to continue from"
     else:
-        nearest = max(obstacles, key=lambda path: found.others[path].step)
-        why = f"no other run of the experiment did the same; {nearest} cannot be adopted: {obstacles[nearest]}"
+        # Of the checkpoint that differs in the least, the one with the most steps.
+        nearest = min(
+            obstacles,
+            key=lambda path: (len(differences(found.others[path].identity, run.identity)), -found.others[path].step),
+        )
+        why = f"no other run can be continued. The nearest checkpoint is {nearest}, but {obstacles[nearest]}"
     return Decision("start", [], "; ".join([f"run {run.run_id} starts at step 0: {why}", *found.unsupported]))
 
 

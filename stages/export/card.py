@@ -66,6 +66,12 @@ def readme(
     # sort_keys=False keeps the order. No date: the same training gives the same bytes.
     metadata = yaml.safe_dump(_metadata(lineage, dtype, is_random, terms, losses), sort_keys=False)
     name, source, data = _name(lineage), _source(lineage), lineage.data
+    inputs = (
+        'tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True, '
+        'return_dict=True, return_tensors="pt")'
+        if _is_chat(lineage)
+        else 'tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")'
+    )
     start = "random weights, with the config and tokenizer of" if is_random else "the weights of"
     return f"""---
 {metadata.rstrip()}
@@ -83,7 +89,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 name = "{name}"  # the directory of this file, or its id on the Hub
 model = AutoModelForCausalLM.from_pretrained(name)
 tokenizer = AutoTokenizer.from_pretrained(name)
-inputs = tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")
+inputs = {inputs}
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
 
@@ -108,6 +114,12 @@ Fingerprints of the packed tokens:
 
 {_license(source, is_random, terms)}
 """
+
+
+def _is_chat(lineage: "Lineage") -> bool:
+    """Whether rules may have made conversations of the data: all do but those of a text."""
+    extract = lineage.origins.get("extract")
+    return any("text" not in rule for rule in (extract and extract.params.get("records")) or ())
 
 
 def _name(lineage: "Lineage") -> str:
@@ -162,7 +174,7 @@ def _evaluation(lineage: "Lineage", dtype: str, losses: Losses | None) -> str:
     eval_rows = lineage.params.get("eval_rows")
     rows = f", up to {eval_rows} rows of it" if eval_rows else ""
     lines = [f"On held-out text{rows}{_rounded(dtype)}:", "", "| metric | value |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {text} | {value:.4f} |" for text, value in losses.metrics().values())])
+    return "\n".join([*lines, *(f"| {text} | {value:.6g} |" for text, value in losses.metrics().values())])
 
 
 def _license(source: str, is_random: bool, terms: Terms) -> str:

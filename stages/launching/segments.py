@@ -94,7 +94,8 @@ def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> Checkpoint
         made, stopping, done = run.directory / step_name(end.step), threading.Event(), threading.Event()
 
         def watch() -> None:
-            while not done.wait(0.2):
+            # The ranks end by themselves after the last step: a signal in that moment would be an error of torchrun.
+            while end.step < run.total_steps and not done.wait(0.2):
                 if (made / layout.MANIFEST).exists():
                     stopping.set()
 
