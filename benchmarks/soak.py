@@ -43,10 +43,10 @@ def sample(process: psutil.Process, outputs: Path) -> dict[str, float]:
 
 
 def _sizes(directory: Path) -> Iterator[int]:
-    for path in directory.rglob("*"):
-        with suppress(FileNotFoundError):  # a checkpoint that was pruned
-            if path.is_file():
-                yield path.stat().st_size
+    for root, _, names in os.walk(directory):  # which passes over directories of a checkpoint that was pruned
+        for name in names:
+            with suppress(FileNotFoundError):
+                yield os.stat(os.path.join(root, name)).st_size
 
 
 def soak(project: Path, minutes: float) -> tuple[list[dict[str, float]], str]:
@@ -57,12 +57,14 @@ def soak(project: Path, minutes: float) -> tuple[list[dict[str, float]], str]:
     with (project / "log.txt").open("w+") as log:
         process = subprocess.Popen(command, cwd=project, env=environment, stdout=log, stderr=log)
         end = time.monotonic() + 60 * minutes
-        while time.monotonic() < end and process.poll() is None:
-            time.sleep(SECONDS)
-            with suppress(psutil.NoSuchProcess):
-                samples.append(sample(psutil.Process(process.pid), project / "outputs"))
-        process.send_signal(signal.SIGTERM)
-        process.wait(300)
+        try:
+            while time.monotonic() < end and process.poll() is None:
+                time.sleep(SECONDS)
+                with suppress(psutil.NoSuchProcess):
+                    samples.append(sample(psutil.Process(process.pid), project / "outputs"))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(300)
         log.seek(0)
         return samples, "".join(log.readlines()[-3:])
 
