@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from stages.base import history, outputs, publish
 from stages.base.errors import StageError
@@ -315,6 +316,17 @@ def test_a_run_that_is_not_in_the_cache_is_passed_over(capsys: pytest.CaptureFix
     capsys.readouterr()
     assert subject_before() is None
     assert "report: no previous run can be read; commit " in capsys.readouterr().err
+
+
+def test_a_commit_before_the_first_training_is_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    reports.commit("plan only")
+    lock = yaml.safe_load(Path("dvc.lock").read_text())
+    lock["stages"]["train"]["outs"] = []
+    Path("dvc.lock").write_text(yaml.safe_dump(lock))
+    reports.git("commit", "-qa", "--amend", "--no-edit")
+    reports.make_records(lr=0.001)
+    assert subject_before() is None
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")

@@ -115,7 +115,7 @@ def previous(run: Run) -> Previous | None:
         except Exception as error:  # DVC's have no common base, and an old commit may have anything
             problems += [f"{commit[:10]}: {error}"]
             continue
-        if found.lineage.run_id != run.lineage.run_id:
+        if found and found.lineage.run_id != run.lineage.run_id:
             return Previous(commit[:10], subject, found)
     if problems:
         print(f"report: no previous run can be read; commit {printable(problems[0])}", file=sys.stderr)
@@ -132,13 +132,15 @@ def _commits() -> list[list[str]]:
     return [line.split(" ", 1) for line in text.split("\n")[:-1]]
 
 
-def _read(commit: str) -> Run:
-    """The run of a commit. Nothing is checked out, and no network is used."""
+def _read(commit: str) -> Run | None:
+    """The run of a commit; None: it had none yet. Nothing is checked out, and no network is used."""
     from dvc.api import DVCFileSystem  # here, not above: it takes a second
 
     # In place of the project's remote, from which DVC would fetch what its cache lacks.
     project = DVCFileSystem(rev=commit, remote="none", remote_config={"url": "/dev/null"})
     name = yaml.safe_load(project.read_bytes(str(PARAMS_FILE)))["experiment_name"]
+    if not project.exists(str(files(name)[0])):
+        return None
     with TemporaryDirectory() as directory:
         for path in files(name):
             target = Path(directory, path)
