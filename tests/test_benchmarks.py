@@ -269,6 +269,29 @@ def test_all_of_the_gpu_benchmark_runs_and_continues(tmp_path: Path) -> None:
     assert "flex, fused, batch 2: " in output.split("Failed:")[1]
 
 
+def test_growth_is_an_exponent_of_the_last_two_sizes() -> None:
+    from benchmarks.growth import Cost, extrapolate, table
+
+    costs = {"extract": [Cost(1, 1.0, 100), Cost(10, 2.0, 100), Cost(100, 20.0, 200)]}
+    assert "| 1.00 | 0.30 |" in table("corpus", costs)
+    assert [*extrapolate(costs, 18_100, "they")] == ["extract: they need 1.0 h by this slope"]  # 0.2 s each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        ("growth files --scale 0.02", r"(?m)^\| organize \|.*\n\| extract \|"),
+        ("soak --minutes 0.5", r"\| file descriptors \|[\s\S]*step-\d+ is saved"),
+    ],
+)
+def test_growth_and_soak_print_their_tables(arguments: str, found: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", *f"benchmarks.{arguments}".split(), "--work", str(tmp_path)]
+    output = subprocess.run(command, cwd=REPO, text=True, check=True, capture_output=True).stdout
+    assert re.search(found, output), output
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("module", ["benchmarks.train", "benchmarks.data"])
 def test_a_work_directory_that_is_missing_is_said(module: str) -> None:
     command = [sys.executable, "-m", module, "--work", "absent/directory"]
