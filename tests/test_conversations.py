@@ -215,11 +215,25 @@ def test_what_is_not_sure_is_refused(template: str, reason: str) -> None:
     assert reason in refusal(encode(template, turns("question one", "answer one", "question two", "answer two")))
 
 
-def test_a_template_that_does_not_end_is_refused_within_seconds() -> None:
-    loops = "".join("{% for " + name + " in range(99999) %}" for name in "abc")
+@pytest.mark.parametrize(
+    "template",
+    [
+        "".join("{% for " + name + " in range(99999) %}" for name in "abc") + "{% endfor %}" * 3,
+        "{{ 9 ** (9 ** 9) }}",  # Jinja computes it while it compiles
+    ],
+)
+def test_a_template_that_does_not_end_is_refused_within_seconds(template: str) -> None:
     start = time.monotonic()
-    assert "took more than 5 seconds" in refusal(encode(loops + "{% endfor %}" * 3, LONG))
+    assert "took more than 5 seconds" in refusal(encode(template, LONG))
     assert time.monotonic() - start < 10
+
+
+def test_thoughts_without_an_end_take_no_time() -> None:
+    content = "<think>" + " " * 4000 + "x"
+    start = time.monotonic()
+    [encoded] = encode(CHATML, turns("Hi", content), seq_length=10_000)
+    assert time.monotonic() - start < 5  # it took 25, and twice the white space takes eight times as long
+    assert trained(encoded) == [f"{content}<|im_end|>"]
 
 
 def test_an_answer_of_nothing_is_refused() -> None:

@@ -42,7 +42,8 @@ SECONDS, BYTES = 5.0, 1 << 30
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message. transformers takes the first of them, and gives it to the template under the other names too."""
-_THOUGHTS = re.compile(r"(\s*<think>\s*)(.*?)(\s*</think>\s*)(.*)", re.DOTALL)
+# The white space between belongs to no group of its own: where the closing tag is missing, each of them would be tried.
+_THOUGHTS = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
 _OPENING = re.compile(r"<\w+>\s*\Z")
 """A tag right before reasoning, as `<think>`: the model must write it itself."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -67,6 +68,10 @@ _STRFTIME_NOW = (
 
 class Refused(Exception):
     """A conversation, or a part of it, gives no tokens; the message is the reason, for people."""
+
+
+class _Timeout(BaseException):
+    """No `Exception`: Jinja catches those of an expression that it folds, and goes on."""
 
 
 class _TooLong(Exception):
@@ -434,7 +439,7 @@ def limited(seconds: float, num_bytes: int) -> Iterator[None]:
         return
 
     def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"it took more than {seconds:g} seconds")
+        raise _Timeout
 
     limits = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + num_bytes
@@ -443,6 +448,8 @@ def limited(seconds: float, num_bytes: int) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         resource.setrlimit(resource.RLIMIT_AS, (size if limits[1] < 0 else min(size, limits[1]), limits[1]))
         yield
+    except _Timeout:
+        raise TimeoutError(f"it took more than {seconds:g} seconds") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
