@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 from tqdm import tqdm
 
 from stages.base import code, command, publish
 from stages.base.dataset import STATE, Dataset, Shard
-from stages.base.errors import StageError
+from stages.base.errors import StageError, explained
 from stages.base.origin import Origin
 from stages.base.packed import (
     METRICS,
@@ -273,7 +273,8 @@ def find_tokenizer_spec(params: PackParams) -> encoding.TokenizerSpec:
     names = [name for name in (TOKENIZER, TOKENIZER_CONFIG) if name in model.files]
     path = model.verify(names) / TOKENIZER  # only these files: the weights decide no token, and take long to hash
     config = publish.read_json(path.with_name(TOKENIZER_CONFIG)) if TOKENIZER_CONFIG in names else {}
-    token_ids, unk_token_id, special_tokens = vocabulary.read(path, config, model.eos_token_id)
+    with explained(lambda problem: StageError(f"{path}, or {TOKENIZER_CONFIG} beside it, is no tokenizer: {problem}")):
+        token_ids, unk_token_id, special_tokens = vocabulary.read(path, config, model.eos_token_id)
     if model.eos_token_id not in token_ids:
         raise StageError(f"{path} has no token {model.eos_token_id}, which {model.model_name} gives as its EOS token")
     return encoding.TokenizerSpec(
@@ -291,11 +292,20 @@ def find_chat_spec(params: PackParams, spec: encoding.TokenizerSpec) -> encoding
     """How conversations become tokens: by the file that `chat_template` names, else by the model's own template.
 
     Raises:
-        StageError: the file is not there, or is none that DVC watches.
+        StageError: the file is not there, or is none that DVC watches; or the model's template is no text.
     """
     model = ModelManifest.read()
     directory = model.directory()
     config = publish.read_json(directory / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in model.files else {}
+    remedy = "correct it, or set chat_template to the file of another one"
+    with explained(lambda problem: StageError(f"the chat template cannot be read ({problem}): {remedy}")):
+        template = _read_template(params, model, config)
+    found = {role: config.get(role) for role in vocabulary.ROLES}
+    variables = {role: each["content"] if isinstance(each, dict) else each for role, each in found.items() if each}
+    return encoding.ChatSpec(template, tuple(variables.items()), params.train_on, params.too_long, params.seq_length)
+
+
+def _read_template(params: PackParams, model: ModelManifest, config: dict[str, Any]) -> str | None:
     if params.chat_template is not None:
         path = Path(params.chat_template)
         if not path.resolve().is_relative_to(TEMPLATES.resolve()) or not path.is_file():
@@ -303,16 +313,16 @@ def find_chat_spec(params: PackParams, spec: encoding.TokenizerSpec) -> encoding
                 f"chat_template is {params.chat_template!r}: name a file in {TEMPLATES}/, which DVC watches; null: "
                 "the template of the model"
             )
-        template: str | None = path.read_text(encoding="utf-8")
-    elif CHAT_TEMPLATE in model.files:
-        template = (model.verify([CHAT_TEMPLATE]) / CHAT_TEMPLATE).read_text(encoding="utf-8")
-    else:  # as older versions of transformers store it: one, or several with names
-        template = config.get("chat_template")
-        if isinstance(template, list):
-            template = next((each["template"] for each in template if each["name"] == "default"), None)
-    found = {role: config.get(role) for role in vocabulary.ROLES}
-    variables = {role: each["content"] if isinstance(each, dict) else each for role, each in found.items() if each}
-    return encoding.ChatSpec(template, tuple(variables.items()), params.train_on, params.too_long, params.seq_length)
+        return path.read_text(encoding="utf-8")
+    if CHAT_TEMPLATE in model.files:
+        return (model.verify([CHAT_TEMPLATE]) / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    # As older versions of transformers store it: one, or several with names.
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = next((each["template"] for each in template if each["name"] == "default"), None)
+    if not isinstance(template, str | None):
+        raise TypeError(f"it is a {type(template).__name__}, not text")
+    return template
 
 
 def read_corpus(params: PackParams) -> tuple[list[Part], bool]:

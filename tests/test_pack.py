@@ -848,3 +848,28 @@ def test_templates_in_tokenizer_config_are_found() -> None:
         path.write_text(json.dumps({"chat_template": template, "eos_token": {"content": SPELLING}}))
         dataclasses.replace(model, files={**model.files, path.name: FileEntry.of(path)}).write()
         assert run(seq_length=64)["chat_template"] == CHATML
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (
+            {"chat_template": {"a": 1}},
+            "template cannot be read .TypeError: it is a dict, not text.: correct it",
+        ),
+        (
+            {"chat_template": [{"name": "default"}]},
+            "template cannot be read .KeyError: 'template'.: correct it",
+        ),
+        ({"bos_token": ["a"]}, "tokenizer.json, or tokenizer_config.json beside it, is no tokenizer: TypeError"),
+    ],
+)
+def test_a_tokenizer_config_of_other_types_is_refused(config: dict[str, Any], problem: str) -> None:
+    make_chat_model(template=None)
+    make_conversations([[chat("a", "b")], [chat("a", "b")]])
+    path = Path("model/tokenizer_config.json")
+    path.write_text(json.dumps(config))
+    model = ModelManifest.read()
+    dataclasses.replace(model, files={**model.files, path.name: FileEntry.of(path)}).write()
+    with pytest.raises(StageError, match=problem):
+        run(seq_length=64)
