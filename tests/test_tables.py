@@ -457,6 +457,57 @@ def test_trap_34_a_row_that_is_not_utf8_is_rejected_alone() -> None:
         assert rejection["reason"] == "damaged table"
 
 
+def arrow_file(column: pa.Array) -> bytes:
+    batch = pa.RecordBatch.from_arrays([column], ["x"])
+    sink = io.BytesIO()
+    with pa.ipc.new_file(sink, batch.schema, options=pa.ipc.IpcWriteOptions(allow_64bit=True)) as writer:
+        writer.write(batch)
+    return sink.getvalue()
+
+
+def with_strings(kind: pa.DataType, *values: int) -> bytes:
+    """A struct in each row: a string and a value of a kind."""
+    texts = pa.array(["abcdefgh"[index] for index in range(len(values))])
+    return arrow_file(pa.StructArray.from_arrays([texts, pa.array(values, kind)], ["s", "t"]))
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("s"), pa.duration("s"), pa.date32()])
+@pytest.mark.parametrize("rules", [(), ({"files": "*", "text": "$.x.s"},)])
+def test_a_time_that_python_does_not_have_is_rejected_alone(kind: pa.DataType, rules: tuple[Any, ...]) -> None:
+    content = with_strings(kind, 1, 2**31 - 1 if kind == pa.date32() else 10**15, 2)
+    assert extract_file("a.arrow", content, *rules, max_rejected_files=1) == ["a", "c"]
+    [rejection] = json.loads(Path("data/extract.json").read_text())["rejections"]
+    assert (rejection["reason"], rejection["position"]) == ("value out of range", "record batch 1, row 2")
+
+
+def test_an_unknown_time_zone_is_the_reason_that_is_given() -> None:
+    content = with_strings(pa.timestamp("s", tz="Bogus/Zone"), 1)
+    assert extract_file("a.arrow", content, max_rejected_files=1) == []
+    [rejection] = json.loads(Path("data/extract.json").read_text())["rejections"]
+    assert "unknown time zone" in rejection["detail"] and "Bogus/Zone" in rejection["detail"]
+
+
+def test_runs_of_structs_are_read() -> None:
+    values = pa.array([{"a": "x", "d": None, "e": {"k": "v"}}])
+    content = arrow_file(pa.RunEndEncodedArray.from_arrays(pa.array([3], pa.int32()), values))
+    assert extract_file("a.arrow", content) == ["x", "v"] * 3
+    assert extract_file("a.arrow", content, {"files": "*", "text": "$.x.e"}) == ["v"] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.arrow", arrow_file(pa.RunEndEncodedArray.from_arrays(pa.array([2**40], pa.int64()), pa.array(["bomb"])))),
+        ("a.arrow", arrow_file(pa.Array.from_buffers(pa.null(), 2**40, [None]))),
+        ("a.parquet", encode("a.parquet", pa.table({"x": pa.nulls(5 << 20)}), rows=5 << 20)),
+    ],
+    ids=["run", "nulls", "parquet"],
+)
+def test_rows_that_need_no_bytes_are_limited(name: str, content: bytes) -> None:
+    assert extract_file(name, content, {"files": "*", "text": "$.x"}, max_rejected_files=1) == []
+    assert json.loads(Path("data/extract.json").read_text())["rejected"] == {"table too large": 1}
+
+
 def test_a_string_that_is_too_long_is_rejected_alone() -> None:
     limits = Limits(longest_string=50)
     for name in FORMATS:

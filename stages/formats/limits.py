@@ -31,6 +31,8 @@ class Limits:
     """Values, about, of such a record: each may be an object of a hundred bytes."""
     table: int = 512 << 20
     """Bytes that pyarrow may need for some pages of Parquet, or for a record batch of Arrow."""
+    most_bare_rows: int = 4 << 20
+    """Rows of a table that may need nothing, as one run of 2^40 nulls does; beyond them a row has a bit of the file."""
     longest_text: int = 2**31 - 1
     """Bytes of UTF-8 of a text file, which is never in memory: the offsets of Arrow's `string` have 32 bits."""
     num_listed: int = 1000

@@ -92,6 +92,11 @@ class Table:
                 raise
             raise Rejected("damaged table", one_line(error)) from None
 
+    def _check_number(self, num_rows: int) -> None:
+        most = self.limits.most_bare_rows + 8 * os.fstat(self._file.fileno()).st_size
+        if num_rows > most:
+            raise Rejected("table too large", f"{num_rows} rows, with less than a bit for each: {most} are allowed")
+
     def _parquet(self, choose: Choose, begin: int, end: int | None) -> "Iterator[Rows | Rejected]":
         # Without read-ahead: of a row group of any size memory holds some pages.
         file = pq.ParquetFile(self._file, pre_buffer=False, buffer_size=self.limits.chunk)
@@ -100,6 +105,7 @@ class Table:
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         if metadata.num_rows != sum(group.num_rows for group in groups):
             raise ValueError(f"the footer gives {metadata.num_rows} rows, and its row groups have others")
+        self._check_number(metadata.num_rows)
         for index in self._own_groups(len(groups), begin, end):
             group = groups[index]
             step = min(_ROWS_AT_ONCE, max(1, self.limits.chunk * group.num_rows // max(1, group.total_byte_size)))
@@ -122,7 +128,10 @@ class Table:
         with pa.ipc.open_stream(pa.PythonFile(stream, "r")) as reader:
             names = choose(reader.schema)
             chosen = [column for column, name in enumerate(reader.schema.names) if name in names]
+            number = 0
             for index, batch in enumerate(reader, self._part.line if self._part else 1):
+                number += batch.num_rows
+                self._check_number(number)
                 yield from _slices(batch.select(chosen), f"record batch {index}", 0, self.limits.chunk)
         if end is None and stream.last != _END_OF_STREAM:  # pyarrow takes the end of a file for it
             raise ValueError("it ends before its end")
@@ -183,12 +192,23 @@ def _slices(batch: pa.RecordBatch, name: str, first: int, size: int) -> "Iterato
         for row in range(batch.num_rows):  # most often one that is not UTF-8
             yield from _slices(batch.slice(row, 1), name, first + row, size)
         return
-    names = batch.schema.names
     step = min(_ROWS_AT_ONCE, max(1, size * batch.num_rows // max(1, batch.nbytes)))
     for start in range(0, batch.num_rows, step):
-        piece = batch.slice(start, step)
+        yield from _rows(batch.slice(start, step), name, first + start)
+
+
+def _rows(piece: pa.RecordBatch, name: str, first: int) -> "Iterator[Rows | Rejected]":
+    position = f"{name}, row {first + 1}"
+    try:
         columns = [_values(column) for column in piece.columns]
-        yield Rows(f"{name}, row {first + start + 1}", names, columns, piece.num_rows)
+    except OverflowError as error:
+        if piece.num_rows == 1:
+            yield Rejected("value out of range", one_line(error), position)
+            return
+        for row in range(piece.num_rows):
+            yield from _rows(piece.slice(row, 1), name, first + row)
+    else:
+        yield Rows(position, piece.schema.names, columns, piece.num_rows)
 
 
 def _values(column: pa.Array) -> list[Any]:
@@ -196,7 +216,10 @@ def _values(column: pa.Array) -> list[Any]:
     if isinstance(column.type, pa.BaseExtensionType):
         column = column.storage
     convert = _converter(column.type)
-    values: list[Any] = column.to_pylist()
+    try:
+        values: list[Any] = column.to_pylist()
+    except (pa.ArrowInvalid, KeyError):  # for which pyarrow blames a missing package
+        raise ValueError(f"an unknown time zone: {column.type}") from None
     return values if convert is None else [None if value is None else convert(value) for value in values]
 
 
@@ -212,7 +235,7 @@ def _converter(kind: pa.DataType) -> Callable[[Any], Any] | None:
     if pa.types.is_map(kind):
         of_item = _converter(kind.item_type) or (lambda value: value)
         return lambda value: paths.make_object([(str(key), child and of_item(child)) for key, child in value])
-    if pa.types.is_dictionary(kind):
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return _converter(kind.value_type)
     if hasattr(kind, "value_type"):  # lists of all kinds
         of_value = _converter(kind.value_type)
