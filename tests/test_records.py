@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from stages.formats import json as json_format
 from stages.formats import lines, paths, records
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.preview import preview
-from stages.formats.rules import Rule
+from stages.formats.rules import Rule, find
 from tests.corpus import CORPUS, content_of, extract_file, extract_raw, put, read_rows
 from tests.project import REPO
 
@@ -103,6 +104,7 @@ def test_trap_32_a_path_finds_both_values_of_a_key_that_occurs_twice(path: str, 
         ("$.a[", "at column 5"),
         ("$.a | $.b", "at column 5"),
         ("$" + "[?(" * 5000, "nested too deep|at column"),
+        ("$" + ".a" * 2000, "it has 2000 steps: at most 100 are allowed"),
     ],
 )
 def test_a_path_that_is_none_is_refused_with_the_column(path: str, message: str) -> None:
@@ -116,6 +118,24 @@ def test_a_path_that_is_none_is_refused_with_the_column(path: str, message: str)
 )
 def test_the_keys_that_decide_what_a_path_finds_are_known(path: str, keys: list[str] | None) -> None:
     assert paths.first_keys(path) == keys
+
+
+@pytest.mark.parametrize(
+    ("record", "path", "detail"),
+    [
+        ({"text": "a" * 60 + "!"}, "$[?match(@,'(a|aa)+')]", "a string of 61 characters"),
+        ({"text": "a" * 60 + "!"}, "$[?search(@,'^(a|aa)+$')]", "a string of 61 characters"),
+        # Each choice of three of 400 levels leads to a value.
+        (json.loads('{"a":' * 400 + "1" + "}" * 400), "$..a..a..a", "more than 2097152 values"),
+    ],
+    ids=["match", "search", "descent"],
+)
+def test_a_path_that_costs_too_much_ends_the_file(record: Any, path: str, detail: str) -> None:
+    rule = {"files": "*", "text": path}
+    assert extract_file("a.jsonl", jsonl(record, record), rule, max_rejected_files=1) == []
+    metrics = json.loads(Path("data/extract.json").read_text())
+    assert rejections(metrics) == [("a.jsonl", "line 1", "path too costly")]
+    assert detail in metrics["rejections"][0]["detail"]
 
 
 # The parameter
@@ -147,6 +167,19 @@ def test_a_mistake_in_a_rule_is_one_clear_line(rules: str, message: str) -> None
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "content", ["*a8", "&r [*r]", "[" * 60 + "]" * 60], ids=["a bomb of aliases", "a circle", "many levels"]
+)
+def test_messages_of_a_rule_have_few_values(content: str) -> None:
+    levels = [f"{{role: u, content: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 9)]
+    messages = ", ".join(["{role: u, content: &a0 text}", *levels, f"{{role: u, content: {content}}}"])
+    values = yaml.safe_load((REPO / "params.yaml").read_text())
+    del values["records"]
+    Path("params.yaml").write_text(f"{yaml.safe_dump(values)}records: [{{files: a, messages: [{messages}]}}]\n")
+    with pytest.raises(StageError, match=r"^params\.yaml: messages in a rule .* more than 10000 values, or 50 levels"):
+        load_params(ExtractParams)
+
+
 def test_rules_are_read_as_the_documentation_writes_them() -> None:
     text = (REPO / "docs/records.md").read_text()
     for block in text.split("```yaml\n")[1:]:
@@ -175,6 +208,23 @@ def test_a_glob_fits_paths_below_raw_dir(glob: str, fitting: list[str]) -> None:
         return
     [rule] = extract_raw(records=[{"files": glob, "text": "$.text"}])["rules"]
     assert (rule["files"], rule["matched_files"]) == (glob, len(fitting))
+
+
+GLOBS = st.lists(st.sampled_from(["**/", "**", "*", "?", "a", "b", "/"]), max_size=6).map("".join)
+
+
+@given(GLOBS, st.text("ab/", max_size=6))
+def test_a_glob_fits_what_its_expression_would(glob: str, path: str) -> None:
+    expressions = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", glob)
+    expression = "".join(expressions.get(part, part) for part in parts)
+    found = find([Rule(files=glob)], path + ".json")
+    assert (found is not None) == bool(re.fullmatch(expression, path + ".json"))
+
+
+def test_a_glob_of_many_wildcards_takes_no_time() -> None:
+    assert find([Rule(files="**/" * 20 + "y.json")], "a/" * 60 + "x.json") is None
+    assert find([Rule(files="*a" * 20 + "*.json")], "a" * 200 + ".json")
 
 
 def test_trap_32_a_rule_without_a_file_is_refused_before_any_file_is_read() -> None:
@@ -516,6 +566,12 @@ def test_trap_33_a_bomb_of_aliases_is_rejected() -> None:
     assert rows == []
     [rejection] = json.loads(Path("data/extract.json").read_text())["rejections"]
     assert rejection["reason"] == "record too large"
+
+
+def test_a_number_of_any_length_costs_no_conversation() -> None:
+    content = f"messages: [{{role: user, content: a, n: 0x{'f' * 10**6}}}]"
+    [row] = extract_file("a.yaml", content, {"files": "*", "messages": "$.messages"})
+    assert row == {"messages": [{"role": "user", "content": "a", "n": None}]}
 
 
 def test_json_that_libyaml_refuses_is_read_as_json() -> None:

@@ -84,6 +84,8 @@ class Records:
         except RecursionError:
             self.reject(Rejected("nested too deep", "more levels than a record may have"))
             return
+        except Rejected as rejected:  # by a path: that of each record would be as costly
+            raise Rejected(rejected.reason, rejected.detail, self.position()) from None
         if not row.isascii() or len(row) > self._limits.longest_string:
             try:
                 num_bytes = len(row.encode())
@@ -151,6 +153,8 @@ class Records:
         except RecursionError:
             self.reject(Rejected("nested too deep", "more levels than a record may have"))
             return
+        except Rejected as rejected:
+            raise Rejected(rejected.reason, rejected.detail, self.position()) from None
         for record in found:
             self.take(record)
 

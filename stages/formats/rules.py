@@ -27,6 +27,9 @@ TOOLS = "$.tools"
 Turn = dict[str, Any]
 """A message that is written in a rule: strings that begin with $ are paths, all else is itself."""
 
+_MOST_VALUES, _DEEPEST = 10_000, 50
+"""Of the messages in a rule. YAML has aliases: a few lines may stand for billions of values, or contain themselves."""
+
 
 def _path(value: Any) -> Any:
     if value is None:
@@ -43,6 +46,7 @@ def _side(value: Any) -> Any:
     """A path to a string or to a list of messages, or messages that are written out."""
     if not isinstance(value, list):
         return _path(value)
+    _check_size(value)
     for turn in value:
         if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
             raise ValueError("each message needs a role and a content, as in [{role: user, content: $.question}]")
@@ -52,6 +56,24 @@ def _side(value: Any) -> Any:
     if not value:
         raise ValueError("must have a message")
     return value
+
+
+def _check_size(messages: list[Any]) -> None:
+    level: list[Any] = [messages]
+    number = 0
+    for _ in range(_DEEPEST):
+        level = [[*each.values()] if isinstance(each, dict) else each for each in level]
+        number += sum(map(len, level))
+        if number > _MOST_VALUES:
+            break
+        level = [child for each in level for child in each if isinstance(child, (list, dict))]
+        if not level:
+            return
+    # No ValueError: pydantic would have the value printed.
+    raise StageError(
+        f"params.yaml: messages in a rule of records have more than {_MOST_VALUES} values, or {_DEEPEST} levels, where "
+        "an alias counts as what it names: shorten them"
+    )
 
 
 def is_path(value: Any) -> bool:
@@ -146,7 +168,7 @@ def find(rules: Sequence[Rule] | None, path: str) -> tuple[int, Rule] | None:
     """The first rule that fits a file, given its path below `raw_dir`, and its index; None: there is none."""
     if not rules or not has_records(path):
         return None
-    return next((found for found in enumerate(rules) if _glob(found[1].files).fullmatch(path)), None)
+    return next((found for found in enumerate(rules) if _fits(found[1].files, path)), None)
 
 
 def check_files(rules: Sequence[Rule], paths: Sequence[str]) -> None:
@@ -192,8 +214,29 @@ class RuleCounts:
         )
 
 
+def _fits(glob: str, path: str) -> bool:
+    """Whether a glob fits a path; not by a regular expression, which may try all ways to divide it among wildcards."""
+    places = {0}  # in the path, up to which the parts so far may lead
+    for part in _parts(glob):
+        if not places:
+            return False
+        if part == "**":
+            places = {*range(min(places), len(path) + 1)}
+        elif part == "**/":
+            places |= {place + 1 for place in range(min(places), len(path)) if path[place] == "/"}
+        elif part == "*":
+            begins, places = sorted(places), set()
+            for begin in begins:
+                if begin not in places:
+                    end = path.find("/", begin)
+                    places |= {*range(begin, (len(path) if end < 0 else end) + 1)}
+        elif part == "?":
+            places = {place + 1 for place in places if path[place : place + 1] not in ("", "/")}
+        else:
+            places = {place + len(part) for place in places if path.startswith(part, place)}
+    return len(path) in places
+
+
 @cache
-def _glob(pattern: str) -> re.Pattern[str]:
-    special = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
-    return re.compile("".join(special.get(part) or re.escape(part) for part in parts), re.DOTALL)
+def _parts(glob: str) -> list[str]:
+    return [part for part in re.split(r"(\*\*/|\*\*|\*|\?)", glob) if part]

@@ -299,7 +299,9 @@ def _value(event: yaml.ScalarEvent, restore: Callable[[str], str]) -> Any:
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
     try:
-        return int(value, 0 if value[:2] in ("0o", "0x") else 10)
+        number = int(value, 0 if value[:2] in ("0o", "0x") else 10)
+        str(number)  # of any number of hexadecimal digits, but nobody could write it in decimal ones
+        return number
     except ValueError:
         pass
     try:
