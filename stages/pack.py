@@ -237,8 +237,9 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     held_out = validation.num_tokens / (train.num_tokens + validation.num_tokens)
     return (
         f"pack: {train.num_rows} rows to train on and {validation.num_rows} to validate ({held_out:.1%} of tokens), "
-        f"of {params.seq_length} tokens; {metrics.train.characters_per_token} characters per token; "
-        f"{train.num_reused + validation.num_reused} of {sum(len(part.shards) for part in parts)} splits reused; "
+        f"of {params.seq_length} tokens; "
+        + (f"{per_token} characters per token; " if (per_token := metrics.train.characters_per_token) else "")
+        + f"{train.num_reused + validation.num_reused} of {sum(len(part.shards) for part in parts)} splits reused; "
         f"encoded by {encoder.name}"
         + (f" ({counts.num_slow / counts.num_characters:.1%} by {encoding.NAME})" if counts.num_slow else "")
         + (conversations_text(counts) if spec.chat else "")

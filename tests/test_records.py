@@ -305,19 +305,22 @@ def test_trap_32_what_a_rule_leaves_out_is_counted() -> None:
 def test_trap_32_a_file_of_which_no_record_fits_is_rejected_with_the_keys_that_are_there() -> None:
     put({"a.jsonl": jsonl({"id": "1", "body": "a"}), "b.jsonl": jsonl({"text": "b"}), "c.json": "[]", "d.jsonl": ""})
     put({"e.json": '{"rows": [{"text": "a"}]}', "f.yaml": "- a\n- b\n"})
+    put({"g.jsonl": jsonl({"messages": [{"role": "user", "content": "a"}]})})
     rules = [
+        {"files": "g.jsonl", "messages": "$.messages", "role": "from"},
         {"files": "e.json", "each": "$.items[*]", "text": "$.text"},
         {"files": "*", "text": "$.text"},
     ]
-    with pytest.raises(StageError, match="3 files could not be read, max_rejected_files is 0"):
+    with pytest.raises(StageError, match="4 files could not be read, max_rejected_files is 0"):
         extract_raw(records=rules)
-    metrics = extract_raw(records=rules, max_rejected_files=3)
+    metrics = extract_raw(records=rules, max_rejected_files=4)
     assert {entry["path"]: entry["detail"] for entry in metrics["rejections"]} == {
-        "a.jsonl": "records.1: no string at $.text: the keys are id, body",
-        "e.json": "records.0: no record at $.items[*]: the keys are rows",
-        "f.yaml": "records.1: no string at $.text: the keys are (none: it is a list)",
+        "a.jsonl": "records.2: no string at $.text: the keys are id, body",
+        "e.json": "records.1: no record at $.items[*]: the keys are rows",
+        "f.yaml": "records.2: no string at $.text: the keys are (none: it is a list)",
+        "g.jsonl": "records.0: a message without a string 'from': the keys are role, content",
     }
-    assert metrics["rejected"] == {"no record fits": 3}
+    assert metrics["rejected"] == {"no record fits": 4}
     assert read_rows() == ["b"]
 
 

@@ -6,6 +6,7 @@ it has any: the names of TRL. Prompt and completion are both strings, or both li
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -35,6 +36,11 @@ Maker = Callable[[Any], Row]
 
 class LeftOut(Exception):
     """Why a record is neither a document nor a conversation."""
+
+    def __init__(self, reason: str, message: Mapping[str, Any] | None = None) -> None:
+        super().__init__(reason)
+        self.message = message
+        """That it lies in, whose keys are named if no record fits."""
 
 
 class Records:
@@ -80,6 +86,8 @@ class Records:
             column, row = self._make(record)
         except LeftOut as reason:
             self.counts[f"{LEFT_OUT}{reason}"] += 1
+            if reason.message and not self.num_rows:
+                self.keys = [*islice(reason.message, _NUM_KEYS)]
             return
         except RecursionError:
             self.reject(Rejected("nested too deep", "more levels than a record may have"))
@@ -277,9 +285,9 @@ def _rename(message: Mapping[str, Any], role: str, content: str) -> dict[str, An
         raise LeftOut("a key occurs twice in a message")
     name, text = message.get(role), message.get(content)
     if type(name) is not str:
-        raise LeftOut(f"a message without a string {role!r}")
+        raise LeftOut(f"a message without a string {role!r}", message)
     if type(text) is not str and not (text is None or type(text) is list):
-        raise LeftOut(f"a {content!r} that is neither a string nor a list")
+        raise LeftOut(f"a {content!r} that is neither a string nor a list", message)
     renamed: dict[str, Any] = {"role": ROLES.get(name, name)}
     if content in message:
         renamed["content"] = text
