@@ -595,6 +595,13 @@ def test_a_file_that_is_no_json_object_is_named(name: str, content: str) -> None
         hub.resolve("model", "main", want_weights=True)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"])
+def test_a_file_without_end_is_not_read(name: str) -> None:
+    os.truncate(write_model(Path("model"), weights=False) / name, 1 << 30)
+    with pytest.raises(StageError, match=f"{name} has 1,073,741,824 bytes, and at most 134,217,728 are read"):
+        hub.resolve("model", "main", want_weights=True)
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
 def test_a_model_with_code_of_its_own_is_refused(name: str) -> None:
     write_model(Path("model"))
@@ -964,6 +971,17 @@ def test_a_branch_in_the_cache_leads_to_one_of_its_snapshots(content: bytes, hom
     snapshot = cached(write_model(Path("source")), home)
     (snapshot.parents[1] / "refs/main").write_bytes(content)
     assert hub_cache.commit(HUB_ID, "main") is None
+
+
+def test_what_the_cache_says_of_a_model_is_a_small_file(home: Path) -> None:
+    repository = cached(write_model(Path("source")), home).parents[1]
+    (repository / "trees").mkdir()
+    os.mkfifo(repository / f"trees/{COMMIT}.json")
+    with pytest.raises(StageError, match=r"trees/.*\.json is no regular file"):
+        describe(HUB_ID)
+    os.truncate(repository / "refs/main", 1 << 30)
+    with pytest.raises(StageError, match="refs/main has 1,073,741,824 bytes, and at most"):
+        describe(HUB_ID)
 
 
 def test_a_list_in_the_cache_that_is_none_is_named(home: Path) -> None:

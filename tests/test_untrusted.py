@@ -213,10 +213,20 @@ def test_what_else_a_resume_reads_is_checked(name: str, content: Callable[[Path]
 
 
 def test_a_pipe_in_place_of_a_file_is_no_wait(checkpoint: Path) -> None:
-    (checkpoint / "state.json").unlink()
-    os.mkfifo(checkpoint / "state.json")
-    with pytest.raises(DamagedFile, match=r"state\.json is missing"):
+    for name, problem in (("state.json", "is missing"), ("manifest.json", "is no regular file: put a good copy")):
+        (checkpoint / name).unlink()
+        os.mkfifo(checkpoint / name)
+        with pytest.raises(DamagedFile, match=f"{name} {problem}"):
+            verify(checkpoint)
+
+
+def test_a_file_without_end_is_not_read(checkpoint: Path) -> None:
+    for name in ("state.json", "manifest.json"):
+        os.truncate(checkpoint / name, 2 << 30)
+    with pytest.raises(DamagedFile, match=r"manifest\.json has 2,147,483,648 bytes, and at most 134,217,728 "):
         verify(checkpoint)
+    with pytest.raises(StageError, match=r"state\.json has 2,147,483,648 bytes, and at most 1,073,741,824 are read"):
+        TrainState.of(checkpoint)
 
 
 def test_a_shard_that_is_no_arrow_file_is_named(tmp_path: Path) -> None:
