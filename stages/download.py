@@ -21,7 +21,7 @@ from stages.base import command, publish
 from stages.base.errors import StageError, explained
 from stages.base.names import printable
 from stages.base.params_file import load_params
-from stages.base.record import FileEntry
+from stages.base.record import FileEntry, RelativePath
 from stages.model import headers, hub, hub_cache
 from stages.model.files import CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from stages.model.license import ModelLicense
@@ -37,8 +37,8 @@ class DownloadParams:
 
     model_name: Annotated[str, Field(min_length=1)]
     """An existing directory, else a Hub id such as `Qwen/Qwen3-0.6B`."""
-    model_revision: Annotated[str, Field(min_length=1)]
-    """Branch, tag or commit of a Hub id; a directory has none."""
+    model_revision: RelativePath
+    """Branch, tag or commit of a Hub id, such as `main` or `refs/pr/1`; a directory has none."""
     initial_weights: Literal["auto", "pretrained", "random"]
     """auto: pretrained where the model has weights, else random. With random no weights are fetched."""
 

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 from stages import download
 from stages.base import publish
 from stages.base.errors import StageError
+from stages.base.params_file import load_params
 from stages.base.record import FileEntry
 from stages.download import DownloadParams
 from stages.model import headers, hub, hub_cache, meta
@@ -178,6 +179,17 @@ def test_a_cached_hub_model_needs_no_socket(home: Path) -> None:
     shutil.rmtree(home)
     with pytest.raises(StageError, match=f"{HUB_ID} at commit {COMMIT} is not in the model cache"):
         found.directory()
+
+
+@pytest.mark.parametrize("revision", ["/elsewhere", "../x", "a/../../x", ""])
+def test_a_revision_is_a_name_below_the_refs(revision: str) -> None:
+    Path("params.yaml").write_text(f"model_name: a/b\nmodel_revision: '{revision}'\ninitial_weights: auto\n")
+    with pytest.raises(StageError, match=f"model_revision is '{revision}': it must be a relative path without `..`"):
+        load_params(DownloadParams)
+    write_model(Path("model"), weights=False)
+    dataclasses.replace(describe(), commit=f"../{COMMIT}").write()
+    with pytest.raises(StageError, match=r"model\.json is not valid \(commit: .* it must be the name of a file"):
+        ModelManifest.read()
 
 
 def test_the_commit_does_not_change_when_the_branch_moves(home: Path) -> None:
