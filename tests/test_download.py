@@ -582,6 +582,21 @@ def test_a_model_that_cannot_be_trained_is_refused_in_one_line(values: dict[str,
         describe()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("seconds", "num_bytes", "message"),
+    [
+        (2, 4 << 30, "can build: TimeoutError: it took more than 2 seconds"),
+        (50, 64 << 20, "without its weights, the model needs more than 0.062 GiB of memory"),
+    ],
+)
+def test_a_model_of_any_size_is_not_built(seconds: float, num_bytes: int, message: str) -> None:
+    values = {"model_type": "hrm_text", "num_layers_per_stack": 10**7, "hidden_size": 64, "num_attention_heads": 2}
+    Path("config.json").write_text(json.dumps(values))
+    with pytest.raises(StageError, match=f"^config.json[^\n]*{message}[^\n]*$"):
+        download.build(Path(), seconds=seconds, num_bytes=num_bytes)
+
+
 def test_trap_26_a_model_without_an_eos_token_is_refused() -> None:
     write_model(Path("model"), weights=False)
     change_config(eos_token_id=None)
@@ -674,6 +689,11 @@ def test_a_model_without_a_valid_tokenizer_json_is_refused() -> None:
     path = Path("model/tokenizer.json")
     path.write_text(path.read_text()[:-20])
     with pytest.raises(StageError, match="tokenizer cannot be loaded"):
+        describe()
+    write_tokenizer(Path("model"), ["a", "b", "<eos>"])
+    panics = {"type": "Precompiled", "precompiled_charsmap": "AAAA/////wAA"}
+    publish.write_json(path, {**publish.read_json(path), "normalizer": panics})
+    with pytest.raises(StageError, match="tokenizer cannot be loaded: PanicException: "):
         describe()
     path.unlink()
     with pytest.raises(StageError, match=r"no other tokenizer: add tokenizer\.json and tokenizer_config\.json"):
