@@ -1,10 +1,12 @@
 """Files that somebody else has made, with digests that fit: they run nothing, and lead to no file elsewhere."""
 
 import dataclasses
+import functools
 import io
 import json
 import os
 import pickle
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,26 @@ def test_the_list_of_tensors_runs_nothing(change: Callable[[Any, Path], Any], ch
     assert not (path.parent / "executed").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x80\x05\x96" + (2**45).to_bytes(8, "little") + b"x.", r"reading it takes more than 1\.000 GiB"),
+        (b"\x80\x05\x8e" + (2**45).to_bytes(8, "little") + b"x.", r"reading it takes more than 1\.000 GiB"),
+        (b"\x80\x05K\x01r" + (3 * 10**8).to_bytes(4, "little") + b".", r"reading it takes more than 1\.000 GiB"),
+        (None, r"torch .* does not write it so \(TypeError: tuple is no tensor\)"),
+    ],
+    ids=["a bytearray", "bytes", "a place in the memo", "tuples of tuples"],
+)
+def test_the_list_of_tensors_takes_little_memory(content: bytes | None, message: str, checkpoint: Path) -> None:
+    path = checkpoint / "model/.metadata"
+    listed = pickle.loads(path.read_bytes())
+    listed.state_dict_metadata["bias"] = functools.reduce(lambda part, _: (part,) * 10, range(7), "lol")
+    path.write_bytes(content or pickle.dumps(listed))
+    with pytest.raises(DamagedFile, match=rf"\.metadata is damaged or was changed: {message}"):
+        metadata.read(path.parent)
+    assert resource.getrlimit(resource.RLIMIT_AS) == (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+
 def test_the_list_of_tensors_is_read_as_torch_writes_it(checkpoint: Path) -> None:
     """Of the classes: the others, of torch 2.15, differ in their state only. Python 3.13 has another name of a path."""
     for directory in (checkpoint / "model", checkpoint / "optimizer"):
@@ -210,6 +232,12 @@ def test_what_else_a_resume_reads_is_checked(name: str, content: Callable[[Path]
     with pytest.raises(DamagedFile, match=f"{name} is damaged or was changed"):
         Trained().load(checkpoint)
     assert not (checkpoint / "executed").exists()
+
+
+def test_a_manifest_lists_what_is_read(checkpoint: Path) -> None:
+    dataclasses.replace(CheckpointManifest.read(checkpoint), files={}).write(checkpoint)
+    with pytest.raises(DamagedFile, match=r"manifest\.json is damaged or was changed: it does not list state\.json"):
+        verify(checkpoint, names=["state.json"])
 
 
 def test_a_pipe_in_place_of_a_file_is_no_wait(checkpoint: Path) -> None:

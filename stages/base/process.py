@@ -104,14 +104,29 @@ def limited(seconds: float, num_bytes: int) -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise TimeoutError(f"it took more than {seconds:g} seconds")
 
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + num_bytes
     before = signal.signal(signal.SIGALRM, stop)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        resource.setrlimit(resource.RLIMIT_AS, (size if limits[1] < 0 else min(size, limits[1]), limits[1]))
-        yield
+        with limited_memory(num_bytes):
+            yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def limited_memory(num_bytes: int) -> Iterator[None]:
+    """Raise a MemoryError in the block where the process needs so much more memory than now; in the main thread only.
+
+    The limit is that of all threads, and two that restored what they had found could leave it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + num_bytes
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (size if limits[1] < 0 else min(size, limits[1]), limits[1]))
+        yield
+    finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
