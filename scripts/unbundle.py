@@ -111,7 +111,7 @@ def read_sums(bundle: Path) -> "dict[str, str]":
     if not (bundle / SUMS).is_file():
         raise Refused(f"{bundle / SUMS} is missing: copy the whole bundle again")
     text = (bundle / SUMS).read_text(encoding="utf-8", errors="surrogateescape")
-    sums = {}  # type: dict[str, str]
+    sums: dict[str, str] = {}
     for digest, _, path in [line.partition("  ") for line in text.split("\n") if line]:
         parts = path.split("/")
         if {"", ".", "..", UNFINISHED} & {*parts} or parts[:2] == [FILES, ".git"] or path in sums:
@@ -172,9 +172,9 @@ def check_repository(bundle: Path, branch: str, files: "dict[str, str]") -> None
     with tempfile.TemporaryDirectory() as scratch:
         fetch(bundle, Path(scratch), branch)
         tracked = {*git(Path(scratch), "ls-tree", "-r", "-z", "--name-only", "FETCH_HEAD").split("\0")} - {""}
-    above = {parent for path in tracked for parent in parents(path)}
+    taken = tracked.union(*map(parents, tracked))
     for path in sorted(files):
-        if path in tracked | above or tracked & parents(path):
+        if path in taken or tracked & parents(path):
             raise Refused(f"the bundle is not safe: its repository has something else in the place of {path}")
 
 

@@ -1,4 +1,7 @@
-"""Processes that end with those who started them: one that is left over would write where the next run writes."""
+"""Processes that end with those who started them: one that is left over would write where the next run writes.
+
+And limits of time and memory, for what somebody else has written.
+"""
 
 import ctypes
 import os
