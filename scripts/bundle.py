@@ -219,6 +219,8 @@ def copy_raw_files(files: Path) -> list[str]:
         relative = os.path.join(place, os.path.relpath(path, root))
         if not is_utf8(relative) or re.search(r"[\n\r\\]", relative):  # as sha256sum writes no line
             raise StageError(f"{path} has a backslash, a line end or no UTF-8 in it: rename it")
+        if unbundle.UNFINISHED in PurePath(relative).parts:
+            raise StageError(f"{path} has the name of what an interrupted unbundle leaves: delete it, or rename it")
         copy(Path(path), files / relative)
     return notes
 

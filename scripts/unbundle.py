@@ -20,12 +20,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+import tempfile
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 SUMS = "SHA256SUMS"
 ABOUT = "bundle.json"
-_KEYS = {"branch", "python", "machine", "has_results", "notes", "next"}
+_KEYS = {"branch": str, "python": str, "machine": str, "has_results": bool, "notes": list, "next": str}
 """Of that file."""
 REPOSITORY = "repository.bundle"
 WHEELS = "wheels"
@@ -33,7 +34,7 @@ FILES = "files"
 """What is copied to the same paths in the target."""
 RESULTS = "dvc"
 """A remote of DVC."""
-_UNFINISHED = ".unbundle"
+UNFINISHED = ".unbundle"
 """In a target that was empty, until git has written all files: nothing there is of anybody else. Elsewhere: a file that
 is not complete; organize skips what begins with a dot."""
 
@@ -80,19 +81,21 @@ def unbundle(bundle: Path, target: Path) -> None:
     verify(bundle, sums)
     try:
         about = json.loads((bundle / ABOUT).read_text(encoding="utf-8"))
-        if not {*about} >= _KEYS:
+        values = [(about[key], kind) for key, kind in _KEYS.items()] + [(note, str) for note in about["notes"]]
+        if not all(isinstance(value, kind) for value, kind in values):
             raise ValueError
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise Refused(f"{bundle / ABOUT} is not valid: bundle again") from None
     check_machine(about)
     files = {path[len(FILES) + 1 :]: digest for path, digest in sums.items() if path.startswith(FILES + "/")}
+    check_repository(bundle, about["branch"], files)
     missing = check_target(target, files)
 
     update_repository(bundle, target, about["branch"])
     for path in missing:
         final = target / path
         final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = final.with_name(_UNFINISHED)  # on the same disk, also behind a link
+        temporary = final.with_name(UNFINISHED)  # on the same disk, also behind a link
         shutil.copyfile(str(bundle / FILES / path), str(temporary))
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())  # else a power cut could leave the name without the content
@@ -108,12 +111,13 @@ def read_sums(bundle: Path) -> "dict[str, str]":
     if not (bundle / SUMS).is_file():
         raise Refused(f"{bundle / SUMS} is missing: copy the whole bundle again")
     text = (bundle / SUMS).read_text(encoding="utf-8", errors="surrogateescape")
-    lines = [line.partition("  ") for line in text.split("\n") if line]
-    for _, _, path in lines:
+    sums: dict[str, str] = {}
+    for digest, _, path in [line.partition("  ") for line in text.split("\n") if line]:
         parts = path.split("/")
-        if {"", ".", ".."} & {*parts} or parts[:2] == [FILES, ".git"]:
-            raise Refused(f"the bundle is not safe: {path!r} in {bundle / SUMS} is not a path in it")
-    return {path: digest for digest, _, path in lines}
+        if {"", ".", "..", UNFINISHED} & {*parts} or parts[:2] == [FILES, ".git"] or path in sums:
+            raise Refused(f"the bundle is not safe: {path!r} in {bundle / SUMS} is no path of a bundle, or there twice")
+        sums[path] = digest
+    return sums
 
 
 def check_machine(about: "dict[str, Any]") -> None:
@@ -163,10 +167,26 @@ def verify(bundle: Path, sums: "dict[str, str]") -> None:
         raise Refused(*sorted(problems), "nothing was installed")
 
 
+def check_repository(bundle: Path, branch: str, files: "dict[str, str]") -> None:
+    """Refuse a repository that git does not take, and files where it has others, or links that lead elsewhere."""
+    with tempfile.TemporaryDirectory() as scratch:
+        fetch(bundle, Path(scratch), branch)
+        tracked = {*git(Path(scratch), "ls-tree", "-r", "-z", "--name-only", "FETCH_HEAD").split("\0")} - {""}
+    taken = tracked.union(*map(parents, tracked))
+    for path in sorted(files):
+        if path in taken or tracked & parents(path):
+            raise Refused(f"the bundle is not safe: its repository has something else in the place of {path}")
+
+
+def parents(path: str) -> "set[str]":
+    """The directories of a relative path."""
+    return {str(parent) for parent in PurePosixPath(path).parents}
+
+
 def check_target(target: Path, files: "dict[str, str]") -> "list[str]":
     """Refuse a target in which files would be lost; returns the paths of the files that it lacks."""
     names = {path.name for path in target.iterdir()} if target.exists() else set()
-    if names and _UNFINISHED not in names:
+    if names and UNFINISHED not in names:
         if ".git" not in names:
             raise Refused(f"{target} has other files, such as {min(names)}: name a new or empty directory")
         changed = git(target, "status", "--porcelain", "--untracked-files=no").splitlines()
@@ -176,7 +196,9 @@ def check_target(target: Path, files: "dict[str, str]") -> "list[str]":
                 f"with `git -C {shlex.quote(str(target))} reset --hard`, also after an interrupted unbundle"
             )
     present = [path for path in files if os.path.lexists(str(target / path))]
-    lost = [path for path in present if not (target / path).is_file() or sha256(target / path) != files[path]]
+    lost = {path for path in present if not (target / path).is_file() or sha256(target / path) != files[path]}
+    above = {parent for path in files for parent in parents(path)}
+    lost.update(path for path in above if os.path.lexists(str(target / path)) and not (target / path).is_dir())
     if lost:
         raise Refused(*(f"{target / path} has another content: move it away" for path in sorted(lost)))
     return sorted(set(files).difference(present))
@@ -184,19 +206,24 @@ def check_target(target: Path, files: "dict[str, str]") -> "list[str]":
 
 def update_repository(bundle: Path, target: Path, branch: str) -> None:
     """Create the clone, or bring it to the bundle's commit; its own commits are never overwritten."""
-    unfinished = target / _UNFINISHED
+    unfinished = target / UNFINISHED
     if unfinished.exists() or not (target / ".git").exists():
         target.mkdir(parents=True, exist_ok=True)
         unfinished.touch()
         shutil.rmtree(str(target / ".git"), ignore_errors=True)
-        git(target, "init", "--quiet")
-        git(target, "symbolic-ref", "HEAD", "refs/heads/" + branch)
-        git(target, "fetch", "--quiet", str(bundle / REPOSITORY), "HEAD")
+        fetch(bundle, target, branch)
         git(target, "reset", "--quiet", "--hard", "FETCH_HEAD")
         unfinished.unlink()
     else:
         git(target, "fetch", "--quiet", str(bundle / REPOSITORY), "HEAD")
         git(target, "merge", "--quiet", "--ff-only", "FETCH_HEAD")  # where both have commits, its message says so
+
+
+def fetch(bundle: Path, target: Path, branch: str) -> None:
+    """Make a repository with the commits of the bundle, and no files yet."""
+    git(target, "init", "--quiet")
+    git(target, "symbolic-ref", "HEAD", "refs/heads/" + branch)
+    git(target, "fetch", "--quiet", str(bundle / REPOSITORY), "HEAD")
 
 
 def install(bundle: Path, target: Path, has_results: bool) -> None:
@@ -237,7 +264,7 @@ def git(directory: Path, *arguments: str) -> str:
         Refused: git failed.
     """
     command = ["git", "-C", str(directory), *arguments]
-    process = subprocess.run(command, capture_output=True, text=True)
+    process = subprocess.run(command, capture_output=True, encoding="utf-8", errors="surrogateescape")
     if process.returncode != 0:
         raise Refused(*f"{' '.join(command)} failed: {process.stderr.strip()}".splitlines())
     return process.stdout

@@ -12,21 +12,26 @@ the digests that it lists. A download that was interrupted continues.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from tqdm import tqdm
 
-from stages.base import command, publish
+from stages.base import command, process, publish
 from stages.base.errors import StageError, explained
 from stages.base.names import printable
 from stages.base.params_file import load_params
-from stages.base.record import FileEntry
+from stages.base.record import FileEntry, RelativePath
 from stages.model import headers, hub, hub_cache
 from stages.model.files import CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from stages.model.license import ModelLicense
 from stages.model.manifest import MANIFEST, ModelManifest
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SECONDS, _BYTES = 120, 4 << 30
+"""For building a model without weights; the largest ones take some seconds and 1 GiB."""
 _OTHER_TOKENIZERS = ("*.model", "*.tiktoken", "vocab*", "merges.txt")
 """Files from which transformers makes tokenizer.json."""
 
@@ -37,8 +42,8 @@ class DownloadParams:
 
     model_name: Annotated[str, Field(min_length=1)]
     """An existing directory, else a Hub id such as `Qwen/Qwen3-0.6B`."""
-    model_revision: Annotated[str, Field(min_length=1)]
-    """Branch, tag or commit of a Hub id; a directory has none."""
+    model_revision: RelativePath
+    """Branch, tag or commit of a Hub id, such as `main` or `refs/pr/1`; a directory has none."""
     initial_weights: Literal["auto", "pretrained", "random"]
     """auto: pretrained where the model has weights, else random. With random no weights are fetched."""
 
@@ -89,7 +94,7 @@ def describe(params: DownloadParams) -> ModelManifest:
     from stages.model import meta
 
     _check_generation_config(directory)
-    model = meta.build(directory)
+    model = build(directory)
     stored = headers.read(directory, source.weights)
     with meta.understood(directory):
         if stored:  # else the run starts from random weights
@@ -122,6 +127,24 @@ def describe(params: DownloadParams) -> ModelManifest:
             "after it, as in an encoder: it would learn to copy the next one. Use a model that generates text"
         )
     return manifest
+
+
+def build(directory: Path, seconds: float = _SECONDS, num_bytes: int = _BYTES) -> "PreTrainedModel":
+    """Build a model without weights, within limits: any key of its config may be the number of something.
+
+    Raises:
+        StageError: it cannot be built, or not within the limits.
+    """
+    from stages.model import meta
+
+    try:
+        with process.limited(seconds, num_bytes):
+            return meta.build(directory)
+    except MemoryError:
+        raise StageError(
+            f"{directory / CONFIG}: without its weights, the model needs more than {command.format_gib(num_bytes)} of "
+            "memory: correct it in a copy"
+        ) from None
 
 
 def _check_trainable(model: ModelManifest, is_quantized: bool) -> None:

@@ -208,6 +208,63 @@ def test_a_bundle_that_lists_something_else_is_refused(
         unbundle.unbundle(made, tmp_path / "target")
 
 
+def seal(made: Path) -> None:
+    """Let the list of digests be that of the files as they are now."""
+    paths = sorted(unbundle.files_of(made))
+    (made / unbundle.SUMS).write_text("".join(f"{unbundle.sha256(made / path)}  {path}\n" for path in paths))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 200_000, json.dumps([*unbundle._KEYS]),
+     *({key: value} for key, value in {"python": 3, "branch": None, "notes": 5, "has_results": "no"}.items()),
+     {"notes": [5]}],
+    ids=lambda content: str(content)[:40],
+)  # fmt: skip
+def test_what_a_bundle_says_of_itself_is_checked(make: Make, tmp_path: Path, content: str | dict[str, Any]) -> None:
+    made = make()
+    if isinstance(content, dict):
+        content = json.dumps(json.loads((made / unbundle.ABOUT).read_text()) | content)
+    (made / unbundle.ABOUT).write_text(content)
+    seal(made)
+    refused(made, tmp_path / "target", r"^\S*bundle\.json is not valid: bundle again$")
+
+
+def test_a_branch_that_is_none_is_refused_before_anything_is_written(make: Make, tmp_path: Path) -> None:
+    made = make()
+    publish.write_json(made / unbundle.ABOUT, json.loads((made / unbundle.ABOUT).read_text()) | {"branch": "../x"})
+    seal(made)
+    refused(made, tmp_path / "target", "git .* failed")
+
+
+@pytest.mark.parametrize("path", ["data/raw/.unbundle", ".unbundle", "lnk/x", "lnk", "Makefile/x", "scripts"])
+def test_files_in_the_place_of_others_are_refused(make: Make, tmp_path: Path, path: str) -> None:
+    Path("lnk").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    commit()
+    made, target = make("--raw"), tmp_path / "target"
+    write({f"files/{path}": "planted"}, made)
+    seal(made)
+    refused(made, target, "^the bundle is not safe: ")
+    shutil.rmtree(made / "files")
+    seal(made)
+    unbundle.unbundle(made, target)
+    write({"files/data/raw/x": "x"}, made)
+    seal(made)
+    write({"data/raw": "a file of the user"}, target)
+    refused(made, target, r"data/raw has another content: move it away")
+    with (made / unbundle.SUMS).open("a") as file:
+        file.write("0" * 64 + "  files/data/raw/x\n")
+    refused(made, target, "files/data/raw/x.* there twice")
+    assert not [*(tmp_path / "elsewhere").iterdir()]
+
+
+def test_a_file_that_an_interrupted_unbundle_has_left_is_not_carried(make: Make) -> None:
+    write({"data/raw/.unbundle": "half"})
+    with pytest.raises(StageError, match=r"\.unbundle has the name of what an interrupted unbundle leaves: delete it"):
+        make("--raw")
+
+
 def test_names_in_a_bundle_are_no_messages(make: Make, tmp_path: Path) -> None:
     made = make()
     (made / "a\nerror: b\x1b[2J").touch()

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 from stages import download
 from stages.base import publish
 from stages.base.errors import StageError
+from stages.base.params_file import load_params
 from stages.base.record import FileEntry
 from stages.download import DownloadParams
 from stages.model import headers, hub, hub_cache, meta
@@ -178,6 +179,17 @@ def test_a_cached_hub_model_needs_no_socket(home: Path) -> None:
     shutil.rmtree(home)
     with pytest.raises(StageError, match=f"{HUB_ID} at commit {COMMIT} is not in the model cache"):
         found.directory()
+
+
+@pytest.mark.parametrize("revision", ["/elsewhere", "../x", "a/../../x", ""])
+def test_a_revision_is_a_name_below_the_refs(revision: str) -> None:
+    Path("params.yaml").write_text(f"model_name: a/b\nmodel_revision: '{revision}'\ninitial_weights: auto\n")
+    with pytest.raises(StageError, match=f"model_revision is '{revision}': it must be a relative path without `..`"):
+        load_params(DownloadParams)
+    write_model(Path("model"), weights=False)
+    dataclasses.replace(describe(), commit=f"../{COMMIT}").write()
+    with pytest.raises(StageError, match=r"model\.json is not valid \(commit: .* it must be the name of a file"):
+        ModelManifest.read()
 
 
 def test_the_commit_does_not_change_when_the_branch_moves(home: Path) -> None:
@@ -570,6 +582,21 @@ def test_a_model_that_cannot_be_trained_is_refused_in_one_line(values: dict[str,
         describe()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("seconds", "num_bytes", "message"),
+    [
+        (2, 4 << 30, "can build: TimeoutError: it took more than 2 seconds"),
+        (50, 64 << 20, "without its weights, the model needs more than 0.062 GiB of memory"),
+    ],
+)
+def test_a_model_of_any_size_is_not_built(seconds: float, num_bytes: int, message: str) -> None:
+    values = {"model_type": "hrm_text", "num_layers_per_stack": 10**7, "hidden_size": 64, "num_attention_heads": 2}
+    Path("config.json").write_text(json.dumps(values))
+    with pytest.raises(StageError, match=f"^config.json[^\n]*{message}[^\n]*$"):
+        download.build(Path(), seconds=seconds, num_bytes=num_bytes)
+
+
 def test_trap_26_a_model_without_an_eos_token_is_refused() -> None:
     write_model(Path("model"), weights=False)
     change_config(eos_token_id=None)
@@ -592,6 +619,13 @@ def test_a_file_that_is_no_json_object_is_named(name: str, content: str) -> None
     write_model(Path("model"))
     Path("model", name).write_text(content, encoding="latin-1")
     with pytest.raises(StageError, match=f"{name} is not a JSON object: fetch it again"):
+        hub.resolve("model", "main", want_weights=True)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "tokenizer.json", "generation_config.json"])
+def test_a_file_without_end_is_not_read(name: str) -> None:
+    os.truncate(write_model(Path("model"), weights=False) / name, 1 << 30)
+    with pytest.raises(StageError, match=f"{name} has 1,073,741,824 bytes, and at most 134,217,728 are read"):
         hub.resolve("model", "main", want_weights=True)
 
 
@@ -655,6 +689,11 @@ def test_a_model_without_a_valid_tokenizer_json_is_refused() -> None:
     path = Path("model/tokenizer.json")
     path.write_text(path.read_text()[:-20])
     with pytest.raises(StageError, match="tokenizer cannot be loaded"):
+        describe()
+    write_tokenizer(Path("model"), ["a", "b", "<eos>"])
+    panics = {"type": "Precompiled", "precompiled_charsmap": "AAAA/////wAA"}
+    publish.write_json(path, {**publish.read_json(path), "normalizer": panics})
+    with pytest.raises(StageError, match="tokenizer cannot be loaded: PanicException: "):
         describe()
     path.unlink()
     with pytest.raises(StageError, match=r"no other tokenizer: add tokenizer\.json and tokenizer_config\.json"):
@@ -964,6 +1003,17 @@ def test_a_branch_in_the_cache_leads_to_one_of_its_snapshots(content: bytes, hom
     snapshot = cached(write_model(Path("source")), home)
     (snapshot.parents[1] / "refs/main").write_bytes(content)
     assert hub_cache.commit(HUB_ID, "main") is None
+
+
+def test_what_the_cache_says_of_a_model_is_a_small_file(home: Path) -> None:
+    repository = cached(write_model(Path("source")), home).parents[1]
+    (repository / "trees").mkdir()
+    os.mkfifo(repository / f"trees/{COMMIT}.json")
+    with pytest.raises(StageError, match=r"trees/.*\.json is no regular file"):
+        describe(HUB_ID)
+    os.truncate(repository / "refs/main", 1 << 30)
+    with pytest.raises(StageError, match="refs/main has 1,073,741,824 bytes, and at most"):
+        describe(HUB_ID)
 
 
 def test_a_list_in_the_cache_that_is_none_is_named(home: Path) -> None:

@@ -7,7 +7,7 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -210,7 +210,7 @@ def test_splits_that_a_failed_run_finished_are_kept() -> None:
     assert result() == fresh_result()
 
 
-DAMAGES = {
+DAMAGES: dict[str, Callable[[Path], Any]] = {
     "a flipped bit": lambda entry: flip_bit(entry / "file", -20),
     "a cut file": lambda entry: os.truncate(entry / "file", 100),
     "no file": lambda entry: (entry / "file").unlink(),
@@ -222,14 +222,40 @@ DAMAGES = {
 }
 
 
+def moved(path: Path) -> Path:
+    return path.rename(Path("outside", path.name)).absolute()
+
+
+def with_the_value_in_place(damage: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    return lambda entry: ((entry / "value.json").unlink(), damage(entry / "value.json"))
+
+
+DAMAGES |= {
+    "a link to nothing": lambda entry: (shutil.rmtree(entry), entry.symlink_to(Path("outside/planted").absolute())),
+    "a link to another directory": lambda entry: entry.symlink_to(moved(entry)),
+    "a link to a file": lambda entry: (entry / "file").symlink_to(moved(entry / "file")),
+    "a file": lambda entry: (shutil.rmtree(entry), entry.write_text("")),
+    "a store that is a file": lambda entry: (shutil.rmtree(STORE), STORE.write_text("")),
+    "a value that is a pipe": with_the_value_in_place(os.mkfifo),
+    "a value that is a directory": with_the_value_in_place(Path.mkdir),
+    "a value that is a link to itself": with_the_value_in_place(lambda path: path.symlink_to(path.name)),
+    "a value without end": lambda entry: os.truncate(entry / "value.json", 1 << 30),
+}
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_not_used(damage: str) -> None:
     put_numbered(40)
     run()
     clean = result()
+    Path("outside").mkdir()
     DAMAGES[damage](sorted(STORE.iterdir())[0])
-    assert run() == 1
+    around = sorted(Path("outside").rglob("*"))
+    assert run() == (4 if damage == "a store that is a file" else 1)
     assert result() == clean
+    assert not any(path.is_symlink() for path in CORPUS.iterdir())
+    assert sorted(Path("outside").rglob("*")) == around, "it was written elsewhere"
     assert run() == 0
 
 

@@ -1,10 +1,12 @@
 """Files that somebody else has made, with digests that fit: they run nothing, and lead to no file elsewhere."""
 
 import dataclasses
+import functools
 import io
 import json
 import os
 import pickle
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,26 @@ def test_the_list_of_tensors_runs_nothing(change: Callable[[Any, Path], Any], ch
     assert not (path.parent / "executed").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\x80\x05\x96" + (2**45).to_bytes(8, "little") + b"x.", r"reading it takes more than 1\.000 GiB"),
+        (b"\x80\x05\x8e" + (2**45).to_bytes(8, "little") + b"x.", r"reading it takes more than 1\.000 GiB"),
+        (b"\x80\x05K\x01r" + (3 * 10**8).to_bytes(4, "little") + b".", r"reading it takes more than 1\.000 GiB"),
+        (None, r"torch .* does not write it so \(TypeError: tuple is no tensor\)"),
+    ],
+    ids=["a bytearray", "bytes", "a place in the memo", "tuples of tuples"],
+)
+def test_the_list_of_tensors_takes_little_memory(content: bytes | None, message: str, checkpoint: Path) -> None:
+    path = checkpoint / "model/.metadata"
+    listed = pickle.loads(path.read_bytes())
+    listed.state_dict_metadata["bias"] = functools.reduce(lambda part, _: (part,) * 10, range(7), "lol")
+    path.write_bytes(content or pickle.dumps(listed))
+    with pytest.raises(DamagedFile, match=rf"\.metadata is damaged or was changed: {message}"):
+        metadata.read(path.parent)
+    assert resource.getrlimit(resource.RLIMIT_AS) == (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+
 def test_the_list_of_tensors_is_read_as_torch_writes_it(checkpoint: Path) -> None:
     """Of the classes: the others, of torch 2.15, differ in their state only. Python 3.13 has another name of a path."""
     for directory in (checkpoint / "model", checkpoint / "optimizer"):
@@ -212,11 +234,27 @@ def test_what_else_a_resume_reads_is_checked(name: str, content: Callable[[Path]
     assert not (checkpoint / "executed").exists()
 
 
+def test_a_manifest_lists_what_is_read(checkpoint: Path) -> None:
+    dataclasses.replace(CheckpointManifest.read(checkpoint), files={}).write(checkpoint)
+    with pytest.raises(DamagedFile, match=r"manifest\.json is damaged or was changed: it does not list state\.json"):
+        verify(checkpoint, names=["state.json"])
+
+
 def test_a_pipe_in_place_of_a_file_is_no_wait(checkpoint: Path) -> None:
-    (checkpoint / "state.json").unlink()
-    os.mkfifo(checkpoint / "state.json")
-    with pytest.raises(DamagedFile, match=r"state\.json is missing"):
+    for name, problem in (("state.json", "is missing"), ("manifest.json", "is no regular file: put a good copy")):
+        (checkpoint / name).unlink()
+        os.mkfifo(checkpoint / name)
+        with pytest.raises(DamagedFile, match=f"{name} {problem}"):
+            verify(checkpoint)
+
+
+def test_a_file_without_end_is_not_read(checkpoint: Path) -> None:
+    for name in ("state.json", "manifest.json"):
+        os.truncate(checkpoint / name, 2 << 30)
+    with pytest.raises(DamagedFile, match=r"manifest\.json has 2,147,483,648 bytes, and at most 134,217,728 "):
         verify(checkpoint)
+    with pytest.raises(StageError, match=r"state\.json has 2,147,483,648 bytes, and at most 1,073,741,824 are read"):
+        TrainState.of(checkpoint)
 
 
 def test_a_shard_that_is_no_arrow_file_is_named(tmp_path: Path) -> None:

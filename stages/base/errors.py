@@ -85,9 +85,10 @@ def explained(make: Callable[[str], StageError]) -> Iterator[None]:
         yield
     except (StageError, MemoryError):
         raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of a disk
-            raise
+    except BaseException as error:
+        is_panic = type(error).__module__ == "pyo3_runtime"  # of Rust, which makes no Exception of it
+        if not (isinstance(error, Exception) or is_panic) or (isinstance(error, OSError) and error.errno is not None):
+            raise  # also: of a disk
         # The first sentence: libraries go on with advice to whoever calls them.
         problem = f"{type(error).__name__}: {one_line(error).partition('. ')[0]}"
         raise make(problem) from None

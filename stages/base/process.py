@@ -1,12 +1,17 @@
-"""Processes that end with those who started them: one that is left over would write where the next run writes."""
+"""Processes that end with those who started them: one that is left over would write where the next run writes.
+
+And limits of time and memory, for what somebody else has written.
+"""
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 """Signals that ask a stage to stop."""
@@ -87,3 +92,44 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
         for late in received:
             signal.raise_signal(late)
+
+
+@contextmanager
+def limited(seconds: float, num_bytes: int) -> Iterator[None]:
+    """Raise a TimeoutError or a MemoryError in the block where it needs more time, or more memory, than this.
+
+    Only in the main thread of a process, which alone gets signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"it took more than {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        with limited_memory(num_bytes):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def limited_memory(num_bytes: int) -> Iterator[None]:
+    """Raise a MemoryError in the block where the process needs so much more memory than now; in the main thread only.
+
+    The limit is that of all threads, and two that restored what they had found could leave it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + num_bytes
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (size if limits[1] < 0 else min(size, limits[1]), limits[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)

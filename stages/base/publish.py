@@ -12,14 +12,22 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from stages.base.errors import naming
+from stages.base.errors import StageError, naming
 from stages.base.file_lock import exclusive, open_lock, read_status, set_status, try_exclusive
+
+LARGEST = 128 << 20
+"""Bytes of a file that is read as a whole: a tokenizer.json has up to 40 MB, and JSON takes up to 20 times its size."""
+
+
+class Unreadable(StageError, ValueError):
+    """Not what is read as a whole: a pipe would wait for a writer, and a file may be larger than the memory."""
 
 
 @contextmanager
@@ -89,6 +97,21 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
+    """Read a small file, which somebody else may have made.
+
+    Raises:
+        Unreadable: it has more than `largest` bytes, or is a pipe or a device.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise Unreadable(f"{path} is no regular file")
+        if found.st_size > largest:
+            raise Unreadable(f"{path} has {found.st_size:,} bytes, and at most {largest:,} are read")
+        return file.read()
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file.
 
@@ -96,7 +119,7 @@ def read_json(path: Path) -> Any:
         ValueError: it is not valid.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_bytes(path).decode())
     except RecursionError:
         raise ValueError(f"{path} is nested too deep") from None
 

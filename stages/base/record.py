@@ -107,6 +107,8 @@ class Record:
     """The stage that writes the file, named in error messages."""
     PATH: ClassVar[Path]
     """Where it is, if that is always the same."""
+    LARGEST: ClassVar[int] = publish.LARGEST
+    """Bytes."""
 
     @classmethod
     def read(cls: type[R], path: Path | None = None) -> R:
@@ -117,7 +119,7 @@ class Record:
         """
         path = path or cls.PATH
         try:
-            return TypeAdapter(cls).validate_json(path.read_bytes())
+            return TypeAdapter(cls).validate_json(publish.read_bytes(path, cls.LARGEST))
         except (FileNotFoundError, NotADirectoryError):
             raise StageError(f"{path} is missing: run `dvc repro {cls.STAGE}`") from None
         except ValidationError as error:
@@ -167,6 +169,8 @@ def read_sealed(path: Path, remedy: str, key: str = "sealed") -> dict[str, Any]:
         content: dict[str, Any] = publish.read_json(path)
         if content.pop(key) == publish.sha256_json(content):
             return content
+    except publish.Unreadable as error:
+        raise DamagedFile(f"{error}: {remedy}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
     raise damaged(path, "it has not the SHA-256 that it states of itself", remedy)

@@ -188,6 +188,8 @@ def verify(checkpoint: Path, contents: bool = True, names: Collection[str] | Non
     refresh([checkpoint])  # another node may have published it a moment ago
     manifest = CheckpointManifest.read(checkpoint)
     chosen = manifest.files if names is None else names
+    if unlisted := sorted({*chosen}.difference(manifest.files)):
+        raise damaged(checkpoint / MANIFEST, f"it does not list {unlisted[0]}", REMEDY)
     check_files({checkpoint / name: manifest.files[name] for name in chosen}, REMEDY, contents)
     return manifest
 

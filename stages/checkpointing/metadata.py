@@ -14,6 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
+from stages.base import process
+from stages.base.command import format_gib
 from stages.base.errors import explained
 from stages.base.names import is_file_name
 from stages.base.record import damaged
@@ -30,6 +32,9 @@ _KNOWN = {
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
 }
+
+_MEMORY = 1 << 30
+"""Bytes for a small list; one of a million parts, which torch has written, takes 15 times its size."""
 
 
 class Reader(dcp.FileSystemReader):
@@ -51,9 +56,13 @@ def read(directory: Path) -> Metadata:
         DamagedFile: it is none, has something else in it, or names a file elsewhere.
     """
     path = directory / METADATA
-    with understood(path), path.open("rb") as file, paused_collector():
-        metadata = _Unpickler(file).load()
-        _check(metadata)
+    memory = 100 * path.stat().st_size + _MEMORY  # a few bytes of a pickle can ask for any amount
+    try:
+        with understood(path), path.open("rb") as file, paused_collector(), process.limited_memory(memory):
+            metadata = _Unpickler(file).load()
+            _check(metadata)
+    except MemoryError:
+        raise damaged(path, f"reading it takes more than {format_gib(memory)}", REMEDY) from None
     return metadata  # type: ignore[no-any-return]
 
 
@@ -85,12 +94,14 @@ def _check(metadata: Any) -> None:
     for entry in metadata.state_dict_metadata.values():
         is_tensor = isinstance(entry, TensorStorageMetadata) and isinstance(entry.properties.dtype, torch.dtype)
         if not is_tensor or not all(isinstance(chunk, ChunkStorageMetadata) for chunk in entry.chunks):
-            raise TypeError(f"{entry!r} is no tensor")
+            raise TypeError(f"{type(entry).__name__} is no tensor")  # not itself, which may have any length as text
     names = set()
     for place in metadata.storage_data.values():
+        if not isinstance(place.relative_path, str):
+            raise TypeError(f"{type(place.relative_path).__name__} is no name")
         names.add(place.relative_path)
         if place.offset < 0 or place.length < 0:
-            raise ValueError(f"{place!r} is no part of a file")
+            raise ValueError(f"{place.offset} and {place.length} are no part of a file")
     for name in names:
         if not is_file_name(name):
             raise ValueError(f"{name!r} is no file of the checkpoint")

@@ -95,6 +95,7 @@ class TrainState(Record):
     """Content of state.json."""
 
     STAGE: ClassVar[str] = "train"
+    LARGEST: ClassVar[int] = 1 << 30  # 50 KB for each rank
 
     step: int
     """Optimizer steps done."""

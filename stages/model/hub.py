@@ -71,8 +71,9 @@ def resolve(model_name: str, model_revision: str, want_weights: bool) -> ModelSo
             hub_cache.check(model_name, commit, name, publish.sha256_file(source / name))
     if not (source / CONFIG).is_file():
         raise StageError(f"model_name is {model_name!r}: it has no {CONFIG}, so transformers cannot load it")
-    _refuse_code(model_name, source)  # before anything large is fetched
-    _refuse_unreadable(source, want_weights and commit is None)  # what the cache lacks of the weights is fetched below
+    # Before anything large is fetched; what the cache lacks of the weights is fetched below.
+    _refuse_unreadable(source, want_weights and commit is None)
+    _refuse_code(model_name, source)
     if not want_weights:  # with random weights, others beside the config harm nobody
         return ModelSource(source, commit, [])
     weights = weight_files(source)
@@ -281,6 +282,8 @@ def _small_files(directory: Path) -> set[str]:
 def _refuse_unreadable(directory: Path, want_weights: bool) -> None:
     """Refuse names that the model needs where there is no file: without a word, it would be another model.
 
+    And files of any size, which transformers reads as a whole.
+
     A tree that was copied without what its links lead to has such names, as a cache without its blobs.
     """
     patterns = (*_PATTERNS, WEIGHTS) if want_weights else tuple(name for name in _PATTERNS if name != WEIGHTS_INDEX)
@@ -292,6 +295,8 @@ def _refuse_unreadable(directory: Path, want_weights: bool) -> None:
             else:
                 why = "a directory, a pipe or the like: fetch it again"
             raise StageError(f"{path} is no file that can be read, but {why}, or delete it")
+        if path.is_file() and _matches(path.name, _PATTERNS) and (size := path.stat().st_size) > publish.LARGEST:
+            raise StageError(f"{path} has {size:,} bytes, and at most {publish.LARGEST:,} are read: fetch it again")
 
 
 def _refuse_weights(model_name: str, source: Path, commit: str | None) -> None:

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from stages.base import publish
 from stages.base.errors import StageError, explained
 from stages.base.names import is_file_name
 
@@ -70,7 +71,7 @@ def snapshot(repo: str, commit: str) -> Path:
 def commit(repo: str, revision: str) -> str | None:
     """The commit of a revision of which the cache has at least some files; else None."""
     ref = repository(repo) / "refs" / revision
-    found = ref.read_text(errors="replace").strip() if ref.is_file() else revision
+    found = publish.read_bytes(ref).decode(errors="replace").strip() if ref.is_file() else revision
     return found if is_file_name(found) and snapshot(repo, found).is_dir() else None
 
 
@@ -80,6 +81,8 @@ def listing(repo: str, commit: str) -> dict[str, str] | None:
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
     trees = repository(repo) / "trees"
+    if os.path.lexists(path := trees / f"{commit}.json"):
+        publish.read_bytes(path)  # which the library would do without limits
     with explained(lambda problem: StageError(f"{trees} has no list of the files of {commit} ({problem}): delete it")):
         try:
             files = get_cached_repo_tree(repo, revision=commit, cache_dir=repository(repo).parent)

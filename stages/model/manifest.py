@@ -33,7 +33,7 @@ class ModelManifest(SealedRecord):
     """A Hub id or a local directory, as given in params.yaml."""
     model_revision: str
     """As given in params.yaml; a local directory has none, and ignores it."""
-    commit: str | None
+    commit: FileName | None
     """The commit that the revision of a Hub id resolved to; null for a local directory."""
     architecture: str
     """The class in transformers, such as `LlamaForCausalLM`."""

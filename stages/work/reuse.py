@@ -9,8 +9,10 @@ is published and at each use.
 
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -52,6 +54,9 @@ class Store(Generic[Value]):
         entry, remedy = self.path / key, "it is computed again"  # nobody reads that
         target.unlink(missing_ok=True)  # os.link replaces nothing, and a lost Dask worker may have left a file
         try:
+            modes = [os.lstat(path).st_mode for path in (entry, entry / _FILE, entry / _VALUE)]
+            if not (stat.S_ISDIR(modes[0]) and all(map(stat.S_ISREG, modes[1:]))):
+                raise ValueError("a link could lead out of the store, and the next `put` with it")
             content = read_sealed(entry / _VALUE, remedy)
             _link(entry / _FILE, target)
             # Hashed at each use: an output may be a link to the entry, and somebody may have edited it in place. At its
@@ -60,10 +65,10 @@ class Store(Generic[Value]):
             value = TypeAdapter(self.value_type).validate_python(content["value"])
             os.utime(entry)  # `trim` removes what was not used for the longest time
             return value
-        except (FileNotFoundError, DamagedFile, ValueError, KeyError):
+        except (FileNotFoundError, NotADirectoryError, DamagedFile, ValueError, KeyError):
             pass
         target.unlink(missing_ok=True)
-        shutil.rmtree(entry, ignore_errors=True)
+        _remove(entry)
         return None
 
     def put(self, key: str, file: Path, sha256: str, value: Value) -> None:
@@ -79,8 +84,10 @@ class Store(Generic[Value]):
             DamagedFile: the file contains something else. A store that trusted it would seal the damage for all runs.
         """
         content = {"sha256": sha256, "value": TypeAdapter(self.value_type).dump_python(value, mode="json")}
-        if (self.path / key).exists():
+        if os.path.lexists(self.path / key):
             return  # another run has published the same result
+        if not (self.path.is_dir() or self.path.is_symlink()):  # a link may lead to a disk that is not mounted now
+            self.path.unlink(missing_ok=True)
         try:
             with publish.directory(self.path / key) as entry:
                 _link(file, entry / _FILE)
@@ -88,7 +95,7 @@ class Store(Generic[Value]):
                 # Of the file in the store: it may be a copy on another disk.
                 compare(file, sha256, publish.sha256_file(entry / _FILE), WRITTEN)
         except OSError:
-            if not (self.path / key).exists():  # otherwise another run has done so meanwhile
+            if not os.path.lexists(self.path / key):  # otherwise another run has done so meanwhile
                 raise
 
     def trim(self, limit: int) -> None:
@@ -99,12 +106,19 @@ class Store(Generic[Value]):
         entries = sorted(_entries(self.path), reverse=True)  # the last used first
         for used, _, entry in entries:
             if entry.suffix == _TEMPORARY and time.time() - used > _SECONDS_TO_PUBLISH:
-                shutil.rmtree(entry, ignore_errors=True)
+                _remove(entry)
         total = 0
         for _, size, entry in entries:
             total += size  # temporary entries count, too, but belong to a run that is publishing
             if total > limit and entry.suffix != _TEMPORARY:
-                shutil.rmtree(entry, ignore_errors=True)
+                _remove(entry)
+
+
+def _remove(entry: Path) -> None:
+    """Remove what is in the place of an entry: a directory, a file, or a link, and not what that leads to."""
+    shutil.rmtree(entry, ignore_errors=True)
+    with suppress(OSError):
+        entry.unlink()
 
 
 def _link(source: Path, target: Path) -> None:
@@ -119,7 +133,7 @@ def _link(source: Path, target: Path) -> None:
 
 def _entries(path: Path) -> Iterator[tuple[float, int, Path]]:
     """For each entry the time of its last use, the bytes that only it uses, and its path."""
-    for entry in path.iterdir() if path.exists() else ():
+    for entry in path.iterdir() if path.is_dir() else ():
         try:
             files = [file.stat() for file in entry.iterdir()]
             yield entry.stat().st_mtime, sum(file.st_size for file in files if file.st_nlink == 1), entry
