@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,24 +180,13 @@ def test_the_list_of_tensors_runs_nothing(change: Callable[[Any, Path], Any], ch
     assert not (path.parent / "executed").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"\x80\x05\x96" + (2**45).to_bytes(8, "little") + b"x.", r"reading it takes more than 1\.000 GiB"),
-        (b"\x80\x05\x8e" + (2**45).to_bytes(8, "little") + b"x.", r"reading it takes more than 1\.000 GiB"),
-        (b"\x80\x05K\x01r" + (3 * 10**8).to_bytes(4, "little") + b".", r"reading it takes more than 1\.000 GiB"),
-        (None, r"torch .* does not write it so \(TypeError: tuple is no tensor\)"),
-    ],
-    ids=["a bytearray", "bytes", "a place in the memo", "tuples of tuples"],
-)
-def test_the_list_of_tensors_takes_little_memory(content: bytes | None, message: str, checkpoint: Path) -> None:
+def test_what_the_list_of_tensors_has_too_much_is_not_printed(checkpoint: Path) -> None:
     path = checkpoint / "model/.metadata"
     listed = pickle.loads(path.read_bytes())
     listed.state_dict_metadata["bias"] = functools.reduce(lambda part, _: (part,) * 10, range(7), "lol")
-    path.write_bytes(content or pickle.dumps(listed))
-    with pytest.raises(DamagedFile, match=rf"\.metadata is damaged or was changed: {message}"):
+    path.write_bytes(pickle.dumps(listed))
+    with pytest.raises(DamagedFile, match=r"torch .* does not write it so \(TypeError: tuple is no tensor\)"):
         metadata.read(path.parent)
-    assert resource.getrlimit(resource.RLIMIT_AS) == (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
 def test_the_list_of_tensors_is_read_as_torch_writes_it(checkpoint: Path) -> None:

@@ -94,6 +94,10 @@ def uninterrupted() -> Iterator[None]:
             signal.raise_signal(late)
 
 
+class _Timeout(BaseException):
+    """No `Exception`: libraries catch those and go on, such as Jinja for an expression that it folds."""
+
+
 @contextmanager
 def limited(seconds: float, num_bytes: int) -> Iterator[None]:
     """Raise a TimeoutError or a MemoryError in the block where it needs more time, or more memory, than this.
@@ -105,31 +109,18 @@ def limited(seconds: float, num_bytes: int) -> Iterator[None]:
         return
 
     def stop(number: int, frame: object) -> None:
-        raise TimeoutError(f"it took more than {seconds:g} seconds")
+        raise _Timeout
 
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + num_bytes
     before = signal.signal(signal.SIGALRM, stop)
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        with limited_memory(num_bytes):
-            yield
+        resource.setrlimit(resource.RLIMIT_AS, (size if limits[1] < 0 else min(size, limits[1]), limits[1]))
+        yield
+    except _Timeout:
+        raise TimeoutError(f"it took more than {seconds:g} seconds") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def limited_memory(num_bytes: int) -> Iterator[None]:
-    """Raise a MemoryError in the block where the process needs so much more memory than now; in the main thread only.
-
-    The limit is that of all threads, and two that restored what they had found could leave it.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + num_bytes
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (size if limits[1] < 0 else min(size, limits[1]), limits[1]))
-        yield
-    finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)

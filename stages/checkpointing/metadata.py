@@ -14,8 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
-from stages.base import process
-from stages.base.command import format_gib
 from stages.base.errors import explained
 from stages.base.names import is_file_name
 from stages.base.record import damaged
@@ -32,9 +30,6 @@ _KNOWN = {
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
 }
-
-_MEMORY = 1 << 30
-"""Bytes for a small list; one of a million parts, which torch has written, takes 15 times its size."""
 
 
 class Reader(dcp.FileSystemReader):
@@ -56,13 +51,9 @@ def read(directory: Path) -> Metadata:
         DamagedFile: it is none, has something else in it, or names a file elsewhere.
     """
     path = directory / METADATA
-    memory = 100 * path.stat().st_size + _MEMORY  # a few bytes of a pickle can ask for any amount
-    try:
-        with understood(path), path.open("rb") as file, paused_collector(), process.limited_memory(memory):
-            metadata = _Unpickler(file).load()
-            _check(metadata)
-    except MemoryError:
-        raise damaged(path, f"reading it takes more than {format_gib(memory)}", REMEDY) from None
+    with understood(path), path.open("rb") as file, paused_collector():
+        metadata = _Unpickler(file).load()
+        _check(metadata)
     return metadata  # type: ignore[no-any-return]
 
 

@@ -11,17 +11,12 @@ nothing: many templates render a turn in another way once another one follows.
 
 import json
 import re
-import resource
 import secrets
-import signal
-import threading
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, groupby
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -30,6 +25,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from stages.base.errors import StageError, one_line
+from stages.base.process import limited
 from stages.tokenizing import vocabulary
 from stages.tokenizing.encoding import TokenizerSpec
 
@@ -68,10 +64,6 @@ _STRFTIME_NOW = (
 
 class Refused(Exception):
     """A conversation, or a part of it, gives no tokens; the message is the reason, for people."""
-
-
-class _Timeout(BaseException):
-    """No `Exception`: Jinja catches those of an expression that it folds, and goes on."""
 
 
 class _TooLong(Exception):
@@ -254,6 +246,7 @@ class ConversationEncoder:
         render: Any = chat_template_utils.render_jinja_template  # which is annotated as if it returned a string
         variables = dict(self._chat.variables)
         try:
+            # In a worker of Dask, without limits; but `pack` tries each template in its own process first.
             with limited(SECONDS, BYTES):
                 texts, generated = render(
                     [messages], conversation.tools, None, self._template, self._has_generation,
@@ -425,35 +418,6 @@ class _Rendering:
         number = min(bisect_right(self._before, index), len(self.pieces)) - 1
         piece, rest = self.pieces[number], index - self._before[number]
         return self.starts[number] + (rest if piece.leaf is not None else len(self._rename(piece.text[:rest])))
-
-
-@contextmanager
-def limited(seconds: float, num_bytes: int) -> Iterator[None]:
-    """Raise an error in the block where it needs more time, or more memory, than this.
-
-    Only in the main thread of a process, which alone gets signals. A worker of Dask has others; but `pack` tries each
-    template in its own process first.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise _Timeout
-
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + num_bytes
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        resource.setrlimit(resource.RLIMIT_AS, (size if limits[1] < 0 else min(size, limits[1]), limits[1]))
-        yield
-    except _Timeout:
-        raise TimeoutError(f"it took more than {seconds:g} seconds") from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
