@@ -162,7 +162,7 @@ def make_pipeline(project: Project) -> None:
             shutil.copy(REPO / name, project / name)
     make_nano(project / "models/nano")
     with (project / ".gitignore").open("a") as file:
-        file.write("!/models/nano/\n")  # small enough for git, from which clones have it
+        file.write("!/models/nano/*\n")  # small enough for git, from which clones have it
     project.set(**SMALL, num_splits=4, runtime={"ckpt_freq": 2, "log_freq": 4})
     raw = project / "data/raw"
     for number in range(12):

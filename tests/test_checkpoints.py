@@ -259,6 +259,7 @@ def test_what_others_read_is_deleted_at_a_later_save(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_that_adopts_waits_for_a_deletion_and_prevents_the_next(finished: Given, ranks: Ranks) -> None:
     project, _ = finished
     sibling = project.checkpoints()

@@ -829,7 +829,8 @@ def test_too_little_memory_is_one_message_and_publishes_nothing(kind: str) -> No
     make_model(config)
     tensors = trained_tensors(config)
     make_checkpoint(tensors)
-    refused = {"limit": "limit()", "torch": "torch.empty(1 << 50)"}[kind]
+    # The allocator may still have room for this little model: more than that is asked for.
+    refused = {"limit": "(limit(), bytearray(1 << 30))", "torch": "torch.empty(1 << 50)"}[kind]
     script = f"""
 import resource
 import torch

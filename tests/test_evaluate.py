@@ -496,11 +496,10 @@ MAMBA2 = Mamba2Config(
     **SIZES, hidden_size=16, num_hidden_layers=1, num_heads=4, head_dim=8, state_size=8, n_groups=1, chunk_size=8
 )
 CASES: dict[str, tuple[PreTrainedConfig, torch.dtype, dict[str, Any]]] = {
-    "untied": (LLAMA, torch.float32, {}),
+    # The second rank has no sample, but loads the initial model with the first.
+    "untied": (LLAMA, torch.float32,
+               {"num_samples": 1, "initial": str(MODEL), "initial_weights": ["model.safetensors"]}),
     "tied": (TIED, torch.bfloat16, {"num_samples": 4}),
-    # The second rank has none, but loads the initial model with the first.
-    "one sample": (LLAMA, torch.float32,
-                   {"num_samples": 1, "initial": str(MODEL), "initial_weights": ["model.safetensors"]}),
     "padded": (MAMBA2, torch.float32, {}),
     "learned positions": (GPT2, torch.float32, {"batch_size": 1, "document_mask": False, "num_samples": 5}),
 }  # fmt: skip

@@ -126,6 +126,7 @@ def test_a_training_killed_at_any_save_exports_the_same_checkpoint(
             assert write_outs() == reference, fault
 
 
+@pytest.mark.slow
 def test_a_run_that_extends_another_exports_the_best_of_its_own_steps(rising: Project, ranks: Ranks) -> None:
     rising.set(export_from="last", lr=0.001)
     ranks.run(rising)

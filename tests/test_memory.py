@@ -40,6 +40,7 @@ def test_trap_13_no_file_needs_more_memory_than_the_bound(name: str, tmp_path: P
     assert {line["strings"] for line in lines if not line["strings"]} == set()  # the file beside it is read
 
 
+@pytest.mark.slow
 def test_trap_13_the_memory_that_files_need_scales_with_the_limits(tmp_path: Path) -> None:
     """With limits of a 64th, files that are 64 times smaller need a 64th of what the bound leaves for them."""
     lines = extract_in_process(tmp_path, ",".join(QUICK), str(MIB // 64), "default")

@@ -44,6 +44,7 @@ def test_a_second_training_is_refused_and_a_signal_to_one_node_saves_on_all(fres
     assert result(project) == reference
 
 
+@pytest.mark.slow
 def test_rank_0_names_a_rank_that_hangs_and_ends_all(fresh: Given, ranks: Ranks) -> None:
     project, reference = fresh
     project.set(runtime={"timeout_minutes": 0.05})
@@ -59,6 +60,7 @@ def test_rank_0_names_a_rank_that_hangs_and_ends_all(fresh: Given, ranks: Ranks)
     assert result(project) == reference
 
 
+@pytest.mark.slow
 def test_a_rank_without_the_environment_is_one_clear_error(training: Project) -> None:
     output = training.run("python", "-m", "stages.train", status=2, RANK="0")
     assert output == (

@@ -198,6 +198,7 @@ def test_21_a_damaged_checkpoint_is_detected_and_the_previous_one_is_used(
         assert "verifying step-00000010" in log.read_text()
 
 
+@pytest.mark.slow
 def test_29_tokens_that_changed_after_a_kill_are_refused(fresh: Given, ranks: Ranks) -> None:
     project, reference = fresh
     ranks.run(project, "kill rank 0 at step 5", KILLED)
@@ -304,6 +305,7 @@ def test_25_a_loss_that_is_not_finite_on_one_rank_stops_all(fresh: Given, ranks:
     assert result(project) == reference
 
 
+@pytest.mark.slow
 def test_checkpoints_are_saved_by_the_clock_of_the_first_rank(fresh: Given, ranks: Ranks) -> None:
     project, reference = fresh
     project.set(runtime={"ckpt_freq": None, "ckpt_minutes": 1e-6, "keep_checkpoints": 100})

@@ -169,6 +169,7 @@ def assert_lengths(metrics: Any, strings: Iterable[str]) -> None:
     assert median * 0.97 <= metrics["median_characters"] <= median
 
 
+@pytest.mark.slow
 def test_the_lengths_of_all_strings_are_counted_also_in_splits_that_are_reused() -> None:
     rng = random.Random(0)
     strings = ["é" * int(1.5 ** rng.uniform(0, 25)) for _ in range(999)]

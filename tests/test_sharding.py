@@ -479,6 +479,7 @@ def test_layers_to_wrap_are_found_in_the_model() -> None:
         units.modules_to_wrap(model, ["Strange", "Embedding"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "num_skipped"), [("fp16", 16), ("bf16", 0)])
 def test_a_gradient_that_is_not_finite_is_an_error_once_no_smaller_scale_helps(
     params: TrainParams, mesh: DeviceMesh, tmp_path: Path, precision: str, num_skipped: int

@@ -360,6 +360,7 @@ def test_another_lr_starts_over_and_more_epochs_continue(training: Project, rank
     assert "resuming" not in ranks.run(training, "kill rank 0 at step 0", -9)
 
 
+@pytest.mark.slow
 def test_a_run_extends_the_one_that_it_names_and_records_it(training: Project, ranks: Ranks) -> None:
     ranks.run(training)
     shorter = training.checkpoints().name
