@@ -140,10 +140,10 @@ def build(directory: Path, seconds: float = _SECONDS, num_bytes: int = _BYTES) -
     try:
         with process.limited(seconds, num_bytes):
             return meta.build(directory)
-    except MemoryError:
+    except (MemoryError, TimeoutError) as error:
+        limit = f"{seconds:g} s" if isinstance(error, TimeoutError) else f"{command.format_gib(num_bytes)} of memory"
         raise StageError(
-            f"{directory / CONFIG}: without its weights, the model needs more than {command.format_gib(num_bytes)} of "
-            "memory: correct it in a copy"
+            f"{directory / CONFIG}: without its weights, the model needs more than {limit}: correct it in a copy"
         ) from None
 
 

@@ -194,7 +194,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_training(
 
 def test_a_checkpoint_is_not_damaged_while_its_server_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = make(tmp_path, 1)
-    monkeypatch.setattr(Path, "read_text", fail(errno.ESTALE))
+    monkeypatch.setattr(publish, "read_bytes", fail(errno.ESTALE))
     with pytest.raises(OSError, match="tale"):
         verify(checkpoint)
 
