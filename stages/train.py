@@ -11,7 +11,6 @@ import sys
 from stages.base import command, process
 from stages.base.command import USER_ERROR
 from stages.base.errors import StageError
-from stages.launching.runtime import has_launcher
 from stages.ranks import handoff
 from stages.ranks.signals import INTERRUPTED, StopSignal
 
@@ -20,8 +19,9 @@ def main() -> None:
     command.parser(__doc__).parse_args()
     # A rank whose launcher is gone must not write: the next launch may have started. One that another launcher has
     # started holds the lock of the run itself, so there is time to save.
-    process.die_with_parent(signal.SIGKILL if has_launcher() else signal.SIGTERM)
-    stop_signal = StopSignal()  # before torch is imported: the threads that it starts must not receive the signals
+    process.die_with_parent(signal.SIGKILL if handoff.has_launcher() else signal.SIGTERM)
+    # Before numpy and torch are imported: the threads that they start must not get the signals.
+    stop_signal = StopSignal()
     from stages.launching.rank import run
     from stages.ranks.torch_errors import LostConnection
 

@@ -87,6 +87,14 @@ late = Late()
     assert statuses == [INTERRUPTED, 0]
 
 
+def test_16_no_thread_is_started_before_a_rank_blocks_the_signals() -> None:
+    """A signal to the process is delivered to any thread that does not block it, and ends the process there."""
+    code = "import os, stages.train; print(len(os.listdir('/proc/self/task')))"
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}  # as on a machine with four cores for each rank
+    process = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=environment, capture_output=True, text=True)
+    assert process.stdout == "1\n"
+
+
 @pytest.mark.parametrize(
     ("loss", "validation_loss", "expected"),
     [(2.5, 3.25, "loss 2.5000, validation loss 3.2500"), (2.5, None, "loss 2.5000")],

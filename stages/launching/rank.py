@@ -30,7 +30,7 @@ from stages.launching.metrics import SPEED_COLUMNS, MetricsLogger
 from stages.launching.place import find_place
 from stages.launching.profiler import Profiler
 from stages.launching.remedies import remedies
-from stages.launching.runtime import TrainRuntime, has_launcher, read_launch
+from stages.launching.runtime import TrainRuntime, read_launch
 from stages.launching.start_line import start_line
 from stages.launching.timers import Timers, memory_gib
 from stages.launching.verification import check_together, verify_weights
@@ -339,5 +339,5 @@ def lock(run: Run, locks: ExitStack) -> None:
     Raises:
         StageError: another training writes into it.
     """
-    if not has_launcher():
+    if not handoff.has_launcher():
         locks.enter_context(writer_lock(run.directory, print_line))

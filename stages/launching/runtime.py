@@ -20,9 +20,8 @@ from stages.base.record import first_problem
 from stages.checkpointing.decision import Decision
 from stages.checkpointing.retention import CheckpointRuntime
 from stages.checkpointing.run import Run, describe, differences
+from stages.ranks import handoff
 from stages.training.params import TrainParams
-
-_LAUNCH = "TRAINING_LAUNCH"
 
 
 def _check_order(steps: tuple[int, int]) -> tuple[int, int]:
@@ -92,7 +91,7 @@ class Launch:
     def hand_over(self) -> None:
         """Pass it on to the processes that this one starts."""
         # json, not pydantic's dump: that writes null for the infinity of `max_grad_norm: .inf`.
-        os.environ[_LAUNCH] = json.dumps(dataclasses.asdict(self), default=str)  # the paths of the decision
+        os.environ[handoff.LAUNCH] = json.dumps(dataclasses.asdict(self), default=str)  # the paths of the decision
 
 
 def _received() -> Launch | None:
@@ -101,17 +100,12 @@ def _received() -> Launch | None:
     Raises:
         StageError: the code of this rank has other parameters than the launcher's.
     """
-    if _LAUNCH not in os.environ:
+    if handoff.LAUNCH not in os.environ:
         return None
     try:
-        return TypeAdapter(Launch).validate_python(json.loads(os.environ[_LAUNCH]))
+        return TypeAdapter(Launch).validate_python(json.loads(os.environ[handoff.LAUNCH]))
     except ValidationError as error:
         raise StageError(f"the code has changed since the launch ({first_problem(error)}): launch it again") from None
-
-
-def has_launcher() -> bool:
-    """Whether a launcher of ours has started this rank, and holds the lock of the run."""
-    return _LAUNCH in os.environ
 
 
 def _is_first_start() -> bool:

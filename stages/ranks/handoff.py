@@ -15,6 +15,9 @@ STDERR = "TRAINING_STDERR"
 """Environment variable with the descriptor that is the launcher's stderr. That of torchrun is a file: what it prints is
 of interest only where no rank has said why it ended. torchrun passes on no descriptors but 0, 1 and 2."""
 
+LAUNCH = "TRAINING_LAUNCH"
+"""Environment variable with what the launcher has decided."""
+
 _ENDED, _TRAINING = "ended-", "training"
 
 
@@ -29,6 +32,11 @@ def rank() -> Iterator[None]:
         if isinstance(end.code, int):
             tell_launcher(end.code)
         raise
+
+
+def has_launcher() -> bool:
+    """Whether a launcher of ours has started this rank, and holds the lock of the run."""
+    return LAUNCH in os.environ
 
 
 def tell_launcher(status: int) -> None:
