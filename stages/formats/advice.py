@@ -5,6 +5,7 @@ import re
 
 from stages.splits import suffixes
 
+_WORDS = (b"messages", b"conversations", b"completion")
 # As it begins in JSON, in YAML, and in the schema of a table.
 _MESSAGES = re.compile(rb'\b(messages|conversations)"?\s*:\s*(?:\[\s*\{|\n\s*-|(?:large_)?list<)')
 _ROLE = re.compile(rb'\b(role|from)"?\s*:')
@@ -16,8 +17,11 @@ def find_advice(path: str, begin: bytes) -> list[str]:
     found = suffixes.find(path)
     assert found, "organize lists no other files"
     format, compression = found
+    # Most files have none of the words, which `in` finds many times as fast as an expression does.
+    if format in ("text", "csv", "tsv") or not any(word in begin for word in _WORDS):
+        return []
     messages, role = _MESSAGES.search(begin), _ROLE.search(begin)
-    if format in ("text", "csv", "tsv") or not ((messages and role) or _PROMPT.search(begin)):
+    if not ((messages and role) or _PROMPT.search(begin)):
         return []
     columns = "prompt: $.prompt, completion: $.completion"
     if messages and role:
