@@ -34,16 +34,19 @@ from stages.base.packed import TRAIN, VALIDATION
 from stages.base.params_file import PARAMS_FILE, as_yaml, flatten, load_params
 from stages.checkpointing import layout, run
 from stages.export.lineage import Lineage
+from stages.extract import ExtractParams
 from stages.formats.source import is_unchanged
 from stages.launching.runtime import TrainRuntime
 from stages.model.files import CARD, LINEAGE
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.organize import OrganizeParams
+from stages.pack import PackParams
 from stages.splits import manifests as splits
 from stages.training.params import TrainParams
 
 CORPUS = Path("data/corpus")
 _SUMMARY = RECORDS["organize"]
+_PARAMS: dict[str, Any] = {"organize": OrganizeParams, "extract": ExtractParams, "pack": PackParams}
 
 _NOT_LISTED = {LINEAGE, CARD}
 """Files of a model directory without a digest: no program loads them."""
@@ -204,13 +207,8 @@ def _initial_model() -> Iterator[Finding]:
 
 
 def _params_and_packages(lineage: Lineage) -> Iterator[Finding]:
-    from stages.extract import ExtractParams
-    from stages.pack import PackParams
-
-    params: dict[str, Any] = {"organize": OrganizeParams, "extract": ExtractParams, "pack": PackParams}
-
     def params_of(stage: str) -> dict[str, Any]:
-        return Origin.of(f"stages.{stage}", load_params(params[stage])).params
+        return Origin.of(f"stages.{stage}", load_params(_PARAMS[stage])).params
 
     yield _check(
         f"parameters of train in {PARAMS_FILE}", PARAMS_FILE, lineage.params,

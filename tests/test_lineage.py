@@ -123,6 +123,9 @@ def test_an_edited_lineage_does_not_fit_itself(project: Project) -> None:
     write_sealed(MODEL / "lineage.json", {**content, "params": {}})
     with pytest.raises(StageError, match="is not valid: its params have no experiment_name"):
         differing()
+    write_sealed(MODEL / "lineage.json", {**content, "origins": {"train": {"params": {}, "packages": {}}}})
+    with pytest.raises(StageError, match=r"lineage\.json is not valid.*origins"):
+        differing()
 
 
 def test_a_model_directory_alone_is_enough(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from stages.base.identity import Adoption, RunId, TokenFingerprints
 from stages.base.origin import Origin
 from stages.base.record import FileName, SealedRecord
 
+DataStage = Annotated[str, Field(pattern="^(organize|extract|pack)$")]
+
 
 @dataclass(frozen=True)
 class InitialModel:
@@ -66,5 +68,5 @@ class Lineage(SealedRecord):
     """SHA-256 of data/splits/summary.json, which has those of the manifests, which have those of all raw files."""
     corpus: str | None = None
     """Fingerprint of data/corpus."""
-    origins: dict[str, Origin] = field(default_factory=dict)
+    origins: dict[DataStage, Origin] = field(default_factory=dict)
     """Parameters and packages of `organize`, `extract` and `pack`, as far as the project has records of these data."""
