@@ -7,8 +7,9 @@ Writes    outputs/evaluation.json: the losses before training, after it, and of 
           outputs/report/: the page that opens without a network, and its pictures
 Command   python -m stages.evaluate
 
-One process per GPU of this machine measures the model, or as many as train on CPUs (stages/report/measure.py). Nothing
-is written where the exported weights have another loss than those that were trained, by more than rounding explains.
+One process per GPU of this machine measures the model, or as many as train on CPUs (stages/report/measure.py). What
+they found is kept in data/.reuse. Nothing is written where the exported weights have another loss than those that were
+trained, by more than rounding explains.
 """
 
 import dataclasses
@@ -165,11 +166,8 @@ def evaluate(
         trained=find_trained(course, lineage, stored_dtype(directory)),
     )
     with tempfile.TemporaryDirectory() as temporary:
-        file, store, key = (
-            Path(temporary) / MEASUREMENTS,
-            reuse.Store(reuse.root(), bool),
-            reuse_key(request, lineage, model),
-        )
+        store, key = reuse.Store(reuse.root(), bool), reuse_key(request, lineage, model)
+        file = Path(temporary) / MEASUREMENTS
         if store.fetch(key, file):
             print("evaluate: this model was measured on these rows before, and is not measured again")
         else:
