@@ -160,7 +160,7 @@ class Source:
                 kept.append(piece)
         trial.end()
         # Before `fallback`: single-byte encodings accept NULs, too.
-        if not marked and (guess := self._unmarked(num_controls.tolist())):
+        if num_controls.any() and not marked and (guess := self._unmarked(num_controls.tolist())):
             remedy = f"convert it with `iconv -f {guess} -t UTF-8`"
             raise Rejected("unknown encoding", f"looks like {guess} without a byte order mark: {remedy}")
         objections = [trial.objection]

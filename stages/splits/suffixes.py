@@ -4,6 +4,7 @@ Apart from the readers, because `organize` needs the names only: an edit of a pa
 """
 
 import os
+from functools import lru_cache
 
 FORMATS = {
     ".txt": "text",
@@ -33,6 +34,7 @@ def ending(path: str) -> str:
     return os.path.splitext(stem)[1] + suffix if suffix in COMPRESSIONS else suffix
 
 
+@lru_cache(maxsize=1)  # `extract` asks several times in a row for each file
 def find(path: str) -> tuple[str, str] | None:
     """The name of a file's format and the suffix of its compression, or "". The letter case does not matter.
 
