@@ -5,7 +5,7 @@
 
 Every two seconds it counts the memory, file descriptors, threads and processes of the whole launch, and the bytes below
 outputs/. The first tenth is left out, in which caches fill. Growth is that of the minimum of the last tenth beside the
-minimum of the second one: what is held between two saves, however long a save takes on a busy disk. A row of history for
+minimum of the second one: what is held between two saves, however long these take on a busy disk. A row of history for
 each step is the only thing that may grow.
 """
 

@@ -268,9 +268,11 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         print(describe_advice(advice))
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
+    num_rejections = sum(_starting_with("rejected ", counts).values())
+    rejections = f"{num_rejections} rejections in {counts['rejected_files']} of them" * bool(num_rejections)
     return (
         f"extract: {counts['strings']} strings{lengths.describe(counts)}, {counts['characters'] / 1e6:.1f} M "
-        f"characters, from {counts['files']} files; {counts['rejected_files']} rejected (see {METRICS}); "
+        f"characters, from {counts['files']} files; {rejections or 'nothing rejected'} (see {METRICS}); "
         f"{sum(result.is_reused for result in results)} of {len(results)} splits reused"
     )
 

@@ -587,11 +587,12 @@ def test_json_that_libyaml_refuses_is_read_as_json() -> None:
 
 
 def test_csv_has_a_record_each_row_where_there_is_a_rule() -> None:
-    content = 'id,text,text\n1,"a, ""b""\nc",d\n\n2,e,\n3,f\n4,"g"h,i\n5,j,k\n'
+    content = 'id,text,text\n1,"a, ""b""\nc",d\n\n2,e,\n3,f\n4,"g"h,i\n5,j,k\n6,"l,m\n7,n\n8,"o"p\n'
     rule = {"files": "*", "text": "$.text"}
     assert extract_file("a.csv", content, rule, max_rejected_files=1) == ['a, "b"\nc\nd', "e", "j\nk"]
     metrics = json.loads(Path("data/extract.json").read_text())
-    assert rejections(metrics) == [("a.csv", "line 6", "invalid CSV"), ("a.csv", "line 7", "invalid CSV")]
+    places = ("line 6", "line 7", "lines 9 to 11")
+    assert rejections(metrics) == [("a.csv", place, "invalid CSV") for place in places]
     assert extract_file("a.tsv", content.replace(",", "\t"), rule, max_rejected_files=1)[1:] == ["e", "j\nk"]
     assert extract_file("a.csv", content) == [content]
     assert extract_file("a.tsv", content) == [content]

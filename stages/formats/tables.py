@@ -300,10 +300,12 @@ def read_delimited(source: Source, records: "Records", delimiter: str) -> None:
     lines = _Lines(io.TextIOWrapper(source.stream(), "utf-8", newline=""), delimiter, source.limits)
     csv.field_size_limit(source.limits.longest_record)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    records.position = lambda: f"line {reader.line_num}"
+    first = 0  # the line with which the row begins
+    records.position = lambda: f"lines {first} to {last}" if (last := reader.line_num) > first else f"line {first}"
     names: list[str] | None = None
     while True:
         lines.size = lines.num_values = 0
+        first = reader.line_num + 1
         try:
             row = next(reader, None)
         except csv.Error as error:
