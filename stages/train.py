@@ -8,7 +8,7 @@ Command  torchrun --nproc-per-node 2 -m stages.train
 import signal
 import sys
 
-from stages.base import command, process
+from stages.base import command
 from stages.base.command import USER_ERROR
 from stages.base.errors import StageError
 from stages.ranks import handoff
@@ -19,7 +19,7 @@ def main() -> None:
     command.parser(__doc__).parse_args()
     # A rank whose launcher is gone must not write: the next launch may have started. One that another launcher has
     # started holds the lock of the run itself, so there is time to save.
-    process.die_with_parent(signal.SIGKILL if handoff.has_launcher() else signal.SIGTERM)
+    handoff.die_with_torchrun(signal.SIGKILL if handoff.has_launcher() else signal.SIGTERM)
     # Before numpy and torch are imported: the threads that they start must not get the signals.
     stop_signal = StopSignal()
     from stages.launching.rank import run

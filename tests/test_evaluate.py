@@ -681,7 +681,7 @@ def test_out_of_memory_is_one_clear_error(error: Exception, monkeypatch: pytest.
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["measure"])
-    monkeypatch.setattr(measure.process, "die_with_parent", lambda *args: None)
+    monkeypatch.setattr(measure.handoff, "die_with_torchrun", lambda *args: None)
     monkeypatch.setattr(signal, "signal", lambda *args: None)
     monkeypatch.setattr(distributed, "process_group", lambda timeout, directory: contextlib.nullcontext())
     monkeypatch.setattr(watchdog, "watched", lambda *args: contextlib.nullcontext())

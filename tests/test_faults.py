@@ -31,6 +31,18 @@ def test_13_no_rank_outlives_a_killed_launcher(fresh: Given, ranks: Ranks) -> No
     assert result(project) == reference
 
 
+def test_13_no_rank_begins_whose_launcher_is_killed_while_it_starts(fresh: Given, tmp_path: Path) -> None:
+    """The kernel tells a process nothing of a parent that has ended before it asked to be told."""
+    (tmp_path / "sitecustomize.py").write_text("import os, time\nif 'RANK' in os.environ: time.sleep(3)")
+    project, _ = fresh
+    process = project.popen(*LAUNCH, PYTHONPATH=str(tmp_path))
+    wait_for(lambda: len(ranks_of(process)) == 2)
+    workers = ranks_of(process)
+    process.kill()
+    wait_for(lambda: not any(map(is_alive, workers)), seconds=8)
+    process.communicate(timeout=60)
+
+
 def test_14_a_second_writer_is_refused(finished: Given) -> None:
     project, _ = finished
     with writer_lock(project.checkpoints(), print):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 from stages.base import process
@@ -55,7 +56,7 @@ def run_job(run: Run, runtime: TrainRuntime) -> int:
     position = log.stat().st_size
     try:
         waiting = subprocess.Popen(
-            command, start_new_session=True, preexec_fn=lambda: process.die_with_parent(signal.SIGTERM)
+            command, start_new_session=True, preexec_fn=partial(process.die_with_parent, signal.SIGTERM, os.getpid())
         )
     except FileNotFoundError:
         raise StageError("runtime.launcher sbatch needs the command sbatch, which is not on PATH") from None

@@ -1,11 +1,12 @@
 """What the ranks tell the process that has started them: errors, and how they have ended."""
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from stages.base import publish
+from stages.base import process, publish
 
 DIRECTORY = "TRAINING_DIRECTORY"
 """Environment variable with a directory that the ranks share for one start of them: on one machine the file through
@@ -17,6 +18,9 @@ of interest only where no rank has said why it ended. torchrun passes on no desc
 
 LAUNCH = "TRAINING_LAUNCH"
 """Environment variable with what the launcher has decided."""
+
+PARENT = "TRAINING_PARENT"
+"""Environment variable with the process id of the torchrun on this node."""
 
 _ENDED, _TRAINING = "ended-", "training"
 
@@ -37,6 +41,12 @@ def rank() -> Iterator[None]:
 def has_launcher() -> bool:
     """Whether a launcher of ours has started this rank, and holds the lock of the run."""
     return LAUNCH in os.environ
+
+
+def die_with_torchrun(number: signal.Signals) -> None:
+    """Have this rank get a signal when its torchrun ends; exit where our launcher's has ended already."""
+    parent = os.environ.get(PARENT)
+    process.die_with_parent(number, int(parent) if parent else None)
 
 
 def tell_launcher(status: int) -> None:

@@ -18,6 +18,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,8 +39,10 @@ _LOG = "torchrun-"
 _OF_TASKS = ("SLURM_CPU", "SLURM_GPU", "SLURM_HINT", "SLURM_NTASKS_PER", "SLURM_TRES_PER_TASK", "SRUN_CPUS_PER_TASK")
 """What the tasks of the job get, which srun would read as its options: torchrun must have its whole node."""
 
-_START = f'exec "$@" <&2 2>"${handoff.DIRECTORY}/{_LOG}${{SLURMD_NODENAME:-here}}"'
-"""The shell that becomes torchrun, whose stdin is the terminal: see `handoff.STDERR`."""
+_START = f"""export {handoff.PARENT}=$$
+exec "$@" <&2 2>"${handoff.DIRECTORY}/{_LOG}${{SLURMD_NODENAME:-here}}\"
+"""
+"""The shell that becomes torchrun, and so has its process id; its stdin is the terminal: see `handoff.STDERR`."""
 
 _ON_A_NODE = f"""
 if ! [ -d "${handoff.DIRECTORY}" ]; then
@@ -186,7 +189,7 @@ def run(
         env=environment,
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # a Ctrl-C in a terminal is for this process, which asks the ranks to save
-        preexec_fn=lambda: process.die_with_parent(at_death),
+        preexec_fn=partial(process.die_with_parent, at_death, os.getpid()),
     )
     try:
         _wait(started, stopping)

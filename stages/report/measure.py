@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
-from stages.base import command, process
+from stages.base import command
 from stages.base.command import USER_ERROR, format_gib
 from stages.base.errors import StageError
 from stages.base.packed import VALIDATION
@@ -157,7 +157,7 @@ def main() -> None:
     command.parser(__doc__).parse_args()
     if handoff.DIRECTORY not in os.environ:
         raise StageError("`python -m stages.evaluate` starts the ranks: run that")
-    process.die_with_parent(signal.SIGKILL)
+    handoff.die_with_torchrun(signal.SIGKILL)
     # There is nothing to save: where another rank fails, this one is ended, and says nothing.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     directory = Path(os.environ[handoff.DIRECTORY])
