@@ -36,6 +36,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -350,7 +351,7 @@ def started(
     """Start Python in a process group of its own; nothing of it is left afterwards, however this process ends."""
     child = subprocess.Popen(
         [sys.executable, *command], cwd=directory, env=variables, start_new_session=True,
-        preexec_fn=lambda: process.die_with_parent(signal.SIGKILL), **options,
+        preexec_fn=partial(process.die_with_parent, signal.SIGKILL, os.getpid()), **options,
     )  # fmt: skip
     try:
         yield child

@@ -21,12 +21,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.gpu.results import Row, print_result
 from benchmarks.train.job import BETAS, LR, llama
-from stages.base import process
 from stages.forward import attention
 from stages.forward.batch import make_batch
 from stages.forward.loss import fuse, loss_sum
 from stages.forward.transfer import to_device
 from stages.launching import flops
+from stages.ranks import handoff
 
 _DOCUMENT = 600
 """Tokens of a document, on average."""
@@ -34,7 +34,7 @@ _WARM_UP, _STEPS = 2, 4
 
 
 def main() -> None:
-    process.die_with_parent(signal.SIGKILL)
+    handoff.die_with_torchrun(signal.SIGKILL)
     job = json.loads(Path(sys.argv[1]).read_text())
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before a GPU is used
     device = torch.device("cpu")

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.results import print_result
-from stages.base import process
 from stages.base.packed import TRAIN
 from stages.base.params_file import load_params
 from stages.forward.batch import make_batch
@@ -34,6 +33,7 @@ from stages.launching import flops
 from stages.launching.timers import Timers, memory_gib, reset_peak_memory
 from stages.model.manifest import ModelManifest
 from stages.planning import peak_memory
+from stages.ranks import handoff
 from stages.training import sharded_model
 from stages.training.environment import set_environment
 from stages.training.loader import BatchLoader
@@ -52,13 +52,13 @@ WARM_UP = 3
 
 
 def main() -> None:
-    process.die_with_parent(signal.SIGKILL)  # torchrun starts its workers in process groups of their own
     kind, path = sys.argv[1:]
     job = json.loads(Path(path).read_text())
     if kind == "predict":
         for name, values in job["settings"].items():
             print_result(name, predict(with_settings(values, job["num_ranks"]), job["num_ranks"], job["seq_length"]))
         return
+    handoff.die_with_torchrun(signal.SIGKILL)  # which starts its ranks in process groups of their own
     params = with_settings(next(iter(job["settings"].values())), job["num_ranks"])
     set_environment(params)  # before a GPU is used
     with process_group(timeout_minutes=10):

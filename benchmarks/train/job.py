@@ -16,7 +16,7 @@ SHAPES = {  # hidden size, layers, attention heads, key-value heads, intermediat
 UNTIED = {"8B"}
 """Those whose output embedding has a weight of its own; the shapes of 1 and 8 billion are those of Llama 3."""
 
-TORCHRUN: list[str] = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+TORCHRUN: list[str] = ["-m", "stages.ranks.torchrun", "--standalone", "--local-addr=127.0.0.1"]
 """With an address, because torchrun would ask the nameserver for the name of this machine."""
 
 

@@ -1,11 +1,13 @@
 """A training in other processes: read its lines, pause it, end it."""
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,7 +41,7 @@ class Training:
         with errors.open("w") as stderr:
             self._process = subprocess.Popen(
                 [sys.executable, *command], cwd=project, env=environment, text=True,
-                stdout=subprocess.PIPE, stderr=stderr, preexec_fn=lambda: die_with_parent(signal.SIGKILL),
+                stdout=subprocess.PIPE, stderr=stderr, preexec_fn=partial(die_with_parent, signal.SIGKILL, os.getpid()),
             )  # fmt: skip
 
     def until(self, step: int) -> float:

@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.train.job import BETAS, EPS, LR, MAX_GRAD_NORM, SEED, WEIGHT_DECAY, Job
 from benchmarks.train.load_watch import LoadWatch
-from stages.base.process import die_with_parent
 from stages.forward.rows import TokenRows
 from stages.launching.timers import memory_gib
+from stages.ranks import handoff
 from stages.training.order import step_rows
 
 
@@ -240,7 +240,7 @@ def shard_on_cpus() -> None:
 
 
 def main() -> None:
-    die_with_parent(signal.SIGKILL)  # torchrun starts its workers in process groups of their own
+    handoff.die_with_torchrun(signal.SIGKILL)  # which starts its ranks in process groups of their own
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
     {"stage": stage, "bare": bare, "ddp": ddp, "trainer": trainer}[job.program](job)
 

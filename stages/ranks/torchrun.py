@@ -39,10 +39,8 @@ _LOG = "torchrun-"
 _OF_TASKS = ("SLURM_CPU", "SLURM_GPU", "SLURM_HINT", "SLURM_NTASKS_PER", "SLURM_TRES_PER_TASK", "SRUN_CPUS_PER_TASK")
 """What the tasks of the job get, which srun would read as its options: torchrun must have its whole node."""
 
-_START = f"""export {handoff.PARENT}=$$
-exec "$@" <&2 2>"${handoff.DIRECTORY}/{_LOG}${{SLURMD_NODENAME:-here}}\"
-"""
-"""The shell that becomes torchrun, and so has its process id; its stdin is the terminal: see `handoff.STDERR`."""
+_START = f'exec "$@" <&2 2>"${handoff.DIRECTORY}/{_LOG}${{SLURMD_NODENAME:-here}}"'
+"""The shell that becomes torchrun, whose stdin is the terminal: see `handoff.STDERR`."""
 
 _ON_A_NODE = f"""
 if ! [ -d "${handoff.DIRECTORY}" ]; then
@@ -52,6 +50,7 @@ if ! [ -d "${handoff.DIRECTORY}" ]; then
 fi
 export PET_RDZV_ENDPOINT="${{ENDPOINT_HOST:-$SLURM_LAUNCH_NODE_IPADDR}}:$ENDPOINT_PORT"
 export PET_RDZV_CONF="is_host=$((SLURM_NODEID == 0))"
+export {handoff.PARENT}=$$
 {_START}
 """
 """The same on one node of several. Options of torchrun that differ between them are variables, which it reads too."""
@@ -272,4 +271,5 @@ if __name__ == "__main__":  # torchrun of one machine
 
     # It records the full name of the machine with its events. Where /etc/hosts lacks it, nameservers would be asked.
     socket.getfqdn = lambda name="": name or socket.gethostname()
+    os.environ[handoff.PARENT] = str(os.getpid())
     main()
