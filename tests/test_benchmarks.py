@@ -242,7 +242,7 @@ def test_all_of_the_gpu_benchmark_runs_and_continues(tmp_path: Path) -> None:
     assert "run the same command again to measure the rest" in run("--minutes", "0.5", "--only", "steps", status=0)
     run("--only", "smoke", "tests", "steps", "--first", "2", status=0)
     before = stored()
-    assert len(before["smoke"]) == len(before["steps"]) == len(before["tests"]) == 2
+    assert len(before["smoke"]) == len(before["tests"]) == 2 <= len(before["steps"])  # half a minute may do for more
     parts = ("smoke", "steps", "tests", "large", "predicted", "programs", "checkpoints", "resume", "matrix")
     for part, number in zip(parts, itertools.cycle([signal.SIGKILL, signal.SIGTERM])):
         log = (results / "log.txt").read_text()
