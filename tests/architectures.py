@@ -95,9 +95,9 @@ def make_base(project: Project) -> None:
 def attempt(name: str, project: Project, ranks: Ranks, has_weights: bool = False) -> Finding:
     """Take an architecture through the pipeline, in a copy of the base; changes the working directory."""
     config = transformers.AutoConfig.for_model(name)
-    small = config if config.is_encoder_decoder else small_config(config)
+    small = config if config.is_encoder_decoder else small_config(config) or small_config(with_experts(config))
     if small is None:
-        return Finding(name, "left", reason="no small model with its default config computes")
+        return Finding(name, "left", reason=f"its default config: {error_of_default(name)}")
     small.eos_token_id = small.get_text_config().eos_token_id = EOS
     small.save_pretrained(project / "models/nano")
     if has_weights:
@@ -137,6 +137,27 @@ def attempt(name: str, project: Project, ranks: Ranks, has_weights: bool = False
     )  # fmt: skip
     assert difference <= TOLERANCE, f"the loss differs by {difference:.1e} from that of each document alone"
     return finding
+
+
+def with_experts(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
+    """The config with two of what it has no number of, as some defaults leave the numbers of experts to be set."""
+    text = config.get_text_config()
+    for key, value in text.to_dict().items():
+        if value is None and "expert" in key:
+            setattr(text, key, 2)
+    return config
+
+
+@torch.no_grad()
+def error_of_default(name: str) -> str:
+    """What transformers itself says of the default config of a type, at its own size, without memory for values."""
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name))
+            model(input_ids=torch.ones((1, 8), dtype=torch.long), use_cache=False)
+    except Exception as error:
+        return f"{type(error).__name__}: {one_line(error)}"
+    return "it computes, but no small model with it does"
 
 
 def train(ranks: Ranks, project: Project, faults: str = "", expected: Sequence[int | None] = (0, 0)) -> str:
