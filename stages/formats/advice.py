@@ -5,7 +5,8 @@ import re
 
 from stages.splits import suffixes
 
-_WORDS = (b"messages", b"conversations", b"completion")
+_WORDS = (b"messages", b"conversations", b"prompt")
+_HEAD = 4096  # bytes in which the words are looked for
 # As it begins in JSON, in YAML, and in the schema of a table.
 _MESSAGES = re.compile(rb'\b(messages|conversations)"?\s*:\s*(?:\[\s*\{|\n\s*-|(?:large_)?list<)')
 _ROLE = re.compile(rb'\b(role|from)"?\s*:')
@@ -18,7 +19,8 @@ def find_advice(path: str, begin: bytes) -> list[str]:
     assert found, "organize lists no other files"
     format, compression = found
     # Most files have none of the words, which `in` finds many times as fast as an expression does.
-    if format in ("text", "csv", "tsv") or not any(word in begin for word in _WORDS):
+    head = begin[:_HEAD]
+    if format in ("text", "csv", "tsv") or not any(word in head for word in _WORDS):
         return []
     messages, role = _MESSAGES.search(begin), _ROLE.search(begin)
     if not ((messages and role) or _PROMPT.search(begin)):

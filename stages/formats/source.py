@@ -150,9 +150,9 @@ class Source:
                 trial = _Trial(marked or "utf-8")
             self.begin = self.begin or piece[:_BEGIN]
             trial.add(piece)
-            controls = np.flatnonzero(np.frombuffer(piece, np.uint8) < 9)  # without tabs and line ends
-            if len(controls):
-                num_controls += np.bincount((start + self.size + controls) % 4, minlength=4)
+            values = np.frombuffer(piece, np.uint8)
+            if values.min() < 9:  # without tabs and line ends
+                num_controls += np.bincount((start + self.size + np.flatnonzero(values < 9)) % 4, minlength=4)
             self.size += len(piece)
             if self.size > self.limits.largest_held:
                 kept = None
