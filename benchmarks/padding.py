@@ -91,7 +91,8 @@ def main() -> None:
             raw = Path(work, "raw")
             write_documents(raw, args.seq_length * args.batch_size * (args.steps + 20) // TOKENS)
             sizes = {"seq_length": args.seq_length, "batch_size": args.batch_size // args.ranks}
-            project = make_project(Path(work), raw, max_steps=args.steps, eval_freq=1000, **sizes)
+            positions = {"max_position_embeddings": args.seq_length}
+            project = make_project(Path(work), raw, positions, max_steps=args.steps, eval_freq=1000, **sizes)
             if model == "mamba2":
                 use_mamba2(project)
             set_runtime(project, nproc_per_node=args.ranks, resume="never", log_freq=1, ckpt_minutes=None)
