@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,15 @@ class SeededRows(TorchFunctionMode):
         return tensor
 
 
+def rules_of_random_values(model: PreTrainedModel) -> dict[nn.Module, Callable[[nn.Module], None]]:
+    """What initializes each module: the method of the innermost model that it belongs to, as transformers has it."""
+    rules: dict[nn.Module, Callable[[nn.Module], None]] = {}
+    for module in model.modules():  # inner ones after those around them
+        if isinstance(module, PreTrainedModel):
+            rules |= dict.fromkeys(module.modules(), module._init_weights)
+    return rules
+
+
 def rebuild_buffers(model: nn.Module, reference: PreTrainedModel, seed: int) -> None:
     """Compute all buffers, such as the frequencies of rotary embeddings; those that files store are read afterwards.
 
@@ -107,11 +116,12 @@ def rebuild_buffers(model: nn.Module, reference: PreTrainedModel, seed: int) -> 
         # (Gemma 3 has a buffer there).
         for key, buffer in module.named_buffers(recurse=False):
             module._buffers[key] = unset_like(buffer)
+    rules = rules_of_random_values(reference)
     # Children before parents, as transformers does: a parent may fill the buffers of a child (as in Falcon H1).
     for name, module in reversed([*reference.named_modules()]):
         if any(True for _ in module.buffers()):
             with seeded(f"{seed}/{name}"), torch.no_grad():
-                reference._init_weights(module)  # parameters beside the buffers stay on the meta device
+                rules[module](module)  # parameters beside the buffers stay on the meta device
     buffers = dict(model.named_buffers())
     for name, buffer in reference.named_buffers():
         buffers[name].copy_(buffer)

@@ -54,9 +54,11 @@ def utilization(tokens_per_second: float, flops_per_token: int | None, precision
 def flops_per_token(model: PreTrainedModel, seq_length: int) -> int | None:
     """FLOPs of forward and backward pass per token: 6 for each weight that it is multiplied with, and attention.
 
-    None where that is not how the model works: mixtures of experts, and layers that are no attention.
+    None where that is not how the model works: mixtures of experts, layers that are no attention or of several sizes.
     """
     config = model.config.get_text_config()
+    if config.is_heterogeneous:  # what differs between its layers cannot be read
+        return None
     layers, heads, size = (
         getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )

@@ -18,7 +18,15 @@ from transformers import PreTrainedModel
 from stages.forward.attention import activate_kernels
 from stages.forward.attention_names import IMPLEMENTATIONS
 from stages.forward.loss import fuse
-from stages.forward.sharded_weights import SeededRows, check_set, local_rows, read_weights, rebuild_buffers, seeded
+from stages.forward.sharded_weights import (
+    SeededRows,
+    check_set,
+    local_rows,
+    read_weights,
+    rebuild_buffers,
+    rules_of_random_values,
+    seeded,
+)
 from stages.model import headers, meta
 from stages.model.manifest import ModelManifest
 from stages.training import sharding
@@ -92,6 +100,7 @@ def _fill_by_layers(
     """Initialize all parameters randomly, one layer at a time, of which each rank keeps its own rows."""
     params = dict(model.named_parameters())
     names = {module: name for name, module in reference.named_modules()}
+    rules = rules_of_random_values(reference)
     done: set[str] = set()
     for unit, modules in _units(reference, layer_classes):
         note()
@@ -110,7 +119,7 @@ def _fill_by_layers(
             for param in own:
                 param.fill_(torch.nan)
             for module in modules:
-                reference._init_weights(module)
+                rules[module](module)
             check_set({name: param for param, name in own.items()})
             for param, name in own.items():
                 sharded = params[name]
