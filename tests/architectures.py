@@ -165,7 +165,7 @@ def train(ranks: Ranks, project: Project, faults: str = "", expected: Sequence[i
     statuses, output = ranks.wait()
     errors = re.findall(r"^(?:error: |\w*Error: ).*", output, re.MULTILINE) or [output]
     for status, wanted in zip(statuses, expected, strict=True):
-        assert wanted in (None, status), errors[0]
+        assert wanted in (None, status), f"status {status}: {errors[0]}"
     return output
 
 
