@@ -24,6 +24,7 @@ from stages.base.names import printable
 from stages.base.params_file import load_params
 from stages.checkpointing import retention
 from stages.checkpointing.layout import CheckpointManifest, checkpoint_root, latest_valid, list_checkpoints, verify
+from stages.checkpointing.layout import size as size_of
 from stages.checkpointing.lock import try_delete_lock, try_writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.checkpointing.run import Run, describe
@@ -71,7 +72,7 @@ def _list(runs: list[Path], params: TrainParams) -> None:
                 age = timedelta(seconds=int(time.time() - path.lstat().st_mtime))
                 run, name = printable(directory.name), printable(path.name)
                 print(
-                    f"{run:16}  {name:21}  {format_gib(_size(path)):>10}  {age!s:>17}  "
+                    f"{run:16}  {name:21}  {format_gib(size_of(path)):>10}  {age!s:>17}  "
                     f"{'' if loss is None else f'{loss:.4f}':>15}  {', '.join([_state(path, complete), *marks])}"
                 )
 
@@ -122,7 +123,7 @@ def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> Non
                 for path in paths:
                     if path == pointed:  # DVC has no copy of it, and could only train it again
                         continue
-                    size = 0 if path.is_symlink() else _size(path)
+                    size = 0 if path.is_symlink() else size_of(path)
                     freed.append(size)
                     verb = "deleting" if arguments.yes else "would delete"
                     print(f"{verb} {printable(path)}, {format_gib(size)}")
@@ -160,10 +161,6 @@ def _expendable(directory: Path) -> Iterator[Path]:
     damaged = set(published) - {path for path, _ in retention.list_complete(directory)}
     expendable = damaged.union(retention.prunable(directory, keep)) - {newest}
     yield from (path for path in published if path in expendable)
-
-
-def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 if __name__ == "__main__":

@@ -100,20 +100,22 @@ def _find(num_nodes: int, full: bool, environment: Mapping[str, str]) -> Found[N
 def _training(found: "Settings", model: "ModelManifest | None", environment: Mapping[str, str]) -> Found[None]:
     """What can be known of a launch here; `model`: None where the model or its tokens are missing."""
     from stages.checks import accelerators, settings
-    from stages.plan import launched_ranks
+    from stages.plan import launched_nodes
     from stages.ranks import torchrun
 
     runtime = found.runtime
     in_job = "SLURM_JOB_ID" in environment
-    num_nodes = (torchrun.num_nodes(runtime.launcher, runtime.num_nodes) if in_job else runtime.num_nodes) or 1
+    if in_job:
+        torchrun.num_nodes(runtime.launcher, runtime.num_nodes)  # raises what a launch here would
+    num_nodes = launched_nodes(runtime, environment)
     # On a login node a launch would only submit a job, or fail.
     trains_here = in_job or (runtime.launcher in ("auto", "torchrun") and num_nodes == 1)
     yield from collect(partial(accelerators.check_gpus, runtime.nproc_per_node if trains_here else None))
     num_ranks = None
-    if trains_here or runtime.nproc_per_node:
-        num_ranks = launched_ranks(runtime, accelerators.num_gpus(), num_nodes)
+    if num_nodes and (trains_here or runtime.nproc_per_node):
+        num_ranks = (runtime.nproc_per_node or accelerators.num_gpus() or 2) * num_nodes
     plan = yield from collect(partial(settings.check_plan, found, num_ranks, model is not None))
-    if model and trains_here:
+    if model and trains_here and num_nodes:
         yield from collect(partial(accelerators.check_training, found.train, found.pack.seq_length, model))
         if plan:
             yield from collect(

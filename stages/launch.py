@@ -11,7 +11,6 @@ A training that is stopped by a signal saves and exits with status 75; the next 
 that crashes or hangs is restarted up to `runtime.max_restarts` times; one that reports a user error is not.
 """
 
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from stages.launching.console import print_line
 from stages.launching.remedies import remedies
 from stages.launching.runtime import Launch, TrainRuntime, read_launch
 from stages.ranks import torchrun
-from stages.ranks.signals import INTERRUPTED, STOP_SIGNALS
+from stages.ranks.signals import INTERRUPTED, on_stop_signals
 from stages.training.environment import set_environment
 from stages.training.params import TrainParams
 
@@ -146,15 +145,13 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
         return 0
     stopping = threading.Event()
 
-    def stop(number: int, frame: object) -> None:
+    def stop() -> None:
         stopping.set()
         set_status("stopping")
 
-    for number in STOP_SIGNALS:
-        signal.signal(number, stop)
-    ranks = torchrun.Ranks(
-        torchrun.count_local_ranks(runtime.nproc_per_node), torchrun.num_nodes(runtime.launcher, runtime.num_nodes)
-    )
+    on_stop_signals(stop)
+    num_nodes = torchrun.num_nodes(runtime.launcher, runtime.num_nodes)
+    ranks = torchrun.Ranks(torchrun.count_local_ranks(runtime.nproc_per_node, num_nodes), num_nodes)
     set_environment(run.params, ranks.num_nodes or 1)
     status = torchrun.CRASHED
     for restart in range(runtime.max_restarts + 1):

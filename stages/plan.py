@@ -28,7 +28,7 @@ from stages.base.packed import TRAIN, VALIDATION, PackedTokens
 from stages.base.params_file import load_params
 from stages.base.record import Record
 from stages.checkpointing.decision import decide, find
-from stages.checkpointing.layout import checkpoint_root
+from stages.checkpointing.layout import checkpoint_root, size
 from stages.checkpointing.run import describe
 from stages.forward.rows import TokenRows
 from stages.launching.runtime import TrainRuntime
@@ -134,11 +134,11 @@ def main() -> None:
     runtime = load_params(TrainRuntime, "runtime")
     # What is written must not depend on this machine, so to torch it has no GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-    num_nodes = 1 if runtime.launcher == "torchrun" else int(os.environ.get("SLURM_JOB_NUM_NODES", 1))
+    num_nodes = launched_nodes(runtime, os.environ)
     with publish.lock(outputs.PLAN):
         if params.total_batch_size % params.batch_size:  # no number of ranks can; the error names what these could
             params.grad_accum_steps(extra.plan.num_ranks)
-        plan = check(params, runtime, runtime.nproc_per_node and launched_ranks(runtime, 0, num_nodes))
+        plan = check(params, runtime, num_nodes and runtime.nproc_per_node and runtime.nproc_per_node * num_nodes)
         model = ModelManifest.read()
         _print_summary(params, runtime, plan, model)
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
@@ -271,7 +271,7 @@ def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
     # Beside the newest checkpoints there is the one that is being written; a short run has fewer.
     num_checkpoints = min(runtime.keep_checkpoints + 1, math.ceil(plan.steps / (runtime.ckpt_freq or plan.steps)))
     needed = num_checkpoints * plan.checkpoint_bytes + (plan.model_bytes if is_shared else 0)
-    free = shutil.disk_usage(disk).free + _size(describe(params).directory)  # of an earlier launch, which this resumes
+    free = shutil.disk_usage(disk).free + size(describe(params).directory)  # of an earlier launch, which this resumes
     if free < needed:
         raise StageError(
             f"{root}: No space left on device: {num_checkpoints} checkpoints and the model need {format_gib(needed)}, "
@@ -310,15 +310,13 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
         print(ROUTER_LOSS_OFF)
 
 
-def launched_ranks(runtime: TrainRuntime, num_gpus: int, num_nodes: int = 1) -> int:
-    """The ranks that a launch starts, as the launcher counts them.
-
-    Args:
-        runtime: Which may set the nodes, and the ranks on each.
-        num_gpus: Of this machine.
-        num_nodes: Of the allocation; 1 where it is not known.
-    """
-    return (runtime.nproc_per_node or num_gpus or 2) * (runtime.num_nodes or num_nodes)
+def launched_nodes(runtime: TrainRuntime, environment: Mapping[str, str]) -> int | None:
+    """The nodes of a launch; None: the job will know, which is not submitted yet."""
+    if runtime.launcher == "torchrun":
+        return 1
+    if "SLURM_JOB_ID" in environment:
+        return runtime.num_nodes or int(environment.get("SLURM_JOB_NUM_NODES", 1))
+    return runtime.num_nodes or (1 if runtime.launcher == "auto" else None)
 
 
 def inputs_digest(params: TrainParams) -> str:
@@ -412,10 +410,6 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
 def _state_bytes(params: TrainParams, num_parameters: int) -> int:
     """Weights, gradients and moments of one copy of the model."""
     return int((2 * _FP32 + _MOMENTS[params.optimizer]) * num_parameters)
-
-
-def _size(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
 def _existing(path: Path) -> Path:

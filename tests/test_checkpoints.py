@@ -181,6 +181,16 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(mesh: Device
     assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
 
 
+def test_27_what_is_no_checkpoint_makes_room_for_one(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """A part of a checkpoint that somebody has copied; before, the step was never saved, without a word."""
+    left = tmp_path / step_name(2)
+    left.mkdir()
+    (left / "part").touch()
+    save_thrice(tmp_path, asynchronous=False)
+    assert verify(left).step == 2
+    assert [path.name for path in (tmp_path / f"{step_name(2)}.damaged").iterdir()] == ["part"]
+
+
 def test_the_bytes_of_a_tensor_are_in_the_order_of_its_elements(mesh: DeviceMesh, tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     model.register_buffer("transposed", torch.arange(6.0).view(2, 3).T)

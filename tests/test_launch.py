@@ -5,12 +5,16 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from stages import launch
 from stages.base.errors import StageError
@@ -23,9 +27,10 @@ from stages.launching.runtime import TrainRuntime
 from stages.ranks import handoff
 from stages.ranks.signals import INTERRUPTED
 from stages.ranks.torch_errors import LostConnection, explain_torch_errors
+from stages.ranks.watchdog import Heartbeat, watched
 from stages.training.params import TrainParams
 from tests.faults import environment
-from tests.project import LAUNCH, REPO, Project, flip_bit
+from tests.project import LAUNCH, REPO, Project, flip_bit, wait_for
 from tests.ranks import Ranks
 from tests.trainings import Given, result
 
@@ -93,6 +98,33 @@ def test_16_no_thread_is_started_before_a_rank_blocks_the_signals() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "4"}  # as on a machine with four cores for each rank
     process = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=environment, capture_output=True, text=True)
     assert process.stdout == "1\n"
+
+
+def test_a_signal_that_is_ignored_from_the_start_stays_ignored() -> None:
+    """So a training that was started with nohup goes on when its terminal is closed."""
+    code = """
+import os, signal
+from stages.ranks.signals import on_stop_signals
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+on_stop_signals(lambda: print("stop"))
+os.kill(os.getpid(), signal.SIGHUP)
+os.kill(os.getpid(), signal.SIGUSR1)
+"""
+    process = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert process.stdout == "stop\n"
+
+
+def test_a_watchdog_survives_an_error_of_its_store(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a full /tmp: without it, the rank would seem to be stopped, and all of them would be killed."""
+    heartbeat = Heartbeat()
+    with watched(heartbeat, timeout_minutes=0.1):
+        (thread,) = (each for each in threading.enumerate() if "_run" in each.name)
+        owner = thread._target.__self__  # type: ignore[attr-defined]
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, "_publish", mock.Mock(side_effect=torch.distributed.DistStoreError("no space left")))
+            time.sleep(0.5)
+        beat = owner._beat
+        wait_for(lambda: owner._beat > beat + 2, seconds=5)
 
 
 @pytest.mark.parametrize(

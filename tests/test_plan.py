@@ -244,6 +244,7 @@ def test_a_plan_is_the_same_on_each_machine(
 def test_a_plan_counts_the_nodes_of_the_job(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(training.path)
     monkeypatch.setattr("sys.argv", ["plan"])
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
     monkeypatch.setattr(peak_memory, "measure", lambda *_, **__: PeakMemory(GIB, False, *[0] * 7))
     training.set(runtime={"nproc_per_node": 2})
@@ -252,6 +253,12 @@ def test_a_plan_counts_the_nodes_of_the_job(training: Project, monkeypatch: pyte
     for others in ({"launcher": "torchrun"}, {"launcher": "auto", "num_nodes": 2}):
         training.set(runtime=others)
         plan.main()
+    monkeypatch.delenv("SLURM_JOB_ID")
+    training.set(runtime={"num_nodes": None, "nproc_per_node": 3})
+    with pytest.raises(StageError, match="8 is not a multiple of batch_size 2 x 3 ranks"):
+        plan.main()
+    training.set(runtime={"launcher": "sbatch", "sbatch_args": "--nodes=2"})
+    plan.main()  # the job will know how many there are
 
 
 def test_what_a_first_training_gets_wrong_is_a_warning(

@@ -16,6 +16,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,6 +172,15 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
         return []
     entries = run_directory.iterdir()
     return sorted((p for p in entries if _STEP_NAME.fullmatch(p.name) and (p / MANIFEST).is_file()), reverse=True)
+
+
+def size(directory: Path) -> int:
+    """Bytes of all files below a directory, without those that a training deletes meanwhile."""
+    found = 0
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            found += path.stat().st_size if path.is_file() else 0
+    return found
 
 
 def verify(checkpoint: Path, contents: bool = True, names: Collection[str] | None = None) -> CheckpointManifest:

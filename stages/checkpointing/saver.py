@@ -8,6 +8,7 @@ checkpoint and interrupted, it loads as a mix of both, and it does not notice a 
 import copy
 import dataclasses
 import io
+import os
 import shutil
 import sys
 import time
@@ -36,7 +37,15 @@ from stages.base.record import FileEntry
 from stages.base.shared_disk import refresh, wait_for_file
 from stages.checkpointing import retention
 from stages.checkpointing.garbage import paused_collector
-from stages.checkpointing.layout import MODEL, OPTIMIZER, SCHEDULER, CheckpointManifest, Previous, TensorEntry
+from stages.checkpointing.layout import (
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    SCHEDULER,
+    CheckpointManifest,
+    Previous,
+    TensorEntry,
+)
 from stages.checkpointing.metadata import Reader, understood
 from stages.checkpointing.retention import CheckpointRuntime
 from stages.checkpointing.rng import rng_state, set_rng_state
@@ -213,9 +222,11 @@ class Saver:
 
         def prepare() -> bool:
             self._confirm_lock()
-            if directory.exists():  # renamed at the last try, which failed after that
+            if (directory / MANIFEST).is_file():  # renamed at the last try, which failed after that
                 publish.sync_directory(directory.parent)
                 return True
+            if os.path.lexists(directory):  # no checkpoint: a part of one that somebody has copied
+                retention.quarantine(directory)
             shutil.rmtree(temporary, ignore_errors=True)  # a crash at this step may have left files of more ranks
             temporary.mkdir(parents=True)
             return False

@@ -19,7 +19,7 @@ from stages.base import process
 from stages.base.errors import StageError
 from stages.checkpointing.run import Run
 from stages.launching.runtime import Launch, TrainRuntime
-from stages.ranks.signals import INTERRUPTED, STOP_SIGNALS
+from stages.ranks.signals import INTERRUPTED, on_stop_signals
 
 _SCRIPT = Path("slurm/launch.sbatch")
 _STOP_SECONDS = 5
@@ -46,8 +46,7 @@ def run_job(run: Run, runtime: TrainRuntime) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     log.touch()
     stopping = threading.Event()
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, frame: stopping.set())
+    on_stop_signals(stopping.set)
     name = f"train-{run.run_id}"
     nodes = [f"--nodes={runtime.num_nodes}"] if runtime.num_nodes else []
     # The last ones count: without this environment the job would train what is in params.yaml when it starts.

@@ -76,7 +76,7 @@ def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> Checkpoint
         StageError: the start is damaged, or the training fails.
     """
     place, end = trained_at(segment.end), layout.verify(segment.end)
-    num_ranks = place.ranks if place else None
+    num_ranks = place.ranks if place and place.nodes == 1 else None  # of several nodes there are not so many here
     again = dataclasses.replace(
         runtime, launcher="torchrun", num_nodes=None, nproc_per_node=num_ranks or runtime.nproc_per_node,
         ckpt_freq=end.step, ckpt_minutes=None, async_checkpoint=False, resume="auto", tracker="none", debug=False,

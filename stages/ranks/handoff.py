@@ -64,7 +64,8 @@ def told_statuses(directory: Path) -> set[int]:
 def tell_training() -> None:
     """Tell the launcher, if there is one, that from here on a signal to stop is followed by a save."""
     if directory := os.environ.get(DIRECTORY):
-        Path(directory, _TRAINING).touch()
+        with suppress(OSError):  # then the launcher takes an early signal for one before the training
+            Path(directory, _TRAINING).touch()
 
 
 def was_training(directory: Path) -> bool:

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Callable
 
 from stages.ranks import handoff
 
@@ -12,6 +13,13 @@ DVC would record a half-trained run as the result of the stage."""
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 """Those that ask a training to save and exit."""
+
+
+def on_stop_signals(stop: Callable[[], None]) -> None:
+    """Call `stop` at each of them; not at those that are ignored from the start, as SIGHUP under `nohup`."""
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: stop())
 
 
 class StopSignal:

@@ -70,14 +70,23 @@ class Ranks(NamedTuple):
         return self.num_local * (self.num_nodes or 1)
 
 
-def count_local_ranks(nproc_per_node: int | None) -> int:
+def count_local_ranks(nproc_per_node: int | None, num_nodes: int | None = None) -> int:
     """The ranks to start on each node: `nproc_per_node`, or if that is None one for each GPU here, or two on CPUs.
 
+    Args:
+        nproc_per_node: `runtime.nproc_per_node`.
+        num_nodes: On which srun starts them; None: on this machine.
+
     Raises:
-        StageError: there are GPUs, but torch cannot use them.
+        StageError: there are GPUs, but torch cannot use them; or those of the nodes are not known here.
     """
     if nproc_per_node is not None:
         return nproc_per_node
+    if num_nodes and "SLURMD_NODENAME" not in os.environ:  # as in `salloc` on a login node
+        raise StageError(
+            "this machine is none of the nodes of the job, so it does not know their GPUs: set runtime.nproc_per_node "
+            "to the number of each node, 2 on CPUs"
+        )
     if not num_devices() and not Path("/dev/kfd").exists():  # without importing torch, which takes seconds
         return 2
     from stages.forward.distributed import check_devices

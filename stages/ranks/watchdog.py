@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -121,20 +121,24 @@ class _Watchdog:
         self._store.set(f"note {rank}", json.dumps(note))
 
     def _run(self) -> None:
-        try:
-            while not self.ended.wait(self._interval):
+        # An error of the store may pass, as a full /tmp does. If the store has ended, with its rank or agent,
+        # collectives fail, which ends this rank.
+        while not self.ended.wait(self._interval):
+            with suppress(dist.DistError):
                 self._publish(has_ended=False)
                 if dist.get_rank() == 0:
                     self._watch()
-                while self._store.check([f"signal {self._num_obeyed}"]):
-                    number = int(self._store.get(f"signal {self._num_obeyed}"))
-                    self._num_obeyed += 1
-                    if dist.get_rank() == 0:  # the last one: the store may end with it
-                        time.sleep(2 * self._interval)
-                    os.kill(os.getpid(), number)
+                self._obey()
+        with suppress(dist.DistError):
             self._publish(has_ended=True)
-        except dist.DistError:
-            pass  # the store ends with its rank or agent: collectives fail then, which ends this rank
+
+    def _obey(self) -> None:
+        while self._store.check([f"signal {self._num_obeyed}"]):
+            number = int(self._store.get(f"signal {self._num_obeyed}"))
+            self._num_obeyed += 1
+            if dist.get_rank() == 0:  # the last one: the store may end with it
+                time.sleep(2 * self._interval)
+            os.kill(os.getpid(), number)
 
     def _watch(self) -> None:
         texts = self._store.multi_get([f"note {rank}" for rank in range(dist.get_world_size())])
