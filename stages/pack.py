@@ -484,7 +484,7 @@ def encode_missing(
             encoded = []
             for result in islice(results, len(parts)):  # in their order, so these are the split's own
                 encoded.append(result)
-                bar.update(result.counts.num_documents)
+                bar.update(result.counts.num_read)
             counts = sum((part.counts for part in encoded), packing.Counts())
             files = [(part.target, result.sha256) for part, result in zip(parts, encoded, strict=True)]
             sha256 = packing.join(files, split.tokens)

@@ -287,6 +287,16 @@ def test_tokens_across_a_border_are_trained_where_a_part_of_them_is() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=False) in ("Hello<|im_end|>", "\nHello<|im_end|>")
 
 
+def test_an_eos_token_that_text_may_contain_is_refused() -> None:
+    characters = [EOS, *SPECIAL, "\n", "a"]
+    tokenizer = Tokenizer(models.BPE({text: number for number, text in enumerate(characters)}, []))
+    spec = spec_of(tokenizer, characters.index("\n"))._replace(
+        special_tokens=("\n",), chat=ChatSpec(CHATML, (), "assistant", "drop", 4096)
+    )
+    with pytest.raises(StageError, match="is a character that text may contain"):
+        ConversationEncoder(spec)
+
+
 def test_masks_are_of_the_full_rendering() -> None:
     encoder = make_encoder(FAMILIES["qwen3"].template, train_on="last")
     [encoded] = encoder.encode(json.dumps(THOUGHTS))

@@ -49,12 +49,13 @@ def path(tmp_path: Path) -> Path:
         (GOOD + "experiment_name: a/b\n", "experiment_name is 'a/b': string should match pattern"),
         (GOOD + "experiment_name: report\n", "experiment_name is 'report': outputs/report is an output of every"),
         (GOOD + "experiment_name: 2024\n", " is 2024: .* string; put text that looks like a number in quotes"),
+        ("share: 1\nsection:\n", "section is null: input should be a dictionary"),
         (GOOD + ALIASES, "unknown parameter 'a0'"),
         (GOOD + "more: &more {more: *more}\n", "unknown parameter 'more'"),
         (GOOD + '"more\\e[2J\\nerror: a": 1\n', r"unknown parameter 'more\\x1b\[2J\\nerror: a'; no stage reads it$"),
     ],
     ids=["latin-1", "levels", "digits", "twice", "twice in a section", "infinite", "infinite text", "null",
-         "directories", "a name in use", "a number", "aliases", "circle", "control characters"],
+         "directories", "a name in use", "a number", "empty section", "aliases", "circle", "control characters"],
 )  # fmt: skip
 def test_what_is_wrong_is_said(path: Path, content: str | bytes, message: str) -> None:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())

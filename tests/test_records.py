@@ -21,6 +21,7 @@ from stages.formats import lines, paths, records
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.preview import preview
 from stages.formats.rules import Rule, find
+from stages.splits import tree
 from tests.corpus import CORPUS, content_of, extract_file, extract_raw, put, read_rows
 from tests.project import REPO
 
@@ -300,6 +301,14 @@ def test_trap_32_what_a_rule_leaves_out_is_counted() -> None:
         }
     ]
     assert (metrics["records"], metrics["strings"], read_rows()) == (1, 1, ["abc"])
+
+
+@pytest.mark.parametrize("text", ["ab", "a\n"])
+def test_trap_32_records_that_are_too_short_have_keys_or_no_word_of_them(text: str) -> None:
+    put({"a.jsonl": jsonl({"text": text, "id": 1})})
+    with pytest.raises(StageError, match="fewer characters than min_chars") as error:
+        extract_raw(records=[{"files": "*", "text": "$.text"}], min_chars=100)
+    assert "none" not in str(error.value)
 
 
 def test_trap_32_a_file_of_which_no_record_fits_is_rejected_with_the_keys_that_are_there() -> None:
@@ -835,3 +844,13 @@ def test_the_preview_shows_what_the_rules_make_of_a_file() -> None:
         with pytest.raises(StageError, match="is no raw file below data/raw that is read"):
             show(name)
     assert not CORPUS.exists()
+
+
+def test_a_preview_of_a_file_that_grows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    put({"a.jsonl": jsonl({"text": "abc"})})
+    size, digest = tree.measure(Path("data/raw/a.jsonl"))
+    monkeypatch.setattr(
+        tree, "measure", lambda path: (size, digest.replace(digest[0], "0" if digest[0] > "0" else "1"))
+    )
+    with pytest.raises(StageError, match="changes while it is read: try again"):
+        preview(Path("a.jsonl"), "data/raw", (), fallback_encoding=None, min_chars=1)

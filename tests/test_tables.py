@@ -291,6 +291,11 @@ def test_tables_that_cannot_be_cut_are_read_as_a_whole() -> None:
     assert "part" not in entry
 
 
+def test_a_footer_of_a_few_bytes_with_a_list_of_2_to_the_40_is_damaged() -> None:
+    with pytest.raises(ValueError, match="its footer is damaged"):
+        footer.row_groups(bytes([0x49, 0xF3]) + varint(2**39) + b"\0")  # a list of bytes
+
+
 def test_a_table_whose_row_groups_are_not_in_order_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges between them would leave rows out, or give them twice."""
     content = encode("a.parquet", numbered(4000), rows=50, compression="none")
@@ -307,6 +312,9 @@ def test_trap_05_a_table_that_changes_is_noticed() -> None:
         path = Path("data/raw", name)
         middle = len(content) // 2
         path.write_bytes(content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :])
+        with pytest.raises(StageError, match=rf"1 files were changed .* first is {name}"):
+            extract_raw_only()
+        path.write_bytes(content[:middle])
         with pytest.raises(StageError, match=rf"1 files were changed .* first is {name}"):
             extract_raw_only()
         path.unlink()

@@ -160,9 +160,10 @@ def _check_names(values: Mapping[str, Any], path: Path) -> None:
 def _unknown(values: Mapping[str, Any], known: set[str], prefix: str = "") -> Iterator[str]:
     for key, value in values.items():
         name = f"{prefix}{key}"
-        # Only into sections that there are: with its aliases, a small file may contain any number of others.
-        if isinstance(value, dict) and any(each.startswith(f"{name}.") for each in known):
-            yield from _unknown(value, known, f"{name}.")
+        # Only into sections that there are: with its aliases, a small file may contain any number of others. One whose
+        # lines are all comments is null.
+        if isinstance(value, dict | None) and any(each.startswith(f"{name}.") for each in known):
+            yield from _unknown(value or {}, known, f"{name}.")
         elif name not in known:
             yield name
 

@@ -13,11 +13,10 @@ import os
 import secrets
 import shutil
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from stages.base.errors import StageError, naming
 from stages.base.file_lock import exclusive, open_lock, read_status, set_status, try_exclusive
@@ -193,16 +192,10 @@ def sync_directory(path: Path) -> None:
 
 def sha256_file(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return sha256(file)
-
-
-def sha256(file: IO[bytes], num_bytes: int = sys.maxsize) -> str:
-    """The SHA-256 of the next `num_bytes` of an open file, or of all until its end."""
     digest = hashlib.sha256()
-    while chunk := file.read(min(1 << 20, num_bytes)):
-        digest.update(chunk)
-        num_bytes -= len(chunk)
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 

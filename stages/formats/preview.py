@@ -11,7 +11,7 @@ from stages.formats import json_values, readers, rules
 from stages.formats.limits import LIMITS
 from stages.formats.records import Records
 from stages.formats.rules import MESSAGES, TEXT, Rule
-from stages.formats.source import Rejected
+from stages.formats.source import Changed, Rejected
 from stages.formats.writer import TextWriter
 from stages.splits import suffixes, tree
 from stages.splits.manifests import RawFile
@@ -40,6 +40,8 @@ def preview(
             readers.read(path, source, sink, records)
     except Rejected as rejected:
         sink.reject(rejected)
+    except Changed:
+        raise StageError(f"{file} changes while it is read: try again when it is complete") from None
     except _Enough:
         pass
     decides = "no rule: each string is a document" if rule is None else f"records.{index}"

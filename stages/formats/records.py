@@ -137,6 +137,8 @@ class Records:
         if self.num_rows or not (reasons or has_none):
             return None
         problem = ", ".join(reasons) or f"no record at {self.each}"
+        if self.num_records and not self.keys:  # of `take_texts`, which has only the strings
+            return problem
         return f"{problem}: the keys are {', '.join(self.keys) or 'none'}"
 
     def flush(self) -> None:

@@ -62,6 +62,8 @@ class _Reader:
         # No struct of a footer has a map.
         size = self._read_varint() if kind == _BINARY else _FIXED[kind]
         self._place += size
+        if self._place > len(self._data):  # else a list of any length would be read from a few bytes
+            raise IndexError
         return None
 
     def _read_byte(self) -> int:

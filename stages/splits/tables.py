@@ -35,8 +35,9 @@ def read_frame(file: IO[bytes], path: str) -> bytes:
         file.seek(max(0, size - 8))
         tail = file.read(8)
         start = size - 8 - int.from_bytes(tail[:4], "little")
-        is_damaged = start < len(_MARK) or not tail.endswith(_MARK)
-        length = 0 if is_damaged else size - start
+        if start < len(_MARK) or not tail.endswith(_MARK):
+            return b""
+        length = size - start
     elif is_table(path):
         file.seek(0)
         begin = file.read(len(ARROW_FILE) + 8)

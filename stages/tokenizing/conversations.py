@@ -123,7 +123,13 @@ class ConversationEncoder:
         self._special, self._renamed = _any_of(self._names), _any_of(self._names.values())
         vocab = self._tokenizer.get_vocab()
         self._ids = {name: vocab[name] for name in self._names.values()}
-        self._eos = next(name for name, token_id in self._ids.items() if token_id == spec.eos_token_id)
+        eos = [name for name, token_id in self._ids.items() if token_id == spec.eos_token_id]
+        if not eos:
+            raise StageError(
+                f"the EOS token of {spec.path} is a character that text may contain, so it cannot end the turns of "
+                "conversations: choose a model whose EOS token is a special one"
+            )
+        self._eos = eos[0]
         self._terminator = re.compile(rf"\s*(?:{self._renamed.pattern})")
         self._ends = re.compile(rf"(?:{self._renamed.pattern})\s*\Z")
         self._mark = secrets.token_hex(8)

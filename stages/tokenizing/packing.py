@@ -58,12 +58,14 @@ class Side(NamedTuple):
         """
         columns = [column for column in batch.columns if column.type == pa.string()]
         digests = [
-            blake2b((text if text is not None else messages).encode(), digest_size=8).digest()
-            for text, messages in zip(columns[0].to_pylist(), columns[-1].to_pylist(), strict=True)
+            blake2b((text if text.is_valid else messages).as_buffer(), digest_size=8).digest()  # without a copy
+            for text, messages in zip(columns[0], columns[-1], strict=True)
         ]
         is_held_out = np.frombuffer(b"".join(digests), ">u8") < np.uint64(self.fraction * 2**64)
         chosen = np.flatnonzero(is_held_out == self.is_held_out)
-        return batch.take(pa.array(chosen)), b"".join(digests[index] for index in chosen)
+        # A document of gigabytes, which is alone in its batch, is not copied either.
+        batch = batch if len(chosen) == len(batch) else batch.take(pa.array(chosen))
+        return batch, b"".join(digests[index] for index in chosen)
 
 
 class BatchTask(NamedTuple):
