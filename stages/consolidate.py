@@ -189,10 +189,8 @@ def export(
         others = {name: publish.sha256_file(temporary / name) for name in small}
         lineage = _lineage(pointer, checkpoint, model, source, digests, others)
         lineage.write(temporary / LINEAGE)  # over the copied file of that name, if the initial model has one
-        text = card.readme(
-            lineage, model.architecture, dtype, not model.weights,
-            card.Terms(terms.metadata, terms.problem, terms.texts()), _losses(checkpoint, lineage),
-        )  # fmt: skip
+        losses = _losses(checkpoint, lineage)
+        text = card.readme(lineage, model.architecture, dtype, not model.weights, terms, losses)
         publish.write_text(temporary / CARD, text)
     return list(digests.files)
 

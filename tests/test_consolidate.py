@@ -59,6 +59,7 @@ from stages.checkpointing.lock import try_delete_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.export import card, stream
 from stages.export.lineage import InitialModel, Lineage
+from stages.model.license import ModelLicense
 from stages.model.manifest import MANIFEST, ModelManifest
 from tests.models import LAYERS, SIZES, write_tokenizer
 from tests.project import REPO, flip_bit, start_stage, wait_for
@@ -617,7 +618,7 @@ def test_only_finite_numbers_are_metrics(loss: float) -> None:
     make_checkpoint(trained_tensors(config))
     consolidate.main()
     lineage = Lineage.read(Path("outputs/exp/model/lineage.json"))
-    text = card.readme(lineage, "LlamaForCausalLM", "float32", False, card.Terms({}, "", []), losses)
+    text = card.readme(lineage, "LlamaForCausalLM", "float32", False, ModelLicense({}, "", {}), losses)
     assert ("is not finite at step 3" in text) == (loss != 800)
     assert ("| metric | value |" in text) == (loss == 800)
 
@@ -634,7 +635,7 @@ def test_the_card_of_a_model_of_conversations_shows_the_chat_template() -> None:
         ([{"files": "a/**", "text": "$.text"}, {"files": "**", "messages": "$.messages"}], True),
     ):
         origins = {"extract": Origin({"records": rules}, {})}
-        terms, losses = card.Terms({}, "", []), card.Losses(2.0, None)
+        terms, losses = ModelLicense({}, "", {}), card.Losses(2.0, None)
         text = card.readme(dataclasses.replace(lineage, origins=origins), "A", "float32", False, terms, losses)
         assert ("apply_chat_template" in text) == is_chat
 
@@ -695,7 +696,7 @@ def test_the_card_names_the_base_model_on_the_hub() -> None:
     lineage = Lineage.read(Path("outputs/exp/model/lineage.json"))
     source = dataclasses.replace(lineage.model, name="owner/base", commit="c" * 40)
     lineage = dataclasses.replace(lineage, model=source)
-    terms = card.Terms({"license": "mit", "language": "en"}, None, [])
+    terms = ModelLicense({"license": "mit", "language": "en"}, None, {})
     local = dataclasses.replace(lineage, model=dataclasses.replace(source, name="/home/ann/tiny", commit=None))
     assert "/home" not in card.readme(local, "LlamaForCausalLM", "float32", False, terms, None)
     for is_random, expected in ((False, ("owner/base", "finetune")), (True, (None, None))):

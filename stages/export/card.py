@@ -4,7 +4,6 @@ https://huggingface.co/docs/hub/model-cards describes the metadata at its beginn
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -15,18 +14,7 @@ from stages.export.evaluation import perplexity
 
 if TYPE_CHECKING:
     from stages.export.lineage import Lineage
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What the model that the run started from says of its license."""
-
-    metadata: Mapping[str, str | list[str]]
-    """Of its card: license, license_name, license_link, language, base_model."""
-    problem: str | None
-    """Why its license is unknown."""
-    files: Sequence[str]
-    """Its license's texts, which are beside this card."""
+    from stages.model.license import ModelLicense
 
 
 @dataclass(frozen=True)
@@ -50,7 +38,7 @@ class Losses:
 
 
 def readme(
-    lineage: "Lineage", architecture: str, dtype: str, is_random: bool, terms: Terms, losses: Losses | None
+    lineage: "Lineage", architecture: str, dtype: str, is_random: bool, terms: "ModelLicense", losses: Losses | None
 ) -> str:
     """The model card: metadata that the Hub reads, then text for people.
 
@@ -127,7 +115,9 @@ def _name(lineage: "Lineage") -> str:
     return name
 
 
-def _metadata(lineage: "Lineage", dtype: str, is_random: bool, terms: Terms, losses: Losses | None) -> dict[str, Any]:
+def _metadata(
+    lineage: "Lineage", dtype: str, is_random: bool, terms: "ModelLicense", losses: Losses | None
+) -> dict[str, Any]:
     metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     given, model = ({} if is_random else terms.metadata), lineage.model
     metadata["license"] = given.get("license", "unknown")
@@ -177,7 +167,7 @@ def _evaluation(lineage: "Lineage", dtype: str, losses: Losses | None) -> str:
     return "\n".join([*lines, *(f"| {text} | {value:.6g} |" for text, value in losses.metrics().values())])
 
 
-def _license(source: str, is_random: bool, terms: Terms) -> str:
+def _license(source: str, is_random: bool, terms: "ModelLicense") -> str:
     given = terms.metadata.get("license_name") or terms.metadata.get("license")
     link = terms.metadata.get("license_link")
     if terms.problem:
@@ -187,6 +177,6 @@ def _license(source: str, is_random: bool, terms: Terms) -> str:
         whose = f"That of {source} is `{text}`" + (f" ({link})." if link else ".")
     if is_random:
         whose = f"None is chosen yet for the weights. Config and tokenizer have a license of their own. {whose}"
-    if terms.files:
-        whose += f" Its text is in {', '.join(f'`{file}`' for file in terms.files)}."
+    if texts := terms.texts():
+        whose += f" Its text is in {', '.join(f'`{file}`' for file in texts)}."
     return f"{whose}\nThe licenses of the training data apply, too."

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -78,7 +77,7 @@ def ordered_map(
     Raises:
         StageError: a worker was killed, or there is none.
     """
-    num_workers = runtime.num_workers or _num_cores()
+    num_workers = runtime.num_workers or len(os.sched_getaffinity(0))  # os.cpu_count() has those that a job may not use
     start: AbstractContextManager[Pool]
     if runtime.dask_scheduler and tasks:
         from stages.work import cluster
@@ -190,9 +189,3 @@ def _serve(pipe: Connection, function: Callable[[Any], Any], parent: int) -> Non
         except Exception as error:  # of any kind: the stage raises it
             outcome = pickle.dumps((None, error, traceback.format_exc()))
         pipe.send_bytes(outcome)
-
-
-def _num_cores() -> int:
-    """The cores that this process may use."""
-    # os.cpu_count() also counts cores that a SLURM job or `taskset` does not allow.
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
