@@ -95,10 +95,11 @@ def make_base(project: Project) -> None:
 def attempt(name: str, project: Project, ranks: Ranks, has_weights: bool = False) -> Finding:
     """Take an architecture through the pipeline, in a copy of the base; changes the working directory."""
     config = transformers.AutoConfig.for_model(name)
-    small = config if config.is_encoder_decoder else small_config(config) or small_config(with_experts(config))
+    has_encoder = config.is_encoder_decoder or hasattr(config, "text_encoder")
+    small = config if has_encoder else small_config(config) or small_config(with_experts(config))
     if small is None:
         return Finding(name, "left", reason=f"its default config: {error_of_default(name)}")
-    small.eos_token_id = small.get_text_config().eos_token_id = EOS
+    small.eos_token_id = small.get_text_config(decoder=True).eos_token_id = EOS
     small.save_pretrained(project / "models/nano")
     if has_weights:
         torch.manual_seed(0)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stages.base.errors import StageError
 from stages.forward.batch import make_batch
 from stages.forward.loss import loss_sum
+from stages.forward.sharded_weights import rules_of_random_values
 from stages.forward.small_copy import small_config
 from stages.launching.verification import verify_weights
 from stages.training import sharded_model
@@ -55,6 +56,14 @@ def test_a_weight_file_changed_since_the_download_is_refused(
     with pytest.raises(StageError, match="is damaged or was changed"):
         verify_weights(manifest, lambda: notes.append(None))
     assert notes
+
+
+def test_random_values_follow_the_rule_of_the_innermost_model(reference: transformers.PreTrainedModel) -> None:
+    """That of Gemma 3n reads attributes which only the inner model has."""
+    rules, inner = rules_of_random_values(reference), reference.base_model
+    for name, module in reference.named_modules():
+        owner = inner if name.startswith(reference.base_model_prefix) else reference
+        assert rules[module].__self__ is owner, name  # type: ignore[attr-defined]
 
 
 def test_without_initialization_only_the_buffers_have_values(
