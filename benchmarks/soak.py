@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="directory for temporary files, on a small disk")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.work) as work:
-        project = prepared(Path(work), 1, num_epochs=1_000_000, max_steps=10_000_000, eval_freq=500)
+        project = prepared(Path(work), 1, num_epochs=1_000_000, max_steps=10_000_000, eval_freq=50)  # the best is kept
         set_runtime(project, ckpt_minutes=0.05, ckpt_freq=None, log_freq=1000, nproc_per_node=2)
         samples, last_lines = soak(project, args.minutes)
         print(f"{len(samples)} samples in {args.minutes:g} minutes\n\n{compare(samples)}\n{last_lines}")
