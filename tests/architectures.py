@@ -96,7 +96,7 @@ def attempt(name: str, project: Project, ranks: Ranks, has_weights: bool = False
     """Take an architecture through the pipeline, in a copy of the base; changes the working directory."""
     config = transformers.AutoConfig.for_model(name)
     has_encoder = config.is_encoder_decoder or hasattr(config, "text_encoder")
-    small = config if has_encoder else small_config(config) or small_config(with_experts(config))
+    small = config if has_encoder else small_config(config) or small_config(completed(config))
     if small is None:
         return Finding(name, "left", reason=f"its default config: {error_of_default(name)}")
     small.eos_token_id = small.get_text_config(decoder=True).eos_token_id = EOS
@@ -140,12 +140,19 @@ def attempt(name: str, project: Project, ranks: Ranks, has_weights: bool = False
     return finding
 
 
-def with_experts(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
-    """The config with two of what it has no number of, as some defaults leave the numbers of experts to be set."""
+def completed(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
+    """The config with what all published ones of its type have, and the default leaves out."""
     text = config.get_text_config()
+    heads, size, layers = (
+        getattr(text, name, None) or 1 for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+    )
+    missing: dict[str, Any] = {
+        "num_key_value_heads": heads, "head_dim": size // heads,
+        "layer_types": (["conv", "full_attention"] * layers)[:layers],
+    }  # fmt: skip
     for key, value in text.to_dict().items():
-        if value is None and "expert" in key:
-            setattr(text, key, 2)
+        if value is None and (key in missing or "expert" in key):
+            setattr(text, key, missing.get(key, 2))
     return config
 
 
