@@ -724,6 +724,8 @@ def test_layers_are_found_in_the_lists_of_a_model() -> None:
     assert meta.layer_classes(model) == ["Layer"]  # neither a module outside of the lists nor a part of a layer
     model._no_split_modules = {"Conv1d", "Layer"}
     assert meta.layer_classes(model) == ["Conv1d", "Layer"]
+    model.many[1].part = model.many[0].part
+    assert meta.layer_classes(model) == ["Conv1d"]  # what two layers share cannot be gathered with each of them
     with pytest.raises(StageError, match="no list of layers"):
         meta.layer_classes(torch.nn.Linear(1, 1))
 

@@ -112,13 +112,23 @@ def layer_classes(model: nn.Module) -> list[str]:
 
     They are the elements of module lists that `_no_split_modules` names. The names alone would not do: models also list
     embeddings there, or parts of layers. Where no list matches, the longest one is assumed to be that of the layers.
+    Layers that share parameters (as the hybrid ones of Zamba 2) are not among them: they cannot be gathered separately.
     """
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
         raise StageError(f"{type(model).__name__} has no list of layers, so there is nothing to shard it by")
     not_split: Iterable[str] = getattr(model, "_no_split_modules", None) or []
     elements = {type(layer).__name__ for layers in lists for layer in layers}
-    return sorted(elements.intersection(not_split) or {type(layer).__name__ for layer in max(lists, key=len)})
+    found = elements.intersection(not_split) or {type(layer).__name__ for layer in max(lists, key=len)}
+    return sorted({name for name in found if not _share_parameters(model, name)} or found)
+
+
+def _share_parameters(model: nn.Module, class_name: str) -> bool:
+    """Whether a parameter belongs to several of the modules of a class."""
+    owners = Counter(
+        param for module in model.modules() if type(module).__name__ == class_name for param in {*module.parameters()}
+    )
+    return max(owners.values(), default=1) > 1
 
 
 def module_classes(model: nn.Module) -> list[str]:
