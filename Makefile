@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup repro show doctor certify bundle unbundle test slow faults random-faults slurm slurm-test nfs-test gpu fuzz audit check lock
+.PHONY: help setup repro show doctor certify bundle unbundle test slow faults random-faults slurm slurm-test nfs-test architectures gpu fuzz audit check lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18

@@ -36,6 +36,10 @@ _MODEL = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "
           "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
+"""Of a stage that runs in a project elsewhere."""
+
+
 class Cost(NamedTuple):
     """What one stage needed for one size of the work."""
 
@@ -51,10 +55,9 @@ Costs = dict[str, list[Cost]]
 def run(project: Path, stage: str, size: float, *arguments: str) -> Cost:
     """Run a stage in its own process and measure it."""
     command = [sys.executable, "-m", f"stages.{stage}", *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
     start, peak = time.perf_counter(), 0
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, cwd=project, env=environment, stdout=output, stderr=output)
+        process = subprocess.Popen(command, cwd=project, env=ENVIRONMENT, stdout=output, stderr=output)
         while process.poll() is None:
             try:
                 peak = max(peak, resident_bytes(psutil.Process(process.pid)))

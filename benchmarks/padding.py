@@ -10,7 +10,6 @@ number is the median over the turns, relative to the first of the model.
 import argparse
 import csv
 import json
-import os
 import random
 import re
 import statistics
@@ -23,8 +22,7 @@ from typing import Any
 import transformers
 import yaml
 
-from benchmarks import REPO
-from benchmarks.growth import make_project, run, set_runtime
+from benchmarks.growth import ENVIRONMENT, make_project, run, set_runtime
 from benchmarks.tables import markdown
 
 TOKENS = 500  # of a document, about; a word has 1.1 tokens
@@ -64,9 +62,8 @@ def train(project: Path, **values: Any) -> tuple[float, str]:
     path = project / "params.yaml"
     original = path.read_text()
     path.write_text(yaml.safe_dump(yaml.safe_load(original) | values))
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "stages.launch"]
-    done = subprocess.run(command, cwd=project, env=environment, text=True, capture_output=True)
+    done = subprocess.run(command, cwd=project, env=ENVIRONMENT, text=True, capture_output=True)
     path.write_text(original)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
@@ -85,9 +82,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--work", type=Path, help="directory for temporary files, on a fast disk")
     args = parser.parse_args()
     for model, settings in MODELS.items():
-        with tempfile.TemporaryDirectory() as work:
+        with tempfile.TemporaryDirectory(dir=args.work) as work:
             raw = Path(work, "raw")
             write_documents(raw, args.seq_length * args.batch_size * (args.steps + 20) // TOKENS)
             sizes = {"seq_length": args.seq_length, "batch_size": args.batch_size // args.ranks}

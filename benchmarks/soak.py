@@ -22,8 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks import REPO
-from benchmarks.growth import prepared, set_runtime
+from benchmarks.growth import ENVIRONMENT, prepared, set_runtime
 from benchmarks.tables import markdown
 
 SECONDS = 2
@@ -52,10 +51,9 @@ def _sizes(directory: Path) -> Iterator[int]:
 def soak(project: Path, minutes: float) -> tuple[list[dict[str, float]], str]:
     """Train for so long, then ask the training to stop; returns the samples and what it printed last."""
     command = [sys.executable, "-m", "stages.launch"]
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "HF_HUB_OFFLINE": "1"}
     samples: list[dict[str, float]] = []
     with (project / "log.txt").open("w+") as log:
-        process = subprocess.Popen(command, cwd=project, env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=project, env=ENVIRONMENT, stdout=log, stderr=log)
         end = time.monotonic() + 60 * minutes
         try:
             while time.monotonic() < end and process.poll() is None:

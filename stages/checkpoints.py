@@ -23,8 +23,14 @@ from stages.base.errors import StageError
 from stages.base.names import printable
 from stages.base.params_file import load_params
 from stages.checkpointing import retention
-from stages.checkpointing.layout import CheckpointManifest, checkpoint_root, latest_valid, list_checkpoints, verify
-from stages.checkpointing.layout import size as size_of
+from stages.checkpointing.layout import (
+    CheckpointManifest,
+    checkpoint_root,
+    latest_valid,
+    list_checkpoints,
+    size_of,
+    verify,
+)
 from stages.checkpointing.lock import try_delete_lock, try_writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.checkpointing.run import Run, describe

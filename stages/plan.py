@@ -28,7 +28,7 @@ from stages.base.packed import TRAIN, VALIDATION, PackedTokens
 from stages.base.params_file import load_params
 from stages.base.record import Record
 from stages.checkpointing.decision import decide, find
-from stages.checkpointing.layout import checkpoint_root, size
+from stages.checkpointing.layout import checkpoint_root, size_of
 from stages.checkpointing.run import describe
 from stages.forward.rows import TokenRows
 from stages.launching.runtime import TrainRuntime
@@ -271,7 +271,9 @@ def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
     # Beside the newest checkpoints there is the one that is being written; a short run has fewer.
     num_checkpoints = min(runtime.keep_checkpoints + 1, math.ceil(plan.steps / (runtime.ckpt_freq or plan.steps)))
     needed = num_checkpoints * plan.checkpoint_bytes + (plan.model_bytes if is_shared else 0)
-    free = shutil.disk_usage(disk).free + size(describe(params).directory)  # of an earlier launch, which this resumes
+    free = shutil.disk_usage(disk).free + size_of(
+        describe(params).directory
+    )  # of an earlier launch, which this resumes
     if free < needed:
         raise StageError(
             f"{root}: No space left on device: {num_checkpoints} checkpoints and the model need {format_gib(needed)}, "

@@ -282,10 +282,11 @@ def test_growth_is_an_exponent_of_the_last_two_sizes() -> None:
     ("arguments", "found"),
     [
         ("growth files --scale 0.02", r"(?m)^\| organize \|.*\n\| extract \|"),
+        ("padding --rounds 1 --steps 3 --seq-length 64", r"\| padded, \d+% of the tokens.*\n\n?[\s\S]*\| padded, \d+%"),
         ("soak --minutes 0.5", r"\| file descriptors \|[\s\S]*step-\d+ is saved"),
     ],
 )
-def test_growth_and_soak_print_their_tables(arguments: str, found: str, tmp_path: Path) -> None:
+def test_growth_padding_and_soak_print_their_tables(arguments: str, found: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", *f"benchmarks.{arguments}".split(), "--work", str(tmp_path)]
     output = subprocess.run(command, cwd=REPO, text=True, check=True, capture_output=True).stdout
     assert re.search(found, output), output

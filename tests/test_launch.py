@@ -24,7 +24,7 @@ from stages.checkpointing.run import describe
 from stages.checkpointing.state import TrainMetrics
 from stages.launching import remedies, runtime
 from stages.launching.runtime import TrainRuntime
-from stages.ranks import handoff
+from stages.ranks import handoff, torchrun
 from stages.ranks.signals import INTERRUPTED
 from stages.ranks.torch_errors import LostConnection, explain_torch_errors
 from stages.ranks.watchdog import Heartbeat, watched
@@ -112,6 +112,14 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
     process = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert process.stdout == "stop\n"
+
+
+def test_a_machine_that_is_none_of_the_nodes_does_not_count_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `salloc` on a login node."""
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    with pytest.raises(StageError, match=r"set runtime\.nproc_per_node"):
+        torchrun.count_local_ranks(None, num_nodes=2)
+    assert torchrun.count_local_ranks(3, num_nodes=2) == 3
 
 
 def test_a_watchdog_survives_an_error_of_its_store(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:

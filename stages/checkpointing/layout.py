@@ -174,7 +174,7 @@ def list_checkpoints(run_directory: Path) -> list[Path]:
     return sorted((p for p in entries if _STEP_NAME.fullmatch(p.name) and (p / MANIFEST).is_file()), reverse=True)
 
 
-def size(directory: Path) -> int:
+def size_of(directory: Path) -> int:
     """Bytes of all files below a directory, without those that a training deletes meanwhile."""
     found = 0
     for path in directory.rglob("*"):
