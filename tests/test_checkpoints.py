@@ -28,6 +28,7 @@ from stages.checkpointing.layout import (
     UnsupportedFormat,
     latest_valid,
     list_checkpoints,
+    size_of,
     step_name,
     verify,
 )
@@ -415,3 +416,12 @@ def test_checkpoints_are_listed_verified_and_pruned(training: Project, ranks: Ra
     elsewhere.rename(unfinished)
     training.run(*COMMAND, "prune", "--other-runs", "--yes")
     assert [steps(path) for path in (unfinished, finished)] == [[], last_and_best]
+
+
+def test_the_size_of_a_directory_is_without_what_is_deleted_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kept").write_bytes(b"12345")
+    (tmp_path / "deleted").symlink_to("nowhere")
+    monkeypatch.setattr(Path, "is_file", lambda path: True)  # when it was listed
+    assert size_of(tmp_path) == 5

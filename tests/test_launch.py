@@ -1,5 +1,6 @@
 """The launcher: what it does with a run that is finished, and with one that cannot continue."""
 
+import errno
 import os
 import re
 import socket
@@ -172,6 +173,17 @@ def test_under_torchrun_too_one_rank_prints_an_error_of_all(monkeypatch: pytest.
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / rank / "error.json"))
         assert handoff.claim_error("of all") == claimed
         assert handoff.claim_error(f"of rank {rank}")
+
+
+def test_a_full_disk_does_not_end_a_rank_that_tells_it_is_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(handoff.DIRECTORY, str(tmp_path))
+    with mock.patch.object(Path, "touch", side_effect=OSError(errno.ENOSPC, "full")):
+        handoff.tell_training()
+    assert not handoff.was_training(tmp_path)
+    handoff.tell_training()
+    assert handoff.was_training(tmp_path)
 
 
 def test_never_is_for_the_first_start_of_a_job_and_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -873,3 +873,11 @@ def test_a_tokenizer_config_of_other_types_is_refused(config: dict[str, Any], pr
     dataclasses.replace(model, files={**model.files, path.name: FileEntry.of(path)}).write()
     with pytest.raises(StageError, match=problem):
         run(seq_length=64)
+
+
+def test_documents_that_are_all_on_one_side_are_not_copied() -> None:
+    batch = pa.record_batch({"text": ["one", "two", "three"], "messages": pa.nulls(3, pa.string())})
+    chosen, digests = packing.Side(0.0, is_held_out=False).chosen(batch)
+    assert len(digests) == 24
+    assert chosen.column("text").buffers()[2].address == batch.column("text").buffers()[2].address
+    assert packing.Side(0.0, is_held_out=True).chosen(batch)[0].num_rows == 0

@@ -4,13 +4,19 @@ import dataclasses
 import re
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from stages.base.errors import StageError
+from stages.base.params_file import load_params
 from stages.base.record import FileEntry
 from stages.checkpointing.layout import CheckpointManifest, step_name
+from stages.checkpointing.state import Place
+from stages.launching import segments as trained_again
+from stages.launching.runtime import TrainRuntime
 from stages.launching.segments import Segment, choose
-from tests.project import Project
+from tests.project import REPO, Project
 from tests.ranks import Ranks
 
 
@@ -70,3 +76,18 @@ def test_parts_are_chosen_by_a_seed_and_stay_in_order() -> None:
     assert chosen == sorted(chosen, key=lambda segment: segment.end)
     assert chosen == choose(found, 5, seed=1) != choose(found, 5, seed=2)
     assert choose(found, 50, seed=1) == found
+
+
+@pytest.mark.parametrize(("place", "asked"), [(Place("cpu", 4, 1, None), 4), (Place("cpu", 16, 2, None), 3), (None, 3)])
+def test_a_part_has_the_ranks_of_its_training_unless_these_were_on_several_nodes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place | None, asked: int
+) -> None:
+    runtime = dataclasses.replace(load_params(TrainRuntime, "runtime", REPO / "params.yaml"), nproc_per_node=3)
+    monkeypatch.setattr(trained_again, "trained_at", lambda checkpoint: place)
+    monkeypatch.setattr(trained_again.layout, "verify", lambda checkpoint: mock.Mock(step=3))
+    monkeypatch.setattr(trained_again, "begin", mock.Mock())
+    counted = mock.Mock(side_effect=StageError("of the test"))
+    monkeypatch.setattr(trained_again.torchrun, "count_local_ranks", counted)
+    with pytest.raises(StageError, match="of the test"):
+        trained_again.train_again(mock.Mock(directory=tmp_path / "run"), runtime, Segment(None, Path(step_name(3))))
+    counted.assert_called_once_with(asked)
