@@ -48,6 +48,18 @@ BEGIN, END = "<!-- begin: make architectures -->", "<!-- end: make architectures
 STEPS, TOLERANCE, EOS, KILLED = 3, 1e-5, 0, -9
 SECONDS, MEMORY = 300, 5 * 2**30
 
+_INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 128,
+            "indexer_compress_ratio": 4}  # fmt: skip
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8}},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+    "reformer": {"is_decoder": True},
+    "xmod": {"default_language": "en_XX"},
+}
+"""What published configs of a type have, and its default leaves out, so that it does not compute."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -94,7 +106,7 @@ def make_base(project: Project) -> None:
 
 def attempt(name: str, project: Project, ranks: Ranks, has_weights: bool = False) -> Finding:
     """Take an architecture through the pipeline, in a copy of the base; changes the working directory."""
-    config = transformers.AutoConfig.for_model(name)
+    config = transformers.AutoConfig.for_model(name, **PUBLISHED.get(name, {}))
     has_encoder = config.is_encoder_decoder or hasattr(config, "text_encoder")
     small = config if has_encoder else small_config(config) or small_config(completed(config))
     if small is None:

@@ -124,6 +124,34 @@ def test_a_buffer_that_another_module_fills_has_its_values(
         assert torch.equal(buffer, buffers[name]), name
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        # Without what transformers computes of other values: the numbers of the layers of one kind.
+        pytest.param(transformers.Zamba2Config(), {"num_hidden_layers": 2, "hybrid_layer_ids": [1]}, id="zamba2"),
+        # The second layer of a kind uses something of the first.
+        pytest.param(
+            transformers.Gemma3nTextConfig(), {"num_hidden_layers": 8, "num_kv_shared_layers": 4}, id="gemma3n"
+        ),
+        # Of which transformers takes one expert a token only.
+        pytest.param(transformers.ZayaConfig(), {"num_experts_per_tok": 1, "num_experts": 1}, id="zaya"),
+        # With parts for images and sounds.
+        pytest.param(transformers.Phi4MultimodalConfig(), {"num_hidden_layers": 1}, id="phi4"),
+    ],
+)
+def test_a_small_copy_has_few_layers_and_a_valid_config(
+    config: transformers.PreTrainedConfig, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    small = small_config(config)
+    assert small is not None
+    small.save_pretrained(tmp_path)  # which validates it
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert {name: getattr(read, name) for name in expected} == expected
+    for part in {*read.sub_configs} - {"text_config"}:
+        layers = {getattr(getattr(read, part), name, 1) for name in ("num_hidden_layers", "num_blocks")}
+        assert layers == {1}
+
+
 def test_random_weights_that_no_rule_makes_are_refused(mesh: DeviceMesh, params: TrainParams, tmp_path: Path) -> None:
     config = small_config(transformers.ApertusConfig())
     assert config is not None

@@ -5,6 +5,7 @@ them. So several configs are tried, the smallest first, and the first one whose 
 """
 
 import copy
+import dataclasses
 import math
 from itertools import product
 from typing import Any
@@ -24,19 +25,22 @@ _WIDTHS = (
     *("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"),
     "intermediate_size_mlp",
 )
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "moe_k")
+_CHOSEN = ("num_experts_per_tok", "moe_k")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", *_CHOSEN)
+_LAYERS = ("num_hidden_layers", "num_blocks")
 
 
 def small_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
     """The config of a small model of the same architecture, which computes; None: none was found within 1 GiB.
 
-    It has a layer of each kind, few heads, few tokens, small windows; or more of what cannot be left out. The size of a
-    head stays, as tables of rotary embeddings depend on it. Seeds the random number generator of torch.
+    It has a layer of each kind, few heads, few tokens, small windows; or more of what cannot be left out: two layers of
+    each kind where the second ones use something of the first. The size of a head stays, as tables of rotary embeddings
+    depend on it. Seeds the random number generator of torch.
     """
     widths = [None, *_factors(config.get_text_config())]
-    for max_parameters, all_layers, factor in product(_MAX_PARAMETERS, (False, True), widths):
+    for max_parameters, of_each_kind, factor in product(_MAX_PARAMETERS, (1, 2, None), widths):
         try:
-            small = _reduced(config, factor, all_layers)
+            small = _reduced(config, factor, of_each_kind)
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(copy.deepcopy(small), trust_remote_code=False)
             if sum(param.numel() for param in model.parameters()) > max_parameters:
@@ -82,26 +86,27 @@ def _sees_the_token_before(model: PreTrainedModel) -> bool:
     return not torch.equal(first, second)
 
 
-def _reduced(config: PreTrainedConfig, factor: int | None, all_layers: bool) -> PreTrainedConfig:
-    """A smaller config, which may be of no model.
+def _reduced(config: PreTrainedConfig, factor: int | None, of_each_kind: int | None) -> PreTrainedConfig:
+    """A smaller config, as it would be read from a file; an error of any class if it is of no model.
 
     Args:
         config: Is not changed.
         factor: By which it is less wide, in heads and all that is a multiple of the hidden size; None: as wide as a few
             heads are, with narrow layers between them.
-        all_layers: Whether to keep all of them.
+        of_each_kind: How many layers; None: all.
     """
     config = copy.deepcopy(config)
     text = config.get_text_config()
+    hidden = getattr(text, "hidden_size", None)
     of_layers: dict[int, dict[str, Any]] = {}
     if text.is_heterogeneous:  # its values for all layers cannot be read while some layers have others
         of_layers = {int(index): values for index, values in text.to_dict()["per_layer_config"].items()}
         text.per_layer_config = None
-    if not all_layers:
-        of_layers = _keep_some_layers(text, of_layers)
+    if of_each_kind:
+        of_layers = _keep_some_layers(text, of_layers, of_each_kind)
     sizes: dict[str, int] = {**dict.fromkeys(_WINDOWS, WINDOW), "n_group": 1, "topk_group": 1}
     # All tokens go to all experts: with fewer, the number that an expert gets would change how its results are rounded.
-    sizes |= dict.fromkeys(_EXPERTS, 2)
+    sizes |= dict.fromkeys(_EXPERTS, min(2, *(getattr(text, name, None) or 2 for name in _CHOSEN)))
     sizes |= {name: VOCAB_SIZE for name in vars(text) if "vocab_size" in name}
     # Of a scan, whose sequences are padded to it.
     sizes |= {name: _CHUNK for name in vars(text) if name.endswith("chunk_size") and name not in sizes}
@@ -119,8 +124,18 @@ def _reduced(config: PreTrainedConfig, factor: int | None, all_layers: bool) -> 
         }
     if getattr(text, "attn_logit_softcapping", None):
         text.attn_logit_softcapping = _SOFT_CAP
-    text.pad_token_id = VOCAB_SIZE - 1  # it may be beyond the vocabulary
-    return config
+    for each in (config, text):  # they may be beyond the vocabulary
+        each.bos_token_id, each.eos_token_id, each.pad_token_id = 0, 0, VOCAB_SIZE - 1
+    for name in config.sub_configs:  # of images and sounds
+        part = getattr(config, name, None)
+        if part is None or part is text:
+            continue
+        for key, value in vars(part).items():
+            if key in _LAYERS and not part.is_heterogeneous:
+                setattr(part, key, 1)
+            elif value == hidden and "out" in key:
+                setattr(part, key, text.hidden_size)
+    return type(config).from_dict(config.to_dict())  # computes what depends on these values
 
 
 def _few_heads(text: PreTrainedConfig) -> dict[str, int]:
@@ -160,8 +175,10 @@ def _numbers(text: PreTrainedConfig) -> dict[str, int]:
     return {name: value for name, value in vars(text).items() if type(value) is int and value > 1}
 
 
-def _keep_some_layers(text: PreTrainedConfig, of_layers: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Leave the first layer of each kind, such as sliding and full attention; returns their part of `of_layers`."""
+def _keep_some_layers(
+    text: PreTrainedConfig, of_layers: dict[int, dict[str, Any]], number: int
+) -> dict[int, dict[str, Any]]:
+    """Leave the first layer of each kind, `number` times, such as sliding and full attention; their `of_layers`."""
     num_layers = text.num_hidden_layers
     lists = {
         name: value
@@ -172,8 +189,14 @@ def _keep_some_layers(text: PreTrainedConfig, of_layers: dict[int, dict[str, Any
     kinds: dict[str, int] = {}
     for index in range(num_layers):
         kinds.setdefault(repr([of_layers.get(index), *(values[index] for values in lists.values())]), index)
-    layers = [*kinds.values()]
+    layers = [*kinds.values()] * number
     text.num_hidden_layers = len(layers)
+    if number > 1 and getattr(text, "num_kv_shared_layers", None):  # the last ones use keys and values of the first
+        text.num_kv_shared_layers = len(kinds)
+    computed = {*vars(text)} - {field.name for field in dataclasses.fields(text)}
+    for name in computed:
+        if isinstance(getattr(text, name), list):  # numbers of layers, as Zamba 2 has them
+            delattr(text, name)
     for name, values in lists.items():
         setattr(text, name, [values[index] for index in layers])
     return {new: of_layers[old] for new, old in enumerate(layers) if old in of_layers}
