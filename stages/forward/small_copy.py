@@ -145,10 +145,12 @@ def _few_heads(text: PreTrainedConfig) -> dict[str, int]:
         return sizes
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     shared = getattr(text, "num_key_value_heads", None) or heads
+    alike = [name for name, value in _heads(text).items() if value == heads]  # as of linear attention
     # Twice as many heads as key-value heads, where there are more.
     heads = 2 if shared == heads else 4
-    return sizes | {"num_attention_heads": heads, "num_key_value_heads": 2, "num_kv_heads": 2,
-                    "hidden_size": heads * size, "word_embed_proj_dim": heads * size}  # fmt: skip
+    return sizes | dict.fromkeys(alike, heads) | {
+        "num_key_value_heads": 2, "num_kv_heads": 2, "hidden_size": heads * size, "word_embed_proj_dim": heads * size,
+    }  # fmt: skip
 
 
 def _scaled(text: PreTrainedConfig, factor: int) -> dict[str, int]:
