@@ -13,10 +13,9 @@ twice").
 
 import codecs
 import dataclasses
-import gc
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -31,6 +30,7 @@ from stages.base.errors import StageError
 from stages.base.names import printable
 from stages.base.origin import Origin
 from stages.base.params_file import load_params
+from stages.base.process import paused_collector
 from stages.base.record import Record
 from stages.formats import rules
 from stages.formats.limits import LIMITS, Limits
@@ -395,7 +395,7 @@ def read_split(task: SplitTask) -> SplitResult:
 
     json_values.fill_array_cache()  # before the first large array (see there)
     params = task.params
-    with without_collector(), arrow.StreamWriter(task.shard, params.features) as stream:
+    with paused_collector(), arrow.StreamWriter(task.shard, params.features) as stream:
         writer = TextWriter(stream, params.min_chars, report, task.limits)
         for file in splits.read_manifest(task.manifest, task.digest):
             rejections = []
@@ -429,21 +429,6 @@ def read_split(task: SplitTask) -> SplitResult:
     # |= keeps the larger of two counts, and these names have none yet.
     counts |= Counter(records=writer.records, strings=shard.rows, characters=writer.characters)
     return SplitResult(shard, counts, rejected, changed, unfit, fit, advice)
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Disable garbage collection, which traverses the objects of a parsed file many times: none is in a cycle.
-
-    With it, JSON with escapes and YAML take 15 to 25 % longer.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:  # with one worker this process is the stage itself, or a test
-            gc.enable()
 
 
 def join_parts(rejected: Iterable[RejectedFile], num_listed: int) -> list[Rejection]:

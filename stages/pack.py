@@ -441,7 +441,8 @@ def encode_splits(
 def key(shard_digest: str, side: packing.Side | None, spec: encoding.TokenizerSpec, code_digest: str) -> str:
     """The digest of what decides the tokens of a split: its text, which documents, the tokenizer, the code.
 
-    How they are cut into rows is not included, so that another `seq_length` encodes nothing again.
+    How they are cut into rows is not included, so that another `seq_length` encodes nothing again; but where there are
+    conversations, which it may cut.
     """
     # Without the path: the tokenizer's digest decides, so a moved HF_HOME encodes nothing again.
     decisive = {name: value for name, value in spec._asdict().items() if name != "path"}

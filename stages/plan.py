@@ -268,12 +268,10 @@ def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
     root = checkpoint_root(params.experiment_name)
     disk = _existing(root)
     is_shared = disk.stat().st_dev == _existing(outputs.OUTPUTS).stat().st_dev
-    # Beside the newest checkpoints there is the one that is being written; a short run has fewer.
-    num_checkpoints = min(runtime.keep_checkpoints + 1, math.ceil(plan.steps / (runtime.ckpt_freq or plan.steps)))
+    num_checkpoints = _most_checkpoints(runtime, plan)
     needed = num_checkpoints * plan.checkpoint_bytes + (plan.model_bytes if is_shared else 0)
-    free = shutil.disk_usage(disk).free + size_of(
-        describe(params).directory
-    )  # of an earlier launch, which this resumes
+    earlier = describe(params).directory  # of a launch that this one resumes
+    free = shutil.disk_usage(disk).free + size_of(earlier)
     if free < needed:
         raise StageError(
             f"{root}: No space left on device: {num_checkpoints} checkpoints and the model need {format_gib(needed)}, "
@@ -282,8 +280,16 @@ def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
         )
 
 
+def _most_checkpoints(runtime: TrainRuntime, plan: Plan) -> int:
+    """How many are on the disk together: the newest, the best, and the one that is being written; or all of them."""
+    is_best_kept = plan.validation_rows > 0
+    # Nobody knows how many there will be by time.
+    steps = runtime.ckpt_freq or (plan.steps if runtime.ckpt_minutes is None else 1)
+    return min(runtime.keep_checkpoints + is_best_kept + 1, math.ceil(plan.steps / steps))
+
+
 def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model: ModelManifest) -> None:
-    disk = (runtime.keep_checkpoints + 2) * plan.checkpoint_bytes + plan.model_bytes
+    disk = _most_checkpoints(runtime, plan) * plan.checkpoint_bytes + plan.model_bytes
     print(
         f"plan: {plan.steps:,} steps, {plan.tokens:,} tokens ({plan.epochs:.2f} epochs) of a model of "
         f"{plan.parameters:,} parameters: {format_gib(plan.training_state_bytes)} of weights, gradients and optimizer "

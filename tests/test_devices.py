@@ -25,10 +25,10 @@ from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.checkpointing.run import describe
 from stages.forward.batch import make_batch
-from stages.forward.distributed import check_devices, use_gpu
 from stages.forward.loss import loss_sum
 from stages.launching.runtime import TrainRuntime
 from stages.ranks import torchrun
+from stages.ranks.process_group import check_devices, use_gpu
 from stages.ranks.torch_errors import explain_torch_errors
 from stages.training import sharded_model
 from stages.training.activation_checkpointing import _contexts

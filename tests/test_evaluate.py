@@ -37,10 +37,10 @@ from stages.checkpointing.state import TrainMetrics
 from stages.evaluate import EvaluateParams, EvaluateRuntime
 from stages.export.evaluation import Evaluation
 from stages.export.lineage import InitialModel, Lineage
-from stages.forward import distributed, document_mask
+from stages.forward import document_mask
 from stages.forward.loss import LossHead
 from stages.forward.rows import TokenRows
-from stages.ranks import watchdog
+from stages.ranks import process_group, watchdog
 from stages.ranks.watchdog import Heartbeat
 from stages.report import generation, measure
 from stages.report.measure import LossSum, Measurements, Request, Trained
@@ -683,7 +683,7 @@ def test_out_of_memory_is_one_clear_error(error: Exception, monkeypatch: pytest.
     monkeypatch.setattr(sys, "argv", ["measure"])
     monkeypatch.setattr(measure.handoff, "die_with_torchrun", lambda *args: None)
     monkeypatch.setattr(signal, "signal", lambda *args: None)
-    monkeypatch.setattr(distributed, "process_group", lambda timeout, directory: contextlib.nullcontext())
+    monkeypatch.setattr(process_group, "process_group", lambda timeout, directory: contextlib.nullcontext())
     monkeypatch.setattr(watchdog, "watched", lambda *args: contextlib.nullcontext())
     monkeypatch.setattr(measure, "measure", fail)
     expected = (

@@ -14,9 +14,8 @@ import pytest
 
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
-from stages.forward import distributed
 from stages.launching.runtime import TrainRuntime
-from stages.ranks import torchrun
+from stages.ranks import process_group, torchrun
 from stages.ranks.signals import INTERRUPTED
 from tests.faults import environment
 from tests.project import BIN, LAUNCH, REPO, Project, is_alive, ranks_of, wait_for
@@ -118,13 +117,13 @@ def test_where_the_nodes_find_the_first_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_interface_is_the_one_that_reaches_the_first_node() -> None:
-    loopback = distributed.loopback_interface()
-    assert distributed.interface_towards("127.0.0.1") == distributed.interface_towards("localhost") == loopback
+    loopback = process_group.loopback_interface()
+    assert process_group.interface_towards("127.0.0.1") == process_group.interface_towards("localhost") == loopback
     for name, addresses in psutil.net_if_addrs().items():
         for address in addresses:
             if address.family == socket.AF_INET:  # of this machine, which others reach under the same address
-                assert distributed.interface_towards(address.address) == name
-    assert distributed.interface_towards("no such host") is None
+                assert process_group.interface_towards(address.address) == name
+    assert process_group.interface_towards("no such host") is None
 
 
 @pytest.mark.slow

@@ -330,9 +330,14 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(
     with pytest.raises(StageError, match=r"2 checkpoints and the model need .* CHECKPOINT_ROOT to a larger disk"):
         plan.check_disk(small, runtime, needs)
     long = plan.load_params(TrainParams)
-    free(2.9)  # two, and the one that is being written; the best one may be among them
-    with pytest.raises(StageError, match="3 checkpoints and the model need"):
-        plan.check_disk(long, runtime, plan.estimate(long, model, rows, rows))
+    free(3.9)  # two, the best, and the one that is being written
+    needs_of_long = plan.estimate(long, model, rows, rows)
+    for frequency, minutes in ((2, None), (None, 5)):
+        often = dataclasses.replace(runtime, ckpt_freq=frequency, ckpt_minutes=minutes)
+        with pytest.raises(StageError, match="4 checkpoints and the model need"):
+            plan.check_disk(long, often, needs_of_long)
+    free(3)
+    plan.check_disk(long, runtime, dataclasses.replace(needs_of_long, validation_rows=0))
     free(1.9)
     own = plan.describe(small).directory / "step-00000002"
     own.mkdir(parents=True)

@@ -37,9 +37,10 @@ from stages.checkpointing.state import ScalerState
 from stages.forward import sharded_weights, units
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import count_labels, make_batch
-from stages.forward.distributed import all_reduce_sum, device_mesh, process_group
+from stages.forward.distributed import all_reduce_sum
 from stages.launching.runtime import TrainRuntime
 from stages.model import meta
+from stages.ranks.process_group import device_mesh, process_group
 from stages.training import sharded_model, sharding, step
 from stages.training.fsdp import FSDP_PRESETS, FsdpParams
 from stages.training.optimizer import make_optimizer

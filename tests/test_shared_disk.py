@@ -8,8 +8,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from stages.base import publish
@@ -117,14 +119,16 @@ def test_a_rank_whose_lock_is_lost_notices_it(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_locks_that_other_nodes_do_not_see_are_found(
-    tmp_path: Path, kind: str, options: str, expected: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: str, expected: str | None
 ) -> None:
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(
-        f"1 0 0:1 / / rw - ext4 /dev/vda rw\n2 1 0:2 / {tmp_path} rw,relatime shared:1 - {kind} server:/a {options}\n"
-        f"3 1 0:2 / {tmp_path}-other rw - nfs server:/b rw,nolock\n"
-    )
-    assert local_locks(tmp_path / "directory", mounts) == expected
+    mounts = [
+        SimpleNamespace(mountpoint="/", fstype="ext4", opts="rw"),
+        SimpleNamespace(mountpoint=str(tmp_path), fstype="autofs", opts="rw"),
+        SimpleNamespace(mountpoint=str(tmp_path), fstype=kind, opts=f"rw,relatime,{options}"),
+        SimpleNamespace(mountpoint=f"{tmp_path}-other", fstype="nfs", opts="rw,nolock"),
+    ]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    assert local_locks(tmp_path / "directory") == expected
 
 
 @pytest.mark.parametrize("is_directory", [False, True])

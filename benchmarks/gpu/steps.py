@@ -27,13 +27,14 @@ from benchmarks.gpu.results import print_result
 from stages.base.packed import TRAIN
 from stages.base.params_file import load_params
 from stages.forward.batch import make_batch
-from stages.forward.distributed import all_reduce_sum, device_mesh, device_type, process_group
+from stages.forward.distributed import all_reduce_sum, device_type
 from stages.forward.rows import TokenRows
 from stages.launching import flops
 from stages.launching.timers import Timers, memory_gib, reset_peak_memory
 from stages.model.manifest import ModelManifest
 from stages.planning import peak_memory
 from stages.ranks import handoff
+from stages.ranks.process_group import device_mesh, process_group
 from stages.training import sharded_model
 from stages.training.environment import set_environment
 from stages.training.loader import BatchLoader

@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from stages.base.errors import StageError, naming
 from stages.base.names import printable
 
@@ -80,24 +82,15 @@ def is_of_another_node(status: str) -> bool:
     return not on or node != os.uname().nodename
 
 
-def mount_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> tuple[str, list[str]]:
-    """The kind of the file system that has `path`, such as `nfs4`, and its options; empty where they are not known."""
-    try:
-        lines = mounts.read_text(errors="replace").splitlines()
-    except OSError:  # not Linux
-        return "", []
-    found, path = ("", "", ""), path.resolve()
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        mounted, (kind, _, options) = left.split()[4], right.split()
-        if path.is_relative_to(mounted) and len(mounted) >= len(found[0]):  # the last one on a directory is on top
-            found = (mounted, kind, options)
-    return found[1], found[2].split(",")
-
-
-def local_locks(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
+def local_locks(path: Path) -> str | None:
     """The file system and the mount option which make the locks of `path` exclude only processes of this node."""
-    kind, options = mount_of(path, mounts)
+    path = path.resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    if not mounts:
+        return None
+    # Of several on one directory the last one is on top.
+    mount = max(reversed(mounts), key=lambda mount: len(mount.mountpoint))
+    kind, options = mount.fstype, mount.opts.split(",")
     # NFSv3, that is: version 4 ignores these options.
     wanted = {"nfs": ("nolock", "local_lock=all", "local_lock=flock"), "lustre": ("localflock",), "cifs": ("nobrl",)}
     local = [option for option in wanted.get(kind, ()) if option in options]

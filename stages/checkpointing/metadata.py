@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from stages.base.errors import explained
 from stages.base.names import is_file_name
+from stages.base.process import paused_collector
 from stages.base.record import damaged
-from stages.checkpointing.garbage import paused_collector
 from stages.checkpointing.layout import METADATA, REMEDY
 
 _OF_METADATA = (

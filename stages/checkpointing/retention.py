@@ -45,7 +45,8 @@ def prunable(run_directory: Path, keep: int) -> list[Path]:
     """
     # Incomplete ones do not count among the `keep`: the intact ones before them could all be deleted for their sake.
     found = list_complete(run_directory)
-    return [path for path, _ in found[keep:] if path != best(found)]
+    kept = best(found)
+    return [path for path, _ in found[keep:] if path != kept]
 
 
 def best(checkpoints: Iterable[tuple[Path, CheckpointManifest]]) -> Path | None:

@@ -33,10 +33,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from stages.base import publish
 from stages.base.errors import StageError, Unavailable, as_stage_error, naming
+from stages.base.process import paused_collector
 from stages.base.record import FileEntry
 from stages.base.shared_disk import refresh, wait_for_file
 from stages.checkpointing import retention
-from stages.checkpointing.garbage import paused_collector
 from stages.checkpointing.layout import (
     MANIFEST,
     MODEL,

@@ -8,15 +8,16 @@ import torch
 from stages.base import outputs
 from stages.base.command import format_gib
 from stages.checks.findings import Found, error, ok, warning
-from stages.forward.distributed import check_devices, device_type, use_gpu
+from stages.forward.distributed import device_type
 from stages.forward.document_mask import choose_attention
-from stages.forward.gpus import DEVICES, num_devices
 from stages.forward.loss_probe import choose_loss
 from stages.launching.runtime import TrainRuntime
 from stages.model.manifest import ModelManifest
 from stages.plan import SLOW_FP32, Plan
 from stages.planning.memory_plan import USABLE, check_fits
+from stages.ranks.gpus import DEVICES, num_devices
 from stages.ranks.memory import memory_limit
+from stages.ranks.process_group import check_devices, use_gpu
 from stages.training.params import TrainParams
 from stages.training.precision import check_precision, compute_dtype
 

@@ -1,8 +1,8 @@
 """From the shards of a checkpoint to safetensors files: each tensor is copied in blocks, several tensors at a time.
 
 A model that was sharded because it is large need not fit in the memory of the machine that exports it: a block of each
-thread must. torch's own converter needs all of the model in memory, and fills what it does not find in the shards with
-zeros. Here all names, shapes and dtypes are checked before anything is written.
+thread must. torch's own converters need all of the model or of a file in memory, and fill what they do not find in the
+shards with zeros. Here all names, shapes and dtypes are checked before anything is written.
 """
 
 import hashlib

@@ -22,7 +22,7 @@ from stages.checkpointing.layout import FORMAT, CheckpointManifest, latest_valid
 from stages.checkpointing.lock import rank_lock, read_lock, writer_lock
 from stages.checkpointing.run import Run, packages
 from stages.checkpointing.state import Cost, ScalerState, TrainState
-from stages.forward.distributed import device_mesh, is_rank0, process_group, run_on_rank0
+from stages.forward.distributed import is_rank0, run_on_rank0
 from stages.launching import flops, trackers
 from stages.launching.agreement import check_shared, refuse_different_ranks
 from stages.launching.console import Console, log_to, print_line
@@ -36,6 +36,7 @@ from stages.launching.timers import Timers, memory_gib
 from stages.launching.verification import check_together, verify_weights
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.ranks import handoff
+from stages.ranks.process_group import device_mesh, process_group
 from stages.ranks.signals import StopSignal
 from stages.ranks.torch_errors import explain_torch_errors
 from stages.ranks.watchdog import Heartbeat, watched

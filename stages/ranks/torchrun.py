@@ -26,8 +26,8 @@ from stages.base import process
 from stages.base.command import USER_ERROR
 from stages.base.errors import StageError
 from stages.base.shared_disk import refresh
-from stages.forward.gpus import num_devices
 from stages.ranks import handoff
+from stages.ranks.gpus import num_devices
 from stages.ranks.signals import INTERRUPTED, STOP_SIGNALS
 
 CRASHED = 1
@@ -89,7 +89,7 @@ def count_local_ranks(nproc_per_node: int | None, num_nodes: int | None = None) 
         )
     if not num_devices() and not Path("/dev/kfd").exists():  # without importing torch, which takes seconds
         return 2
-    from stages.forward.distributed import check_devices
+    from stages.ranks.process_group import check_devices
 
     return check_devices(None) or 2
 

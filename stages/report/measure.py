@@ -163,7 +163,8 @@ def main() -> None:
     directory = Path(os.environ[handoff.DIRECTORY])
     request = Request.read(directory / REQUEST)
 
-    from stages.forward.distributed import is_rank0, process_group
+    from stages.forward.distributed import is_rank0
+    from stages.ranks.process_group import process_group
     from stages.ranks.torch_errors import LostConnection, explain_torch_errors
     from stages.ranks.watchdog import Heartbeat, watched
 
@@ -377,9 +378,10 @@ def load(request: Request, is_sharded: bool, dtype: "torch.dtype | None" = None)
     import torch.distributed as dist
 
     from stages.forward import frozen_model
-    from stages.forward.distributed import device_mesh, device_type, is_rank0, run_on_rank0
+    from stages.forward.distributed import device_type, is_rank0, run_on_rank0
     from stages.forward.loss import fuse
     from stages.forward.loss_probe import choose_loss
+    from stages.ranks.process_group import device_mesh
     from stages.report import generation
 
     dtype = dtype or computed_dtype(request)

@@ -16,12 +16,13 @@ from jinja2 import Environment, FileSystemLoader
 from stages.base import origin, outputs, publish
 from stages.base.errors import StageError
 from stages.base.identity import Adoption
+from stages.base.packed import fingerprint
 from stages.model.files import CONFIG
+from stages.model.manifest import MANIFEST
 from stages.report import pictures, runs
 from stages.report.runs import Number, Run
 
 PAGE = "report.html"
-_MANIFEST = Path("data/model.json")
 
 
 def write(directory: Path, experiment_name: str, raw_dir: str) -> None:
@@ -51,7 +52,7 @@ def write(directory: Path, experiment_name: str, raw_dir: str) -> None:
     content = _environment().get_template(PAGE).render(
         name=experiment_name,
         colors=pictures.COLORS,
-        is_random=run.lineage.params.get("initial_weights") == "random" or not publish.read_json(_MANIFEST)["weights"],
+        is_random=run.lineage.params.get("initial_weights") == "random" or not publish.read_json(MANIFEST)["weights"],
         run=run,
         adopted=_adoptions(run.lineage.adopted),
         figures=figures,
@@ -111,7 +112,7 @@ def _adoptions(adopted: Adoption | None) -> list[Adoption]:
 
 def _records(run: Run) -> dict[str, Any]:
     """What the data stages have recorded of the rows that the run was trained on, by stage."""
-    tokens = publish.sha256_json([run.lineage.data.train, run.lineage.data.validation])
+    tokens = fingerprint(run.lineage.data.train, run.lineage.data.validation)
     return {stage: publish.read_json(origin.RECORDS[stage]) for stage in origin.find_records(tokens)}
 
 

@@ -1,7 +1,8 @@
 """From a corpus to rows of tokens, in two steps: workers encode, then one process cuts rows.
 
 Between the two are files of bare tokens, which the store keeps. They need disk space, but a change of `seq_length` or
-`validation_splits` encodes nothing again, and encoding is nearly all of the time.
+`validation_splits` encodes nothing again, and encoding is nearly all of the time. (A conversation that is too long is
+cut before it is encoded, so `seq_length` matters there.)
 
 In a corpus with conversations, all tokens have bits beside their ids (stages/tokenizing/conversations.py).
 """
