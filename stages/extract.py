@@ -132,6 +132,8 @@ class Metrics(Record):
 
     files: int
     fallback_encoded_files: int
+    fallback_encoded: list[str]
+    """The first of them."""
     rejected_files: int
     """Of which something could not be read."""
     records: int
@@ -189,6 +191,8 @@ class SplitResult:
     """Paths of files that were cut, and of which a rule makes a row here."""
     advice: Counter[str]
     """Rules that would make conversations of files without a rule: how many files."""
+    fallback: list[str]
+    """Paths of files that were read in `fallback_encoding`, the first ones."""
     is_reused: bool = False
 
 
@@ -260,19 +264,32 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         # Before the error, which refers the user to this file for all rejections.
         sourced = [shard._replace(source=summary.source(index)) for index, shard in enumerate(shards)]
         dataset = Dataset(params.features, sourced)
-        metrics(params, counts, rejected, dataset.fingerprint).write(METRICS)
+        fallback = sorted(chain.from_iterable(result.fallback for result in results))[: limits.num_listed]
+        metrics(params, counts, rejected, fallback, dataset.fingerprint).write(METRICS)
         if counts["rejected_files"] > params.max_rejected_files:
             raise StageError(*too_many(counts["rejected_files"], rejected, params.max_rejected_files))
         dataset.write(directory)
+    for index, rule in enumerate(params.records or ()):
+        of_rule = _starting_with(f"rule {index} ", counts)
+        for warning in rules.warnings(index, rule, of_rule, [entry.detail for entry in rejected]):
+            print(f"warning: {warning}")
     if advice := sum((result.advice for result in results), Counter()):
         print(describe_advice(advice))
+    if fallback:
+        print(
+            f"extract: {counts['fallback_encoded_files']} files are not in UTF-8 and were read as "
+            f"{params.fallback_encoding} (fallback_encoding), such as {fallback[0]}: see whether they look right with "
+            f"`python -m stages.extract --preview {params.raw_dir}/{fallback[0]}`"
+        )
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     num_rejections = sum(_starting_with("rejected ", counts).values())
     rejections = f"{num_rejections} rejections in {counts['rejected_files']} of them" * bool(num_rejections)
+    num_left_out = sum(number for name, number in counts.items() if rules.LEFT_OUT in name)
+    left_out = f"{num_left_out} records left out by rules; " * bool(num_left_out)
     return (
         f"extract: {counts['strings']} strings{lengths.describe(counts)}, {counts['characters'] / 1e6:.1f} M "
-        f"characters, from {counts['files']} files; {rejections or 'nothing rejected'} (see {METRICS}); "
+        f"characters, from {counts['files']} files; {left_out}{rejections or 'nothing rejected'} (see {METRICS}); "
         f"{sum(result.is_reused for result in results)} of {len(results)} splits reused"
     )
 
@@ -381,6 +398,7 @@ def read_split(task: SplitTask) -> SplitResult:
 
     counts: Counter[str] = Counter()
     advice: Counter[str] = Counter()
+    fallback: list[str] = []
     rejected: list[RejectedFile] = []
     unfit: list[RejectedFile] = []
     fit: list[str] = []
@@ -407,6 +425,8 @@ def read_split(task: SplitTask) -> SplitResult:
             try:
                 with readers.open_source(params.raw_dir, file, params.fallback_encoding, task.limits) as source:
                     counts["fallback_encoded_files"] += source.used_fallback
+                    if source.used_fallback and len(fallback) < task.limits.num_listed:
+                        fallback.append(path)
                     readers.read(path, source, writer, records)
                     if records is None and offset == 0:
                         advice.update(find_advice(path, source.begin))
@@ -428,7 +448,7 @@ def read_split(task: SplitTask) -> SplitResult:
     counts += lengths.count_shard(task.shard)
     # |= keeps the larger of two counts, and these names have none yet.
     counts |= Counter(records=writer.records, strings=shard.rows, characters=writer.characters)
-    return SplitResult(shard, counts, rejected, changed, unfit, fit, advice)
+    return SplitResult(shard, counts, rejected, changed, unfit, fit, advice, fallback)
 
 
 def join_parts(rejected: Iterable[RejectedFile], num_listed: int) -> list[Rejection]:
@@ -441,13 +461,16 @@ def join_parts(rejected: Iterable[RejectedFile], num_listed: int) -> list[Reject
     ]
 
 
-def metrics(params: ExtractParams, counts: Counter[str], rejected: list[Rejection], fingerprint: str) -> Metrics:
+def metrics(
+    params: ExtractParams, counts: Counter[str], rejected: list[Rejection], fallback: list[str], fingerprint: str
+) -> Metrics:
     """The content of `data/extract.json`."""
     from stages.formats import lengths
 
     return Metrics(
         files=counts["files"],
         fallback_encoded_files=counts["fallback_encoded_files"],
+        fallback_encoded=fallback,
         rejected_files=counts["rejected_files"],
         records=counts["records"],
         duplicate_strings=counts["duplicate_strings"],
@@ -479,7 +502,9 @@ def too_many(number: int, rejected: list[Rejection], limit: int) -> list[str]:
         for path, entry in sorted(first_of_file.items())[:NUM_PRINTED]
     ]
     more = [f"... and {number - NUM_PRINTED} more"] * (number > NUM_PRINTED)
-    remedy = f"{number} files could not be read, max_rejected_files is {limit}: fix them, or raise it (all: {METRICS})"
+    is_encoding = any(entry.reason == "unknown encoding" for entry in rejected)
+    fix = "set fallback_encoding, or fix them" if is_encoding else "fix them"
+    remedy = f"{number} files could not be read, max_rejected_files is {limit}: {fix}, or raise it (all: {METRICS})"
     return [*lines, *more, remedy]
 
 

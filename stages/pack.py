@@ -15,7 +15,7 @@ not done twice").
 import operator
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, islice
@@ -25,9 +25,9 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field
 from tqdm import tqdm
 
-from stages.base import code, command, publish
+from stages.base import code, command, process, publish
 from stages.base.dataset import STATE, Dataset, Shard
-from stages.base.errors import StageError, explained
+from stages.base.errors import StageError, explained, one_line
 from stages.base.origin import Origin
 from stages.base.packed import (
     METRICS,
@@ -44,7 +44,7 @@ from stages.base.params_file import load_params
 from stages.base.record import check_files
 from stages.model.files import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 from stages.model.manifest import ModelManifest
-from stages.tokenizing import comparison, encoding, fast_tokenizer, packing, vocabulary
+from stages.tokenizing import comparison, conversations, encoding, fast_tokenizer, packing, vocabulary
 from stages.work import arrow, reuse, workers
 
 CORPUS = Path("data/corpus")
@@ -107,6 +107,15 @@ class ShardTask(NamedTuple):
     tokens: Path
     """The file to write, in the form of `packing.encode`."""
     side: packing.Side | None
+
+
+_REMEDIES = {
+    "longer than a row": "raise seq_length",
+    "the chat template": "correct the chat template",
+    "nothing of it is trained": "change train_on",
+    "train_on": "change train_on",
+}
+"""By the beginning of the reason why conversations were refused."""
 
 
 class Part(NamedTuple):
@@ -293,7 +302,7 @@ def find_chat_spec(params: PackParams, spec: encoding.TokenizerSpec) -> encoding
     """How conversations become tokens: by the file that `chat_template` names, else by the model's own template.
 
     Raises:
-        StageError: the file is not there, or is none that DVC watches; or the model's template is no text.
+        StageError: the file is not there, or is none that DVC watches; or the template is no text, or none of Jinja.
     """
     model = ModelManifest.read()
     directory = model.directory()
@@ -301,9 +310,23 @@ def find_chat_spec(params: PackParams, spec: encoding.TokenizerSpec) -> encoding
     remedy = "correct it, or set chat_template to the file of another one"
     with explained(lambda problem: StageError(f"the chat template cannot be read ({problem}): {remedy}")):
         template = _read_template(params, model, config)
+    if template is not None:
+        _check_syntax(template, params.chat_template or f"the chat template of {model.model_name}", remedy)
     found = {role: config.get(role) for role in vocabulary.ROLES}
     variables = {role: each["content"] if isinstance(each, dict) else each for role, each in found.items() if each}
     return encoding.ChatSpec(template, tuple(variables.items()), params.train_on, params.too_long, params.seq_length)
+
+
+def _check_syntax(template: str, name: str, remedy: str) -> None:
+    """Refuse a template in which Jinja finds an error before it has a conversation."""
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        with suppress(MemoryError, TimeoutError), process.limited(conversations.SECONDS, conversations.BYTES):
+            render_jinja_template([], chat_template=template)
+    except jinja2.TemplateSyntaxError as error:
+        raise StageError(f"{name}, line {error.lineno}: {one_line(error.message)}: {remedy}") from None
 
 
 def _read_template(params: PackParams, model: ModelManifest, config: dict[str, Any]) -> str | None:
@@ -355,6 +378,10 @@ def read_corpus(params: PackParams) -> tuple[list[Part], bool]:
     has_text = {(part.directory, part.source) for part in parts if any(shard.rows for shard in part.shards)}
     for source in sources:
         of_source = f" of source {source}" if source else ""
+        if not {(TRAIN.name, source), (VALIDATION.name, source)} & has_text:
+            raise StageError(
+                f"there is no text{of_source}: extract made no row of its files, and data/extract.json says why"
+            )
         if (TRAIN.name, source) not in has_text:
             raise StageError(
                 f"there is no text{of_source} to train on: all of it is in {held_out}, which are held out. Add raw "
@@ -535,8 +562,10 @@ def too_few(part: Part, rows: PackedRows, params: PackParams) -> str:
     name = f"{part.directory} of source {part.source}" if part.source else part.directory
     message = f"{name} has {rows.num_tokens} tokens, too few for one row of seq_length {params.seq_length}: "
     if rows.counts.refused:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in rows.counts.refused.items())
-        return f"{message}conversations were refused: {reasons}; raise seq_length, or change train_on or the template"
+        first = {refused.reason.partition(":")[0]: refused.reason for refused in reversed(rows.counts.first_refused)}
+        reasons = ", ".join(f"{count} ({first.get(reason, reason)})" for reason, count in rows.counts.refused.items())
+        remedies = [remedy for begin, remedy in _REMEDIES.items() if f"({begin}" in reasons]
+        return f"{message}conversations were refused, {reasons}: {' or '.join(remedies or ['correct them'])}"
     if part.directory == TRAIN.name:
         return message + "lower seq_length, or add raw files"
     if part.side:

@@ -86,8 +86,8 @@ class Source:
     """Of the rows of each step, by `mixture`; without it, of all rows."""
     epochs: float
     """How often the training uses a row of it."""
-    trained_tokens: int
-    """Of the whole training."""
+    total_tokens: int
+    """Of the whole training: of prompts and padding, too."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def sources_table(sources: Mapping[str, Source]) -> Iterator[str]:
     for name, source in sources.items():
         yield (
             f"  {name:{width}}  {source.share:6.1%} of each step  {source.tokens:15,} tokens x {source.epochs:6.2f} "
-            f"epochs = {source.trained_tokens:,}"
+            f"epochs = {source.total_tokens:,}"
         )
 
 
@@ -398,7 +398,7 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
                 tokens=num_rows * train.seq_length,
                 share=round(shares.get(name, 0.0), 6),
                 epochs=round(epochs.get(name, 0.0), 4),
-                trained_tokens=round(epochs.get(name, 0.0) * num_rows) * train.seq_length,
+                total_tokens=round(epochs.get(name, 0.0) * num_rows) * train.seq_length,
             )
             for name, num_rows in train.sources.items()
         },

@@ -176,8 +176,10 @@ def error_of_default(name: str) -> str:
             model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(name))
             model(input_ids=torch.ones((1, 8), dtype=torch.long), use_cache=False)
     except Exception as error:
-        return f"{type(error).__name__}: {one_line(error)}"
-    return "it computes, but no small model with it does"
+        if "meta tensors" not in str(error):  # else its own values decide what is computed
+            return f"{type(error).__name__}: {one_line(error)}"
+    number = sum(param.numel() for param in model.parameters())
+    return f"it has {number:,} parameters, and no small copy of it computes"
 
 
 def train(ranks: Ranks, project: Project, faults: str = "", expected: Sequence[int | None] = (0, 0)) -> str:
@@ -224,7 +226,7 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def attempt_in_fork(name: str, base: Project, ranks: Ranks, log: Path) -> Finding:
+def attempt_in_fork(name: str, base: Project, ranks: Ranks, log: Path, seconds: float = SECONDS) -> Finding:
     """With limits of time and memory."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as scratch:
@@ -249,8 +251,8 @@ def attempt_in_fork(name: str, base: Project, ranks: Ranks, log: Path) -> Findin
         process = context.Process(target=work)
         process.start()
         try:
-            finding = Finding(name, "left", reason=f"takes more than {SECONDS} s")
-            if receiver.poll(SECONDS):
+            finding = Finding(name, "left", reason=f"takes more than {seconds:g} s")
+            if receiver.poll(seconds):
                 finding = receiver.recv()
         finally:
             process.kill()
@@ -285,6 +287,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="which to try first")
     parser.add_argument("--only", action="store_true", help="these alone, with findings.jsonl beside the logs")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="directory of the logs; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for each (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many, and continue at the next run")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
@@ -302,7 +305,7 @@ def main() -> None:
         for name in dict.fromkeys([*args.names, *others]):
             if name in tried or time.monotonic() > end:
                 continue
-            finding = tried[name] = attempt_in_fork(name, base, ranks, args.output / f"{name}.log")
+            finding = tried[name] = attempt_in_fork(name, base, ranks, args.output / f"{name}.log", args.seconds)
             with path.open("a") as file:
                 file.write(json.dumps(asdict(finding)) + "\n")
             print(name, finding.status, finding.attention, finding.reason[:150], flush=True)

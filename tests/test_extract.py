@@ -1335,6 +1335,20 @@ def test_trap_24_the_disk_has_each_shard_once(monkeypatch: pytest.MonkeyPatch) -
 # The stage
 
 
+def test_files_in_another_encoding_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    put({f"{name}.txt": "déjà".encode("cp1252") for name in "bca"} | {"d.txt": "déjà"})
+    metrics = run(num_splits=2)
+    assert (metrics["fallback_encoded_files"], metrics["fallback_encoded"]) == (3, ["a.txt", "b.txt", "c.txt"])
+    expected = (
+        "3 files are not in UTF-8 and were read as cp1252 (fallback_encoding), such as a.txt: see whether they look"
+    )
+    assert expected in capsys.readouterr().out
+    with pytest.raises(
+        StageError, match=r"3 files could not be read, .*: set fallback_encoding, or fix them, or raise"
+    ):
+        run(num_splits=2, fallback=None)
+
+
 def test_too_many_rejected_files_fail_after_all_were_read() -> None:
     put({f"{number:02d}.json": "[" for number in range(25)})
     put({"good.txt": "good", "x.yaml": "{"})

@@ -808,6 +808,23 @@ def test_conversations_need_a_template_that_dvc_watches() -> None:
     assert json.loads(Path("data/pack.json").read_text())["chat_template"] == CHATML
 
 
+def test_a_template_that_fails_is_named_with_its_line_or_with_a_remedy() -> None:
+    make_chat_model(template=None)
+    make_conversations([[chat("a", "b")], [chat("a", "b")]])
+    template = Path("models/templates/own.jinja")
+    template.parent.mkdir(parents=True)
+    for text, message in (
+        (
+            "{% for each in messages %}\n{{ each.content }\n{% endfor %}",
+            r"^models/templates/own\.jinja, line 2: .*'}'.*",
+        ),
+        ("{{ raise_exception('no') }}", r"refused, 1 \(the chat template fails: no\): correct the chat template$"),
+    ):
+        template.write_text(text)
+        with pytest.raises(StageError, match=message):
+            pack(PackParams(64, 1, chat_template=str(template)), PackRuntime(num_workers=1, reuse_gib=1))
+
+
 def test_records_of_raw_files_become_trained_conversations() -> None:
     make_chat_model(template=None)
     path = Path("model/tokenizer_config.json")

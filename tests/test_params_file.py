@@ -41,7 +41,8 @@ def path(tmp_path: Path) -> Path:
         (GOOD.encode() + b"# \xff", "is not valid YAML: UnicodeDecodeError"),
         (GOOD + "more: " + "[" * 5_000 + "]" * 5_000, "is not valid YAML: RecursionError"),
         (GOOD + "more: " + "9" * 5_000, "is not valid YAML: ValueError"),
-        (GOOD + "share: 3\n", r"is not valid YAML: .*'share' is there twice in .* line 3"),
+        (GOOD + "share: 3\n", r"params\.yaml is not valid YAML: line 3: 'share' is there twice"),
+        (GOOD + "rule: {text: $.list[*].text}\n", r"line 3: .*; put a value with \* or \[ in quotes"),
         ("share: 1\nsection: {part: 2, part: 2}\n", "'part' is there twice"),
         ("share: .inf\nsection: {part: 2}\n", "share is inf: it must be a finite number"),
         ("share: 1\nsection: {part: '-inf'}\n", "section.part is '-inf': it must be a finite number"),
@@ -54,7 +55,7 @@ def path(tmp_path: Path) -> Path:
         (GOOD + "more: &more {more: *more}\n", "unknown parameter 'more'"),
         (GOOD + '"more\\e[2J\\nerror: a": 1\n', r"unknown parameter 'more\\x1b\[2J\\nerror: a'; no stage reads it$"),
     ],
-    ids=["latin-1", "levels", "digits", "twice", "twice in a section", "infinite", "infinite text", "null",
+    ids=["latin-1", "levels", "digits", "twice", "star", "twice in a section", "infinite", "infinite text", "null",
          "directories", "a name in use", "a number", "empty section", "aliases", "circle", "control characters"],
 )  # fmt: skip
 def test_what_is_wrong_is_said(path: Path, content: str | bytes, message: str) -> None:

@@ -147,7 +147,7 @@ def test_a_path_that_costs_too_much_ends_the_file(record: Any, path: str, detail
     [
         ("{files: a}", "records is {'files': 'a'}: input should be a valid list"),
         ("[{text: $.a}]", "parameter 'records.0.files' is missing"),
-        ("[{files: a, txt: $.a}]", "records.0.txt is '$.a': unexpected keyword argument"),
+        ("[{files: a, txt: $.a}]", "records.0.txt: there is no such key; docs/records.md has all of them"),
         ("[{files: a}, {files: b, text: $.te xt}]", "records.1.text is '$.te xt': unexpected token 'xt' at column 6"),
         ("[{files: a, text: 3}]", "records.0.text is 3: must be a JSONPath such as $.text"),
         ("[{files: a, text: $.a, messages: $.b}]", "has both text and messages: keep one"),
@@ -229,9 +229,13 @@ def test_a_glob_of_many_wildcards_takes_no_time() -> None:
 
 
 def test_trap_32_a_rule_without_a_file_is_refused_before_any_file_is_read() -> None:
-    put({"a.json": '{"text": "a"}', "b.txt": "text"})
+    put({"a.json": '{"text": "a"}', "b.txt": "text", "b/c.jsonl": '{"text": "a"}'})
     for rules, message in (
         ([{"files": "*.txt", "text": "$"}], r"records\.0\.files is '\*\.txt': it fits no file with records"),
+        (
+            [{"files": "*.jsonl", "text": "$"}],
+            r"such as a\.json, b/c\.jsonl: write '\*\*/\*\.jsonl', or remove",
+        ),
         ([{"files": "**"}, {"files": "*.json"}], r"records\.1\.files .* earlier rules fit all of its files"),
     ):
         with pytest.raises(StageError, match=message):
@@ -699,6 +703,22 @@ def test_numbers_and_surrogates_cost_no_conversation() -> None:
     assert extract_file("a.jsonl", content, {"files": "*"}) == [
         {"messages": [{"role": "user", "content": "😀\ufffd", "n": [None, None, 2**70, None]}]}
     ]
+
+
+def test_a_rule_that_makes_nothing_and_a_misspelled_key_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    put({"a.jsonl": jsonl({"title": "a", "body": "b"}), "b.jsonl": jsonl({"body": "c"}, {"other": "d"})})
+    posts = {"files": "*", "text": "$['title','body']"}
+    extract_raw(records=[posts])
+    assert "warning" not in capsys.readouterr().out
+    extract_raw(records=[{**posts, "text": "$['titel','body']"}])
+    assert (
+        "warning: records.0: no record in '*' has the key 'titel' of $['titel','body']: is it misspelled?\n"
+        in capsys.readouterr().out
+    )
+    assert sorted(read_rows()) == ["b", "c"]
+    extract_raw(records=[{"files": "a*", "text": "$['x','y']"}, posts], max_rejected_files=1)
+    output = capsys.readouterr().out
+    assert "warning: no row was made of any file that 'a*' fits: records.0: no string at $['x','y']" in output
 
 
 # The corpus

@@ -60,6 +60,12 @@ def model(empty_project: Path) -> None:
     make_model()
 
 
+def test_a_source_without_text_is_named_as_such() -> None:
+    put({"web/1.txt": "web", "web/2.txt": "web", "code/1.txt": ""})
+    with pytest.raises(StageError, match=r"^there is no text of source code: extract made no row of its files"):
+        run(["web", "code"])
+
+
 def test_each_source_has_rows_of_its_own() -> None:
     put(TEXTS)
     run(["web", "code/deep"])
@@ -173,7 +179,7 @@ def test_two_folders_and_one_of_conversations_are_trained_on_by_their_shares(tmp
     output = project.run("dvc", "repro", "plan")
     assert re.search(r"web +50\.0% of each step", output), output
     plan = project.json("outputs/plan.json")
-    used = {name: source["trained_tokens"] / plan["tokens"] for name, source in plan["sources"].items()}
+    used = {name: source["total_tokens"] / plan["tokens"] for name, source in plan["sources"].items()}
     assert all(abs(used[name] - share) < 0.02 for name, share in {"web": 0.5, "code": 0.2, "chat": 0.3}.items())
     project.set(max_repeats={"chat": 0.1})
     assert "max_repeats: chat is used" in project.run("python", "-m", "stages.plan", status=2)

@@ -114,9 +114,18 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_FLOW = "while parsing a flow mapping"
+
+
 def _parse(text: bytes, what: Path | str) -> Any:
     with explained(lambda problem: StageError(f"{what} is not valid YAML: {problem}")):
-        return yaml.load(text.decode(), _Loader)
+        try:
+            return yaml.load(text.decode(), _Loader)
+        except yaml.MarkedYAMLError as error:
+            place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+            # As in `text: $.list[*].text`, within { } or not.
+            remedy = "; put a value with * or [ in quotes" * (error.context in ("while scanning an alias", _FLOW))
+            raise StageError(f"{what} is not valid YAML: {place}{error.problem}{remedy}") from None
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -193,6 +202,8 @@ def _explain(path: str, prefix: tuple[str, ...], details: Any) -> str:
     message = details["msg"].removeprefix("Value error, ")  # pydantic's prefix to a ValueError of a validator
     if not details["loc"]:  # a check over several parameters, which names them itself
         return f"{path}: {message}"
+    if details["type"] == "unexpected_keyword_argument":
+        return f"{path}: {name}: there is no such key; docs/records.md has all of them"
     is_number = details["type"].startswith("string") and isinstance(details["input"], (int, float))
     remedy = "; put text that looks like a number in quotes" * is_number
     return f"{path}: {name} is {as_yaml(details['input'])}: {message[0].lower()}{message[1:]}{remedy}"

@@ -14,7 +14,7 @@ import msgspec
 from stages.formats import json as json_format
 from stages.formats import lines, paths
 from stages.formats.limits import Limits
-from stages.formats.rules import LEFT_OUT, MESSAGES, TEXT, TOOLS, Rule, Side, is_path
+from stages.formats.rules import KEY, LEFT_OUT, MESSAGES, TEXT, TOOLS, Rule, Side, is_path
 from stages.formats.source import Rejected
 from stages.formats.writer import TextWriter
 
@@ -56,7 +56,8 @@ class Records:
         """Of the first record, or of the document while it has no record."""
         self.num_records = 0
         self.counts: Counter[str] = Counter()
-        """`records`, `documents`, `conversations`; `left out` and a reason, for each reason."""
+        """`records`, `documents`, `conversations`; `left out` and a reason, for each reason; `key` and a name, for
+        each of several keys of a text that a record has."""
         alternatives = rule.alternatives()
         self.columns = _columns(alternatives) if rule.each is None else paths.first_keys(rule.each)
         """The keys of a record that decide; None: all may."""
@@ -70,6 +71,8 @@ class Records:
         self._rows: list[str] = []  # not yet in the sink
         self._size = 0  # characters of these
         self._has_rejected = False
+        self._wanted = keys_of(rule)
+        self._unseen = {*self._wanted}
 
     @property
     def num_rows(self) -> int:
@@ -82,6 +85,8 @@ class Records:
             self.keys = []  # of the document
             self.note_keys(record)
         self.num_records += 1
+        if self._unseen and isinstance(record, Mapping):
+            self._unseen.difference_update(record)
         try:
             column, row = self._make(record)
         except LeftOut as reason:
@@ -144,6 +149,8 @@ class Records:
     def flush(self) -> None:
         """Put the rows into the sink, each as a record of its own."""
         self.counts["records"] = self.num_records
+        for key in self._wanted - self._unseen:
+            self.counts[f"{KEY}{key}"] = 1
         if self._rows:
             self.counts["conversations" if self._sink.column == MESSAGES else "documents"] += len(self._rows)
             self._sink.add(self._rows)
@@ -167,6 +174,12 @@ class Records:
             raise Rejected(rejected.reason, rejected.detail, self.position()) from None
         for record in found:
             self.take(record)
+
+
+def keys_of(rule: Rule) -> set[str]:
+    """The keys of a text that has several: it looks right where one of them is misspelled."""
+    keys = paths.first_keys(rule.text) if rule.text else None
+    return {*keys} if keys and len(keys) > 1 else set()
 
 
 def _first_present(alternatives: list[Rule], makers: list[Maker]) -> Maker:

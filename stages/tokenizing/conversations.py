@@ -246,7 +246,8 @@ class ConversationEncoder:
 
         if self._chat.template is None:
             raise StageError(
-                "the model has no chat template, which conversations need: set chat_template to the file of one"
+                "the model has no chat template, which conversations need: set chat_template to the file of one, such "
+                "as models/templates/plain.jinja"
             )
         messages = [{key: value for key, value in each.items() if key != "train"} for each in conversation.messages]
         render: Any = chat_template_utils.render_jinja_template  # which is annotated as if it returned a string
