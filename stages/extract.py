@@ -312,8 +312,8 @@ def describe_advice(advice: Counter[str]) -> str:
     (rule, _), *others = advice.most_common()
     return (
         f"extract: {advice.total()} files look like conversations, and each of their strings is a document now, roles "
-        f"and ids too. For conversations, write this in params.yaml:\n  records:\n  - {rule}"
-        + "".join(f"\n  - {other}" for other, _ in others[:NUM_PRINTED])
+        f"and ids too. For conversations, write this in params.yaml:\nrecords:\n- {rule}"
+        + "".join(f"\n- {other}" for other, _ in others[:NUM_PRINTED])
     )
 
 

@@ -854,9 +854,11 @@ def test_the_preview_shows_what_the_rules_make_of_a_file() -> None:
         assert shown.startswith("a.jsonl: records.1\n--- 1: a document\ntext 0\n--- 2: a document\ntext 1\n")
         assert "text 5" not in shown
     assert '--- 1: a conversation\n{\n  "messages": [\n    {\n      "role": "user",' in show("c/chat.jsonl", *rules)
-    assert "a.jsonl: no rule: each string is a document\n--- 1: a document\ntext 0\n" in show("a.jsonl")
+    assert show("a.jsonl").startswith("a.jsonl: no rule: each string is a document")
+    assert "\n--- 1: a document\ntext 0\n" in show("a.jsonl")
     assert show("d.txt", *rules).endswith("x... (4003 characters)")
-    assert "rejected: invalid JSON" in show("e.jsonl")
+    assert "rejected: invalid JSON at line 1" in show("e.jsonl")
+    assert '\nrecords:\n- {files: "c/*.jsonl", messages: $.messages}\n--- 1: a doc' in show("c/chat.jsonl")
     assert show("a.jsonl", Rule(files="*", text="$.body")).endswith(
         "a.jsonl: records.0\nno rows\nno string at $.body: the keys are text"
     )

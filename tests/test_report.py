@@ -174,6 +174,21 @@ def test_without_records_of_the_data_the_report_says_so() -> None:
     assert "There are no records of how these tokens were made" in PageReader(write()).sections["Data"]
 
 
+def test_what_conversations_and_records_were_left_out_is_shown() -> None:
+    extracted, packed = (publish.read_json(RECORDS[stage]) for stage in ("extract", "pack"))
+    rule = {"files": "posts/*.jsonl", "left_out": {"no string at $.text": 60}}
+    reports.write_json(RECORDS["extract"], extracted | {"rules": [rule]})
+    talks = {"conversations": 280, "tokens": 5000, "trained_tokens": 3141, "refused": {"longer than a row": 3, "x": 1}}
+    parts = {name: packed[name] | {"conversations": talks} for name in ("train", "validation")}
+    reports.write_json(RECORDS["pack"], packed | parts)
+    shown = PageReader(write()).sections["Data"]
+    for text in (
+        *("records left out of posts/*.jsonl: no string at $.text60", "conversations280280", "of these trained3,141"),
+        *("conversations refused (data/pack.json says why)44", "characters of documents900"),
+    ):
+        assert text in shown, text
+
+
 def test_records_of_other_data_are_not_shown() -> None:
     record = publish.read_json(RECORDS["pack"])
     reports.write_json(RECORDS["pack"], record | {"source": "another corpus"})

@@ -8,6 +8,7 @@ from typing import BinaryIO
 
 from stages.base.errors import StageError
 from stages.formats import json_values, readers, rules
+from stages.formats.advice import find_advice
 from stages.formats.limits import LIMITS
 from stages.formats.records import Records
 from stages.formats.rules import MESSAGES, TEXT, Rule
@@ -34,10 +35,14 @@ def preview(
     index, rule = rules.find(given, path) or (None, None)
     sink = _Preview(min_chars)
     records = None if rule is None else Records(rule, sink, min_chars, LIMITS)
+    begin = b""
     try:
         raw = RawFile(path, *tree.measure(Path(raw_dir, path)))
         with readers.open_source(raw_dir, raw, fallback_encoding, LIMITS) as source:
-            readers.read(path, source, sink, records)
+            try:
+                readers.read(path, source, sink, records)
+            finally:
+                begin = source.begin
     except Rejected as rejected:
         sink.reject(rejected)
     except Changed:
@@ -45,6 +50,8 @@ def preview(
     except _Enough:
         pass
     decides = "no rule: each string is a document" if rule is None else f"records.{index}"
+    if rule is None and (advice := find_advice(path, begin)):
+        decides += f". It looks like conversations: for these, write this in params.yaml:\nrecords:\n- {advice[0]}"
     problem = records.problem() if records else None
     return "\n".join([f"{path}: {decides}", *sink.show(), *([problem] if problem else [])])
 
@@ -91,7 +98,10 @@ class _Preview(TextWriter):
     def show(self) -> list[str]:
         """The rows, and why others are missing."""
         shown = [_show(number, *row) for number, row in enumerate(self.rows[:_NUM_ROWS], 1)]
-        problems = [f"rejected: {each.reason}: {each.detail}" for each in self.rejected[:_NUM_ROWS]]
+        problems = [
+            f"rejected: {each.reason}" + f" at {each.position}" * bool(each.position) + f": {each.detail}"
+            for each in self.rejected[:_NUM_ROWS]
+        ]
         return [*shown, *problems] or ["no rows"]
 
 
