@@ -635,7 +635,7 @@ def test_what_was_measured_once_is_not_measured_again_until_something_that_decid
 @pytest.mark.parametrize(
     ("number", "is_rank", "status", "message"),
     [
-        (signal.SIGKILL, True, 1, r"(\[.*failed to connect, willRetry=1.*\n)?"
+        (signal.SIGKILL, True, 1, r"(\[.*(failed to connect|connectFullMesh failed).*\n)*"
          r"=+\nstages\.report\.measure FAILED\n(?s:.*) : Signal 9 \(SIGKILL\) (?s:.*)\n"
          r"error: the measurement failed as shown above; if a rank was killed by signal 9 because memory ran out, use "
          r"eval_batch_size 1 \(of the training too, which then runs again\), fewer ranks than 2 .*\n"),
