@@ -418,6 +418,12 @@ def test_checkpoints_are_listed_verified_and_pruned(training: Project, ranks: Ra
     assert [steps(path) for path in (unfinished, finished)] == [[], last_and_best]
 
 
+def test_16_a_signal_after_the_lock_was_released_is_no_error(tmp_path: Path) -> None:
+    with writer_lock(tmp_path, print) as set_status:
+        set_status("running")
+    set_status("stopping")
+
+
 def test_the_size_of_a_directory_is_without_what_is_deleted_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

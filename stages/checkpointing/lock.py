@@ -95,7 +95,8 @@ def writer_lock(
         set_status(lock, "running")
 
         def update(status: str) -> None:
-            with suppress(OSError):  # it only informs others, and a signal must stop the ranks on any disk
+            # It only informs others, and a signal must stop the ranks on any disk; after them, the file may be closed.
+            with suppress(OSError, ValueError):
                 set_status(lock, status)
 
         yield update
