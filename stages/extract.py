@@ -269,10 +269,13 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         if counts["rejected_files"] > params.max_rejected_files:
             raise StageError(*too_many(counts["rejected_files"], rejected, params.max_rejected_files))
         dataset.write(directory)
-    for index, rule in enumerate(params.records or ()):
-        of_rule = _starting_with(f"rule {index} ", counts)
-        for warning in rules.warnings(index, rule, of_rule, [entry.detail for entry in rejected]):
-            print(f"warning: {warning}")
+    if params.records:
+        from stages.formats.records import find_warnings
+
+        for index, rule in enumerate(params.records):
+            of_rule = _starting_with(f"rule {index} ", counts)
+            for warning in find_warnings(index, rule, of_rule, [entry.detail for entry in rejected]):
+                print(f"warning: {warning}")
     if advice := sum((result.advice for result in results), Counter()):
         print(describe_advice(advice))
     if fallback:

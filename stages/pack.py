@@ -28,7 +28,7 @@ from tqdm import tqdm
 from stages.base import code, command, process, publish
 from stages.base.dataset import STATE, Dataset, Shard
 from stages.base.errors import StageError, explained, one_line
-from stages.base.origin import Origin
+from stages.base.origin import RECORDS, Origin
 from stages.base.packed import (
     METRICS,
     TOKENS,
@@ -380,7 +380,7 @@ def read_corpus(params: PackParams) -> tuple[list[Part], bool]:
         of_source = f" of source {source}" if source else ""
         if not {(TRAIN.name, source), (VALIDATION.name, source)} & has_text:
             raise StageError(
-                f"there is no text{of_source}: extract made no row of its files, and data/extract.json says why"
+                f"there is no text{of_source}: extract made no row of its files, and {RECORDS['extract']} says why"
             )
         if (TRAIN.name, source) not in has_text:
             raise StageError(
@@ -564,8 +564,11 @@ def too_few(part: Part, rows: PackedRows, params: PackParams) -> str:
     if rows.counts.refused:
         first = {refused.reason.partition(":")[0]: refused.reason for refused in reversed(rows.counts.first_refused)}
         reasons = ", ".join(f"{count} ({first.get(reason, reason)})" for reason, count in rows.counts.refused.items())
-        remedies = [remedy for begin, remedy in _REMEDIES.items() if f"({begin}" in reasons]
-        return f"{message}conversations were refused, {reasons}: {' or '.join(remedies or ['correct them'])}"
+        found = [
+            remedy for begin, remedy in _REMEDIES.items() if any(each.startswith(begin) for each in rows.counts.refused)
+        ]
+        remedies = " or ".join(dict.fromkeys(found)) or "correct them"
+        return f"{message}conversations were refused, {reasons}: {remedies}"
     if part.directory == TRAIN.name:
         return message + "lower seq_length, or add raw files"
     if part.side:

@@ -13,7 +13,7 @@ from stages.base.params_file import load_params
 from stages.base.record import FileEntry
 from stages.checkpointing.layout import CheckpointManifest, step_name
 from stages.checkpointing.state import Place
-from stages.launching import segments as trained_again
+from stages.launching import segments as segments_module
 from stages.launching.runtime import TrainRuntime
 from stages.launching.segments import Segment, choose
 from tests.project import REPO, Project
@@ -83,11 +83,11 @@ def test_a_part_has_the_ranks_of_its_training_unless_these_were_on_several_nodes
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place | None, asked: int
 ) -> None:
     runtime = dataclasses.replace(load_params(TrainRuntime, "runtime", REPO / "params.yaml"), nproc_per_node=3)
-    monkeypatch.setattr(trained_again, "trained_at", lambda checkpoint: place)
-    monkeypatch.setattr(trained_again.layout, "verify", lambda checkpoint: mock.Mock(step=3))
-    monkeypatch.setattr(trained_again, "begin", mock.Mock())
+    monkeypatch.setattr(segments_module, "trained_at", lambda checkpoint: place)
+    monkeypatch.setattr(segments_module.layout, "verify", lambda checkpoint: mock.Mock(step=3))
+    monkeypatch.setattr(segments_module, "begin", mock.Mock())
     counted = mock.Mock(side_effect=StageError("of the test"))
-    monkeypatch.setattr(trained_again.torchrun, "count_local_ranks", counted)
+    monkeypatch.setattr(segments_module.torchrun, "count_local_ranks", counted)
     with pytest.raises(StageError, match="of the test"):
-        trained_again.train_again(mock.Mock(directory=tmp_path / "run"), runtime, Segment(None, Path(step_name(3))))
+        segments_module.train_again(mock.Mock(directory=tmp_path / "run"), runtime, Segment(None, Path(step_name(3))))
     counted.assert_called_once_with(asked)

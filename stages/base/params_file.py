@@ -114,9 +114,6 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_FLOW = "while parsing a flow mapping"
-
-
 def _parse(text: bytes, what: Path | str) -> Any:
     with explained(lambda problem: StageError(f"{what} is not valid YAML: {problem}")):
         try:
@@ -124,7 +121,8 @@ def _parse(text: bytes, what: Path | str) -> Any:
         except yaml.MarkedYAMLError as error:
             place = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
             # As in `text: $.list[*].text`, within { } or not.
-            remedy = "; put a value with * or [ in quotes" * (error.context in ("while scanning an alias", _FLOW))
+            is_path = error.context == "while scanning an alias" or str(error.problem).endswith("got '['")
+            remedy = "; put a value with * or [ in quotes" * is_path
             raise StageError(f"{what} is not valid YAML: {place}{error.problem}{remedy}") from None
 
 

@@ -5,7 +5,7 @@ it has any: the names of TRL. Prompt and completion are both strings, or both li
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 from stages.formats import json as json_format
 from stages.formats import lines, paths
 from stages.formats.limits import Limits
-from stages.formats.rules import KEY, LEFT_OUT, MESSAGES, TEXT, TOOLS, Rule, Side, is_path
+from stages.formats.rules import LEFT_OUT, MESSAGES, TEXT, TOOLS, Rule, Side, is_path
 from stages.formats.source import Rejected
 from stages.formats.writer import TextWriter
 
@@ -26,6 +26,7 @@ ROLES = {
 
 _OBJECTS = {dict, paths.Pairs}
 _TOO_SHORT = "fewer characters than min_chars"
+_KEY = "key "  # what the names of counts begin with that end in one of several keys of a text: the files that have it
 _NUM_KEYS = 20  # that are named where no record fits
 
 Row = tuple[int, str]
@@ -71,7 +72,7 @@ class Records:
         self._rows: list[str] = []  # not yet in the sink
         self._size = 0  # characters of these
         self._has_rejected = False
-        self._wanted = keys_of(rule)
+        self._wanted = _several_keys(rule)
         self._unseen = {*self._wanted}
 
     @property
@@ -150,7 +151,7 @@ class Records:
         """Put the rows into the sink, each as a record of its own."""
         self.counts["records"] = self.num_records
         for key in self._wanted - self._unseen:
-            self.counts[f"{KEY}{key}"] = 1
+            self.counts[f"{_KEY}{key}"] = 1
         if self._rows:
             self.counts["conversations" if self._sink.column == MESSAGES else "documents"] += len(self._rows)
             self._sink.add(self._rows)
@@ -176,10 +177,28 @@ class Records:
             self.take(record)
 
 
-def keys_of(rule: Rule) -> set[str]:
+def _several_keys(rule: Rule) -> set[str]:
     """The keys of a text that has several: it looks right where one of them is misspelled."""
     keys = paths.first_keys(rule.text) if rule.text else None
     return {*keys} if keys and len(keys) > 1 else set()
+
+
+def find_warnings(index: int, rule: Rule, counts: Mapping[str, int], problems: Iterable[str]) -> Iterator[str]:
+    """What looks wrong with a rule, in what became of its files, which may all be right: lines to print.
+
+    Args:
+        index: Of the rule in params.yaml.
+        rule: It.
+        counts: As for `RuleCounts.of`.
+        problems: Of all files; of those with records, of which a rule makes no row, each begins with its name.
+    """
+    name = f"records.{index}"
+    problem = next((each for each in problems if each.startswith(f"{name}: ")), None)
+    if problem and not counts.get("documents", 0) + counts.get("conversations", 0):
+        yield f"no row was made of any file that {rule.files!r} fits: {problem}"
+        return
+    for key in sorted(key for key in _several_keys(rule) if f"{_KEY}{key}" not in counts):
+        yield f"{name}: no record in {rule.files!r} has the key {key!r} of {rule.text}: is it misspelled?"
 
 
 def _first_present(alternatives: list[Rule], makers: list[Maker]) -> Maker:

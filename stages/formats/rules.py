@@ -5,7 +5,7 @@ Without python-jsonpath, whose import a pipeline without rules is spared.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
@@ -21,8 +21,6 @@ TEXT, MESSAGES = 0, 1
 
 LEFT_OUT = "left out "
 """What the names of counts begin with that end in a reason."""
-KEY = "key "
-"""What the names of counts begin with that end in one of several keys of a text: the files that have it."""
 TOOLS = "$.tools"
 """Where the tools of a conversation are, unless a rule says otherwise."""
 
@@ -189,26 +187,6 @@ def check_files(rules: Sequence[Rule], paths: Sequence[str]) -> None:
             glob = repr(deeper) if any(_fits(deeper, path) for path in paths) else "another glob"
             problem = f"fits no file with records below raw_dir, {there}: write {glob}, or remove the rule"
         raise StageError(f"params.yaml: records.{index}.files is {rule.files!r}: it {problem}")
-
-
-def warnings(index: int, rule: Rule, counts: Mapping[str, int], problems: Iterable[str]) -> Iterator[str]:
-    """What looks wrong with a rule, in what became of its files, which may all be right: lines to print.
-
-    Args:
-        index: Of the rule in params.yaml.
-        rule: It.
-        counts: As for `RuleCounts.of`.
-        problems: Of all files; of those with records, of which a rule makes no row, each begins with its name.
-    """
-    from stages.formats.records import keys_of
-
-    name = f"records.{index}"
-    problem = next((each for each in problems if each.startswith(f"{name}: ")), None)
-    if problem and not counts.get("documents", 0) + counts.get("conversations", 0):
-        yield f"no row was made of any file that {rule.files!r} fits: {problem}"
-        return
-    for key in sorted(key for key in keys_of(rule) if f"{KEY}{key}" not in counts):
-        yield f"{name}: no record in {rule.files!r} has the key {key!r} of {rule.text}: is it misspelled?"
 
 
 @dataclass(frozen=True)
