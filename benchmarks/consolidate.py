@@ -149,7 +149,10 @@ def prepare(program: str, checkpoint: Path, output: Path) -> Callable[[], object
             with ThreadPoolExecutor(number) as threads:  # as `record.check_files` does
                 list(threads.map(publish.sha256_file, shards.glob("*.distcp")))
             weights = stream.ShardedTensors(shards)
-            stream.write_safetensors(weights, specs(shards), output, number, dtype=dtype, max_shard_bytes=5e9)
+            tensors = specs(shards)
+            stream.write_safetensors(
+                weights, tensors, output, number, dict.fromkeys(tensors, dtype), max_shard_bytes=5e9
+            )
 
         return ours
     if name == "dcp_to_torch_save":

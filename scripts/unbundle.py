@@ -40,11 +40,14 @@ is not complete; organize skips what begins with a dot."""
 
 _PULL = """
 import sys
+import yaml
 from dvc.exceptions import DvcException
 from dvc.repo import Repo
+with open("dvc.lock") as file:
+    stages = list(yaml.safe_load(file)["stages"])
 try:
     with Repo(config={"remote": {"bundle": {"url": sys.argv[1]}}}) as repo:
-        repo.pull(remote="bundle")
+        repo.pull(stages, remote="bundle")  # not what `dvc add` tracks, which is in no remote of the bundle
 except DvcException as error:
     sys.exit(f"error: {error}")
 """

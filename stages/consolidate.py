@@ -8,7 +8,7 @@ Command   python -m stages.consolidate
 
 Every tensor is compared with the checkpoint's manifest and with the model that config.json describes, and the directory
 appears only when all files are written. Weights are stored as `save_pretrained` stores them, tied ones once and experts
-one by one, in the dtype of the initial model or in `export_dtype`.
+one by one, in the dtype of the initial model or in `export_dtype`, but for those that the model's class keeps in fp32.
 """
 
 import os
@@ -35,12 +35,23 @@ from stages.export.evaluation import bits_per_byte
 from stages.export.lineage import InitialModel, Lineage
 from stages.model import headers
 from stages.model.dtypes import PRECISIONS
-from stages.model.files import CARD, CHAT_TEMPLATE, CONFIG, GENERATION_CONFIG, LINEAGE, WEIGHTS_INDEX
+from stages.model.files import (
+    CARD,
+    CHAT_TEMPLATE,
+    CONFIG,
+    GENERATION_CONFIG,
+    LINEAGE,
+    OLD_CHAT_TEMPLATE,
+    TOKENIZER_CONFIG,
+    WEIGHTS_INDEX,
+)
 from stages.model.license import ModelLicense
 from stages.model.manifest import MANIFEST, REMEDY, ModelManifest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from transformers import PreTrainedModel
 
     from stages.export.stream import Digests, TensorSpec
 
@@ -174,17 +185,16 @@ def export(
     # The directory gets its final name after its last file, so a killed run leaves no model that looks finished.
     with publish.directory(target) as temporary:
         digests = stream.write_safetensors(
-            weights, expected, temporary, num_workers, getattr(torch, dtype), params.max_shard_size,
-            parts=meta.stored_as(reference),
+            weights, expected, temporary, num_workers, meta.stored_dtypes(reference, getattr(torch, dtype)),
+            params.max_shard_size, meta.stored_as(reference),
         )  # fmt: skip
         # Read the files back as the download stage would: the model can be the start of another training.
         meta.check_headers(reference, headers.read(temporary, list(digests.files)))
         for file in [*copied, *terms.texts()]:
             shutil.copyfile(source / file, temporary / file)  # the content: files in HF_HOME are links into its blobs
         _write_config(temporary / CONFIG, model.architecture, dtype)
-        if GENERATION_CONFIG not in copied and reference.generation_config is not None:
-            reference.generation_config.save_pretrained(temporary)
-        _add_chat(temporary, pointer)
+        turns = _add_chat_template(temporary, pointer)
+        _add_ends(temporary, reference, [model.eos_token_id, *turns])
         small = sorted({path.name for path in temporary.iterdir()} - {*digests.files, LINEAGE, CARD})
         others = {name: publish.sha256_file(temporary / name) for name in small}
         lineage = _lineage(pointer, checkpoint, model, source, digests, others)
@@ -263,24 +273,35 @@ def _write_config(path: Path, architecture: str, dtype: str) -> None:
     publish.write_json(path, {**config, "architectures": [architecture], "dtype": dtype})
 
 
-def _add_chat(directory: Path, pointer: RunPointer) -> None:
-    """Add what the model needs to be talked to, where it was trained on conversations.
-
-    That is the chat template that they were rendered with, and the tokens that end its turns: text is generated until
-    one that generation_config.json lists, which for a base model are others.
-    """
+def _add_chat_template(directory: Path, pointer: RunPointer) -> list[int]:
+    """Write the chat template that conversations were rendered with; returns the tokens that ended turns in them."""
     if "pack" not in find_records(fingerprint(pointer.identity.data.train, pointer.identity.data.validation)):
-        return
+        return []
     packed = PackMetrics.read(METRICS)
     if packed.chat_template is None or packed.train.conversations is None:
-        return
+        return []
     publish.write_text(directory / CHAT_TEMPLATE, packed.chat_template)
+    # It alone: other programs look for one in the tokenizer's config first.
+    path = directory / TOKENIZER_CONFIG
+    if path.is_file() and "chat_template" in (config := publish.read_json(path)):
+        del config["chat_template"]
+        publish.write_json(path, config)
+    (directory / OLD_CHAT_TEMPLATE).unlink(missing_ok=True)
+    return packed.train.conversations.terminators
+
+
+def _add_ends(directory: Path, reference: "PreTrainedModel", tokens: list[int]) -> None:
+    """Have generated text end at the tokens that ended documents and turns, too, which need not be the config's."""
+    from transformers import GenerationConfig
+
     path = directory / GENERATION_CONFIG
+    known = publish.read_json(path if path.is_file() else directory / CONFIG).get("eos_token_id")
+    if not path.is_file():  # that of the class, whose own EOS may be any token of this tokenizer
+        GenerationConfig.from_model_config(reference.config).save_pretrained(directory)
     config = publish.read_json(path)
-    listed = config.get("eos_token_id")
-    known = listed if isinstance(listed, list) else [] if listed is None else [listed]
-    if missing := [token for token in packed.train.conversations.terminators if token not in known]:
-        publish.write_json(path, {**config, "eos_token_id": [*known, *missing]})
+    ends = [*dict.fromkeys([*(known if isinstance(known, list) else [] if known is None else [known]), *tokens])]
+    if config.get("eos_token_id") not in (ends, *ends[: len(ends) == 1]):
+        publish.write_json(path, {**config, "eos_token_id": ends if len(ends) > 1 else ends[0]})
 
 
 def _losses(checkpoint: Path, lineage: Lineage) -> card.Losses | None:

@@ -298,9 +298,9 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
 
 
 def find_paths(parts: Iterable[splits.Split]) -> list[str]:
-    """The files of all splits, printable, each once."""
+    """The files of all splits, each once."""
     files = chain.from_iterable(splits.read_manifest(splits.SPLITS / part.manifest, part.digest) for part in parts)
-    return sorted({printable(file.path) for file in files})
+    return sorted({file.path for file in files})
 
 
 def find_unfit(results: Iterable[SplitResult]) -> list[RejectedFile]:
@@ -423,7 +423,7 @@ def read_split(task: SplitTask) -> SplitResult:
             path = printable(file.path)
             offset = file.part.start if file.part else 0
             counts["files"] += offset == 0  # each file once, with its first part
-            index, rule = rules.find(params.records, path) or (None, None)
+            index, rule = rules.find(params.records, file.path) or (None, None)
             records = None if rule is None else Records(rule, writer, params.min_chars, task.limits)
             try:
                 with readers.open_source(params.raw_dir, file, params.fallback_encoding, task.limits) as source:

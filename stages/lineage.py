@@ -48,8 +48,10 @@ CORPUS = Path("data/corpus")
 _SUMMARY = RECORDS["organize"]
 _PARAMS: dict[str, Any] = {"organize": OrganizeParams, "extract": ExtractParams, "pack": PackParams}
 
-_NOT_LISTED = {LINEAGE, CARD}
-"""Files of a model directory without a digest: no program loads them."""
+_NOT_LISTED = {LINEAGE, CARD, ".gitattributes"}
+"""Files of a model directory without a digest: no program loads them. The last one is written by the Hub."""
+_DOWNLOADED = ".cache/huggingface/"
+"""Where `hf download --local-dir` notes what it has fetched."""
 _LISTED = 5
 
 
@@ -188,6 +190,8 @@ def _model_directory(directory: Path, listed: Mapping[str, str]) -> Iterator[Fin
     """Compare a model with its digests. A file too many may be loaded too: an adapter, code, other weights."""
     here = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()}
     for name in sorted(here - {*listed, *_NOT_LISTED}):
+        if name.startswith(_DOWNLOADED):
+            continue
         yield Finding("different", str(directory / name), f"{LINEAGE} does not list it")
     for name, digest in listed.items():
         found = _file(str(directory / name), directory / name, digest)

@@ -92,9 +92,14 @@ def organize(
     if params.sources:
         passed_over += [splits.PassedOver(path, IN_NO_SOURCE) for path in paths if not source_of(path, params.sources)]
         paths = [path for path in paths if source_of(path, params.sources)]
-    part_size, large = find_large(root, paths, params.num_splits, smallest_part)
+    part_sizes: dict[str, int] = {}
+    large: dict[str, tuple[int, int]] = {}
+    for source in params.sources or [""]:  # each fills its own splits, however small it is beside the others
+        own = [path for path in paths if source_of(path, params.sources) == source] if params.sources else paths
+        part_sizes[source], sizes = find_large(root, own, params.num_splits, smallest_part)
+        large |= {path: (size, part_sizes[source]) for path, size in sizes.items()}
     with tqdm(total=len(paths), desc="organize", unit="file", disable=None) as progress:
-        cut = cut_all(root, large, part_size, runtime, progress)
+        cut = cut_all(root, large, runtime, progress)
         others = [path for path in paths if path not in cut]
         whole, unreadable = measure_all(root, others, runtime, files_per_task, progress)
     files: list[File] = sorted([*whole, *cut.values()], key=path_of)
@@ -114,7 +119,9 @@ def organize(
         of_source[source_of(path_of(file), params.sources or [])].append(file)
     if empty := [source for source, found in of_source.items() if not found]:
         raise StageError(f"sources: {', '.join(empty)} has no file that is read: leave it out, or put files there")
-    members = [split for found in of_source.values() for split in assign(found, params.num_splits, part_size)]
+    members = [
+        split for source, found in of_source.items() for split in assign(found, params.num_splits, part_sizes[source])
+    ]
     num_bytes = sum(part.size for file in files for part in file)
     num_parts = [len(file) for file in files if len(file) > 1]
     shares = [sum(part.size for part in member) / max(1, num_bytes) for member in members]
@@ -223,19 +230,18 @@ def find_large(root: Path, paths: Sequence[str], num_splits: int, smallest_part:
 
 def cut_all(
     root: Path,
-    large: Mapping[str, int],
-    part_size: int,
+    large: Mapping[str, tuple[int, int]],
     runtime: OrganizeRuntime,
     progress: "tqdm[NoReturn]",
 ) -> dict[str, File]:
-    """The parts of each file that is cut, given the sizes in bytes of those that may be.
+    """The parts of each file that is cut, given the sizes in bytes of those that may be, and of their parts.
 
     A file that is not UTF-8 is not cut: its encoding depends on all of its bytes, so no part can be read alone. Nor is
     a table that is damaged.
     """
-    tasks = {path: parts.tasks(root / path, size, part_size) for path, size in large.items()}
+    tasks = {path: parts.tasks(root / path, size, part_size) for path, (size, part_size) in large.items()}
     cut: dict[str, File] = {}
-    num_bytes = sum(large.values())
+    num_bytes = sum(size for size, _ in large.values())
     measuring = workers.ordered_map(parts.measure, [*chain.from_iterable(tasks.values())], runtime, num_bytes=num_bytes)
     with closing(measuring) as results:
         for path in tasks:

@@ -204,7 +204,7 @@ def test_the_bytes_of_a_tensor_are_in_the_order_of_its_elements(mesh: DeviceMesh
             saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest())
         weights = ShardedTensors(path)
         specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
-        write_safetensors(weights, specs, path, num_workers=1, dtype=torch.float32)
+        write_safetensors(weights, specs, path, num_workers=1, dtypes=dict.fromkeys(specs, torch.float32))
         assert torch.equal(load_file(path / "model.safetensors")["transposed"], model.get_buffer("transposed"))
         shutil.rmtree(path)
 

@@ -39,6 +39,7 @@ from transformers import (
     AutoTokenizer,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
@@ -51,7 +52,7 @@ from stages.base import publish
 from stages.base.errors import StageError
 from stages.base.identity import Adoption, RunIdentity, TokenFingerprints
 from stages.base.origin import RECORDS, Origin
-from stages.base.packed import EncoderMetrics, PackMetrics, PartMetrics, fingerprint
+from stages.base.packed import ConversationMetrics, EncoderMetrics, PackMetrics, PartMetrics, fingerprint
 from stages.base.record import FileEntry
 from stages.checkpointing import layout
 from stages.checkpointing.layout import CheckpointManifest, TensorEntry
@@ -212,6 +213,27 @@ def test_values_dtypes_and_size_are_those_of_save_pretrained(name: str, dtype: t
     with torch.inference_mode():
         assert torch.equal(loaded(input_ids).logits, live.eval()(input_ids).logits)
     assert AutoTokenizer.from_pretrained("outputs/exp/model", local_files_only=True)("a b")["input_ids"] == [1, 2]
+
+
+def test_weights_that_a_class_keeps_in_fp32_are_not_rounded() -> None:
+    """As in what transformers loads and saves: the biases that choose experts, which are buffers."""
+    config = Glm4MoeConfig(
+        **SIZES, **LAYERS, num_key_value_heads=1, head_dim=8, moe_intermediate_size=16, num_experts_per_tok=1,
+        n_routed_experts=2, first_k_dense_replace=1, num_mtp_layers=0,
+    )  # fmt: skip
+    make_model(config, torch.bfloat16)
+    live = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    live.get_buffer(bias).copy_(torch.tensor([14.012, 3.337]))  # neither is a value of bf16
+    make_checkpoint({name: tensor.detach() for name, tensor in live.state_dict().items()})
+    consolidate.main()
+    found = exported_tensors()
+    assert torch.equal(found[bias], live.get_buffer(bias))
+    AutoModelForCausalLM.from_pretrained("outputs/exp/model", local_files_only=True).save_pretrained("again")
+    expected = load_file("again/model.safetensors")
+    assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in expected.items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16, torch.float32}
 
 
 def _save_sharded(rank: int, store: str, directory: Path, tensors: dict[str, Tensor]) -> None:
@@ -379,7 +401,8 @@ def test_scalars_integers_and_mixed_dtypes_are_kept(tmp_path: Path) -> None:
     specs = {name: stream.TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     weights = stream.ShardedTensors(tmp_path / "checkpoint")
     weights.check(specs)
-    digests = stream.write_safetensors(weights, specs, tmp_path, num_workers=2, dtype=torch.bfloat16)
+    dtypes = {name: torch.bfloat16 if spec.dtype.is_floating_point else spec.dtype for name, spec in specs.items()}
+    digests = stream.write_safetensors(weights, specs, tmp_path, num_workers=2, dtypes=dtypes)
     assert digests.files == {"model.safetensors": publish.sha256_file(tmp_path / "model.safetensors")}
     found = load_file(tmp_path / "model.safetensors")
     assert digests.tensors == {
@@ -498,7 +521,7 @@ def exported_rows(
     specs = {name: stream.TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     weights.check(specs)
     (directory / "result").mkdir()
-    stream.write_safetensors(weights, specs, directory / "result", num_workers, dtype=dtype, **options)
+    stream.write_safetensors(weights, specs, directory / "result", num_workers, dict.fromkeys(specs, dtype), **options)
     return load_file(directory / "result/model.safetensors")
 
 
@@ -518,7 +541,7 @@ weights.check(specs)
 def peak():  # in KiB; ru_maxrss would count the parent, too
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 before = peak()
-stream.write_safetensors(weights, specs, Path(), int(sys.argv[1]), dtype=torch.bfloat16)
+stream.write_safetensors(weights, specs, Path(), int(sys.argv[1]), dict.fromkeys(specs, torch.bfloat16))
 print(peak() - before >> 10)
 """
     process = subprocess.run(
@@ -638,6 +661,54 @@ def test_the_card_of_a_model_of_conversations_shows_the_chat_template() -> None:
         terms, losses = ModelLicense({}, "", {}), card.Losses(2.0, None)
         text = card.readme(dataclasses.replace(lineage, origins=origins), "A", "float32", False, terms, losses)
         assert ("apply_chat_template" in text) == is_chat
+
+
+@pytest.mark.parametrize(
+    ("stated", "generation", "expected"),
+    [
+        (None, None, [0, 5, 3]),  # and not the 2 of LlamaConfig
+        (7, None, [7, 0, 5, 3]),
+        (7, 0, [0, 5, 3]),
+        (None, [5, 9], [5, 9, 0, 3]),
+    ],
+)
+def test_generated_text_ends_where_documents_and_turns_have_ended(
+    stated: int | None, generation: int | list[int] | None, expected: list[int]
+) -> None:
+    config = CONFIGS["llama-tied"]
+    make_model(config)
+    model = Path("models/tiny")
+    own = publish.read_json(model / "config.json")
+    del own["eos_token_id"]
+    publish.write_json(model / "config.json", own if stated is None else {**own, "eos_token_id": stated})
+    (model / "generation_config.json").unlink()
+    if generation is not None:
+        publish.write_json(model / "generation_config.json", {"eos_token_id": generation})
+    target = Path("outputs/exp/model")
+    tensors = trained_tensors(config)
+
+    def ends() -> Any:
+        write_model_manifest()
+        shutil.rmtree(layout.checkpoint_root("exp"), ignore_errors=True)
+        make_checkpoint(tensors)
+        consolidate.main()
+        return AutoModelForCausalLM.from_pretrained(target, local_files_only=True).generation_config.eos_token_id
+
+    without = [token for token in expected if token != 3 and (token != 5 or generation == [5, 9])]
+    assert ends() == (without if len(without) > 1 else without[0])
+
+    # With conversations, and a template in the place of those that the model had.
+    tokenizer = publish.read_json(model / "tokenizer_config.json")
+    publish.write_json(model / "tokenizer_config.json", {**tokenizer, "chat_template": "old"})
+    publish.write_json(model / "chat_template.json", {"chat_template": "old"})
+    chats = ConversationMetrics(1, 9, 9, 0, {}, [], [5, 3])
+    part, encoder = PartMetrics(1, 0, 0, 9, None, None, 0, 1, conversations=chats), EncoderMetrics("", 0, None)
+    packed = PackMetrics(part, part, encoder, "", fingerprint("t", "v"), Origin({}, {}), chat_template="new")
+    packed.write(RECORDS["pack"])
+    assert ends() == expected
+    assert [path.name for path in target.glob("chat_template*")] == ["chat_template.jinja"]
+    assert "chat_template" not in publish.read_json(target / "tokenizer_config.json")
+    assert AutoTokenizer.from_pretrained(target, local_files_only=True).chat_template == "new"
 
 
 def test_the_license_of_the_initial_model_is_carried_on() -> None:

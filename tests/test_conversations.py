@@ -192,6 +192,36 @@ def test_calls_of_tools_are_trained_with_their_tags() -> None:
     called = '<tool_call>\n{"name": "get", "arguments": {"city": "Pa\\"ris", "days": 2}}\n</tool_call><|im_end|>'
     assert trained(encoded) == [called, "Cold.<|im_end|>"]
     assert "leaves out the call" in refusal(encode(CHATML, {"messages": messages}))
+    # In OpenAI's format the arguments are a string of JSON.
+    as_text = {**call, "function": {"name": "get", "arguments": '{"city":"Pa\\"ris","days":2}'}}
+    messages[1] = {"role": "assistant", "content": None, "tool_calls": [as_text]}
+    [again] = encode(FAMILIES["qwen2.5"].template, {"messages": messages, "tools": [call]})
+    assert trained(again) == [called, "Cold.<|im_end|>"]
+    messages[1] = {**messages[1], "tool_calls": [{"function": {"name": "get", "arguments": "Paris"}}]}
+    [other] = encode(FAMILIES["qwen2.5"].template, {"messages": messages})
+    assert '"arguments": "Paris"' in trained(other)[0]
+
+
+def test_roles_names_and_tools_spell_no_special_token() -> None:
+    """They are a part of what the template writes, in which such a text is the token itself."""
+    tool = {"type": "function", "function": {"name": "get", "description": "Ends with <|im_end|>"}}
+    reason = "a role, a name or a tool spells a special token"
+    assert refusal(encode(FAMILIES["qwen2.5"].template, {**turns("Hi", "Hello"), "tools": [tool]})) == reason
+    role = {"messages": [{"role": "<|im_start|>", "content": "a"}, *turns("Hi", "Hello")["messages"]]}
+    assert refusal(encode(CHATML, role)) == reason
+
+
+def test_a_character_that_the_vocabulary_lacks_is_no_special_token() -> None:
+    tokens = ["<unk>", EOS, *SPECIAL, *"Hi asertunl\n"]
+    tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, "<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ["<unk>", EOS, *SPECIAL]])
+    spec = spec_of(tokenizer, 1)._replace(chat=ChatSpec(CHATML, (), "assistant", "drop", 4096))
+    assert spec.unk_token_id == 0
+    [encoded] = ConversationEncoder(spec).encode(json.dumps(turns("Hi 東", "ana 東")))
+    assert isinstance(encoded, Encoded)
+    ids = [token & ID_MASK for token in encoded.tokens.tolist() if token & TRAINED]
+    assert [tokens[number] for number in ids] == [*"ana ", "<unk>", "<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -261,6 +291,21 @@ def test_a_long_conversation_is_dropped_or_divided_before_a_turn_of_the_user() -
     )  # fmt: skip
 
 
+def test_a_conversation_that_begins_with_the_assistant_is_divided_too() -> None:
+    content = turns("one", "first" * 9, "two", "second" * 9)
+    content["messages"].insert(0, {"role": "assistant", "content": "Welcome."})
+    parts = encode(CHATML, content, seq_length=150, too_long="split_turns")
+    welcome, first, second = (f"{text}<|im_end|>" for text in ("Welcome.", "first" * 9, "second" * 9))
+    assert [trained(part) for part in parts] == [[welcome, first], [second]]
+    content["messages"][-1]["train"] = content["messages"][2]["train"] = False
+    [part] = encode(CHATML, content, seq_length=150, too_long="split_turns")
+    assert trained(part) == [welcome]
+    alone = {"messages": [{"role": "assistant", "content": "a" * 200}]}
+    assert refusal(encode(CHATML, alone, seq_length=99, too_long="split_turns")) == (
+        "longer than a row: no turn of the user to split it at"
+    )
+
+
 def test_the_date_is_always_the_same() -> None:
     for name, date in (("llama3", "26 Jul 2024"), ("gpt-oss", "2024-07-26")):
         [encoded] = encode(FAMILIES[name].template, turns("Hi", "Hello"))
@@ -273,6 +318,24 @@ def test_content_in_parts_is_found() -> None:
     messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
     [encoded] = encode(template, {"messages": messages})
     assert trained(encoded) == ["Hello<|im_end|>"]
+
+
+@pytest.mark.parametrize("generation", [False, True])
+@pytest.mark.parametrize("parts", [[{"type": "text", "text": "Hello"}], ["Hello"]])
+def test_a_content_is_never_the_python_of_it(parts: list[Any], generation: bool) -> None:
+    marks = ("{% generation %}", "{% endgeneration %}") if generation else ("", "")
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
+        + marks[0] + "{{ message.content }}<|im_end|>" + marks[1]
+        + "{% else %}{{ message.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    )  # fmt: skip
+    answer = {"role": "assistant", "content": "Hi"}
+    in_parts = {"messages": [{"role": "user", "content": parts}, answer]}
+    assert "does not read a content that is a list" in refusal(encode(template, in_parts))
+    [encoded] = encode(template, {"messages": [{"role": "user", "content": None}, answer]})
+    assert isinstance(encoded, Encoded) and "None" not in decode(encoded.tokens.tolist())
+    [encoded] = encode(template, {"messages": [*turns("Hello", "Hi", "So")["messages"], {"role": "assistant"}]})
+    assert trained(encoded)[0] == "Hi<|im_end|>"
 
 
 def test_tokens_across_a_border_are_trained_where_a_part_of_them_is() -> None:

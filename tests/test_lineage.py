@@ -97,6 +97,9 @@ def test_a_model_has_the_files_that_its_lineage_lists_and_no_others(project: Pro
     (MODEL / "adapter/adapter_config.json").write_text("{}")
     (MODEL / "modeling.py").symlink_to("elsewhere.py")
     (MODEL / "README.md").write_text("edited")
+    for name in (".gitattributes", ".cache/huggingface/download/config.json.metadata"):  # as `hf download` leaves them
+        (MODEL / name).parent.mkdir(parents=True, exist_ok=True)
+        (MODEL / name).write_text("")
     found = [finding for finding in lineage.verify(MODEL) if finding.state == "different"]
     assert found == [
         ("different", f"{MODEL}/adapter/adapter_config.json", "lineage.json does not list it"),

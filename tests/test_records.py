@@ -243,6 +243,18 @@ def test_trap_32_a_rule_without_a_file_is_refused_before_any_file_is_read() -> N
         assert not Path("data/extract.json").exists()
 
 
+def test_a_rule_fits_the_name_of_a_file_as_it_is_and_messages_show_it() -> None:
+    name = "日本\u3000語\u200d"
+    put({f"{name}/a.jsonl": '{"text": "a"}', "b.jsonl": '{"\\ud800\\u0007x": 1}'})
+    rules = [{"files": f"{name}/*", "text": "$.text"}, {"files": "?.jsonl", "text": "$.text"}]
+    with pytest.raises(StageError, match=r"no string at \$\.text: the keys are \\ud800\\x07x"):
+        extract_raw(records=rules)
+    with pytest.raises(StageError, match=r"such as b\.jsonl, 日本\\u3000語\\u200d/a\.jsonl"):
+        extract_raw(records=[{"files": "c.jsonl", "text": "$.text"}])
+    extract_raw(records=rules, max_rejected_files=1)
+    assert read_rows() == ["a"]
+
+
 def test_the_first_rule_that_fits_decides_and_text_needs_none() -> None:
     put({"a/1.json": '{"x": "x", "y": "y"}', "b/2.json": '{"x": "x", "y": "y"}', "b/3.txt": "text", "4.json": '["s"]'})
     metrics = extract_raw(records=[{"files": "a/*", "text": "$.x"}, {"files": "*/*", "text": "$.y"}])
@@ -373,6 +385,7 @@ LINES = st.lists(
     st.one_of(
         VALUES.map(lambda value: json.dumps(value, ensure_ascii=False)),
         VALUES.map(json.dumps),
+        st.sampled_from(['{"a": null}', '{"a": {"text": "a", "text": "b"}}']),
         st.sampled_from(['{"text": "a", "text": "b"}', '{"t\\u0065xt": "a", "text": "b"}', "{", "", '{"text" : "a"}']),
     ),
     max_size=6,
@@ -407,6 +420,10 @@ def test_most_lines_are_read_at_once() -> None:
         None,
         None,
     ]
+    deeper = lines.find_reader(Rule(files="*", text="$.a.b"), LIMITS)
+    assert deeper
+    assert deeper.read(b'{"a":null}\n{"a":{"b":"x"}}\n') == [None, "x"]
+    assert deeper.read(b'{"a":null}\n{"a":{"b":"x","b":"y"}}\n') is None
     for path in ("$.a[0]", "$..text", "$['a','b']", "$"):
         assert lines.find_reader(Rule(files="*", text=path), LIMITS) is None
 
@@ -607,6 +624,8 @@ def test_csv_has_a_record_each_row_where_there_is_a_rule() -> None:
     places = ("line 6", "line 7", "lines 9 to 11")
     assert rejections(metrics) == [("a.csv", place, "invalid CSV") for place in places]
     assert extract_file("a.tsv", content.replace(",", "\t"), rule, max_rejected_files=1)[1:] == ["e", "j\nk"]
+    assert extract_file("b.csv", "\n\ntext,id\na,1\n", {"files": "b.csv", "text": "$.text"}) == ["a"]
+    shutil.rmtree("data/raw")
     assert extract_file("a.csv", content) == [content]
     assert extract_file("a.tsv", content) == [content]
 
@@ -624,6 +643,7 @@ CONVERSATIONS: list[tuple[dict[str, Any], Any, Any]] = [
     ({}, {"text": "a"}, "a"),
     ({"messages": "$.messages"}, {"messages": [*CHAT[:1], CALL], "tools": json.dumps([TOOL])},
      {"messages": [*CHAT[:1], CALL], "tools": [TOOL]}),
+    ({"messages": "$.messages"}, {"messages": CHAT, "tools": " "}, {"messages": CHAT}),
     ({"messages": "$.messages"}, {"messages": json.dumps(CHAT)}, {"messages": CHAT}),
     ({"messages": "$.m[*]"}, {"m": CHAT}, {"messages": CHAT}),
     ({"messages": "$.c", "role": "from", "content": "value"}, {"c": SHAREGPT}, {"messages": CHAT}),
@@ -634,7 +654,7 @@ CONVERSATIONS: list[tuple[dict[str, Any], Any, Any]] = [
     ({"format": "alpaca"}, {"instruction": "Hi", "input": "", "output": "Hello"}, {"messages": CHAT}),
     ({"messages": [{"role": "system", "content": "$.s"}, {"role": "user", "content": "$.q"},
                    {"role": "assistant", "content": "$.a", "reasoning_content": "$.r", "train": True}]},
-     {"q": "Q", "a": "A", "r": "R"},
+     {"s": "", "q": "Q", "a": "A", "r": "R"},
      {"messages": [{"role": "user", "content": "Q"},
                    {"role": "assistant", "content": "A", "reasoning_content": "R", "train": True}]}),
     ({"messages": [{"role": "system", "content": "Be brief."}, {"role": "$.who", "content": "$.q"}]},
@@ -685,6 +705,7 @@ LEFT_OUT: list[tuple[dict[str, Any], str, str]] = [
         "a string and a list of messages as prompt and completion",
     ),
     ({"messages": [{"role": "user", "content": "$.q"}]}, '{"a": "b"}', "no string at $.q"),
+    ({"format": "alpaca"}, '{"instruction": "a", "output": ""}', "no string at $.output"),
 ]
 
 

@@ -83,6 +83,16 @@ def test_each_source_has_rows_of_its_own() -> None:
             assert all(document.startswith(source.partition("/")[0][: len(document)]) for document in documents)
 
 
+def test_a_small_source_fills_its_splits_as_a_large_one_does() -> None:
+    lines = [json.dumps({"number": number}) + "\n" for number in range(10_000)]
+    put({"web/all.jsonl": "".join(lines) * 20, "chat/all.jsonl": "".join(lines)})
+    params = OrganizeParams(num_splits=4, raw_dir="data/raw", deduplicate_files=False, sources=["web", "chat"])
+    organize(params, OrganizeRuntime(num_workers=1), smallest_part=1 << 12)
+    sizes = [split["bytes"] for split in json.loads(Path("data/splits/summary.json").read_text())["splits"]]
+    for found in (sizes[:4], sizes[4:]):
+        assert min(found) > 0.5 * max(found)
+
+
 def test_names_of_sources_are_part_of_what_the_rows_are() -> None:
     put({f"{name}/{number}.txt": f"{number} " * 9 for name in "ab" for number in range(4)})
     found = []

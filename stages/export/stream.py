@@ -203,7 +203,7 @@ def write_safetensors(
     specs: Mapping[str, TensorSpec],
     directory: Path,
     num_workers: int,
-    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
     max_shard_bytes: float = math.inf,
     parts: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None,
 ) -> Digests:
@@ -216,19 +216,19 @@ def write_safetensors(
         specs: Shape and dtype of each tensor in the checkpoint, in the model's order.
         directory: An existing directory.
         num_workers: Threads that read, cast, hash and write tensors.
-        dtype: Floating-point tensors are cast to it, others keep their dtype.
+        dtypes: In which each of `specs` is written; floating-point tensors alone may have another one than there.
         max_shard_bytes: Tensors share a file up to this size; a larger tensor has a file of its own.
         parts: For each tensor the names and shapes of those that are written in its place, in the order of its
             elements; None: it alone.
 
     Raises:
-        StageError: a value is beyond the range of `dtype`, or a file is not what `.metadata` says.
+        StageError: a value is beyond the range of its dtype, or a file is not what `.metadata` says.
     """
     copies: dict[str, _Copy] = {}
     for source, spec in specs.items():
-        stored, first = dtype if spec.dtype.is_floating_point else spec.dtype, 0
+        first = 0
         for name, shape in (parts[source] if parts else {source: spec.shape}).items():
-            copies[name] = _Copy(source, first, TensorSpec(shape, stored))
+            copies[name] = _Copy(source, first, TensorSpec(shape, dtypes[source]))
             first += math.prod(shape)
     groups = _split(copies, max_shard_bytes)
     numbers = [f"-{number:05d}-of-{len(groups):05d}" for number in range(1, len(groups) + 1)]

@@ -40,7 +40,7 @@ class LineReader:
         except (msgspec.DecodeError, RecursionError):
             return None
         for key in self._keys:
-            nodes = [node.value if node else node for node in nodes]
+            nodes = [node.value if node else msgspec.UNSET for node in nodes]  # null has no key
             if lines.count(key) != len(nodes) - nodes.count(msgspec.UNSET):
                 return None
         texts = [node if type(node) is str else None for node in nodes]

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from stages.base.names import printable
 from stages.formats import json as json_format
 from stages.formats import lines, paths
 from stages.formats.limits import Limits
@@ -27,7 +28,7 @@ ROLES = {
 _OBJECTS = {dict, paths.Pairs}
 _TOO_SHORT = "fewer characters than min_chars"
 _KEY = "key "  # what the names of counts begin with that end in one of several keys of a text: the files that have it
-_NUM_KEYS = 20  # that are named where no record fits
+_NUM_KEYS, _MAX_KEY = 20, 100  # that are named where no record fits, and characters of each
 
 Row = tuple[int, str]
 """The column, and what the row has there."""
@@ -145,7 +146,7 @@ class Records:
         problem = ", ".join(reasons) or f"no record at {self.each}"
         if self.num_records and not self.keys:  # of `take_texts`, which has only the strings
             return problem
-        return f"{problem}: the keys are {', '.join(self.keys) or 'none'}"
+        return f"{problem}: the keys are {', '.join(printable(str(key))[:_MAX_KEY] for key in self.keys) or 'none'}"
 
     def flush(self) -> None:
         """Put the rows into the sink, each as a record of its own."""
@@ -303,7 +304,7 @@ def _turn_maker(turn: dict[str, Any]) -> Callable[[Any], dict[str, Any] | None]:
                 message[key] = values[0] if len(values) == 1 else values
             else:
                 del message[key]
-        missing = next((key for key in ("role", "content") if message[key] is None), None)
+        missing = next((key for key in ("role", "content") if not message[key]), None)  # or an empty cell
         if missing == "content" and message["role"] == "system":
             return None
         if missing:
@@ -332,6 +333,8 @@ def _rename(message: Mapping[str, Any], role: str, content: str) -> dict[str, An
 
 def _tools(values: list[Any], path: str) -> list[Any] | None:
     tools = _from_json(values[0]) if len(values) == 1 else values
+    if type(tools) is str and not tools.strip():  # an empty cell
+        return None
     if tools is None or type(tools) is list:
         return tools
     raise LeftOut(f"no list of tools at {path}")

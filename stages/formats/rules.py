@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict
 
 from stages.base.errors import StageError
+from stages.base.names import printable
 from stages.splits import suffixes
 
 TEXT, MESSAGES = 0, 1
@@ -182,7 +183,7 @@ def check_files(rules: Sequence[Rule], paths: Sequence[str]) -> None:
             problem = "decides about no file, as earlier rules fit all of its files: put it before them"
         else:
             near = sorted(paths, key=lambda path: -SequenceMatcher(None, rule.files, path).ratio())[:3]
-            there = f"such as {', '.join(near)}" if near else "and there is none"
+            there = f"such as {', '.join(map(printable, near))}" if near else "and there is none"
             deeper = f"**/{rule.files}"
             glob = repr(deeper) if any(_fits(deeper, path) for path in paths) else "another glob"
             problem = f"fits no file with records below raw_dir, {there}: write {glob}, or remove the rule"

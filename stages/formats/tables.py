@@ -314,7 +314,7 @@ def read_delimited(source: Source, records: "Records", delimiter: str) -> None:
         if row is None:
             break
         if names is None:
-            names = row
+            names = row or None  # not an empty line
         elif len(row) == len(names):
             records.add(paths.make_object([*zip(names, row, strict=True)]))
         elif row:  # not an empty line

@@ -93,7 +93,7 @@ def resolve(model_name: str, model_revision: str, want_weights: bool) -> ModelSo
 def model_files(source: ModelSource) -> list[str]:
     """The names of all files that the model needs, in order."""
     found = _small_files(source.directory)
-    if not source.weights:
+    if source.weights in ([], [WEIGHTS]):
         found.discard(WEIGHTS_INDEX)  # it names files that the manifest does not list
     return sorted(found | set(source.weights))
 
@@ -104,7 +104,12 @@ def license_files(source: ModelSource) -> list[str]:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """The safetensors files that make up the model in `directory`: those that its index names, or the only one."""
+    """The safetensors files that make up the model in `directory`: the only one, or those that its index names.
+
+    Where there are both, the index was left behind by a model of several files: transformers does not read it either.
+    """
+    if (directory / WEIGHTS).is_file():
+        return [WEIGHTS]
     index = directory / WEIGHTS_INDEX
     if index.is_file():
         try:
@@ -116,7 +121,7 @@ def weight_files(directory: Path) -> list[str]:
         if not names or not all(isinstance(name, str) and _SHARD.fullmatch(name) for name in names):
             raise StageError(f"{index} does not name the safetensors files beside it: fetch it again")
         return sorted(names)
-    return [WEIGHTS] if (directory / WEIGHTS).is_file() else []
+    return []
 
 
 def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tuple[str, ...]) -> Path:

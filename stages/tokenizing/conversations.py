@@ -38,6 +38,8 @@ SECONDS, BYTES = 5.0, 1 << 30
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message. transformers takes the first of them, and gives it to the template under the other names too."""
+_MARKED = ("content", "reasoning_content", "tool_calls")
+"""Keys of a message whose strings are told from what the template writes."""
 # The white space between belongs to no group of its own: where the closing tag is missing, each of them would be tried.
 _THOUGHTS = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
 _OPENING = re.compile(r"<\w+>\s*\Z")
@@ -123,6 +125,8 @@ class ConversationEncoder:
         self._special, self._renamed = _any_of(self._names), _any_of(self._names.values())
         vocab = self._tokenizer.get_vocab()
         self._ids = {name: vocab[name] for name in self._names.values()}
+        # The unknown token may replace characters of a content.
+        self._counted = {*self._ids.values()} - {spec.unk_token_id} | {spec.eos_token_id}
         eos = [name for name, token_id in self._ids.items() if token_id == spec.eos_token_id]
         if not eos:
             raise StageError(
@@ -177,24 +181,27 @@ class ConversationEncoder:
     def _split(self, conversation: _Conversation, wanted: set[int]) -> Iterator[Encoded | Refused]:
         """Cut a conversation before turns of the user into parts that fit into a row; the last ones are the longest.
 
-        Each part begins with what precedes the first of these turns: the system message. What nothing that is trained
-        follows is left out.
+        Each part begins with what precedes the first of these turns, such as the system message; in the first part it
+        is trained, too. What nothing that is trained follows is left out.
         """
         messages = conversation.messages
         users = [index for index, message in enumerate(messages) if message["role"] == "user"]
         starts = [index for index in users if index - 1 not in users]
-        head, bounds = messages[: starts[0]] if starts else [], [*starts, len(messages)]
+        if not starts:
+            raise _TooLong("no turn of the user to split it at")
+        head, bounds = messages[: starts[0]], [*starts, len(messages)]
         parts: list[Encoded | Refused] = []
         last = len(starts)
-        while any(index < bounds[last] for index in wanted):
+        while last and (left := [index for index in wanted if index < bounds[last]]):
+            last = max(1, bisect_right(bounds, max(left)))
             found: Encoded | Refused = Refused("longer than a row: a single turn")
             begin = last - 1
             for first in reversed(range(last)):
-                own = {index - bounds[first] + len(head) for index in wanted if bounds[first] <= index < bounds[last]}
+                since = bounds[first] if first else 0
+                own = {index - bounds[first] + len(head) for index in left if since <= index < bounds[last]}
                 part = conversation._replace(messages=[*head, *messages[bounds[first] : bounds[last]]])
                 try:
-                    if own:
-                        found, begin = self._encode(part, own), first
+                    found, begin = self._encode(part, own), first
                 except _TooLong:
                     break
             parts.append(found)
@@ -208,7 +215,11 @@ class ConversationEncoder:
 
     def _encode(self, conversation: _Conversation, wanted: set[int]) -> Encoded:
         """Raises Refused, or _TooLong."""
+        if self._special.search(_others(conversation)):
+            raise Refused("a role, a name or a tool spells a special token")
         full, generated = self._render(conversation)
+        if any(str(content) in full for content in _in_parts(conversation.messages)):
+            raise Refused("the chat template does not read a content that is a list")
         marked, leaves = self._marked(conversation.messages)
         skeleton, _ = self._render(conversation._replace(messages=marked))
         pieces = self._pieces(full, skeleton, leaves)
@@ -278,7 +289,7 @@ class ConversationEncoder:
             if isinstance(content, list):
                 return [
                     {**part, "text": mark(number, part["text"], "content")}
-                    if isinstance(part.get("text"), str)
+                    if isinstance(part, dict) and isinstance(part.get("text"), str)
                     else part
                     for part in content
                 ]
@@ -304,7 +315,8 @@ class ConversationEncoder:
             new = dict(message)
             if isinstance(reasoning := message.get("reasoning_content"), str):
                 new["reasoning_content"] = mark(number, reasoning, "reasoning")
-            new["content"] = mark_content(number, message.get("content"), message["role"])
+            if "content" in message:
+                new["content"] = mark_content(number, message["content"], message["role"])
             if calls := message.get("tool_calls"):
                 new["tool_calls"] = mark_call(number, calls)
             marked.append(new)
@@ -391,7 +403,8 @@ class ConversationEncoder:
         ids = np.array(encoding.ids, np.uint32)
         if len(ids) > self._chat.seq_length:
             raise _TooLong(f"{len(ids):,} tokens, and seq_length is {self._chat.seq_length:,}")
-        if np.isin(ids, [*self._ids.values()]).sum() != len(self._renamed.findall(text)):
+        written = sum(self._ids[name] in self._counted for name in self._renamed.findall(text))
+        if np.isin(ids, [*self._counted]).sum() != written:
             raise Refused("a content gives a special token")
         covered = np.zeros(len(text) + 1, np.int64)
         for start, end in spans:
@@ -439,10 +452,44 @@ def _conversation(parsed: dict[str, Any]) -> _Conversation:
 
 
 def _normalized(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning, if there is any, under one name."""
+    """The message as templates expect it.
+
+    Its reasoning, if there is any, has one name. A content that is null is not there: some would write `None`. The
+    arguments of tool calls are objects, and no strings of JSON as in OpenAI's format, which they would quote.
+    """
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
-    rest = {key: value for key, value in message.items() if key not in _REASONING}
-    return rest if reasoning is None else rest | {"reasoning_content": reasoning}
+    found = {key: value for key, value in message.items() if key not in _REASONING}
+    if reasoning is not None:
+        found["reasoning_content"] = reasoning
+    if found.get("content", "") is None:
+        del found["content"]
+    if isinstance(calls := message.get("tool_calls"), list):
+        found["tool_calls"] = [_with_arguments(call) for call in calls]
+    return found
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"])
+    except (msgspec.DecodeError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _in_parts(messages: Iterable[dict[str, Any]]) -> Iterator[list[Any]]:
+    """The contents that are lists."""
+    for message in messages:
+        if (content := message.get("content")) and isinstance(content, list):
+            yield content
+
+
+def _others(conversation: _Conversation) -> str:
+    """What a template may write that is neither a content nor a call: roles, names, tools."""
+    others = [{k: v for k, v in each.items() if k not in _MARKED} for each in conversation.messages]
+    return json.dumps([others, conversation.tools], ensure_ascii=False)
 
 
 def _check_leaves(pieces: list[_Piece], leaves: list[_Leaf], wanted: set[int]) -> None:
