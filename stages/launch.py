@@ -31,7 +31,7 @@ from stages.checkpointing.state import CostColumns, TrainMetrics, TrainState
 from stages.launching import sbatch
 from stages.launching.console import print_line
 from stages.launching.remedies import remedies
-from stages.launching.runtime import Launch, TrainRuntime, read_launch
+from stages.launching.runtime import Launch, TrainRuntime, how_to_resume, read_launch
 from stages.ranks import torchrun
 from stages.ranks.signals import INTERRUPTED, on_stop_signals
 from stages.training.environment import set_environment
@@ -45,11 +45,11 @@ def main() -> None:
     run, runtime, _ = read_launch()  # in a job that a launcher has submitted: what it read
     last = run.directory / step_name(run.total_steps)
     if arguments.explain:
-        decision = decide(run, runtime.resume, find(run))
+        decision = decide(run, how_to_resume(runtime), find(run))
         print_line(f"{decision.action}: {decision.reason}")
         return
     is_submitted = sbatch.submits(runtime)
-    if is_submitted and decide(run, runtime.resume, find(run)).action != "finished":
+    if is_submitted and decide(run, how_to_resume(runtime), find(run)).action != "finished":
         _exit_unless_finished(sbatch.run_job(run, runtime))
     # Also around the outs: another launcher, with resume=never, could delete the checkpoint that they are written from.
     with writer_lock(run.directory, print_line) as set_status:
@@ -139,7 +139,7 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
     Returns:
         An exit status: 0, if the run has finished.
     """
-    decision = begin(run, runtime.resume)
+    decision = begin(run, how_to_resume(runtime))
     print_line(decision.reason)
     if decision.action == "finished":
         return 0
@@ -157,7 +157,7 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
     for restart in range(runtime.max_restarts + 1):
         if restart:
             print(f"restart {restart} of {runtime.max_restarts}", file=sys.stderr, flush=True)
-            decision = begin(run, "auto")  # from what this launch has saved
+            decision = begin(run, how_to_resume(runtime, is_restart=True))
         Launch(run.params, runtime, run.identity, decision).hand_over()
         with torchrun.shared_directory(ranks, run.directory) as directory:
             status = torchrun.run(

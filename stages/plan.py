@@ -31,7 +31,7 @@ from stages.checkpointing.decision import decide, find
 from stages.checkpointing.layout import checkpoint_root, size_of
 from stages.checkpointing.run import describe
 from stages.forward.rows import TokenRows
-from stages.launching.runtime import TrainRuntime
+from stages.launching.runtime import TrainRuntime, how_to_resume
 from stages.model.dtypes import BY_NAME
 from stages.model.files import TOKENIZER
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
@@ -175,6 +175,11 @@ def measure_memory(
     except StageError as error:  # these ranks are assumed, others may train
         print(f"warning: {num_ranks} ranks (plan.num_ranks) cannot train, and their memory is not known: {error}")
         return None, {}
+    if size != params.fsdp.mesh_shape(num_ranks, 1)[1]:
+        print(
+            f"warning: HYBRID_SHARD shards the model over the ranks of a node, and this is the memory of {num_ranks} "
+            "ranks (plan.num_ranks) on one: set fsdp.size to the GPUs of a node"
+        )
     settings = (
         f"batch_size {params.batch_size} x {seq_length:,} tokens, {params.precision}, activation_checkpointing "
         f"{params.activation_checkpointing}"
@@ -268,7 +273,7 @@ def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
     root = checkpoint_root(params.experiment_name)
     disk = _existing(root)
     is_shared = disk.stat().st_dev == _existing(outputs.OUTPUTS).stat().st_dev
-    num_checkpoints = _most_checkpoints(runtime, plan)
+    num_checkpoints = _most_checkpoints(params, runtime, plan)
     needed = num_checkpoints * plan.checkpoint_bytes + (plan.model_bytes if is_shared else 0)
     earlier = describe(params).directory  # of a launch that this one resumes
     free = shutil.disk_usage(disk).free + size_of(earlier)
@@ -280,16 +285,17 @@ def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
         )
 
 
-def _most_checkpoints(runtime: TrainRuntime, plan: Plan) -> int:
+def _most_checkpoints(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> int:
     """How many are on the disk together: the newest, the best, and the one that is being written; or all of them."""
     is_best_kept = plan.validation_rows > 0
-    # Nobody knows how many there will be by time.
-    steps = runtime.ckpt_freq or (plan.steps if runtime.ckpt_minutes is None else 1)
+    # Nobody knows how many there will be by time, or because they are the best.
+    is_known = runtime.ckpt_minutes is None and params.export_from != "best"
+    steps = (runtime.ckpt_freq or plan.steps) if is_known else 1
     return min(runtime.keep_checkpoints + is_best_kept + 1, math.ceil(plan.steps / steps))
 
 
 def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model: ModelManifest) -> None:
-    disk = _most_checkpoints(runtime, plan) * plan.checkpoint_bytes + plan.model_bytes
+    disk = _most_checkpoints(params, runtime, plan) * plan.checkpoint_bytes + plan.model_bytes
     print(
         f"plan: {plan.steps:,} steps, {plan.tokens:,} tokens ({plan.epochs:.2f} epochs) of a model of "
         f"{plan.parameters:,} parameters: {format_gib(plan.training_state_bytes)} of weights, gradients and optimizer "
@@ -342,7 +348,7 @@ def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> 
     check_num_ranks(params, num_ranks)
     plan = estimate(params, ModelManifest.read(), PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
     run = describe(params)
-    decide(run, runtime.resume, find(run))  # the launch would refuse what this refuses
+    decide(run, how_to_resume(runtime), find(run))  # the launch would refuse what this refuses
     check_disk(params, runtime, plan)
     return plan
 

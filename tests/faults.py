@@ -137,7 +137,8 @@ def _inject_file(what: str, where: str, value: str) -> None:
         if event not in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"):
             return
         path = os.fspath(args[0]) if isinstance(args[0], (str, os.PathLike)) else ""
-        if event != "os.remove" and not re.search(r"/step-\d{8}(\.tmp(/|$)|$)", path):  # removals have bare names
+        is_written = event == "os.remove" or re.search(r"/step-\d{8}(\.tmp(/|$)|$)", path)  # removals have bare names
+        if not is_written and not what.startswith("E"):
             return
         writes = event == "open" and args[2] & os.O_WRONLY
         number += number > 0 or event == "os.mkdir" or bool(writes)

@@ -332,6 +332,15 @@ def test_own_files_and_commits_of_the_target_stay(make: Make, project: Path, tmp
         assert (target / name).read_text() == content
 
 
+def test_what_dvc_add_tracks_is_no_result(make: Make, project: Path, tmp_path: Path) -> None:
+    write({"models/own/weights": "own"})
+    subprocess.run([sys.executable, "-m", "dvc", "add", "--quiet", "models/own"], cwd=project, check=True)
+    commit()
+    target = tmp_path / "target"
+    unbundle.unbundle(make(), target)
+    assert (target / "data/splits/a.txt").is_file() and (target / "models/own.dvc").is_file()
+
+
 @pytest.mark.parametrize("where", ["git", "files", "setup"])
 def test_an_installation_that_was_interrupted_continues(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str

@@ -9,13 +9,15 @@ import pytest
 from stages.base.errors import StageError
 from stages.base.identity import RunIdentity, TokenFingerprints
 from stages.base.params_file import load_params
+from stages.base.record import write_sealed
 from stages.checkpointing import decision, run
 from stages.checkpointing.decision import Found, decide
-from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name
+from stages.checkpointing.layout import MANIFEST, CheckpointManifest, list_checkpoints, step_name
 from stages.checkpointing.lock import read_lock
 from stages.checkpointing.run import Run
+from stages.launching.runtime import TrainRuntime, how_to_resume
 from stages.training.params import TrainParams
-from tests.project import Project
+from tests.project import REPO, Project
 from tests.trainings import checkpoint_manifest
 
 FINISHED = (10, 12)
@@ -102,6 +104,7 @@ def test_what_a_launch_does(case: Case, params: TrainParams) -> None:
     own = make_run(params, **ours)
     found = Found(
         own=dict(reversed(checkpoints(own, *case.own).items())),
+        own_unsupported=[],
         is_finished=own.total_steps in case.own,
         others=checkpoints(other, *case.others),
         unsupported=[],
@@ -117,14 +120,32 @@ def test_what_a_launch_does(case: Case, params: TrainParams) -> None:
 
 def test_a_foreign_checkpoint_in_the_directory_of_a_run_is_refused(params: TrainParams) -> None:
     own, other = make_run(params), make_run(params, seed=7)
-    found = Found(checkpoints(other, 4), False, {}, [], False, False)
+    found = Found(checkpoints(other, 4), [], False, {}, [], False, False)
     with pytest.raises(StageError, match=r"belongs to another run; move it away\. It differs in\nparams.seed: 7 there"):
         decide(own, "auto", found)
 
 
 def test_checkpoints_of_another_version_are_named(params: TrainParams) -> None:
-    found = Found({}, False, {}, ["x has the format 1"], False, False)
+    found = Found({}, [], False, {}, ["x has the format 1"], False, False)
     assert decide(make_run(params), "auto", found).reason.endswith("; x has the format 1")
+
+
+def test_after_a_restart_never_means_what_this_launch_has_saved(
+    params: TrainParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = make_run(params, batch_size=4), make_run(params)
+    found = Found({}, [], False, checkpoints(other, 10), [], False, False)
+    runtime = replace(load_params(TrainRuntime, "runtime", REPO / "params.yaml"), resume="never")
+    for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert how_to_resume(runtime) == "never"
+    assert how_to_resume(runtime, is_restart=True) == "own"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert how_to_resume(runtime) == "own"
+    assert how_to_resume(replace(runtime, resume="auto")) == "auto"
+    assert decide(own, "auto", found).action == "adopt"
+    assert decide(own, "own", found).action == "start"
+    assert decide(own, "own", replace(found, own=checkpoints(own, 2))).action == "resume"
 
 
 def test_the_checkpoint_that_differs_in_the_least_is_explained(
@@ -132,7 +153,7 @@ def test_the_checkpoint_that_differs_in_the_least_is_explained(
 ) -> None:
     near, far = make_run(params, lr=0.5), make_run(params, lr=0.5, seed=7, train="t2")
     others = {**checkpoints(far, 10), **checkpoints(near, 4)}
-    found = Found({}, False, others, [], is_copy=False, has_router_loss=False)
+    found = Found({}, [], False, others, [], is_copy=False, has_router_loss=False)
     assert near.run_id in decide(make_run(params), "auto", found).reason
 
 
@@ -148,7 +169,7 @@ def test_what_cannot_be_extended_is_an_error_that_lists_what_can(params: TrainPa
     ):
         extending = make_run(params, num_epochs=2, lr=0.5, extend_from=named.run_id)
         with pytest.raises(StageError) as error:
-            decide(extending, "auto", Found({}, False, others, [], False, False))
+            decide(extending, "auto", Found({}, [], False, others, [], False, False))
         message = f"extend_from: run {named.run_id} cannot be extended:\n{reason}\n"
         assert str(error.value) == f"{message}runs that can be extended: {good.run_id}"
 
@@ -168,6 +189,22 @@ def test_a_run_starts_over_only_if_it_can_and_nobody_reads_it(
         assert len(list_checkpoints(own.directory)) == 1
     decision.begin(own, "never")
     assert list_checkpoints(own.directory) == []
+
+
+def test_own_checkpoints_of_another_version_are_neither_skipped_nor_quarantined(
+    training: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(training.path)
+    own = run.describe(load_params(TrainParams))
+    for path in checkpoints(own, 2, 4):
+        path.mkdir(parents=True)
+        write_sealed(path / MANIFEST, {"format": 1}, "sha256")
+    for resume in ("auto", "own"):
+        with pytest.raises(StageError, match=r"step-0000000.* has the format 1.*continue the run with the version"):
+            decision.begin(own, resume)
+    assert len(list_checkpoints(own.directory)) == 2
+    assert "so its 2 checkpoints are deleted" in decision.begin(own, "never").reason
+    assert not list_checkpoints(own.directory)
 
 
 def make_run(params: TrainParams, **changes: Any) -> Run:

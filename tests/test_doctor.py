@@ -291,6 +291,16 @@ def test_the_memory_of_gpus(
     assert ("a GPU has" if level == "error" else "of a GPU") in found
 
 
+def test_a_plan_of_one_node_says_nothing_of_shards_within_several(ready: Project) -> None:
+    found, memory = value(settings.load()), PeakMemory(1, False, *[0] * 7)
+    planned = dataclasses.replace(write_plan(), peak=memory)
+    hybrid = dataclasses.replace(found.train.fsdp, preset="multi_node_fsdp")
+    for fsdp, expected in ((hybrid, True), (found.train.fsdp, False)):
+        train = dataclasses.replace(found.train, fsdp=fsdp)
+        text = warnings(partial(accelerators.check_memory, planned, train, found.runtime, 2, 2))
+        assert ("set fsdp.size to 1" in text) == expected
+
+
 @pytest.mark.parametrize(("limit", "level"), [(10 * 2**20, "ok"), (2**22 + 2, "warning"), (2**22 - 1, "error")])
 def test_the_memory_of_cpus(ready: Project, monkeypatch: pytest.MonkeyPatch, limit: int, level: str) -> None:
     monkeypatch.setattr(accelerators, "memory_limit", lambda: limit)

@@ -519,6 +519,18 @@ def test_an_index_names_files_beside_it(weight_map: object) -> None:
         hub.resolve("model", "main", want_weights=True)
 
 
+def test_an_index_that_was_left_behind_is_not_read() -> None:
+    """As in transformers, which looks for a single file first."""
+    write_model(Path("model"))
+    index = Path("model", WEIGHTS_INDEX).read_bytes()
+    for path in Path("model").glob("model*"):
+        path.unlink()
+    write_model(Path("model"), max_shard_size="1GB")
+    Path("model", WEIGHTS_INDEX).write_bytes(index)
+    found = describe()
+    assert found.weights == [WEIGHTS] and WEIGHTS_INDEX not in found.files
+
+
 def plant(path: Path, kind: str) -> None:
     """Put something under a name that is no file."""
     path.unlink(missing_ok=True)

@@ -284,6 +284,10 @@ def test_what_a_first_training_gets_wrong_is_a_warning(
     assert "3 ranks (plan.num_ranks) cannot train, and their memory is not known: total_batch_size 8 is not" in output(
         plan={"num_ranks": 3}
     )
+    hybrid = {"preset": "multi_node_fsdp"}
+    assert "set fsdp.size to the GPUs of a node" in output(plan={"num_ranks": 2}, fsdp=hybrid)
+    assert "set fsdp.size" not in output(fsdp={**hybrid, "size": 2})
+    training.set(fsdp={"preset": "single_node_fsdp", "size": None})
     with pytest.raises(StageError, match="not a multiple of batch_size 3 x 2 ranks: use total_batch_size 6 or 12"):
         output(plan={"num_ranks": 2}, batch_size=3)
     training.set(batch_size=2)
@@ -315,7 +319,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(
     training: Project, params: TrainParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(training.path)
-    runtime = plan.load_params(TrainRuntime, "runtime")  # ckpt_freq 2, keep_checkpoints 2
+    runtime = dataclasses.replace(plan.load_params(TrainRuntime, "runtime"), ckpt_minutes=None)  # freq 2, keep 2
     small = dataclasses.replace(plan.load_params(TrainParams), max_steps=4)
     model, rows = ModelManifest.read(), PackedTokens.read(plan.TRAIN)
     needs = plan.estimate(small, model, rows, rows)
@@ -336,6 +340,11 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(
         often = dataclasses.replace(runtime, ckpt_freq=frequency, ckpt_minutes=minutes)
         with pytest.raises(StageError, match="4 checkpoints and the model need"):
             plan.check_disk(long, often, needs_of_long)
+    by_time = dataclasses.replace(runtime, ckpt_freq=4, ckpt_minutes=15)
+    best = dataclasses.replace(small, export_from="best")
+    for chosen, saved in ((small, by_time), (best, dataclasses.replace(runtime, ckpt_freq=4))):
+        with pytest.raises(StageError, match="4 checkpoints and the model need"):
+            plan.check_disk(chosen, saved, needs)
     free(3)
     plan.check_disk(long, runtime, dataclasses.replace(needs_of_long, validation_rows=0))
     free(1.9)

@@ -116,6 +116,14 @@ def test_each_section_shows_what_the_files_say(complete: Path) -> None:
     assert "fsdp.size" not in shown["Parameters"], "null: the preset's value"
 
 
+def test_the_weights_of_another_step_than_the_last_one_are_named() -> None:
+    assert "weights of step" not in write()
+    metrics = publish.read_json(outputs.TRAIN_METRICS)
+    publish.write_json(outputs.TRAIN_METRICS, {**metrics, "steps": 1234})
+    [step] = re.findall(r"weights of step (\d+) of 1,234 steps, from", write())
+    assert int(step) < 1234
+
+
 def test_what_is_not_known_or_the_same_is_not_shown() -> None:
     shown = PageReader(write()).sections
     assert shown["Loss"].count("2.5000") == 1, "the training measured all rows, and the weights were not rounded"

@@ -85,6 +85,8 @@ def explained(make: Callable[[str], StageError]) -> Iterator[None]:
         yield
     except (StageError, MemoryError):
         raise
+    except SystemError:  # of C code that has lost the MemoryError
+        raise MemoryError from None
     except BaseException as error:
         is_panic = type(error).__module__ == "pyo3_runtime"  # of Rust, which makes no Exception of it
         if not (isinstance(error, Exception) or is_panic) or (isinstance(error, OSError) and error.errno is not None):

@@ -39,6 +39,9 @@ _NEUTRAL = {
 """Parameters that may differ between two runs which compute the same weights, up to rounding, at every step that both
 of them do. Those of the schedule may differ too: the learning rates themselves are compared, step by step."""
 
+Resume = Literal["auto", "never", "own"]
+"""`runtime.resume`; `own`: it is `never`, and this launch has started before: what it has saved since is its own."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -46,12 +49,14 @@ class Found:
 
     own: dict[Path, CheckpointManifest | None]
     """The checkpoints of the run itself, newest first; None: the manifest is damaged."""
+    own_unsupported: list[str]
+    """What is said of those of the run itself that other versions of the pipeline wrote."""
     is_finished: bool
     """Whether the last of them is there, and its files have the sizes that its manifest lists."""
     others: dict[Path, CheckpointManifest]
     """Those of other runs of the experiment that can be read, newest first in each run."""
     unsupported: list[str]
-    """What is said of those that other versions of the pipeline wrote."""
+    """The same of other runs."""
     is_copy: bool
     """Whether this is the copy that DVC makes of a project for `dvc exp run --temp` and queued experiments."""
     has_router_loss: bool
@@ -71,9 +76,10 @@ class Decision:
 
 def find(run: Run) -> Found:
     """Look for the checkpoints of the experiment of `run`. Reads no tensors: a finished run may have terabytes."""
+    own_unsupported: list[str] = []
     unsupported: list[str] = []
 
-    def read(paths: list[Path]) -> dict[Path, CheckpointManifest | None]:
+    def read(paths: list[Path], unsupported: list[str]) -> dict[Path, CheckpointManifest | None]:
         found: dict[Path, CheckpointManifest | None] = {}
         for path in paths:
             try:
@@ -85,9 +91,12 @@ def find(run: Run) -> Found:
         return found
 
     directories = sorted(checkpoint_root(run.params.experiment_name).glob("*/"))
-    others = [read(list_checkpoints(directory)) for directory in directories if directory.name != run.run_id]
+    others = [
+        read(list_checkpoints(directory), unsupported) for directory in directories if directory.name != run.run_id
+    ]
     return Found(
-        own=read(list_checkpoints(run.directory)),
+        own=read(list_checkpoints(run.directory), own_unsupported),
+        own_unsupported=own_unsupported,
         is_finished=_is_complete(run.directory / step_name(run.total_steps)),
         others={path: manifest for found in others for path, manifest in found.items() if manifest is not None},
         unsupported=unsupported,
@@ -109,7 +118,7 @@ def _is_complete(checkpoint: Path) -> bool:
     return True
 
 
-def decide(run: Run, resume: Literal["auto", "never"], found: Found) -> Decision:
+def decide(run: Run, resume: Resume, found: Found) -> Decision:
     """What a launch of `run` does. A function of its arguments alone.
 
     | checkpoints | then |
@@ -124,14 +133,16 @@ def decide(run: Run, resume: Literal["auto", "never"], found: Found) -> Decision
 
     Args:
         run: What is to be trained.
-        resume: `runtime.resume`. With `never`, the checkpoints of the run itself are deleted, and it starts or extends.
+        resume: With `never`, the checkpoints of the run itself are deleted, and it starts or extends.
         found: What `find` has found.
 
     Raises:
-        StageError: a checkpoint in the run's own directory belongs to another run, or the run that `extend_from` names
-            cannot be extended.
+        StageError: a checkpoint in the run's own directory belongs to another run, or another version of the pipeline
+            wrote it, or the run that `extend_from` names cannot be extended.
     """
-    if resume == "auto" and found.own:  # they exclude all others, even those with more steps
+    if resume != "never" and found.own_unsupported:
+        raise StageError(*found.own_unsupported)
+    if resume != "never" and found.own:  # they exclude all others, even those with more steps
         for path, manifest in found.own.items():
             if manifest is not None and manifest.identity != run.identity:
                 lines = differences(manifest.identity, run.identity)
@@ -151,8 +162,8 @@ def decide(run: Run, resume: Literal["auto", "never"], found: Found) -> Decision
     if run.params.extend_from is not None:
         path = _last_to_extend(run, found)
         return Decision("extend", [path], f"extending {path} with another schedule")
-    if resume == "never" and found.own:
-        why = f"runtime.resume is never, so its {len(found.own)} checkpoints are deleted"
+    if resume == "never" and (number := len(found.own) + len(found.own_unsupported)):
+        why = f"runtime.resume is never, so its {number} checkpoints are deleted"
     elif not found.others:
         why = "there is no checkpoint to continue from"
     else:
@@ -165,7 +176,7 @@ def decide(run: Run, resume: Literal["auto", "never"], found: Found) -> Decision
     return Decision("start", [], "; ".join([f"run {run.run_id} starts at step 0: {why}", *found.unsupported]))
 
 
-def begin(run: Run, resume: Literal["auto", "never"]) -> Decision:
+def begin(run: Run, resume: Resume) -> Decision:
     """Decide, and with `never` delete the checkpoints of the run. Called by whoever holds its lock.
 
     Raises:
@@ -173,7 +184,7 @@ def begin(run: Run, resume: Literal["auto", "never"]) -> Decision:
     """
     found = find(run)
     decision = decide(run, resume, found)
-    if resume == "never" and found.own:
+    if resume == "never" and (found.own or found.own_unsupported):
         # `retention.prune` would count the old steps as the newest, and a rename could not replace them.
         with try_delete_lock(run.directory) as nobody_reads:
             if not nobody_reads:
@@ -182,9 +193,7 @@ def begin(run: Run, resume: Literal["auto", "never"]) -> Decision:
     return decision
 
 
-def _why_not_adopt(
-    run: Run, resume: Literal["auto", "never"], path: Path, manifest: CheckpointManifest, found: Found
-) -> str | None:
+def _why_not_adopt(run: Run, resume: Resume, path: Path, manifest: CheckpointManifest, found: Found) -> str | None:
     """Why `run` may not continue from a checkpoint of another run; None: it may.
 
     It may where it would have reached these very weights itself, up to rounding:
@@ -201,7 +210,7 @@ def _why_not_adopt(
     What is wrongly accepted here is a model that no run from scratch would give. So anything not listed counts as
     different: a new parameter prevents an adoption until someone has thought about it.
     """
-    if resume == "never":
+    if resume != "auto":
         return "runtime.resume is never"
     if run.params.export_from == "best":
         # Which validations are its own, of which it exports the best, must not depend on how far another run was.

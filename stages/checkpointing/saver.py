@@ -85,6 +85,8 @@ class _Small(NamedTuple):
     """Of this rank."""
     tables: dict[str, str]
     manifest: CheckpointManifest
+    previous: Path | None
+    """The newest checkpoint of the run."""
 
 
 class Saver:
@@ -136,6 +138,8 @@ class Saver:
                 self.wait()
             elif self._pending is not None:
                 wait([self._pending])  # the training failed; the checkpoint from before is still worth having
+                if (problem := self._pending.exception()) and dist.get_rank() == 0:
+                    self._report(str(problem))
         finally:
             sys.setswitchinterval(self._switch_interval)
 
@@ -170,10 +174,6 @@ class Saver:
             StageError: this save, or the one before it, failed; on all ranks alike.
         """
         self.wait()
-        if previous is not None:
-            with suppress(StageError):  # somebody has moved it away
-                before = CheckpointManifest.read(previous)
-                manifest = dataclasses.replace(manifest, previous=Previous(before.step, before.result_sha256))
         # Contiguous: `consolidate` takes the bytes in the files for the elements in their order.
         model_state = {name: tensor.contiguous() for name, tensor in _model_state(model).items()}
         shapes = {
@@ -183,7 +183,7 @@ class Saver:
         manifest = dataclasses.replace(manifest, tensors=shapes)
         tensors = {MODEL: model_state, OPTIMIZER: _optimizer_state(model, optimizer)}
         # Now, not in the thread: by then the training has drawn more random numbers and changed the scheduler.
-        small = _Small(copy.deepcopy(scheduler.state_dict()), state, rng_state(), tables, manifest)
+        small = _Small(copy.deepcopy(scheduler.state_dict()), state, rng_state(), tables, manifest, previous)
         if self._thread is None:
             self._publish(directory, tensors, small)
         else:
@@ -258,7 +258,8 @@ class Saver:
             files = {name: entry for part in shards for name, entry in part.items()}
             rest = (path for path in temporary.rglob("*") if str(path.relative_to(temporary)) not in files)
             files |= _entries(temporary, rest)
-            manifest = dataclasses.replace(small.manifest, files=dict(sorted(files.items())))
+            files = dict(sorted(files.items()))
+            manifest = dataclasses.replace(small.manifest, files=files, previous=_previous(small.previous))
             # The order is what makes it safe against a power cut: all files are on the disk before the manifest names
             # them, and the manifest is before the rename makes the checkpoint exist. The rename itself is on the disk
             # before an older checkpoint is deleted.
@@ -343,6 +344,15 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     Without the parameter groups: the learning rate is in the scheduler's state, the rest in the run's parameters.
     """
     return {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
+
+
+def _previous(checkpoint: Path | None) -> Previous | None:
+    """What a manifest says of the checkpoint before; None: there is none, or somebody has moved it away."""
+    with suppress(StageError):
+        if checkpoint is not None:
+            manifest = CheckpointManifest.read(checkpoint)
+            return Previous(manifest.step, manifest.result_sha256)
+    return None
 
 
 def _entries(checkpoint: Path, paths: Iterable[Path]) -> dict[str, FileEntry]:

@@ -69,6 +69,13 @@ def check_memory(plan: Plan, params: TrainParams, runtime: TrainRuntime, num_ran
             f"set plan.num_ranks to {num_ranks}",
         )
         return
+    local = num_ranks // num_nodes
+    if params.fsdp.mesh_shape(num_ranks, local) != params.fsdp.mesh_shape(num_ranks, num_ranks):
+        yield warning(
+            f"{outputs.PLAN} has the memory of ranks on one node, and HYBRID_SHARD shards the model over those of each",
+            f"set fsdp.size to {local}",
+        )
+        return
     on_cpu = peak.staging * runtime.async_checkpoint
     if params.fsdp.resolved().cpu_offload:
         on_cpu += peak.weights + peak.gradients + peak.optimizer
@@ -82,7 +89,7 @@ def check_memory(plan: Plan, params: TrainParams, runtime: TrainRuntime, num_ran
             yield ok(what)
     else:
         on_cpu += peak.total
-    needed, total = num_ranks // num_nodes * on_cpu, memory_limit()
+    needed, total = local * on_cpu, memory_limit()
     what = f"the ranks of this machine need {format_gib(needed)} of its {format_gib(total)} of memory"
     if needed > USABLE * total:
         yield (error if needed > total else warning)(

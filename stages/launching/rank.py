@@ -30,7 +30,7 @@ from stages.launching.metrics import SPEED_COLUMNS, MetricsLogger
 from stages.launching.place import find_place
 from stages.launching.profiler import Profiler
 from stages.launching.remedies import remedies
-from stages.launching.runtime import TrainRuntime, read_launch
+from stages.launching.runtime import TrainRuntime, how_to_resume, read_launch
 from stages.launching.start_line import start_line
 from stages.launching.timers import Timers, memory_gib
 from stages.launching.verification import check_together, verify_weights
@@ -327,7 +327,7 @@ def run(stop_signal: StopSignal) -> bool:
             # NCCL then writes what each rank was doing before the watchdog ends all, after 0.9 of the time.
             mesh = device_mesh(mesh_shape, runtime.timeout_minutes, nccl_share=0.8 if runtime.debug else 1)
             heartbeat.note("choosing the checkpoint to start from")
-            chosen = decided or run_on_rank0(lambda: decision.begin(run, runtime.resume))
+            chosen = decided or run_on_rank0(lambda: decision.begin(run, how_to_resume(runtime)))
             if decided is None and is_rank0():
                 print_line(chosen.reason)
             one = Rank(run, runtime, chosen, mesh, stop_signal, heartbeat, confirm_lock)

@@ -17,7 +17,7 @@ from stages.base.errors import StageError
 from stages.base.identity import RunIdentity
 from stages.base.params_file import load_params
 from stages.base.record import first_problem
-from stages.checkpointing.decision import Decision
+from stages.checkpointing.decision import Decision, Resume
 from stages.checkpointing.retention import CheckpointRuntime
 from stages.checkpointing.run import Run, describe, differences
 from stages.ranks import handoff
@@ -112,7 +112,7 @@ def _is_first_start() -> bool:
     """Whether `resume: never` is to delete the checkpoints of the run here: they are not of an earlier start.
 
     Slurm counts the starts of a job; torchrun counts those after a failure, not those after a change of its nodes
-    (`--nnodes 1:4`). The launcher asks for `auto` at a restart.
+    (`--nnodes 1:4`).
     """
     return {os.environ.get(name, "0") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")} == {"0"}
 
@@ -130,6 +130,9 @@ def read_launch() -> tuple[Run, TrainRuntime, Decision | None]:
         run, runtime, decision = describe(launch.params), launch.runtime, launch.decision
         if lines := differences(launch.identity, run.identity):
             raise StageError("the files have changed since the launch (there): launch the training again", *lines)
-    if not _is_first_start():
-        runtime = dataclasses.replace(runtime, resume="auto")
     return run, runtime, decision
+
+
+def how_to_resume(runtime: TrainRuntime, is_restart: bool = False) -> Resume:
+    """What a start of the ranks may continue from."""
+    return "own" if runtime.resume == "never" and (is_restart or not _is_first_start()) else runtime.resume
