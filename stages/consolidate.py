@@ -185,7 +185,7 @@ def export(
     # The directory gets its final name after its last file, so a killed run leaves no model that looks finished.
     with publish.directory(target) as temporary:
         digests = stream.write_safetensors(
-            weights, expected, temporary, num_workers, meta.stored_dtypes(reference, getattr(torch, dtype)),
+            weights, expected, temporary, num_workers, meta.stored_dtypes(source, getattr(torch, dtype)),
             params.max_shard_size, meta.stored_as(reference),
         )  # fmt: skip
         # Read the files back as the download stage would: the model can be the start of another training.
@@ -300,8 +300,9 @@ def _add_ends(directory: Path, reference: "PreTrainedModel", tokens: list[int]) 
         GenerationConfig.from_model_config(reference.config).save_pretrained(directory)
     config = publish.read_json(path)
     ends = [*dict.fromkeys([*(known if isinstance(known, list) else [] if known is None else [known]), *tokens])]
-    if config.get("eos_token_id") not in (ends, *ends[: len(ends) == 1]):
-        publish.write_json(path, {**config, "eos_token_id": ends if len(ends) > 1 else ends[0]})
+    stated = ends if len(ends) > 1 else ends[0]
+    if config.get("eos_token_id") not in (ends, stated):
+        publish.write_json(path, {**config, "eos_token_id": stated})
 
 
 def _losses(checkpoint: Path, lineage: Lineage) -> card.Losses | None:

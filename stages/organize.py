@@ -89,13 +89,14 @@ def organize(
     if metadata := tables.find_metadata(paths):
         paths = [path for path in paths if path not in metadata]
         passed_over += [splits.PassedOver(path, "about the data set of its directory") for path in metadata]
+    paths_of = {"": paths}
     if params.sources:
-        passed_over += [splits.PassedOver(path, IN_NO_SOURCE) for path in paths if not source_of(path, params.sources)]
-        paths = [path for path in paths if source_of(path, params.sources)]
+        paths_of = group(paths, params.sources)
+        passed_over += [splits.PassedOver(path, IN_NO_SOURCE) for path in paths_of.pop("")]
+        paths = [*chain.from_iterable(paths_of.values())]
     part_sizes: dict[str, int] = {}
     large: dict[str, tuple[int, int]] = {}
-    for source in params.sources or [""]:  # each fills its own splits, however small it is beside the others
-        own = [path for path in paths if source_of(path, params.sources) == source] if params.sources else paths
+    for source, own in paths_of.items():  # each fills its own splits, however small it is beside the others
         part_sizes[source], sizes = find_large(root, own, params.num_splits, smallest_part)
         large |= {path: (size, part_sizes[source]) for path, size in sizes.items()}
     with tqdm(total=len(paths), desc="organize", unit="file", disable=None) as progress:
@@ -113,7 +114,7 @@ def organize(
     # Before the assignment, so that the splits have equal counts of the files that are left.
     duplicates: list[splits.Duplicate] = []
     if params.deduplicate_files:
-        files, duplicates = deduplicate(files)
+        files, duplicates = deduplicate(root, files)
     of_source: dict[str, list[File]] = {source: [] for source in params.sources or [""]}
     for file in files:
         of_source[source_of(path_of(file), params.sources or [])].append(file)
@@ -210,6 +211,14 @@ def check_sources(root: Path, sources: Sequence[str]) -> None:
 def source_of(path: str, sources: Sequence[str]) -> str:
     """The source of a raw file, the innermost directory of them; "": it is in none."""
     return max((source for source in sources if path.startswith(f"{source}/")), key=len, default="")
+
+
+def group(paths: Sequence[str], sources: Sequence[str]) -> dict[str, list[str]]:
+    """The raw files of each source, and under "" those that are in none."""
+    found: dict[str, list[str]] = {source: [] for source in [*sources, ""]}
+    for path in paths:
+        found[source_of(path, sources)].append(path)
+    return found
 
 
 def path_of(file: File) -> str:
@@ -330,13 +339,21 @@ def measure(task: tuple[str, Sequence[str]]) -> list[tuple[int, str] | str]:
     return results
 
 
-def deduplicate(files: Sequence[File]) -> tuple[list[File], list[splits.Duplicate]]:
+def deduplicate(root: Path, files: Sequence[File]) -> tuple[list[File], list[splits.Duplicate]]:
     """The first file of each content, and the others."""
-    first_of: dict[tuple[str, ...], File] = {}
+    sizes = [sum(part.size for part in file) for file in files]
+    counts = Counter(sizes)
+    first_of: dict[str, File] = {}
     duplicates = []
-    for file in files:
+    for file, size in zip(files, sizes, strict=True):
+        if len(file) == 1:
+            content = file[0].digest
+        elif counts[size] > 1:  # in another source it is cut at other places, so that the parts have other digests
+            _, content = tree.measure(os.path.join(root, path_of(file)))
+        else:
+            content = path_of(file)  # no other file is as long
         # `files` is sorted, so the first is the same on every machine.
-        first = first_of.setdefault(tuple(part.digest for part in file), file)
+        first = first_of.setdefault(content, file)
         if first is not file:
             duplicates.append(splits.Duplicate(path=printable(path_of(file)), of=printable(path_of(first))))
     return list(first_of.values()), duplicates

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.base.errors import StageError, as_stage_error
+from stages.base.errors import StageError, as_stage_error, explained
 from tests.project import REPO
 
 PROGRAM = """
@@ -66,3 +66,10 @@ def test_a_name_makes_no_line_of_its_own(empty_project: Path) -> None:
 def test_too_many_open_files_is_said_with_the_remedy() -> None:
     error = as_stage_error(OSError(errno.EMFILE, "Too many open files"))
     assert str(error) == "Too many open files: raise the limit on open files (`ulimit -n 4096`), and run again"
+
+
+def test_memory_that_ran_out_in_c_code_is_named_as_that() -> None:
+    with pytest.raises(MemoryError), explained(StageError):
+        raise SystemError("<function f> returned NULL without setting an exception")
+    with pytest.raises(StageError, match="SystemError: unknown opcode"), explained(StageError):
+        raise SystemError("unknown opcode")

@@ -41,6 +41,7 @@ from transformers import (
     GemmaConfig,
     Glm4MoeConfig,
     GPT2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -215,15 +216,24 @@ def test_values_dtypes_and_size_are_those_of_save_pretrained(name: str, dtype: t
     assert AutoTokenizer.from_pretrained("outputs/exp/model", local_files_only=True)("a b")["input_ids"] == [1, 2]
 
 
-def test_weights_that_a_class_keeps_in_fp32_are_not_rounded() -> None:
+MIXTURE = {**SIZES, **LAYERS, "num_key_value_heads": 1, "moe_intermediate_size": 16, "num_experts_per_tok": 1}
+BIASES = {
+    "mlp.gate.e_score_correction_bias": Glm4MoeConfig(
+        **MIXTURE, head_dim=8, n_routed_experts=2, first_k_dense_replace=1, num_mtp_layers=0
+    ),
+    "feed_forward.expert_bias": Lfm2MoeConfig(
+        **MIXTURE, num_experts=2, num_dense_layers=1, layer_types=["full_attention"] * 2, tie_word_embeddings=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_weights_that_a_class_keeps_in_fp32_are_not_rounded(name: str) -> None:
     """As in what transformers loads and saves: the biases that choose experts, which are buffers."""
-    config = Glm4MoeConfig(
-        **SIZES, **LAYERS, num_key_value_heads=1, head_dim=8, moe_intermediate_size=16, num_experts_per_tok=1,
-        n_routed_experts=2, first_k_dense_replace=1, num_mtp_layers=0,
-    )  # fmt: skip
+    config = BIASES[name]
     make_model(config, torch.bfloat16)
     live = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = f"model.layers.1.{name}"
     live.get_buffer(bias).copy_(torch.tensor([14.012, 3.337]))  # neither is a value of bf16
     make_checkpoint({name: tensor.detach() for name, tensor in live.state_dict().items()})
     consolidate.main()

@@ -202,11 +202,31 @@ def test_calls_of_tools_are_trained_with_their_tags() -> None:
     assert '"arguments": "Paris"' in trained(other)[0]
 
 
+@pytest.mark.parametrize("arguments", ["{{ call.function.arguments }}", "{{ '' + call.function.arguments }}"])
+@pytest.mark.parametrize("given", ['{"city": "Paris", "cold": true}', {"city": "Paris", "cold": True}])
+def test_templates_that_expect_calls_in_the_format_of_openai_get_them(arguments: str, given: Any) -> None:
+    """As DeepSeek's: strings of JSON, and a content that is null."""
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is none %}"
+        "{% for call in message.tool_calls %}{{ call.function.name }} " + arguments + "{% endfor %}<|im_end|>\n"
+        "{% else %}{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "get", "arguments": given}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+    [encoded] = encode(template, {"messages": [{"role": "user", "content": "?", "tool_calls": None}, answer]})
+    assert trained(encoded) == ['get {"city": "Paris", "cold": true}<|im_end|>']
+
+
 def test_roles_names_and_tools_spell_no_special_token() -> None:
     """They are a part of what the template writes, in which such a text is the token itself."""
     tool = {"type": "function", "function": {"name": "get", "description": "Ends with <|im_end|>"}}
     reason = "a role, a name or a tool spells a special token"
     assert refusal(encode(FAMILIES["qwen2.5"].template, {**turns("Hi", "Hello"), "tools": [tool]})) == reason
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"<|im_end|>": 1}}}]}
+    assert refusal(encode(FAMILIES["qwen2.5"].template, {"messages": [*turns("Hi")["messages"], call]})) == reason
+    other = {"messages": [{"role": "user", "content": "Hi", "raw": "<|im_end|>"}, *turns("", "Hello")["messages"][1:]]}
+    assert trained(encode(CHATML, other)[0]) == ["Hello<|im_end|>"]
     role = {"messages": [{"role": "<|im_start|>", "content": "a"}, *turns("Hi", "Hello")["messages"]]}
     assert refusal(encode(CHATML, role)) == reason
 
@@ -300,6 +320,8 @@ def test_a_conversation_that_begins_with_the_assistant_is_divided_too() -> None:
     content["messages"][-1]["train"] = content["messages"][2]["train"] = False
     [part] = encode(CHATML, content, seq_length=150, too_long="split_turns")
     assert trained(part) == [welcome]
+    all_of = encode(CHATML, LONG, seq_length=90, too_long="split_turns", train_on="all")
+    assert len(all_of) > 1 and all(isinstance(part, Encoded) for part in all_of)
     alone = {"messages": [{"role": "assistant", "content": "a" * 200}]}
     assert refusal(encode(CHATML, alone, seq_length=99, too_long="split_turns")) == (
         "longer than a row: no turn of the user to split it at"
@@ -318,6 +340,12 @@ def test_content_in_parts_is_found() -> None:
     messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
     [encoded] = encode(template, {"messages": messages})
     assert trained(encoded) == ["Hello<|im_end|>"]
+    joined = CHATML.replace("message['content']", "message['content'] | join")
+    spelled = [*turns("Hi", "Hello")["messages"], {"role": "user", "content": ["a<|im_end|>", "b"]}]
+    [encoded] = encode(joined, {"messages": spelled})
+    assert isinstance(encoded, Encoded)
+    assert decode(encoded.tokens.tolist()).endswith("a<|im_end|>b<|im_end|>\n")
+    assert [token & ID_MASK for token in encoded.tokens.tolist()].count(TOKENIZER.token_to_id("<|im_end|>")) == 3
 
 
 @pytest.mark.parametrize("generation", [False, True])
@@ -331,7 +359,7 @@ def test_a_content_is_never_the_python_of_it(parts: list[Any], generation: bool)
     )  # fmt: skip
     answer = {"role": "assistant", "content": "Hi"}
     in_parts = {"messages": [{"role": "user", "content": parts}, answer]}
-    assert "does not read a content that is a list" in refusal(encode(template, in_parts))
+    assert "writes a content that is a list as Python does" in refusal(encode(template, in_parts))
     [encoded] = encode(template, {"messages": [{"role": "user", "content": None}, answer]})
     assert isinstance(encoded, Encoded) and "None" not in decode(encoded.tokens.tolist())
     [encoded] = encode(template, {"messages": [*turns("Hello", "Hi", "So")["messages"], {"role": "assistant"}]})

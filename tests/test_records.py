@@ -657,6 +657,11 @@ CONVERSATIONS: list[tuple[dict[str, Any], Any, Any]] = [
      {"s": "", "q": "Q", "a": "A", "r": "R"},
      {"messages": [{"role": "user", "content": "Q"},
                    {"role": "assistant", "content": "A", "reasoning_content": "R", "train": True}]}),
+    ({"messages": [{"role": "user", "content": "$.q"},
+                   {"role": "assistant", "content": "$.a", "tool_calls": "$.c[*]"}]},
+     {"q": "Q", "a": "", "c": CALL["tool_calls"] * 2},
+     {"messages": [{"role": "user", "content": "Q"},
+                   {"role": "assistant", "content": "", "tool_calls": CALL["tool_calls"] * 2}]}),
     ({"messages": [{"role": "system", "content": "Be brief."}, {"role": "$.who", "content": "$.q"}]},
      {"who": "human", "q": "Q"},
      {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q"}]}),
@@ -705,7 +710,7 @@ LEFT_OUT: list[tuple[dict[str, Any], str, str]] = [
         "a string and a list of messages as prompt and completion",
     ),
     ({"messages": [{"role": "user", "content": "$.q"}]}, '{"a": "b"}', "no string at $.q"),
-    ({"format": "alpaca"}, '{"instruction": "a", "output": ""}', "no string at $.output"),
+    ({"format": "alpaca"}, '{"instruction": "a", "output": " "}', "no string at $.output"),
 ]
 
 

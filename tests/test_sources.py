@@ -1,5 +1,6 @@
 """Sources, and documents that are held out by their content: from raw files to a model."""
 
+import dataclasses
 import json
 import math
 import re
@@ -91,6 +92,11 @@ def test_a_small_source_fills_its_splits_as_a_large_one_does() -> None:
     sizes = [split["bytes"] for split in json.loads(Path("data/splits/summary.json").read_text())["splits"]]
     for found in (sizes[:4], sizes[4:]):
         assert min(found) > 0.5 * max(found)
+    # Equal files are cut at other places.
+    put({"web/chat.jsonl": "".join(lines), "web/begin.jsonl": "".join(lines)[: 1 << 12]})
+    organize(dataclasses.replace(params, deduplicate_files=True), OrganizeRuntime(num_workers=1), smallest_part=1 << 12)
+    summary = json.loads(Path("data/splits/summary.json").read_text())
+    assert summary["duplicates"] == [{"path": "web/chat.jsonl", "of": "chat/all.jsonl"}]
 
 
 def test_names_of_sources_are_part_of_what_the_rows_are() -> None:

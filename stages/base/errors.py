@@ -85,9 +85,9 @@ def explained(make: Callable[[str], StageError]) -> Iterator[None]:
         yield
     except (StageError, MemoryError):
         raise
-    except SystemError:  # of C code that has lost the MemoryError
-        raise MemoryError from None
     except BaseException as error:
+        if isinstance(error, SystemError) and "without setting an exception" in str(error):
+            raise MemoryError from None  # which C code has lost
         is_panic = type(error).__module__ == "pyo3_runtime"  # of Rust, which makes no Exception of it
         if not (isinstance(error, Exception) or is_panic) or (isinstance(error, OSError) and error.errno is not None):
             raise  # also: of a disk

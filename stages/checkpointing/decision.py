@@ -40,7 +40,7 @@ _NEUTRAL = {
 of them do. Those of the schedule may differ too: the learning rates themselves are compared, step by step."""
 
 Resume = Literal["auto", "never", "own"]
-"""`runtime.resume`; `own`: it is `never`, and this launch has started before: what it has saved since is its own."""
+"""`runtime.resume`; `own`: it is `never`, and this is a restart, whose checkpoints must not be deleted."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def decide(run: Run, resume: Resume, found: Found) -> Decision:
             wrote it, or the run that `extend_from` names cannot be extended.
     """
     if resume != "never" and found.own_unsupported:
-        raise StageError(*found.own_unsupported)
+        raise StageError(*found.own_unsupported, "runtime.resume=never deletes them and starts over")
     if resume != "never" and found.own:  # they exclude all others, even those with more steps
         for path, manifest in found.own.items():
             if manifest is not None and manifest.identity != run.identity:

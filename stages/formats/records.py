@@ -304,10 +304,10 @@ def _turn_maker(turn: dict[str, Any]) -> Callable[[Any], dict[str, Any] | None]:
                 message[key] = values[0] if len(values) == 1 else values
             else:
                 del message[key]
-        missing = next((key for key in ("role", "content") if not message[key]), None)  # or an empty cell
+        missing = next((key for key in ("role", "content") if not (message[key] or "").strip()), None)  # an empty cell
         if missing == "content" and message["role"] == "system":
             return None
-        if missing:
+        if missing and not (missing == "content" and message.get("tool_calls")):
             raise LeftOut(_nothing_at(turn[missing]))
         return _rename(message, "role", "content")
 

@@ -214,21 +214,19 @@ def stored_as(model: PreTrainedModel) -> dict[str, dict[str, tuple[int, ...]]]:
     return found
 
 
-def stored_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of each tensor of a meta model that is stored in `dtype`, by its name in `model.state_dict()`.
+def stored_dtypes(directory: Path, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of each tensor of a model that is stored in `dtype`, by its name in the model's `state_dict()`.
 
-    As in what `from_pretrained` loads in that dtype, and `save_pretrained` stores: integers stay as they are, and some
-    classes keep weights in fp32, such as the biases that choose experts.
+    As in what `from_pretrained` loads in that dtype, and `save_pretrained` stores: some classes have tensors of another
+    one, such as the biases that choose experts, in fp32.
     """
+    model = build(directory, dtype=dtype)
     plan = model._get_dtype_plan(dtype)
     kept = build_glob_alternation([*plan])[0] if plan else None
-
-    def of(name: str, tensor: torch.Tensor) -> torch.dtype:
-        if not tensor.is_floating_point():
-            return tensor.dtype
-        return torch.float32 if kept and kept.search(name) else dtype
-
-    return {name: of(name, tensor) for name, tensor in model.state_dict().items()}
+    return {
+        name: torch.float32 if kept and kept.search(name) else tensor.dtype
+        for name, tensor in model.state_dict().items()
+    }
 
 
 def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> dict[str, list[StoredTensor]]:

@@ -38,8 +38,8 @@ SECONDS, BYTES = 5.0, 1 << 30
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message. transformers takes the first of them, and gives it to the template under the other names too."""
-_MARKED = ("content", "reasoning_content", "tool_calls")
-"""Keys of a message whose strings are told from what the template writes."""
+_KEPT = ("type", "id")
+"""Keys in a call whose strings templates compare, so they are not marked."""
 # The white space between belongs to no group of its own: where the closing tag is missing, each of them would be tried.
 _THOUGHTS = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
 _OPENING = re.compile(r"<\w+>\s*\Z")
@@ -197,8 +197,9 @@ class ConversationEncoder:
             found: Encoded | Refused = Refused("longer than a row: a single turn")
             begin = last - 1
             for first in reversed(range(last)):
-                since = bounds[first] if first else 0
-                own = {index - bounds[first] + len(head) for index in left if since <= index < bounds[last]}
+                own = {index - bounds[first] + len(head) for index in left if index >= bounds[first]}
+                if first == 0 or self._chat.train_on == "all":
+                    own |= {index for index in left if index < len(head)}
                 part = conversation._replace(messages=[*head, *messages[bounds[first] : bounds[last]]])
                 try:
                     found, begin = self._encode(part, own), first
@@ -215,11 +216,9 @@ class ConversationEncoder:
 
     def _encode(self, conversation: _Conversation, wanted: set[int]) -> Encoded:
         """Raises Refused, or _TooLong."""
-        if self._special.search(_others(conversation)):
+        if self._special.search("\n".join(_names(conversation))):
             raise Refused("a role, a name or a tool spells a special token")
-        full, generated = self._render(conversation)
-        if any(str(content) in full for content in _in_parts(conversation.messages)):
-            raise Refused("the chat template does not read a content that is a list")
+        conversation, full, generated = self._render_as_read(conversation)
         marked, leaves = self._marked(conversation.messages)
         skeleton, _ = self._render(conversation._replace(messages=marked))
         pieces = self._pieces(full, skeleton, leaves)
@@ -249,6 +248,24 @@ class ConversationEncoder:
             text, end = self._terminated(text, start, end)
             spans[number] = (start, end)
         return self._tokens(text, spans)
+
+    def _render_as_read(self, conversation: _Conversation) -> tuple[_Conversation, str, list[_Place]]:
+        """The conversation in the form that the template reads, and what `_render` gives for it.
+
+        Most expect objects as arguments of calls, would quote a string of JSON, and write `None` for what is null. Some
+        expect OpenAI's format: strings, and nulls.
+        """
+        forms = [conversation._replace(messages=[*map(form, conversation.messages)]) for form in (_objects, _strings)]
+        for form in forms if forms[0] != forms[1] else forms[:1]:
+            try:
+                full, generated = self._render(form)
+                for what, value in _structures(form.messages):
+                    if value and str(value) in full:
+                        raise Refused(f"the chat template writes {what} as Python does")
+                return form, full, generated
+            except Refused as refused:
+                problem = refused
+        raise problem
 
     def _render(self, conversation: _Conversation, add_generation_prompt: bool = False) -> tuple[str, list[_Place]]:
         """The text of a conversation, and where the template itself says that the assistant wrote it."""
@@ -285,14 +302,16 @@ class ConversationEncoder:
             leaves.append(_Leaf(number, core, kind))
             return f"{before}{self._mark}x{len(leaves) - 1:06d}{after}"
 
+        def mark_part(number: int, part: Any) -> Any:
+            if isinstance(part, str):
+                return mark(number, part, "content")
+            if isinstance(part, dict) and isinstance(part.get("text"), str):
+                return {**part, "text": mark(number, part["text"], "content")}
+            return part
+
         def mark_content(number: int, content: Any, role: str) -> Any:
             if isinstance(content, list):
-                return [
-                    {**part, "text": mark(number, part["text"], "content")}
-                    if isinstance(part, dict) and isinstance(part.get("text"), str)
-                    else part
-                    for part in content
-                ]
+                return [mark_part(number, part) for part in content]
             if not isinstance(content, str):
                 return content
             if role == "assistant" and (thoughts := _THOUGHTS.fullmatch(content)):
@@ -304,10 +323,7 @@ class ConversationEncoder:
             if isinstance(value, str):
                 return mark(number, value, "call")
             if isinstance(value, dict):
-                return {
-                    key: mark_call(number, item) if key != "type" and key != "id" else item
-                    for key, item in value.items()
-                }
+                return {key: item if key in _KEPT else mark_call(number, item) for key, item in value.items()}
             return [mark_call(number, item) for item in value] if isinstance(value, list) else value
 
         marked = []
@@ -452,44 +468,71 @@ def _conversation(parsed: dict[str, Any]) -> _Conversation:
 
 
 def _normalized(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as templates expect it.
-
-    Its reasoning, if there is any, has one name. A content that is null is not there: some would write `None`. The
-    arguments of tool calls are objects, and no strings of JSON as in OpenAI's format, which they would quote.
-    """
+    """The message with its reasoning, if there is any, under one name."""
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
-    found = {key: value for key, value in message.items() if key not in _REASONING}
-    if reasoning is not None:
-        found["reasoning_content"] = reasoning
-    if found.get("content", "") is None:
-        del found["content"]
-    if isinstance(calls := message.get("tool_calls"), list):
-        found["tool_calls"] = [_with_arguments(call) for call in calls]
-    return found
+    rest = {key: value for key, value in message.items() if key not in _REASONING}
+    return rest if reasoning is None else rest | {"reasoning_content": reasoning}
 
 
-def _with_arguments(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = msgspec.json.decode(function["arguments"])
-    except (msgspec.DecodeError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+def _objects(message: dict[str, Any]) -> dict[str, Any]:
+    """The message without what is null, and with objects as the arguments of its calls."""
+
+    def decode(arguments: Any) -> Any:
+        try:
+            found = msgspec.json.decode(arguments) if isinstance(arguments, str) else None
+        except (msgspec.DecodeError, RecursionError):
+            found = None
+        return found if isinstance(found, dict) else arguments
+
+    return _with_arguments({key: value for key, value in message.items() if value is not None}, decode)
 
 
-def _in_parts(messages: Iterable[dict[str, Any]]) -> Iterator[list[Any]]:
-    """The contents that are lists."""
+def _strings(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with strings of JSON as the arguments of its calls."""
+    return _with_arguments(
+        message, lambda found: json.dumps(found, ensure_ascii=False) if type(found) is dict else found
+    )
+
+
+def _with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    def convert_call(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "arguments" not in function:
+            return call
+        return {**call, "function": {**function, "arguments": convert(function["arguments"])}}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [*map(convert_call, calls)]} if isinstance(calls, list) else message
+
+
+def _structures(messages: Iterable[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """What a template has to take apart: lists of parts, and objects with arguments."""
     for message in messages:
-        if (content := message.get("content")) and isinstance(content, list):
-            yield content
+        if isinstance(content := message.get("content"), list):
+            yield "a content that is a list", content
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), dict):
+                yield "the arguments of a call", arguments
 
 
-def _others(conversation: _Conversation) -> str:
-    """What a template may write that is neither a content nor a call: roles, names, tools."""
-    others = [{k: v for k, v in each.items() if k not in _MARKED} for each in conversation.messages]
-    return json.dumps([others, conversation.tools], ensure_ascii=False)
+def _names(conversation: _Conversation) -> Iterator[str]:
+    """What templates write that is no content: roles, names, ids, tools, keys of arguments."""
+    yield json.dumps(conversation.tools, ensure_ascii=False)
+    for message in conversation.messages:
+        yield from (str(message.get(key)) for key in ("role", "name", "tool_call_id"))
+        yield from _keys(message.get("tool_calls"))
+
+
+def _keys(value: Any) -> Iterator[str]:
+    """The keys in a value, and what is not marked."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from (str(item),) if key in _KEPT else _keys(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _keys(item)
 
 
 def _check_leaves(pieces: list[_Piece], leaves: list[_Leaf], wanted: set[int]) -> None:
