@@ -200,6 +200,8 @@ def test_calls_of_tools_are_trained_with_their_tags() -> None:
     messages[1] = {**messages[1], "tool_calls": [{"function": {"name": "get", "arguments": "Paris"}}]}
     [other] = encode(FAMILIES["qwen2.5"].template, {"messages": messages})
     assert '"arguments": "Paris"' in trained(other)[0]
+    odd = {"messages": [{"role": "user", "content": "Hi", "tool_calls": 5}, {"role": "assistant", "content": "Hello"}]}
+    assert trained(encode(CHATML, odd)[0]) == ["Hello<|im_end|>"]
 
 
 @pytest.mark.parametrize("arguments", ["{{ call.function.arguments }}", "{{ '' + call.function.arguments }}"])

@@ -510,7 +510,8 @@ def _structures(messages: Iterable[dict[str, Any]]) -> Iterator[tuple[str, Any]]
     for message in messages:
         if isinstance(content := message.get("content"), list):
             yield "a content that is a list", content
-        for call in message.get("tool_calls") or ():
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), dict):
                 yield "the arguments of a call", arguments
