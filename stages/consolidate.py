@@ -295,14 +295,14 @@ def _add_ends(directory: Path, reference: "PreTrainedModel", tokens: list[int]) 
     from transformers import GenerationConfig
 
     path = directory / GENERATION_CONFIG
-    known = publish.read_json(path if path.is_file() else directory / CONFIG).get("eos_token_id")
+    stated = publish.read_json(path if path.is_file() else directory / CONFIG).get("eos_token_id")
     if not path.is_file():  # that of the class, whose own EOS may be any token of this tokenizer
         GenerationConfig.from_model_config(reference.config).save_pretrained(directory)
+    known = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    ends = [*dict.fromkeys([*known, *tokens])]
     config = publish.read_json(path)
-    ends = [*dict.fromkeys([*(known if isinstance(known, list) else [] if known is None else [known]), *tokens])]
-    stated = ends if len(ends) > 1 else ends[0]
-    if config.get("eos_token_id") not in (ends, stated):
-        publish.write_json(path, {**config, "eos_token_id": stated})
+    if config.get("eos_token_id") not in (ends, ends[0] if len(ends) == 1 else None):
+        publish.write_json(path, {**config, "eos_token_id": ends if len(ends) > 1 else ends[0]})
 
 
 def _losses(checkpoint: Path, lineage: Lineage) -> card.Losses | None:

@@ -189,9 +189,7 @@ def _file(name: str, path: Path, digest: str) -> Finding:
 def _model_directory(directory: Path, listed: Mapping[str, str]) -> Iterator[Finding]:
     """Compare a model with its digests. A file too many may be loaded too: an adapter, code, other weights."""
     here = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()}
-    for name in sorted(here - {*listed, *_NOT_LISTED}):
-        if name.startswith(_DOWNLOADED):
-            continue
+    for name in sorted(name for name in here - {*listed, *_NOT_LISTED} if not name.startswith(_DOWNLOADED)):
         yield Finding("different", str(directory / name), f"{LINEAGE} does not list it")
     for name, digest in listed.items():
         found = _file(str(directory / name), directory / name, digest)

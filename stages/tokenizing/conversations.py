@@ -495,14 +495,20 @@ def _strings(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    def convert_call(call: Any) -> Any:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or "arguments" not in function:
+    def converted(call: Any) -> Any:
+        function = _function(call)
+        if "arguments" not in function:
             return call
         return {**call, "function": {**function, "arguments": convert(function["arguments"])}}
 
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [*map(convert_call, calls)]} if isinstance(calls, list) else message
+    return {**message, "tool_calls": [*map(converted, calls)]} if isinstance(calls, list) else message
+
+
+def _function(call: Any) -> dict[str, Any]:
+    """Name and arguments of a call; none of what is no call."""
+    function = call.get("function") if isinstance(call, dict) else None
+    return function if isinstance(function, dict) else {}
 
 
 def _structures(messages: Iterable[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -512,8 +518,7 @@ def _structures(messages: Iterable[dict[str, Any]]) -> Iterator[tuple[str, Any]]
             yield "a content that is a list", content
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
-            function = call.get("function") if isinstance(call, dict) else None
-            if isinstance(function, dict) and isinstance(arguments := function.get("arguments"), dict):
+            if isinstance(arguments := _function(call).get("arguments"), dict):
                 yield "the arguments of a call", arguments
 
 
