@@ -228,6 +228,21 @@ def test_memory_that_does_not_suffice_for_an_asynchronous_save_is_a_clear_error(
         save_thrice(tmp_path, asynchronous=True)
 
 
+def test_a_save_that_fails_while_the_training_fails_is_reported(mesh: DeviceMesh, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model = Odd()
+    optimizer = torch.optim.AdamW(model.parameters())
+    runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
+    runtime = dataclasses.replace(runtime, async_checkpoint=True)
+    reported: list[str] = []
+    with pytest.raises(ZeroDivisionError), Saver(runtime, timeout_minutes=30, report=reported.append) as saver:
+        path = tmp_path / "file" / step_name(1)
+        scheduler = LambdaLR(optimizer, lambda _: 1.0)
+        saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest())
+        raise ZeroDivisionError  # as a training does whose batch fails
+    assert reported == [f"{path}.tmp: Not a directory"]
+
+
 def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp_path: Path) -> None:
     make(tmp_path, 1)
     make(tmp_path, 2)
