@@ -57,10 +57,14 @@ fuzz: setup ## Fuzz all that reads a file of others, a minute each; ARGS='yaml -
 	@$(PY) -m scripts.install 'atheris>=3'
 	$(PY) -m tests.fuzz $(ARGS)
 
-audit: setup ## Write outputs/sbom.json (CycloneDX) from the lock, and look up its vulnerabilities, with internet access
+# requirements-cuda.lock has all packages of requirements-cpu.lock, whose torch+cpu no database of vulnerabilities knows.
+AUDITED = requirements-cuda.lock requirements-encoder.lock
+
+audit: setup ## Write outputs/sbom.json (CycloneDX) from the locks, and look up their vulnerabilities, with internet access
 	@mkdir -p outputs
-	$(PY) -m uv tool run --from cyclonedx-bom cyclonedx-py requirements requirements-cpu.lock --output-file outputs/sbom.json
-	$(PY) -m uv tool run pip-audit --strict --disable-pip --require-hashes --requirement requirements-cpu.lock
+	cat $(AUDITED) | $(PY) -m uv tool run --from cyclonedx-bom cyclonedx-py requirements - --output-file outputs/sbom.json
+	for lock in $(AUDITED); do \
+		$(PY) -m uv tool run pip-audit --strict --disable-pip --require-hashes --requirement $$lock || exit; done
 
 slurm: ## Install Slurm for the tests of slurm/, as root on Debian
 	@scripts/debian_packages.sh sbatch slurm-wlm munge

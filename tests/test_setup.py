@@ -168,6 +168,14 @@ def test_locks_are_complete_and_name_neither_urls_nor_paths(build):
     assert any(requirement.startswith("nvidia-") for requirement in requirements) == (build == "cuda")
 
 
+def test_the_lock_that_is_audited_has_the_packages_of_the_other():
+    found = [
+        set(re.findall(r"^(\S+==[^\s+]+)", (REPO / f"requirements-{build}.lock").read_text("utf-8"), re.MULTILINE))
+        for build in ("cpu", "cuda")
+    ]
+    assert len(found[0]) > 100 and found[0] <= found[1]
+
+
 @pytest.mark.parametrize("build", ["cpu", "cuda"])
 def test_locks_hold_what_installs_and_builds_the_rest(build):
     """`pip download` fetches what a lock lists, and nothing that only a build needs."""
