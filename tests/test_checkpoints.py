@@ -230,16 +230,20 @@ def test_memory_that_does_not_suffice_for_an_asynchronous_save_is_a_clear_error(
 
 def test_a_save_that_fails_while_the_training_fails_is_reported(mesh: DeviceMesh, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    model = Odd()
-    optimizer = torch.optim.AdamW(model.parameters())
+    path = tmp_path / "file" / step_name(1)
+
+    def train(saver: Saver) -> None:
+        model = Odd()
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = LambdaLR(optimizer, lambda _: 1.0)
+        saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest())
+        raise ZeroDivisionError
+
     runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
     runtime = dataclasses.replace(runtime, async_checkpoint=True)
     reported: list[str] = []
     with pytest.raises(ZeroDivisionError), Saver(runtime, timeout_minutes=30, report=reported.append) as saver:
-        path = tmp_path / "file" / step_name(1)
-        scheduler = LambdaLR(optimizer, lambda _: 1.0)
-        saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest())
-        raise ZeroDivisionError  # as a training does whose batch fails
+        train(saver)
     assert reported == [f"{path}.tmp: Not a directory"]
 
 
