@@ -23,7 +23,7 @@ from stages.base import command, history, outputs, publish
 from stages.base.errors import StageError
 from stages.base.origin import RECORDS, find_records
 from stages.base.outputs import ExperimentName
-from stages.base.packed import METRICS, PackMetrics, find_encoder, fingerprint
+from stages.base.packed import METRICS, PackMetrics, fingerprint
 from stages.base.params_file import load_params
 from stages.base.record import check_files
 from stages.checkpointing import layout
@@ -247,7 +247,7 @@ def _lineage(
         weights=digests.files,
         history=history.digest(checkpoint / history.HISTORY, pointer.step),
         tensors=digests.tensors,
-        encoder=find_encoder() if "pack" in records else None,
+        encoder=PackMetrics.read(METRICS).encoder.name if "pack" in records else None,
         files=files,
         splits=publish.sha256_file(RECORDS["organize"]) if "organize" in records else None,
         corpus=records["extract"].fingerprint if "extract" in records else None,

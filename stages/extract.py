@@ -224,7 +224,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     summary = splits.read_summary(splits.SPLITS)
     parts = summary.splits
     if params.records:
-        rules.check_files(params.records, find_paths(parts))
+        manifests = (splits.read_manifest(splits.SPLITS / part.manifest, part.digest) for part in parts)
+        rules.check_files(params.records, sorted({file.path for file in chain.from_iterable(manifests)}))
     store = reuse.Store(reuse.root(), SplitResult)
     # With the versions of packages, unlike run_id: another parser may read other text, and a split costs only minutes.
     code_digest = code.digest_with_packages("stages.extract")
@@ -295,12 +296,6 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         f"characters, from {counts['files']} files; {left_out}{rejections or 'nothing rejected'} (see {METRICS}); "
         f"{sum(result.is_reused for result in results)} of {len(results)} splits reused"
     )
-
-
-def find_paths(parts: Iterable[splits.Split]) -> list[str]:
-    """The files of all splits, each once."""
-    files = chain.from_iterable(splits.read_manifest(splits.SPLITS / part.manifest, part.digest) for part in parts)
-    return sorted({file.path for file in files})
 
 
 def find_unfit(results: Iterable[SplitResult]) -> list[RejectedFile]:

@@ -205,7 +205,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     spec = find_tokenizer_spec(params)
     parts, has_conversations = read_corpus(params)
     if has_conversations:
-        spec = spec._replace(chat=find_chat_spec(params, spec))
+        spec = spec._replace(chat=find_chat_spec(params))
     store = reuse.Store(reuse.root(), packing.Counts)
     reason = None
     with publish.directory(TOKENS) as directory:  # one directory for both parts, so that both appear at once
@@ -298,7 +298,7 @@ def find_tokenizer_spec(params: PackParams) -> encoding.TokenizerSpec:
     )
 
 
-def find_chat_spec(params: PackParams, spec: encoding.TokenizerSpec) -> encoding.ChatSpec:
+def find_chat_spec(params: PackParams) -> encoding.ChatSpec:
     """How conversations become tokens: by the file that `chat_template` names, else by the model's own template.
 
     Raises:

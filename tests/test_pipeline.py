@@ -1,6 +1,7 @@
 """The stages as DVC sees them: what is declared, what reruns, what survives a kill."""
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import psutil
 import pytest
@@ -22,7 +23,6 @@ from pydantic import TypeAdapter, ValidationError
 from stages import consolidate, evaluate, pack
 from stages.base import code, outputs, publish
 from stages.base.errors import StageError
-from stages.base.params_file import leaves
 from tests.network import CAN_UNSHARE, IN_A_NAMESPACE
 from tests.pipeline import DATA_STAGES, STAGES, ran
 from tests.project import REPO, Project, flip_bit, ranks_of, wait_for
@@ -210,6 +210,17 @@ import {names}
 assert state() == before
 """
     subprocess.run([sys.executable, "-c", script], cwd=REPO, check=True)
+
+
+def leaves(cls: type[Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all leaves of a parameter dataclass: `seed`, `fsdp.strategy`, ..."""
+    hints = get_type_hints(cls)  # without `Annotated`, and with names in quotes resolved
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            yield from leaves(kind, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -11,10 +11,10 @@ imports (`if TYPE_CHECKING:`) does not run and is left out. `importlib.import_mo
 import ast
 import importlib.metadata
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from stages.base import publish
 
@@ -23,7 +23,17 @@ _PROJECT = Path(__file__).parents[2]
 
 def reached(*entries: str, project: Path = _PROJECT) -> dict[str, Path]:
     """The first-party modules that run when the modules `entries` do, packages included: name -> file, sorted."""
-    return {name: module.file for name, module in _modules(entries, project).items()}
+    modules: dict[str, Path] = {}
+    pending = [parent for entry in entries for parent in _with_parents(entry)]
+    while pending:
+        name = pending.pop()
+        file = _file(name, project)
+        if file is None or name in modules:  # None: not a module but a name that one defines
+            continue
+        modules[name] = file
+        ours = [each for each in _parse(file.read_bytes())[1] if each.partition(".")[0] == __name__.partition(".")[0]]
+        pending += (parent for imported in ours for parent in _with_parents(imported))
+    return dict(sorted(modules.items()))
 
 
 def digest(*entries: str, within: tuple[str, ...] = ("stages",), project: Path = _PROJECT) -> str:
@@ -35,8 +45,10 @@ def digest(*entries: str, within: tuple[str, ...] = ("stages",), project: Path =
         project: Where they are.
     """
     prefixes = tuple(f"{name}." for name in within)
-    return _digest(
-        {name: module for name, module in _modules(entries, project).items() if f"{name}.".startswith(prefixes)}
+    files = reached(*entries, project=project).items()
+    # By name, so that a statement moved from one module to another counts as a change.
+    return publish.sha256_json(
+        {name: _parse(file.read_bytes())[0] for name, file in files if f"{name}.".startswith(prefixes)}
     )
 
 
@@ -46,67 +58,27 @@ def digest_with_packages(*entries: str, project: Path = _PROJECT) -> str:
     For results that are computed again at little cost. It is not part of `run_id`: DVC does not watch packages, and an
     update of one must not send a training back to step 0.
     """
-    modules = _modules(entries, project)
-    return publish.sha256_json([_versions(modules), _digest(modules)])
+    return publish.sha256_json([packages(*entries, project=project), digest(*entries, project=project)])
 
 
 def packages(*entries: str, project: Path = _PROJECT) -> dict[str, str]:
     """The versions of Python and of the installed packages that the modules of `entries` import, sorted by name."""
-    return _versions(_modules(entries, project))
-
-
-class _Content(NamedTuple):
-    """What a file of Python contains."""
-
-    digest: str
-    """SHA-256 of its statements."""
-    imports: frozenset[str]
-    """As `_imports` gives them."""
-
-
-class _Module(NamedTuple):
-    """A module of the project."""
-
-    file: Path
-    content: _Content
-
-
-@cache  # a stage asks for a digest and for packages, a launcher for those of several stages
-def _parse(source: bytes) -> _Content:
-    tree = ast.parse(source)
-    return _Content(publish.sha256_json(_canonical(tree)), frozenset(_imports(tree)))
+    files = reached(*entries, project=project).values()
+    imported = {name.partition(".")[0] for file in files for name in _parse(file.read_bytes())[1]}
+    # A package may belong to several distributions, and have none at all if it is not installed.
+    used = {found for name in imported - sys.stdlib_module_names for found in _find_distributions().get(name, ())}
+    versions = {name: importlib.metadata.version(name) for name in sorted(used)}
+    return {"python": "{}.{}".format(*sys.version_info), **versions}
 
 
 _find_distributions = cache(importlib.metadata.packages_distributions)
 
 
-def _modules(entries: Iterable[str], project: Path) -> dict[str, _Module]:
-    """All modules that `entries` reach, themselves included, sorted by name."""
-    modules: dict[str, _Module] = {}
-    pending = [parent for entry in entries for parent in _with_parents(entry)]
-    while pending:
-        name = pending.pop()
-        file = _file(name, project)
-        if file is None or name in modules:  # None: not a module but a name that one defines
-            continue
-        module = modules[name] = _Module(file, _parse(file.read_bytes()))
-        ours = [each for each in module.content.imports if each.partition(".")[0] == __name__.partition(".")[0]]
-        pending += (parent for imported in ours for parent in _with_parents(imported))
-    return dict(sorted(modules.items()))
-
-
-def _versions(modules: dict[str, _Module]) -> dict[str, str]:
-    imported = {name for module in modules.values() for name in module.content.imports}
-    packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
-    # A package may belong to several distributions, and have none at all if it is not installed.
-    used = {distribution for package in packages for distribution in _find_distributions().get(package, ())}
-    versions = {name: importlib.metadata.version(name) for name in sorted(used)}
-    return {"python": "{}.{}".format(*sys.version_info), **versions}
-
-
-def _digest(modules: dict[str, _Module]) -> str:
-    # By name, so that a statement moved from one module to another counts as a change.
-    return publish.sha256_json({name: module.content.digest for name, module in modules.items()})
+@cache  # a stage asks for a digest and for packages, a launcher for those of several stages
+def _parse(source: bytes) -> tuple[str, frozenset[str]]:
+    """SHA-256 of the statements of a file of Python, and its imports as `_imports` gives them."""
+    tree = ast.parse(source)
+    return publish.sha256_json(_canonical(tree)), frozenset(_imports(tree))
 
 
 def _file(name: str, project: Path) -> Path | None:

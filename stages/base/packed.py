@@ -141,11 +141,3 @@ class PackMetrics(Record):
 def fingerprint(train: str, validation: str) -> str:
     """Digest of the fingerprints of both datasets."""
     return sha256_json([train, validation])
-
-
-def find_encoder() -> str | None:
-    """What encoded the tokens of this project; None: there are none, or an older version of `pack` wrote them."""
-    try:
-        return PackMetrics.read(METRICS).encoder.name
-    except StageError:
-        return None

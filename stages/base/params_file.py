@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -80,17 +80,6 @@ def _no_numbers(values: Mapping[str, Any], result: Any, prefix: str = "") -> Ite
             yield f"{prefix}{field.name} must be a number, not a boolean"
         elif isinstance(value, float) and not math.isfinite(value):
             yield f"{prefix}{field.name} is {given!r}: it must be a finite number"
-
-
-def leaves(cls: type[Any], prefix: str = "") -> Iterator[str]:
-    """The dotted names of all leaves of a parameter dataclass, in order: `seed`, `fsdp.strategy`, ..."""
-    hints = get_type_hints(cls)  # without `Annotated`, and with names in quotes resolved
-    for field in dataclasses.fields(cls):
-        kind = hints[field.name]
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            yield from leaves(kind, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

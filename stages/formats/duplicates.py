@@ -79,12 +79,11 @@ def write_digests(split: DigestTask) -> list[Path]:
 def _digests(shard: Path, num_at_once: int) -> Iterator[NDArray[np.uint64]]:
     """The digests of a shard's strings, in order: (n, 2), with about `num_at_once` rows."""
     digests = bytearray()
-    for offset in arrow.batch_offsets(shard):
-        strings, column = arrow.rows_of(arrow.read_batch(shard, offset))
+    for strings, column, pieces in arrow.read_rows(shard):
         texts, key = strings.cast(pa.binary()), bytes([column])  # a text is no duplicate of a conversation
-        if len(texts) == 1 and column == 0:  # it may be too long for the memory
+        if pieces is not None:
             digest = blake2b(digest_size=16, key=key)
-            for piece in arrow.read_text(shard, offset):
+            for piece in pieces:
                 digest.update(piece)
             digests += digest.digest()
         else:
@@ -154,12 +153,10 @@ def drop(task: Filter) -> Filtered:
     row = characters = 0
     dropped: Counter[str] = Counter()
     with arrow.StreamWriter(target, features) as stream:
-        for offset in arrow.batch_offsets(source):
-            batch, column = arrow.rows_of(arrow.read_batch(source, offset))
+        for batch, column, pieces in arrow.read_rows(source):
             keep = pa.array(is_first[row : row + len(batch)])
             row += len(batch)
-            if len(batch) == 1 and column == 0:  # it may be too long for the memory
-                pieces = arrow.read_text(source, offset)
+            if pieces is not None:
                 if keep[0].as_py():
                     stream.write_text(pieces, pc.binary_length(batch)[0].as_py())
                 else:

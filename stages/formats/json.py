@@ -213,19 +213,20 @@ def _select(
     if kind not in ("[", "{"):
         tokens.expect('"0')
         return
-    close = "]" if tokens.expect("[{") == "[" else "}"
+    close = "]" if tokens.expect("[{")[0] == "[" else "}"
     if tokens.next(close, 0)[0]:
         return
     index = 0
     while True:
         key: str | int | None = index
         if close == "}":
-            key = tokens.key()
+            _, key = tokens.expect('"', tokens.limits.longest_string)  # None: it is too long
+            tokens.expect(":")
             if is_document and key is not None:
                 records.note_keys({key: None})
         is_on_path = steps is not None and steps[0] in (None, key)
         _select(tokens, steps[1:] if steps is not None and is_on_path else None, records)
-        if tokens.expect("," + close) == close:
+        if tokens.expect("," + close)[0] == close:
             return
         index += 1
 
@@ -265,7 +266,7 @@ class _Tokens:
     """The tokens of a text, of which a piece is in memory."""
 
     def __init__(self, read: Callable[[int], bytes], limits: Limits) -> None:
-        self._read, self._limits = read, limits
+        self._read, self.limits = read, limits
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._is_read = False  # all of it
         self._is_last = False  # the piece
@@ -293,10 +294,10 @@ class _Tokens:
         while ((token := _TOKEN.match(self._text, self._place)) or self._begun()).end() >= self._certain:
             begun = self._begun()
             place = begun.end() - len(begun["string"] or "")  # white space is not kept
-            if begun.end() - place > self._limits.chunk:
+            if begun.end() - place > self.limits.chunk:
                 return ('"', self._read_string(place, longest)) if '"' in expected else ("", None)
-            if begun["string"] is None and len(self._text) - place > self._limits.longest_string:
-                detail = f"a number has more than {self._limits.longest_string} characters"
+            if begun["string"] is None and len(self._text) - place > self.limits.longest_string:
+                detail = f"a number has more than {self.limits.longest_string} characters"
                 raise Rejected("number too long", detail, f"line {self.line()}")
             self._advance(place)
         if token is None:
@@ -319,30 +320,17 @@ class _Tokens:
                 return self._text[self._place : self._place + 1]
             self._advance(self._place)
 
-    def expect(self, expected: str) -> str:
-        """The kind of the next token, which is one of those that are expected, and no string that is needed.
+    def expect(self, expected: str, longest: int = 0) -> tuple[str, str | None]:
+        """The next token as `next` gives it, which is one of those that are expected.
 
         Raises:
             Rejected: it is another one.
         """
-        kind, _ = self.next(expected, 0)
-        if not kind:
+        token = self.next(expected, longest)
+        if not token[0]:
             self.peek()
             raise self._error()
-        return kind
-
-    def key(self) -> str | None:
-        """The key of the next pair, with its colon; None: it is too long.
-
-        Raises:
-            Rejected: there is none.
-        """
-        kind, key = self.next('"', self._limits.longest_string)
-        if kind:
-            self.expect(":")
-            return key
-        self.peek()
-        raise self._error()
+        return token
 
     def value(self) -> Any:
         """The next value, which is held as a whole.
@@ -354,7 +342,7 @@ class _Tokens:
         try:
             return self._value()
         finally:  # tokens are sought in a piece: the regular expression needs memory for each escape
-            end = self._place + self._limits.chunk
+            end = self._place + self.limits.chunk
             if len(self._text) > end:
                 self._text, self._ahead = self._text[:end], self._text[end:] + self._ahead
                 self._set_certain()
@@ -379,8 +367,8 @@ class _Tokens:
             if self._is_last:
                 self._place = len(self._text)
                 raise self._error()
-            if is_too_large(self._text, self._limits, self._place):
-                raise TooLarge(self._limits)
+            if is_too_large(self._text, self.limits, self._place):
+                raise TooLarge(self.limits)
             self._advance(self._place)
 
     def check_end(self, is_complete: bool) -> None:
@@ -402,7 +390,7 @@ class _Tokens:
         rest = self._text[place:]  # a token that is cut
         self._characters_before = self._column(place)
         self._lines_before += self._text.count("\n", 0, place)
-        size = max(self._limits.chunk, len(rest))  # at least doubled: each byte is moved twice
+        size = max(self.limits.chunk, len(rest))  # at least doubled: each byte is moved twice
         if self._ahead:
             piece, self._ahead = self._ahead[:size], self._ahead[size:]
         else:

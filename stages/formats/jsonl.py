@@ -4,11 +4,12 @@ Several documents in one line are one record.
 """
 
 import io
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
 from stages.formats import json
-from stages.formats.source import Rejected, Source
+from stages.formats.source import Pieces, Rejected, Source
 from stages.formats.writer import TextWriter
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def read(source: Source, sink: TextWriter) -> None:
         if is_entire and json.is_document(begin, limits):
             sink.add_json(begin)
             continue
-        line = io.BytesIO(begin) if is_entire else _Line(begin, stream)
+        line = io.BytesIO(begin) if is_entire else Pieces(_rest(begin, stream, limits.chunk))
         try:
             # Also for lines that are not valid: the scanner finds out why, and may still accept NaN.
             json.scan(line.read, sink, number, limits)
@@ -80,16 +81,10 @@ def _read_lines(text: str, first: int, records: "Records", limits: "Limits") -> 
                 records.reject(rejected)
 
 
-class _Line:
-    """The rest of a line that is too long to be held, as a file."""
-
-    def __init__(self, begin: bytes, stream: BinaryIO) -> None:
-        self._begin, self._stream = io.BytesIO(begin), stream
-        self._is_ended = False
-
-    def read(self, size: int, /) -> bytes:
-        piece = self._begin.read(size)
-        if not piece and not self._is_ended:
-            piece = self._stream.readline(size)
-            self._is_ended = not piece or piece.endswith(b"\n")
-        return piece
+def _rest(begin: bytes, stream: BinaryIO, size: int) -> Iterator[bytes]:
+    """A line that is too long to be held, given what was read of it, in pieces."""
+    yield begin
+    while piece := stream.readline(size):
+        yield piece
+        if piece.endswith(b"\n"):
+            return

@@ -30,12 +30,8 @@ def count(strings: pa.Array) -> Counter[str]:
 def count_shard(path: Path) -> Counter[str]:
     """The lengths of all strings of a shard."""
     counts: Counter[str] = Counter()
-    for offset in arrow.batch_offsets(path):
-        texts, column = arrow.rows_of(arrow.read_batch(path, offset))
-        if len(texts) == 1 and column == 0:  # it may be too long for the memory
-            counts += histogram([sum(map(arrow.count_characters, arrow.read_text(path, offset)))])
-        else:
-            counts += count(texts)
+    for texts, _, pieces in arrow.read_rows(path):
+        counts += count(texts) if pieces is None else histogram([sum(map(arrow.count_characters, pieces))])
     return counts
 
 

@@ -124,12 +124,11 @@ class Source:
 
     def stream(self) -> BinaryIO:
         """The content as UTF-8, without byte order mark, to be read in pieces."""
-        return io.BytesIO(self.data) if self.data is not None else self._stream_large()
-
-    def _stream_large(self) -> BinaryIO:
+        if self.data is not None:
+            return io.BytesIO(self.data)
         stored = _Stored(open_raw(self._path), self._part)
         self._given.append(stored)
-        return io.BufferedReader(_Pieces(self._utf8(stored)), self.limits.chunk)
+        return io.BufferedReader(Pieces(self._utf8(stored)), self.limits.chunk)
 
     def _utf8(self, stored: "_Stored") -> Iterator[bytes]:
         decoder = codecs.getincrementaldecoder(self._encoding)()
@@ -313,7 +312,7 @@ class _Trial:
         self.add(b"", is_last=True)
 
 
-class _Pieces(io.RawIOBase):
+class Pieces(io.RawIOBase):
     """The concatenation of byte strings, as a file."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:

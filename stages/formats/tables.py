@@ -297,14 +297,24 @@ def read_delimited(source: Source, records: "Records", delimiter: str) -> None:
 
     Not by pyarrow: of a file with one row in disorder it loses a block of rows, and no row may be longer than a block.
     """
-    lines = _Lines(io.TextIOWrapper(source.stream(), "utf-8", newline=""), delimiter, source.limits)
-    csv.field_size_limit(source.limits.longest_record)
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    limits, text = source.limits, io.TextIOWrapper(source.stream(), "utf-8", newline="")
+    size = num_values = 0  # of the row so far, about: characters, and values
+
+    def lines() -> Iterator[str]:
+        nonlocal size, num_values
+        while line := text.readline(limits.longest_record + 1):
+            size, num_values = size + len(line), num_values + line.count(delimiter)
+            if size > limits.longest_record or num_values > limits.most_values:
+                raise json.TooLarge(limits)
+            yield line
+
+    csv.field_size_limit(limits.longest_record)
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     first = 0  # the line with which the row begins
     records.position = lambda: f"lines {first} to {last}" if (last := reader.line_num) > first else f"line {first}"
     names: list[str] | None = None
     while True:
-        lines.size = lines.num_values = 0
+        size = num_values = 0
         first = reader.line_num + 1
         try:
             row = next(reader, None)
@@ -319,25 +329,3 @@ def read_delimited(source: Source, records: "Records", delimiter: str) -> None:
             records.add(paths.make_object([*zip(names, row, strict=True)]))
         elif row:  # not an empty line
             records.reject(Rejected("invalid CSV", f"{len(row)} columns instead of {len(names)}"))
-
-
-class _Lines:
-    """The lines of a text, as long as a row of them is not too large."""
-
-    def __init__(self, stream: io.TextIOWrapper, delimiter: str, limits: Limits) -> None:
-        self.size = self.num_values = 0
-        """Characters and values of the row so far, about; whoever reads a row resets them."""
-        self._stream, self._delimiter, self._limits = stream, delimiter, limits
-
-    def __iter__(self) -> "_Lines":
-        return self
-
-    def __next__(self) -> str:
-        line = self._stream.readline(self._limits.longest_record + 1)
-        self.size += len(line)
-        self.num_values += line.count(self._delimiter)
-        if self.size > self._limits.longest_record or self.num_values > self._limits.most_values:
-            raise json.TooLarge(self._limits)
-        if not line:
-            raise StopIteration
-        return line

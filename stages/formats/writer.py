@@ -48,7 +48,6 @@ class TextWriter:
         # Of the current record:
         self._current = _Rows()  # not yet written
         self._current_size = 0  # characters, with those already written
-        self._unwritten = 0  # of the size
         self._start: Mark | None = None  # in the stream, if parts of it are there
 
     def use(self, column: int) -> None:
@@ -71,7 +70,6 @@ class TextWriter:
             raise Rejected("string too long", f"a string has more than {longest} bytes of UTF-8: split it")
         self._current.extend(texts)
         self._current_size += characters
-        self._unwritten += characters
         if self._size + self._current_size > self._limits.batch:
             self._write_current()
 
@@ -132,7 +130,7 @@ class TextWriter:
 
     def _begin(self) -> None:
         self._current = _Rows()
-        self._current_size = self._unwritten = 0
+        self._current_size = 0
         self._start = None
 
     def _begin_long(self) -> None:
@@ -145,7 +143,6 @@ class TextWriter:
         self._begin_long()
         for batch in _batches(self._current.take(), pc.utf8_length, self._limits.batch):
             self._stream.write_column(batch, self.column)
-        self._unwritten = 0
 
     def _json_arrays(self) -> Iterator[pa.Array]:
         """The strings of the JSON documents, in pieces."""

@@ -14,6 +14,7 @@ import io
 import math
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import yaml
@@ -75,7 +76,13 @@ def read(source: Source, sink: TextWriter) -> None:
         Rejected: what follows the last complete document is not YAML, is nested too deep, or has a string that is too
             long.
     """
-    _read_all(source, lambda text: _read(text, sink, source.limits), lambda: _is_json(source, sink))
+
+    def as_json() -> None:
+        sink.drop()  # what libyaml has read
+        # One record: none is kept if an error follows.
+        json.scan(source.stream().read, sink, 1, source.limits)
+
+    _read_all(source, lambda text: _read(text, sink, source.limits), as_json)
 
 
 def read_records(source: Source, records: "Records") -> None:
@@ -84,14 +91,10 @@ def read_records(source: Source, records: "Records") -> None:
     Raises:
         Rejected: as `read` does; or a document is too large.
     """
-    _read_all(
-        source,
-        lambda text: _compose(text, records, source.limits),
-        lambda: _has_json(lambda: json.read_records(source, records)),
-    )
+    _read_all(source, lambda text: _compose(text, records, source.limits), lambda: json.read_records(source, records))
 
 
-def _read_all(source: Source, read: Callable[["_Text"], None], read_as_json: Callable[[], bool]) -> None:
+def _read_all(source: Source, read: Callable[["_Text"], None], read_as_json: Callable[[], None]) -> None:
     text = _Text(source.stream(), source.limits.longest_string)
     # Not an exception: its traceback would refer to this frame, which refers to it, and `extract` collects no cycles.
     refused: tuple[str, str | None]
@@ -106,23 +109,10 @@ def _read_all(source: Source, read: Callable[["_Text"], None], read_as_json: Cal
     except Rejected as rejected:  # by `text` or `sink`
         line = text.mark.line + 1 if text.mark else 1
         raise Rejected(rejected.reason, rejected.detail, rejected.position or f"line {line}") from None
-    if text.num_records or not read_as_json():
-        raise Rejected("invalid YAML", *refused)
-
-
-def _is_json(source: Source, sink: TextWriter) -> bool:
-    """Whether all of a file is JSON; if so, its strings are a record of `sink`."""
-    sink.drop()  # what libyaml has read
-    # One record: none is kept if an error follows.
-    return _has_json(lambda: json.scan(source.stream().read, sink, 1, source.limits))
-
-
-def _has_json(read: Callable[[], None]) -> bool:
-    try:
-        read()
-    except Rejected:
-        return False
-    return True
+    if not text.num_records:
+        with suppress(Rejected):
+            return read_as_json()
+    raise Rejected("invalid YAML", *refused)
 
 
 class _Text:

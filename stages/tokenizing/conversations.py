@@ -116,7 +116,7 @@ class ConversationEncoder:
 
     def __init__(self, spec: TokenizerSpec) -> None:
         assert spec.chat
-        self._spec, self._chat = spec, spec.chat
+        self._chat = spec.chat
         content, self._names = vocabulary.rename(spec.path, spec.special_tokens)
         # Under their new names the special tokens are found in what the template writes, and in no string of the data.
         self._tokenizer = Tokenizer.from_buffer(content)

@@ -239,10 +239,15 @@ def read_batch(path: Path, offset: int) -> pa.RecordBatch:
         raise damaged(path, "it has no record batch where it had one", CHANGED) from None
 
 
-def rows_of(batch: pa.RecordBatch) -> tuple[pa.Array, int]:
-    """The strings of a record batch of a corpus, which are in one column, and which one that is."""
-    column = next((index for index, values in enumerate(batch.columns) if not values.null_count), 0)
-    return batch.column(column), column
+def read_rows(path: Path) -> Iterator[tuple[pa.Array, int, Iterator[bytes] | None]]:
+    """The strings of each record batch of a corpus, which are in one column; which one; and of a text that is alone, as
+    it may be too long for the memory, its pieces.
+    """
+    for offset in batch_offsets(path):
+        batch = read_batch(path, offset)
+        column = next((index for index, values in enumerate(batch.columns) if not values.null_count), 0)
+        is_alone = len(batch) == 1 and column == 0
+        yield batch.column(column), column, read_text(path, offset) if is_alone else None
 
 
 def read_text(path: Path, offset: int) -> Iterator[bytes]:
