@@ -15,19 +15,24 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 
-from stages.base import command
+from stages.base import command, publish
 from stages.base.command import format_gib
 from stages.base.errors import StageError
 from stages.base.names import printable
 from stages.base.params_file import load_params
 from stages.checkpointing import retention
 from stages.checkpointing.layout import (
+    AGAIN,
+    MANIFEST,
     CheckpointManifest,
+    check_previous,
     checkpoint_root,
     latest_valid,
     list_checkpoints,
+    list_incomplete,
     size_of,
     verify,
 )
@@ -49,7 +54,7 @@ def main() -> None:
     arguments = parser.parse_args()
     params = load_params(TrainParams)
     root = checkpoint_root(params.experiment_name)
-    runs = sorted(path for path in root.glob("*/") if path.is_dir())
+    runs = sorted(path for path in root.glob("[!.]*/") if path.is_dir())
     if not runs:
         raise StageError(f"{root} contains no checkpoints")
     if arguments.command == "list":
@@ -70,7 +75,8 @@ def _list(runs: list[Path], params: TrainParams) -> None:
     for directory in runs:
         complete = dict(retention.list_complete(directory))
         best = retention.best(complete.items())
-        for path in sorted([*retention.list_leftovers(directory), *list_checkpoints(directory)]):
+        incomplete = [*retention.list_leftovers(directory), *list_incomplete(directory)]
+        for path in sorted([*incomplete, *list_checkpoints(directory)]):
             loss = complete[path].validation_loss if path in complete else None
             marked = {"best": path == best, "current run": directory.name == current, "in run.json": path == pointed}
             marks = [mark for mark, applies in marked.items() if applies]
@@ -92,21 +98,32 @@ def _state(path: Path, complete: dict[Path, CheckpointManifest]) -> str:
 
 def _verify(runs: list[Path]) -> None:
     damaged = []
-    for path in (path for directory in runs for path in list_checkpoints(directory)):
-        try:
-            verify(path)
-        except StageError as error:
-            if path.exists():  # otherwise a training has deleted it meanwhile
-                damaged.append(str(error))
-        else:
-            print(f"{printable(path)} is valid")
+    for directory in runs:
+        damaged += [f"{printable(path / MANIFEST)} is missing" for path in list_incomplete(directory)]
+        checkpoints = list_checkpoints(directory)
+        for path, before in zip_longest(checkpoints, checkpoints[1:]):
+            try:
+                manifest = verify(path)
+                print(f"{printable(path)} is valid")
+                if before is not None:
+                    check_previous(manifest, before)
+            except StageError as error:
+                if all(each.exists() for each in (path, before) if each):  # else a training has deleted it meanwhile
+                    damaged.append(str(error))
     if damaged:
-        raise StageError(*damaged)
+        raise StageError(*dict.fromkeys(damaged))
 
 
 def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> None:
     pointed = _pointed(current.params.experiment_name)
     freed: list[int] = []  # bytes
+    verb = "deleting" if arguments.yes else "would delete"
+    if (again := checkpoint_root(current.params.experiment_name) / AGAIN).exists():
+        freed.append(size_of(again))
+        print(f"{verb} {printable(again)}, {format_gib(freed[-1])}")
+        if arguments.yes:
+            with publish.scratch(again):  # once no other process has it
+                pass
     for directory in runs:
         if directory.is_symlink():  # what it leads to may belong to another experiment
             print(f"{printable(directory)} is a link: skipped")
@@ -131,7 +148,6 @@ def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> Non
                         continue
                     size = 0 if path.is_symlink() else size_of(path)
                     freed.append(size)
-                    verb = "deleting" if arguments.yes else "would delete"
                     print(f"{verb} {printable(path)}, {format_gib(size)}")
                     if arguments.yes:
                         retention.delete([path])

@@ -41,7 +41,7 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, metavar="DIR", help="default: that of the experiment in params.yaml")
     parser.add_argument(
-        "--max-new-tokens", type=positive_integer, default=128, metavar="N", help="default: %(default)s"
+        "--max-new-tokens", type=command.positive_integer, default=128, metavar="N", help="default: %(default)s"
     )
     parser.add_argument(
         "--temperature", type=temperature, default=0.8, help="0: the most probable token (default: %(default)s)"
@@ -121,12 +121,6 @@ def check_length(num_tokens: int, limit: int, max_new_tokens: int) -> None:
             f"{num_tokens}, and the model allows {limit} in all",
             file=sys.stderr,
         )
-
-
-def positive_integer(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
 
 
 def temperature(text: str) -> float:

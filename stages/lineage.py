@@ -4,17 +4,19 @@ Reads    a model directory that `consolidate` wrote; and what there is of the pr
          checkpoint, data/, params.yaml, the code, the raw files, the installed packages
 Writes   nothing
 Command  python -m stages.lineage verify [DIR]
-         python -m stages.lineage segments [--number 3 --seed 0]
+         python -m stages.lineage segments [--number 3 --seed 0 | --step 150]
 
 Each line is `equal`, `different`, or `missing` with the place where it would be. The exit status is 0 if nothing
 differs; what is missing does not count, because a model directory may be all that there is. The directory itself must
 have exactly the files that lineage.json lists.
 
 `segments` trains parts of the run in params.yaml again, each from one of its checkpoints to the next, and compares
-weights, optimizer state and history bit for bit.
+weights, optimizer state, history, and all else that the next step needs, bit for bit. Where other bits may come from
+other hardware the line is `unknown`, which does not count as a difference either.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -32,6 +34,7 @@ from stages.base.origin import RECORDS, Origin
 from stages.base.outputs import ExperimentName
 from stages.base.packed import TRAIN, VALIDATION
 from stages.base.params_file import PARAMS_FILE, as_yaml, flatten, load_params
+from stages.base.record import DamagedFile
 from stages.checkpointing import layout, run
 from stages.export.lineage import Lineage
 from stages.extract import ExtractParams
@@ -59,7 +62,7 @@ class Finding(NamedTuple):
     """The result of one comparison."""
 
     state: str
-    """`equal`, `different` or `missing`."""
+    """`equal`, `different`, `missing` or `unknown`."""
     name: str
     detail: str = ""
 
@@ -72,53 +75,56 @@ def main() -> None:
         "directory", type=Path, metavar="DIR", nargs="?", help="default: the model of the experiment in params.yaml"
     )
     training = commands.add_parser("segments", help="train parts of the run again, and compare them with checkpoints")
-    training.add_argument("--number", type=int, metavar="N", help="so many at random; default: all")
+    which = training.add_mutually_exclusive_group()
+    which.add_argument("--number", type=command.positive_integer, metavar="N", help="so many at random; default: all")
+    which.add_argument("--step", type=command.positive_integer, metavar="N", help="only the part that ends there")
     training.add_argument("--seed", type=int, default=0, help="of that choice; default: %(default)s")
     arguments = parser.parse_args()
     if arguments.command == "segments":
-        _report(train_segments(arguments.number, arguments.seed), "the checkpoints")
+        _report(train_segments(arguments.number, arguments.seed, arguments.step), "the checkpoints")
         return
     directory = arguments.directory or outputs.directory(load_params(TrainParams).experiment_name) / "model"
     _report(verify(directory), f"what {directory / LINEAGE} records")
 
 
 def _report(findings: Iterable[Finding], recorded: str) -> None:
-    num_different = 0
+    counts: Counter[str] = Counter()
     for finding in findings:
-        num_different += finding.state == "different"
+        counts[finding.state] += 1
         detail = f": {finding.detail}" if finding.detail else ""
         print(printable(f"{finding.state:9}  {finding.name}{detail}"), flush=True)
-    if num_different:
-        raise StageError(f"{num_different} of these differ from {recorded}")
+    print(", ".join(f"{number} {state}" for state, number in counts.items()))
+    if counts["different"]:
+        raise StageError(f"{counts['different']} of these differ from {recorded}")
 
 
-def train_segments(number: int | None, seed: int) -> Iterator[Finding]:
+def train_segments(number: int | None, seed: int, step: int | None = None) -> Iterator[Finding]:
     """Train parts of the current run again.
 
+    Args:
+        number: So many of them, chosen by `seed`; None: all.
+        seed: Of the choice.
+        step: Only the part that ends there.
+
     Raises:
-        StageError: it has no checkpoints, or a training fails.
+        StageError: it has no checkpoints, or none of that step, or a training fails.
     """
-    from stages.launching import place, segments  # torch
+    from stages.launching import segments  # torch
 
     current, runtime = run.describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
-    found = segments.find(current)
-    here, before = place.device(), None
-    for segment in found if number is None else segments.choose(found, number, seed):
-        there = segments.trained_at(segment.end)
-        manifest = layout.CheckpointManifest.read(segment.end)
-        if segment.start:
-            before = layout.CheckpointManifest.read(segment.start)
-            named = manifest.previous
-            if named and named.step == before.step and named.result_sha256 != before.result_sha256:
-                yield Finding("different", segment.name, f"{segment.end.name} was trained from another one")
-                continue
+    for segment in segments.choose(segments.find(current), number, seed, step):
         name = f"{segment.name}, trained again"
-        again = segments.train_again(current, runtime, segment).result_sha256
-        if again != manifest.result_sha256 and there and (there.device != here or there.nodes > 1):
-            yield Finding("missing", name, f"other bits, but it was trained on {there.device}, {there.ranks} ranks")
+        try:
+            if segment.start:
+                layout.check_previous(layout.CheckpointManifest.read(segment.end), segment.start)
+            recorded, obstacle = segments.content(segment.end), segments.find_obstacle(segment)
+            again = segments.train_again(current, runtime, segment)
+        except DamagedFile as error:
+            yield Finding("different", segment.name, str(error).splitlines()[0])
             continue
-        recorded = f"result {manifest.result_sha256}"
-        yield _check(name, segment.end, recorded, partial("result {}".format, again), "in the checkpoint")
+        result = _check(name, segment.end, recorded, partial(dict, again), "in the checkpoint")
+        is_unknown = result.state == "different" and obstacle
+        yield Finding("unknown", name, f"other bits here, but {obstacle}") if is_unknown else result
 
 
 def verify(directory: Path) -> Iterator[Finding]:

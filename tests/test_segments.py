@@ -1,39 +1,89 @@
 """Parts of a run are trained again and compared; a forged checkpoint is found."""
 
 import dataclasses
+import json
+import pickle
 import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
+from stages.base import publish
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.base.record import FileEntry
-from stages.checkpointing.layout import CheckpointManifest, step_name
+from stages.checkpointing.layout import CheckpointManifest, Previous, step_name, verify
 from stages.checkpointing.state import Place
 from stages.launching import segments as segments_module
 from stages.launching.runtime import TrainRuntime
 from stages.launching.segments import Segment, choose
-from tests.project import REPO, Project
+from tests.project import REPO, Project, flip_bit
 from tests.ranks import Ranks
+
+SEGMENTS = ("python", "-m", "stages.lineage", "segments")
 
 
 def segments(project: Project, *arguments: str, status: int = 0) -> list[str]:
-    output = project.run("python", "-m", "stages.lineage", "segments", *arguments, status=status)
-    return [line for line in output.splitlines() if re.match("equal|different|missing|error", line)]
+    output = project.run(*SEGMENTS, *arguments, status=status)
+    return [line for line in output.splitlines() if re.match("equal|different|unknown|error", line)]
 
 
-def forge(checkpoint: Path) -> None:
-    """Change one weight, and have the manifest fit again: what somebody could do who can write there."""
-    path = next((checkpoint / "model").glob("*.distcp"))
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+@contextmanager
+def forging(checkpoint: Path) -> Iterator[None]:
+    """Have the manifest fit again after a file was changed: what somebody could do who can write there."""
+    before = {path: path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+    yield
     manifest = CheckpointManifest.read(checkpoint)
-    name = str(path.relative_to(checkpoint))
-    dataclasses.replace(manifest, files={**manifest.files, name: FileEntry.of(path)}).write(checkpoint)
+    files = {name: FileEntry.of(checkpoint / name) for name in manifest.files}
+    dataclasses.replace(manifest, files=files).write(checkpoint)
+    verify(checkpoint)
+    assert any(path.read_bytes() != content for path, content in before.items())
+
+
+def change_weight(checkpoint: Path) -> None:
+    path = next((checkpoint / "model").glob("*.distcp"))
+    flip_bit(path, path.stat().st_size // 2)
+
+
+def swap_tensors(checkpoint: Path) -> None:
+    """The bytes of all tensors stay; two of them have changed places in the list of tensors."""
+    path = checkpoint / "model/.metadata"
+    metadata = pickle.loads(path.read_bytes())
+    one, other = (
+        [index for index in metadata.storage_data if index.fqn == f"model.layers.{layer}.self_attn.q_proj.weight"]
+        for layer in (0, 1)
+    )
+    assert len(one) == len(other) > 0
+    for mine, theirs in zip(one, other, strict=True):
+        data = metadata.storage_data
+        data[mine], data[theirs] = data[theirs], data[mine]
+    path.write_bytes(pickle.dumps(metadata))
+
+
+def raise_lr(checkpoint: Path) -> None:
+    path = checkpoint / "lr_scheduler.pt"
+    state = torch.load(path)
+    torch.save({**state, "base_lrs": [10 * lr for lr in state["base_lrs"]]}, path)
+
+
+def draw_other_numbers(checkpoint: Path) -> None:
+    path = checkpoint / "state.json"
+    content = json.loads(path.read_text())
+    content["rng"][0]["torch"] = content["rng"][0]["torch"][::-1]
+    path.write_text(json.dumps(content))
+
+
+def name_other_hardware(checkpoint: Path) -> None:
+    path = checkpoint / "state.json"
+    content = json.loads(path.read_text())
+    content["metrics"]["place"]["device"] = "NVIDIA H100"
+    path.write_text(json.dumps(content))
 
 
 @pytest.mark.slow
@@ -48,8 +98,8 @@ def test_each_part_of_a_run_gives_the_same_bits_again_and_a_forged_one_does_not(
     manifests = [CheckpointManifest.read(root / step_name(step)) for step in (3, 6, 8)]
     assert manifests[0].previous is None
     for first, second in pairwise(manifests):  # also across the kill
-        assert second.previous
-        assert (second.previous.step, second.previous.result_sha256) == (first.step, first.result_sha256)
+        digest = publish.sha256_file(root / step_name(first.step) / "manifest.json")
+        assert second.previous == Previous(first.step, first.result_sha256, digest)
     assert segments(training) == [
         f"equal      {start} to {step_name(end)}, trained again"
         for start, end in (("start", 3), (step_name(3), 6), (step_name(6), 8))
@@ -58,15 +108,64 @@ def test_each_part_of_a_run_gives_the_same_bits_again_and_a_forged_one_does_not(
     assert not (root.parent / ".again").exists()
     assert not (training / "outputs/history.tsv").exists(), "outs of DVC stay as they are"
 
-    forge(root / step_name(6))
-    first, second, third, error = segments(training, status=2)
-    assert first.startswith("equal      start to step-00000003")
-    assert second.startswith("different  step-00000003 to step-00000006, trained again: result")
-    assert third == "different  step-00000006 to step-00000008: step-00000008 was trained from another one"
-    assert error == "error: 2 of these differ from the checkpoints"
+    shutil.copytree(root, training / "kept")
+    for change, name in {
+        change_weight: "result",
+        swap_tensors: "places of the model's tensors",
+        raise_lr: "scheduler",
+        draw_other_numbers: "random numbers",
+    }.items():
+        with forging(root / step_name(3)):
+            change(root / step_name(3))
+        found, error = segments(training, "--step", "3", status=2)
+        assert re.fullmatch(
+            rf"different  start to step-00000003, trained again: {name} \S+ in the checkpoint, \S+ here", found
+        )
+        assert error == "error: 1 of these differ from the checkpoints"
+        # Without training: the next one names it.
+        output = training.run("python", "-m", "stages.checkpoints", "verify", status=2)
+        assert "3/manifest.json is damaged or was changed: step-00000006 was trained from another one" in output
+        (found, _) = segments(training, "--step", "6", status=2)
+        assert found.startswith("different  step-00000003 to step-00000006: ") and "from another one" in found
+        shutil.rmtree(root)
+        shutil.copytree(training / "kept", root)
+
+    with forging(root / step_name(8)):
+        change_weight(root / step_name(8))
+        name_other_hardware(root / step_name(8))
+    assert segments(training, "--step", "8") == [
+        "unknown    step-00000006 to step-00000008, trained again: other bits here, but it was trained on NVIDIA H100, "
+        "2 ranks on 1 nodes"
+    ]
+    (root / step_name(8) / "state.json").write_text("{}")
+    found, _ = segments(training, "--step", "8", status=2)
+    assert found.startswith("different  step-00000006 to step-00000008: ") and "state.json is damaged" in found
+
+    assert "no part ends at step 7; the checkpoints that are kept end parts at 3, 6, 8" in str(
+        segments(training, "--step", "7", status=2)
+    )
+    assert "0 is not a positive number" in training.run(*SEGMENTS, "--number", "0", status=2)
+    (root.parent / ".again").mkdir()
+    assert ".again, 0.000 GiB" in training.run("python", "-m", "stages.checkpoints", "prune", "--yes")
+    assert not (root.parent / ".again").exists()
     training.set(seed=5)
     (error,) = segments(training, status=2)
     assert "has no checkpoints to compare: params.yaml, data, model or code are not those of a run" in error
+
+
+@pytest.mark.parametrize(
+    ("ranks_before", "previous", "obstacle"),
+    [(2, 4, "it began on 2 ranks and ended on 1, and the checkpoint between is deleted"), (2, 3, None), (1, 4, None)],
+)
+def test_ranks_that_changed_between_two_checkpoints_may_give_other_bits(
+    monkeypatch: pytest.MonkeyPatch, ranks_before: int, previous: int, obstacle: str | None
+) -> None:
+    states = {3: mock.Mock(rng=[{}] * ranks_before), 6: mock.Mock(rng=[{}], metrics=mock.Mock(place=None))}
+    manifests = {3: mock.Mock(step=3), 6: mock.Mock(previous=Previous(previous, "result"))}
+    monkeypatch.setattr(segments_module.TrainState, "of", lambda path: states[int(path.name[5:])])
+    monkeypatch.setattr(segments_module.CheckpointManifest, "read", lambda path: manifests[int(path.name[5:])])
+    segment = Segment(Path(step_name(3)), Path(step_name(6)))
+    assert segments_module.find_obstacle(segment) == obstacle
 
 
 def test_parts_are_chosen_by_a_seed_and_stay_in_order() -> None:
@@ -75,7 +174,8 @@ def test_parts_are_chosen_by_a_seed_and_stay_in_order() -> None:
     assert len({*chosen}) == 5
     assert chosen == sorted(chosen, key=lambda segment: segment.end)
     assert chosen == choose(found, 5, seed=1) != choose(found, 5, seed=2)
-    assert choose(found, 50, seed=1) == found
+    assert choose(found, 50, seed=1) == choose(found, None, seed=1) == found
+    assert choose(found, None, seed=1, step=7) == [found[7]]
 
 
 @pytest.mark.parametrize(("place", "asked"), [(Place("cpu", 4, 1, None), 4), (Place("cpu", 16, 2, None), 3), (None, 3)])
@@ -83,7 +183,7 @@ def test_a_part_has_the_ranks_of_its_training_unless_these_were_on_several_nodes
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place | None, asked: int
 ) -> None:
     runtime = dataclasses.replace(load_params(TrainRuntime, "runtime", REPO / "params.yaml"), nproc_per_node=3)
-    monkeypatch.setattr(segments_module, "trained_at", lambda checkpoint: place)
+    monkeypatch.setattr(segments_module.TrainState, "of", lambda path: mock.Mock(metrics=mock.Mock(place=place)))
     monkeypatch.setattr(segments_module.layout, "verify", lambda checkpoint: mock.Mock(step=3))
     monkeypatch.setattr(segments_module, "begin", mock.Mock())
     counted = mock.Mock(side_effect=StageError("of the test"))

@@ -23,6 +23,13 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
+def positive_integer(text: str) -> int:
+    """The type of an argument of such a parser."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
+
+
 def format_gib(size: float) -> str:
     """A number of bytes for people, in GiB: three decimals, so that small ones are not zero."""
     return f"{size / 2**30:.3f} GiB"

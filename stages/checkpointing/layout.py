@@ -22,11 +22,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from stages.base import outputs
+from stages.base import outputs, publish
 from stages.base.errors import MAY_PASS, StageError, as_stage_error
 from stages.base.history import HISTORY
 from stages.base.identity import Adoption, RunId, RunIdentity
-from stages.base.publish import sha256_json
 from stages.base.record import (
     DamagedFile,
     FileEntry,
@@ -47,6 +46,8 @@ REMEDY = (
     "put a good copy of it back, or move the checkpoint away and run `dvc repro -f -s train`, which trains it again"
 )
 """About a file of a checkpoint that is damaged."""
+AGAIN = ".again"
+"""Where `lineage segments` trains, beside the runs. What a killed one has left, the next one deletes, or `prune`."""
 FORMAT = 2
 """Of the manifest and of the files that it lists. Another one is refused."""
 
@@ -73,6 +74,18 @@ class Previous:
 
     step: int
     result_sha256: str
+    manifest_sha256: str | None = None
+    """Of its manifest.json, which names the one before it in turn; None: an older version wrote this."""
+
+    @classmethod
+    def of(cls, checkpoint: Path) -> "Previous":
+        """What names a checkpoint.
+
+        Raises:
+            StageError: as `CheckpointManifest.read` does.
+        """
+        manifest = CheckpointManifest.read(checkpoint)
+        return cls(manifest.step, manifest.result_sha256, publish.sha256_file(checkpoint / MANIFEST))
 
 
 @dataclass(frozen=True)
@@ -95,20 +108,20 @@ class CheckpointManifest:
     tensors: dict[str, TensorEntry]
     """The model's, without the optimizer's."""
     previous: Previous | None = None
-    """The checkpoint of this run from which it was trained, so that each names all before it; None: it is the first."""
+    """The checkpoint of this run from which it was trained, which names its own in turn; None: it is the first."""
 
     @property
     def result_sha256(self) -> str:
         """Digest of what the run computed: two runs of the same inputs that compute the same have the same.
 
-        It covers identity, step, weights, optimizer state and history. The manifest's own digest also covers what
-        differs between such runs: the timings in state.json and speed.tsv, and the random id that torch writes into
-        .metadata.
+        It covers identity, step, history and the files of the tensors. The manifest's own digest also covers what
+        differs between such runs: the timings in state.json and speed.tsv, the random id that torch writes into
+        .metadata, and the steps of the checkpoints before, as an interrupted run has more of them.
         """
         files = [name for name in self.files if name.endswith(".distcp") or name == HISTORY]
         content = {name: self.files[name].sha256 for name in files}
         tensors = {name: dataclasses.astuple(entry) for name, entry in self.tensors.items()}
-        return sha256_json([dataclasses.asdict(self.identity), self.step, tensors, content])
+        return publish.sha256_json([dataclasses.asdict(self.identity), self.step, tensors, content])
 
     def write(self, checkpoint: Path) -> None:
         """Write the manifest of a checkpoint, with its own digest as the last key."""
@@ -168,10 +181,25 @@ def step_name(step: int) -> str:
 
 def list_checkpoints(run_directory: Path) -> list[Path]:
     """The published checkpoints of a run, newest first. Other directories and half-written ones do not count."""
-    if not run_directory.is_dir():
-        return []
-    entries = run_directory.iterdir()
-    return sorted((p for p in entries if _STEP_NAME.fullmatch(p.name) and (p / MANIFEST).is_file()), reverse=True)
+    return [path for path in _list_named(run_directory) if (path / MANIFEST).is_file()]
+
+
+def list_incomplete(run_directory: Path) -> list[Path]:
+    """What has the name of a checkpoint and no manifest: no crash leaves that, but an incomplete copy does."""
+    return [path for path in _list_named(run_directory) if not (path / MANIFEST).is_file()]
+
+
+def _list_named(run_directory: Path) -> list[Path]:
+    entries = run_directory.iterdir() if run_directory.is_dir() else ()
+    return sorted((path for path in entries if _STEP_NAME.fullmatch(path.name)), reverse=True)
+
+
+def check_previous(manifest: CheckpointManifest, before: Path) -> None:
+    """Raise `DamagedFile` if a checkpoint of that step was there, but another one, when this one was made."""
+    named, found = manifest.previous, Previous.of(before)
+    # None, or another step: it was made before this version, or the checkpoints between them were deleted.
+    if named and named.step == found.step and named not in (found, dataclasses.replace(found, manifest_sha256=None)):
+        raise damaged(before / MANIFEST, f"{step_name(manifest.step)} was trained from another one", REMEDY)
 
 
 def size_of(directory: Path) -> int:

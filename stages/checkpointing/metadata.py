@@ -57,6 +57,21 @@ def read(directory: Path) -> Metadata:
     return metadata  # type: ignore[no-any-return]
 
 
+def places(directory: Path) -> list[Any]:
+    """Which bytes of which file are which part of which tensor, as JSON; without the random id that torch adds.
+
+    Raises:
+        DamagedFile: as `read` does.
+    """
+    metadata: Any = read(directory)
+    tensors = [
+        [name, str(entry.properties.dtype), str(entry.size), str(entry.chunks)]
+        for name, entry in metadata.state_dict_metadata.items()
+    ]
+    parts = [[index.fqn, str(index.offset), str(place)] for index, place in metadata.storage_data.items()]
+    return [sorted(tensors), sorted(parts)]
+
+
 def understood(path: Path) -> AbstractContextManager[None]:
     """Have an error of any class, as pickles make Python and torch raise them, be a `DamagedFile` that names `path`."""
     return explained(

@@ -350,8 +350,7 @@ def _previous(checkpoint: Path | None) -> Previous | None:
     """What a manifest says of the checkpoint before; None: there is none, or somebody has moved it away."""
     with suppress(StageError):
         if checkpoint is not None:
-            manifest = CheckpointManifest.read(checkpoint)
-            return Previous(manifest.step, manifest.result_sha256)
+            return Previous.of(checkpoint)
     return None
 
 

@@ -1,8 +1,9 @@
 """Train a part of a run again, from one of its checkpoints to the next, and compare the results.
 
 Training is a function of what identifies a run and of the checkpoint from which it goes on, so the same hardware gives
-the same bits: weights, moments and history. A checkpoint that something else has made is found by the part that ends at
-it. The comparison at every later checkpoint is also a test of the resume, for this pipeline and for any other.
+the same bits: weights, moments, history, and what else the next step needs. A checkpoint that something else has made
+is found by the part that ends at it. The comparison at every later checkpoint is also a test of the resume, for this
+pipeline and for any other.
 """
 
 import dataclasses
@@ -15,13 +16,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from stages.base import publish
 from stages.base.errors import StageError
 from stages.checkpointing import layout
 from stages.checkpointing.decision import begin
-from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name
+from stages.checkpointing.layout import MODEL, OPTIMIZER, SCHEDULER, CheckpointManifest, list_checkpoints, step_name
+from stages.checkpointing.metadata import places, understood
 from stages.checkpointing.run import Run
-from stages.checkpointing.state import Place, TrainState
+from stages.checkpointing.state import TrainState
+from stages.launching.place import device
 from stages.launching.runtime import Launch, TrainRuntime
 from stages.ranks import torchrun
 from stages.training.environment import set_environment
@@ -58,24 +63,66 @@ def find(run: Run) -> list[Segment]:
     return found
 
 
-def choose(segments: Sequence[Segment], number: int, seed: int) -> list[Segment]:
-    """So many of them, at random, in their order."""
+def choose(segments: Sequence[Segment], number: int | None, seed: int, step: int | None = None) -> Sequence[Segment]:
+    """So many of them, at random, in their order; or the one that ends at a step; or all.
+
+    Raises:
+        StageError: none ends there.
+    """
+    if step is not None:
+        if not (found := [segment for segment in segments if segment.end.name == step_name(step)]):
+            ends = ", ".join(str(int(segment.end.name.split("-")[1])) for segment in segments)
+            raise StageError(f"no part ends at step {step}; the checkpoints that are kept end parts at {ends}")
+        return found
+    if number is None:
+        return segments
     chosen = random.Random(seed).sample(range(len(segments)), min(number, len(segments)))
     return [segments[index] for index in sorted(chosen)]
 
 
-def trained_at(checkpoint: Path) -> Place | None:
-    """The hardware of a checkpoint."""
-    return TrainState.of(checkpoint).metrics.place
-
-
-def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> CheckpointManifest:
-    """Train a part again, beside the checkpoints of the run, and return the manifest of its end.
+def content(checkpoint: Path) -> dict[str, str]:
+    """Digests of all that the steps after a checkpoint depend on, and of nothing that tells when and where it was made.
 
     Raises:
-        StageError: the start is damaged, or the training fails.
+        DamagedFile: naming the file.
     """
-    place, end = trained_at(segment.end), layout.verify(segment.end)
+    manifest, state = layout.verify(checkpoint), TrainState.of(checkpoint)
+    with understood(checkpoint / SCHEDULER):
+        scheduler = torch.load(checkpoint / SCHEDULER, weights_only=True)
+    rest = {
+        **{f"places of the {kind}'s tensors": places(checkpoint / kind) for kind in (MODEL, OPTIMIZER)},
+        "scheduler": repr(scheduler),
+        "loss scaler": dataclasses.asdict(state.loss_scaler),
+        # Those of Python and numpy differ from start to start: the training seeds none of them, and draws none.
+        "random numbers": [{name: each.get(name) for name in ("torch", "cuda")} for each in state.rng],
+    }
+    return {"result": manifest.result_sha256, **{name: publish.sha256_json(value) for name, value in rest.items()}}
+
+
+def find_obstacle(segment: Segment) -> str | None:
+    """Why this machine may give other bits for a part; None: it must give the same."""
+    state = TrainState.of(segment.end)
+    place, num_ranks = state.metrics.place, len(state.rng)
+    if place and (place.device != device() or place.nodes > 1):
+        return f"it was trained on {place.device}, {place.ranks} ranks on {place.nodes} nodes"
+    previous = CheckpointManifest.read(segment.end).previous
+    if segment.start and previous and previous.step != CheckpointManifest.read(segment.start).step:
+        before = len(TrainState.of(segment.start).rng)
+        if before != num_ranks:
+            return f"it began on {before} ranks and ended on {num_ranks}, and the checkpoint between is deleted"
+    return None
+
+
+def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> dict[str, str]:
+    """Train a part again, beside the checkpoints of the run, and return the `content` of its end.
+
+    Raises:
+        DamagedFile: a file of its start or of its end.
+        StageError: the training fails.
+    """
+    end, place = layout.verify(segment.end), TrainState.of(segment.end).metrics.place
+    if segment.start:
+        layout.verify(segment.start)
     num_ranks = place.ranks if place and place.nodes == 1 else None  # of several nodes there are not so many here
     again = dataclasses.replace(
         runtime, launcher="torchrun", num_nodes=None, nproc_per_node=num_ranks or runtime.nproc_per_node,
@@ -109,14 +156,14 @@ def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> Checkpoint
             watcher.join()
         if not (made / layout.MANIFEST).exists():
             raise StageError(f"{segment.name}: the training did not come to its end in {root}; see above")
-        return layout.verify(made)
+        return content(made)
 
 
 @contextmanager
 def _elsewhere(beside: Path) -> Iterator[Path]:
     """Have checkpoints be in a temporary directory on the same disk."""
     before = os.environ.get("CHECKPOINT_ROOT")
-    with publish.scratch(beside / ".again") as root:
+    with publish.scratch(beside / layout.AGAIN) as root:
         os.environ["CHECKPOINT_ROOT"] = str(root.absolute())
         try:
             yield root
