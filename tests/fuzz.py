@@ -10,6 +10,7 @@ beside the libraries ends with exit status 1, and leaves the input in outputs/fu
 
 import argparse
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -82,6 +83,22 @@ def refusing(read: Callable[[Path], Any], name: str) -> Check:
     return check
 
 
+def sealing(read: Callable[[Path], Any], name: str, key: str = "sealed") -> Check:
+    """The same for a record with a digest of itself, which no mutation can make fit: it is computed here."""
+    from stages.base.publish import sha256_json
+
+    check = refusing(read, name)
+
+    def check_sealed(data: bytes) -> None:
+        with suppress(ValueError, RecursionError):
+            if isinstance(content := json.loads(data), dict):
+                content.pop(key, None)
+                data = json.dumps({**content, key: sha256_json(content)}).encode()
+        check(data)
+
+    return check_sealed
+
+
 def header() -> Check:
     from stages.model import headers
 
@@ -94,16 +111,20 @@ def manifest() -> Check:
     from stages.base.publish import sha256_file, write_json
     from stages.checkpointing.layout import MANIFEST, CheckpointManifest
     from stages.checkpointing.pointer import RunPointer
+    from stages.checkpointing.state import TrainState
+    from stages.export.lineage import Lineage
     from stages.model.license import ModelLicense
     from stages.model.manifest import ModelManifest
     from stages.splits import manifests
 
     write_json(Path(INFO), {"features": {}})
     checks = [
-        refusing(lambda path: CheckpointManifest.read(path.parent), MANIFEST),
+        sealing(lambda path: CheckpointManifest.read(path.parent), MANIFEST, "sha256"),
         refusing(RunPointer.read, "run.json"),
-        refusing(ModelManifest.read, "model.json"),
-        refusing(ModelLicense.read, "license.json"),
+        sealing(ModelManifest.read, "model.json"),
+        sealing(ModelLicense.read, "license.json"),
+        sealing(Lineage.read, "lineage.json"),
+        refusing(TrainState.read, "state.json"),
         refusing(manifests.Summary.read, "summary.json"),
         refusing(lambda path: manifests.read_manifest(path, sha256_file(path)), "split_00.jsonl"),
         refusing(lambda path: Dataset.read(path.parent, "extract"), STATE),
@@ -167,7 +188,6 @@ def seeds(name: str) -> Iterator[bytes]:
     """Valid inputs, from which mutations start."""
     import gzip
     import io
-    import json
 
     import numpy as np
     import pyarrow as pa
@@ -191,9 +211,10 @@ def seeds(name: str) -> Iterator[bytes]:
         from stages.base.dataset import STATE, Dataset, Shard
         from stages.base.record import FileEntry
         from stages.splits.manifests import Part, RawFile, write_manifest
-        from tests.trainings import checkpoint_manifest
+        from tests.trainings import checkpoint_manifest, train_state
 
-        yield json.dumps(dataclasses.asdict(checkpoint_manifest(files={"a": FileEntry(1, "0" * 64)}))).encode()
+        for made in (checkpoint_manifest(files={"a": FileEntry(1, "0" * 64)}), train_state()):
+            yield json.dumps(dataclasses.asdict(made)).encode()
         with tempfile.TemporaryDirectory() as directory:
             Dataset({}, [Shard("a.arrow", 1, "0" * 64)]).write(Path(directory))
             write_manifest(split := Path(directory, "split"), [RawFile("a.txt", 1, "0" * 64, Part(0, 1, 1))])
@@ -238,7 +259,7 @@ def fuzz(name: str, seconds: int) -> bool:
     """Fuzz one reader in a process of its own, print how it ended, and return whether it refused what it had to."""
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory
     with tempfile.TemporaryDirectory(dir=shared) as corpus, tempfile.TemporaryDirectory(dir=shared) as work:
-        first_bytes = map(bytes, ([number] for number in range(7))) if name in DECIDED_BY_FIRST_BYTE else (b"",)
+        first_bytes = map(bytes, ([number] for number in range(9))) if name in DECIDED_BY_FIRST_BYTE else (b"",)
         for number, seed in enumerate(first + seed for first in first_bytes for seed in seeds(name)):
             Path(corpus, str(number)).write_bytes(seed)
         options = [
