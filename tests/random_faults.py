@@ -4,9 +4,10 @@
     python -m tests.random_faults --cycles 20 --slurm    # the training is a job on two nodes
 
 Each cycle starts in a project without results. A random signal goes to a random process of `dvc repro` at a random
-moment: dvc, a stage, a worker, the launcher, torchrun or a rank. Then `dvc repro` runs to its end. No process may be
-left, each published checkpoint must be valid, and the data, the history and the model directory must have the same
-bytes. The table at the end counts what was injected, survived and lost.
+moment: dvc, a stage, a worker, the launcher, torchrun or a rank. Then `dvc repro` runs to its end. Lost is a cycle
+after which data, history, last checkpoint (weights and optimizer state) or model directory have other bytes, a
+checkpoint is incomplete or not valid, a process is left, DVC finds a stage to run, or a training that had a checkpoint
+began again at step 0. The table at the end counts what was injected, survived and lost.
 """
 
 import argparse
@@ -28,7 +29,8 @@ from typing import NamedTuple
 import psutil
 
 from stages.base.errors import StageError
-from stages.checkpointing.layout import list_checkpoints, verify
+from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, list_incomplete, verify
+from stages.checkpointing.retention import list_leftovers
 from tests.project import Project, is_alive, make_pipeline
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGSTOP)
@@ -45,26 +47,54 @@ _SECONDS_TO_END = 60
 
 
 def digests(project: Project) -> dict[str, str]:
-    """SHA-256 of each file of the results."""
-    found = {}
-    for name in RESULTS:
-        root = project / name
-        files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
-        found |= {str(path.relative_to(project.path)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-    return found
+    """SHA-256 of each file of the results, and of what the last checkpoint contains."""
+    roots = [project / name for name in RESULTS]
+    files = [path for root in roots for path in (root, *root.rglob("*")) if path.is_file()]
+    found = {str(path.relative_to(project.path)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    last = newest(project)
+    return found if last is None else {**found, "the last checkpoint": last.result_sha256}
+
+
+def newest(project: Project) -> CheckpointManifest | None:
+    """The manifest of the checkpoint with the most steps."""
+    published = [path for directory in _runs(project) for path in list_checkpoints(directory)]
+    last = max(published, key=lambda path: path.name, default=None)
+    return last and CheckpointManifest.read(last)
+
+
+def _runs(project: Project) -> list[Path]:
+    return [path for path in (project / "outputs/test/checkpoints").glob("*") if path.is_dir()]
 
 
 def find_lost(project: Project, reference: dict[str, str]) -> list[str]:
-    """What differs from the results of a run that nothing interrupted, and which checkpoints are not valid."""
+    """What differs from the results of a run that nothing interrupted, and what is no valid checkpoint."""
     found = digests(project)
     lost = [name for name in sorted({*found, *reference}) if found.get(name) != reference.get(name)]
-    for directory in (project / "outputs/test/checkpoints").glob("*"):
+    for directory in _runs(project):
+        lost += [f"{path} is left" for path in [*list_incomplete(directory), *list_leftovers(directory)]]
         for checkpoint in list_checkpoints(directory):
             try:
                 verify(checkpoint)
             except StageError as error:
                 lost.append(str(error))
     return lost
+
+
+def find_processes(project: Project) -> list[str]:
+    """The processes that run in the directory of a project."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            if Path(process.cwd()) == project.path and is_alive(process):
+                found.append(f"{process.cmdline()} is left")
+    return found
+
+
+def began_again(project: Project, before: CheckpointManifest | None) -> list[str]:
+    """What was lost of a training that had checkpoint `before`, and has ended now."""
+    is_unfinished = before is not None and before.step < before.total_steps
+    launches = project.json("outputs/train_metrics.json")["cost"]["launches"]
+    return ["the training began again, although it had a checkpoint"] * bool(is_unfinished and launches < 2)
 
 
 def role(process: psutil.Process) -> str:
@@ -113,8 +143,9 @@ class Cycle:
 
     def _send(self, target: psutil.Process) -> None:
         with suppress(psutil.NoSuchProcess):  # it ended in this moment
-            self.role = role(target)
+            name = role(target)
             target.send_signal(self.number)
+            self.role = name
             if self.number == signal.SIGSTOP:
                 time.sleep(1)
                 target.send_signal(signal.SIGCONT)
@@ -181,9 +212,12 @@ def run(where: Where, cycles: int, seed: int) -> int:
                     if cycle.role == NONE:  # the machine is faster now
                         seconds = cycle.delay
                         continue
+                    before = newest(project)
                     printed += project.run("dvc", "repro", timeout=600, **where.environment)
-                    problems = find_lost(project, reference)
-                except (AssertionError, subprocess.TimeoutExpired) as error:
+                    problems = [*find_lost(project, reference), *began_again(project, before), *find_processes(project)]
+                    if "up to date" not in (status := project.run("dvc", "status")):
+                        problems.append(status)
+                except (AssertionError, StageError, OSError, subprocess.TimeoutExpired) as error:
                     problems, printed = [str(error)], ""
                 key = (cycle.role, cycle.number.name)
                 injected[key] += 1

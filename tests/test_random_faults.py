@@ -1,5 +1,6 @@
 """The tests of faults can fail: what they compare differs where one byte does."""
 
+import json
 import signal
 from collections import Counter
 from pathlib import Path
@@ -9,9 +10,9 @@ import pytest
 
 from stages.base.errors import StageError
 from stages.base.record import FileEntry
-from stages.checkpointing.layout import step_name
+from stages.checkpointing.layout import TensorEntry, step_name
 from tests.project import Project, flip_bit, wait_for
-from tests.random_faults import digests, find_lost, role, table
+from tests.random_faults import began_again, digests, find_lost, find_processes, role, table
 from tests.trainings import checkpoint_manifest, published, result
 
 
@@ -53,6 +54,46 @@ def test_a_checkpoint_that_is_damaged_is_lost(tmp_path: Path) -> None:
     flip_bit(weights, 50)
     (lost,) = find_lost(project, reference)
     assert "is damaged" in lost
+
+
+@pytest.mark.parametrize("name", [step_name(2), f"{step_name(2)}.tmp", f"{step_name(2)}.damaged"])
+def test_what_an_interrupted_save_leaves_is_lost(tmp_path: Path, name: str) -> None:
+    project = Project(tmp_path)
+    make_results(project)
+    (project / "outputs/test/checkpoints/0123456789abcdef" / name).mkdir(parents=True)
+    (lost,) = find_lost(project, digests(project))
+    assert lost.endswith(f"{name} is left")
+
+
+def test_the_last_checkpoint_is_a_result(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    checkpoint = project / "outputs/test/checkpoints/0123456789abcdef" / step_name(9)
+    checkpoint.mkdir(parents=True)
+    checkpoint_manifest(step=9).write(checkpoint)
+    reference = digests(project)
+    checkpoint_manifest(step=9, tensors={"weight": TensorEntry([2], "float32")}).write(checkpoint)
+    assert find_lost(project, reference) == ["the last checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("step", "launches", "is_lost"), [(5, 1, True), (5, 2, False), (9, 1, False), (None, 1, False)]
+)
+def test_a_training_that_begins_again_is_lost(tmp_path: Path, step: int | None, launches: int, is_lost: bool) -> None:
+    project = Project(tmp_path)
+    (project / "outputs").mkdir()
+    (project / "outputs/train_metrics.json").write_text(json.dumps({"cost": {"launches": launches}}))
+    assert bool(began_again(project, step and checkpoint_manifest(step=step))) == is_lost
+
+
+def test_a_process_that_is_left_is_found(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    process = project.popen("sleep", "60")
+    try:
+        assert find_processes(project) == ["['sleep', '60'] is left"]
+    finally:
+        process.kill()
+        process.communicate()
+    assert find_processes(project) == []
 
 
 @pytest.mark.parametrize("name", ["model/__0_0.distcp", "optimizer/__1_0.distcp", "history.tsv"])
