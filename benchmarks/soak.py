@@ -49,7 +49,11 @@ def _sizes(directory: Path) -> Iterator[int]:
 
 
 def soak(project: Path, minutes: float) -> tuple[list[dict[str, float]], str]:
-    """Train for so long, then ask the training to stop; returns the samples and what it printed last."""
+    """Train for so long, then ask the training to stop; returns the samples and what it printed last.
+
+    Raises:
+        SystemExit: it ended by itself.
+    """
     command = [sys.executable, "-m", "stages.launch"]
     samples: list[dict[str, float]] = []
     with (project / "log.txt").open("w+") as log:
@@ -60,11 +64,15 @@ def soak(project: Path, minutes: float) -> tuple[list[dict[str, float]], str]:
                 time.sleep(SECONDS)
                 with suppress(psutil.NoSuchProcess):
                     samples.append(sample(psutil.Process(process.pid), project / "outputs"))
+            has_ended = process.poll() is not None
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(300)
         log.seek(0)
-        return samples, "".join(log.readlines()[-3:])
+        last_lines = "".join(log.readlines()[-3:])
+        if has_ended:
+            raise SystemExit(f"the training has ended before its time:\n{last_lines}")
+        return samples, last_lines
 
 
 def compare(samples: list[dict[str, float]]) -> str:
