@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,8 +65,8 @@ def find(num_nodes: int, full: bool, environment: Mapping[str, str]) -> Found[No
         full: Also read all of the model and the tokens.
         environment: That the stages would have.
     """
-    yield from collect(installation.check_packages)
-    yield from collect(partial(_find, num_nodes, full, environment))
+    yield from collect(installation.check_packages())
+    yield from collect(_find(num_nodes, full, environment))
 
 
 def _find(num_nodes: int, full: bool, environment: Mapping[str, str]) -> Found[None]:
@@ -77,24 +76,24 @@ def _find(num_nodes: int, full: bool, environment: Mapping[str, str]) -> Found[N
     from stages.checks import dvc_settings, machine, settings
 
     directories = {"data": Path("data"), "outputs": outputs.OUTPUTS, "TMPDIR": Path(tempfile.gettempdir())}
-    config = yield from collect(dvc_settings.read)
+    config = yield from collect(dvc_settings.read())
     if config:
-        yield from collect(partial(dvc_settings.check_cache, config))
+        yield from collect(dvc_settings.check_cache(config))
         directories["DVC cache"] = dvc_settings.cache_directory(config)
-    found = yield from collect(settings.load)
+    found = yield from collect(settings.load())
     if found:
         directories["experiment"] = outputs.directory(found.train.experiment_name)
         directories["checkpoints"] = checkpoint_root(found.train.experiment_name)
     yield from machine.check_directories(directories, num_nodes)
-    yield from collect(machine.check_shared_memory)
-    has_tokens = yield from collect(partial(settings.check_tokens, full))
+    yield from collect(machine.check_shared_memory())
+    has_tokens = yield from collect(settings.check_tokens(full))
     if found:
-        yield from collect(partial(settings.check_data, found))
-        yield from collect(partial(settings.check_packages, found))
-        model = yield from collect(partial(settings.check_model, found.download, full, environment))
+        yield from collect(settings.check_data(found))
+        yield from collect(settings.check_packages(found))
+        model = yield from collect(settings.check_model(found.download, full, environment))
         if model:
-            yield from collect(partial(settings.check_tokenizer, found.pack))
-        yield from collect(partial(_training, found, model if has_tokens else None, environment))
+            yield from collect(settings.check_tokenizer(found.pack))
+        yield from collect(_training(found, model if has_tokens else None, environment))
 
 
 def _training(found: "Settings", model: "ModelManifest | None", environment: Mapping[str, str]) -> Found[None]:
@@ -110,16 +109,16 @@ def _training(found: "Settings", model: "ModelManifest | None", environment: Map
     num_nodes = launched_nodes(runtime, environment)
     # On a login node a launch would only submit a job, or fail.
     trains_here = in_job or (runtime.launcher in ("auto", "torchrun") and num_nodes == 1)
-    yield from collect(partial(accelerators.check_gpus, runtime.nproc_per_node if trains_here else None))
+    yield from collect(accelerators.check_gpus(runtime.nproc_per_node if trains_here else None))
     num_ranks = None
     if num_nodes and (trains_here or runtime.nproc_per_node):
         num_ranks = (runtime.nproc_per_node or accelerators.num_gpus() or 2) * num_nodes
-    plan = yield from collect(partial(settings.check_plan, found, num_ranks, model is not None))
+    plan = yield from collect(settings.check_plan(found, num_ranks, model is not None))
     if model and trains_here and num_nodes:
-        yield from collect(partial(accelerators.check_training, found.train, found.pack.seq_length, model))
+        yield from collect(accelerators.check_training(found.train, found.pack.seq_length, model))
         if plan:
             yield from collect(
-                partial(accelerators.check_memory, plan, found.train, runtime, num_ranks or plan.num_ranks, num_nodes)
+                accelerators.check_memory(plan, found.train, runtime, num_ranks or plan.num_ranks, num_nodes)
             )
 
 

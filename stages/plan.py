@@ -13,8 +13,9 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -240,28 +241,15 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
     try:
         tokens = TokenRows(TRAIN)
         indices = RowOrder(params, len(tokens), tokens.sources).step(0)[:_NUM_SHOWN]
-        marks = tokens.marks(indices)
-        marks_of = [Marks(*(torch.from_numpy(bits[[place]]) for bits in marks)) if marks else None
-                    for place in range(len(indices))]  # fmt: skip
-        texts = [
-            f"row {index}\n"
-            + render(row, lambda ids: tokenizer.decode(ids, skip_special_tokens=False), model.eos_token_id, special,
-                     params.document_mask, of_row)
-            for index, row, of_row in zip(indices, tokens.rows(indices), marks_of, strict=True)
-        ]  # fmt: skip
+        decode, texts = partial(tokenizer.decode, skip_special_tokens=False), []
+        for index in indices:
+            (row,), bits = tokens.rows(index[None]), tokens.marks(index[None])
+            marks = Marks(*map(torch.from_numpy, bits)) if bits else None
+            text = render(row, decode, model.eos_token_id, special, params.document_mask, marks)
+            texts.append(f"row {index}\n{text}")
     except (pa.ArrowException, ArithmeticError, LookupError, ValueError) as error:  # of damaged files; train verifies
         raise StageError(f"{TRAIN} cannot be read ({one_line(error)}): run `dvc repro -f -s pack`") from None
     return "\n\n".join([LEGEND, *texts]) + "\n"
-
-
-def sources_table(sources: Mapping[str, Source]) -> Iterator[str]:
-    """What the training uses of each source, for people."""
-    width = max(map(len, sources), default=0)
-    for name, source in sources.items():
-        yield (
-            f"  {name:{width}}  {source.share:6.1%} of each step  {source.tokens:15,} tokens x {source.epochs:6.2f} "
-            f"epochs = {source.total_tokens:,}"
-        )
 
 
 def check_disk(params: TrainParams, runtime: TrainRuntime, plan: Plan) -> None:
@@ -301,8 +289,12 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
         f"{plan.parameters:,} parameters: {format_gib(plan.training_state_bytes)} of weights, gradients and optimizer "
         f"state over the ranks that share a copy of it; {format_gib(disk)} of disk for checkpoints and model"
     )
-    for line in sources_table(plan.sources):
-        print(line)
+    width = max(map(len, plan.sources), default=0)
+    for name, source in plan.sources.items():
+        print(
+            f"  {name:{width}}  {source.share:6.1%} of each step  {source.tokens:15,} tokens x {source.epochs:6.2f} "
+            f"epochs = {source.total_tokens:,}"
+        )
     if params.warmup_steps >= plan.steps:
         highest = learning_rate(params, plan.steps, plan.steps - 1)
         print(

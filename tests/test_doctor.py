@@ -43,7 +43,7 @@ PEAK = PeakMemory(2**20, False, 0, 0, 0, 0, 0, 0, 2**20)
 
 def lines(level: str, check: Callable[[], Found[Any]]) -> str:
     """The findings of a level."""
-    return "\n".join(str(finding) for finding in findings.collect(check) if finding.level == level)
+    return "\n".join(str(finding) for finding in findings.collect(check()) if finding.level == level)
 
 
 errors, warnings, oks = (partial(lines, level) for level in ("error", "warning", "ok"))
@@ -192,7 +192,7 @@ def test_what_no_check_expects_is_a_line_too() -> None:
         yield findings.ok("first")
         raise ZeroDivisionError("of\nnothing")
 
-    assert [finding.level for finding in findings.collect(check)] == ["ok", "error"]
+    assert [finding.level for finding in findings.collect(check())] == ["ok", "error"]
     assert "a check failed with ZeroDivisionError (of nothing)" in errors(check)
 
 

@@ -19,6 +19,7 @@ from stages.launching import flops
 from stages.launching.console import Console
 from stages.launching.metrics import SPEED_COLUMNS, MetricsLogger
 from stages.launching.timers import Timers, memory_gib, reset_peak_memory
+from stages.launching.trackers import Tracker
 from stages.model import meta
 from stages.training.params import TrainParams
 from stages.training.step import StepResult
@@ -134,7 +135,7 @@ def test_where_and_when_a_training_was_is_kept_with_its_checkpoints(params: Trai
     assert timedelta(0) <= age < timedelta(minutes=2)
 
 
-class Recorder:
+class Recorder(Tracker):
     """A tracker that keeps what it is given."""
 
     def __init__(self) -> None:
@@ -142,9 +143,6 @@ class Recorder:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.values = values
-
-    def close(self) -> None:
-        pass
 
 
 def launch(

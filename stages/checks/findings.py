@@ -3,7 +3,7 @@
 Only of the standard library, so that the doctor can report that a package is missing.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Literal, NamedTuple, TypeVar
 
 from stages.base.errors import StageError, as_stage_error, one_line
@@ -43,10 +43,10 @@ def error(what: str, remedy: str) -> Finding:
     return Finding("error", what, remedy)
 
 
-def collect(check: Callable[[], Found[T]]) -> Found[T | None]:
+def collect(check: Found[T]) -> Found[T | None]:
     """The findings of a check, and what it returns; None after an error, which never ends the other checks."""
     try:
-        return (yield from check())
+        return (yield from check)
     except (StageError, OSError) as problem:
         yield from (Finding("error", line) for line in str(as_stage_error(problem)).splitlines())
     except ImportError as problem:

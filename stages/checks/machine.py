@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 from stages.base.command import format_gib
@@ -45,9 +44,9 @@ def check_directories(directories: Mapping[str, Path], num_nodes: int) -> Found[
         except StageError as problem:
             yield Finding("error", f"{name}: {problem}")
     for path in {path.stat().st_dev: path for path in reversed(places)}.values():
-        yield from collect(partial(check_space, path))
+        yield from collect(check_space(path))
     for path, names in places.items():
-        yield from collect(partial(check_writing, ", ".join(names), path, num_nodes))
+        yield from collect(check_writing(", ".join(names), path, num_nodes))
 
 
 def existing(path: Path) -> Path:

@@ -6,15 +6,13 @@ https://huggingface.co/docs/hub/model-cards describes the metadata at its beginn
 import math
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from stages.export.evaluation import perplexity
-
-if TYPE_CHECKING:
-    from stages.export.lineage import Lineage
-    from stages.model.license import ModelLicense
+from stages.export.lineage import Lineage
+from stages.model.license import ModelLicense
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Losses:
 
 
 def readme(
-    lineage: "Lineage", architecture: str, dtype: str, is_random: bool, terms: "ModelLicense", losses: Losses | None
+    lineage: Lineage, architecture: str, dtype: str, is_random: bool, terms: ModelLicense, losses: Losses | None
 ) -> str:
     """The model card: metadata that the Hub reads, then text for people.
 
@@ -53,7 +51,7 @@ def readme(
     """
     # sort_keys=False keeps the order. No date: the same training gives the same bytes.
     metadata = yaml.safe_dump(_metadata(lineage, dtype, is_random, terms, losses), sort_keys=False)
-    name, source, data = _name(lineage), _source(lineage), lineage.data
+    name, source, data = lineage.params["experiment_name"], _source(lineage), lineage.data
     inputs = (
         'tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True, '
         'return_dict=True, return_tensors="pt")'
@@ -104,19 +102,14 @@ Fingerprints of the packed tokens:
 """
 
 
-def _is_chat(lineage: "Lineage") -> bool:
+def _is_chat(lineage: Lineage) -> bool:
     """Whether rules may have made conversations of the data: all do but those of a text."""
     extract = lineage.origins.get("extract")
     return any("text" not in rule for rule in (extract and extract.params.get("records")) or ())
 
 
-def _name(lineage: "Lineage") -> str:
-    name: str = lineage.params["experiment_name"]
-    return name
-
-
 def _metadata(
-    lineage: "Lineage", dtype: str, is_random: bool, terms: "ModelLicense", losses: Losses | None
+    lineage: Lineage, dtype: str, is_random: bool, terms: ModelLicense, losses: Losses | None
 ) -> dict[str, Any]:
     metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     given, model = ({} if is_random else terms.metadata), lineage.model
@@ -137,11 +130,11 @@ def _metadata(
                 for kind, (text, value) in metrics.items()
             ],
         }
-        metadata["model-index"] = [{"name": _name(lineage), "results": [result]}]
+        metadata["model-index"] = [{"name": lineage.params["experiment_name"], "results": [result]}]
     return metadata
 
 
-def _source(lineage: "Lineage") -> str:
+def _source(lineage: Lineage) -> str:
     model = lineage.model
     path = PurePath(model.name)
     # Where it was on this machine tells a reader of the card nothing.
@@ -156,7 +149,7 @@ def _rounded(dtype: str) -> str:
     return "" if dtype == "float32" else f", before the weights were rounded to {dtype}"
 
 
-def _evaluation(lineage: "Lineage", dtype: str, losses: Losses | None) -> str:
+def _evaluation(lineage: Lineage, dtype: str, losses: Losses | None) -> str:
     if losses is None:
         return f"The loss on held-out text was not measured at step {lineage.step}."
     if not losses.metrics():
@@ -167,7 +160,7 @@ def _evaluation(lineage: "Lineage", dtype: str, losses: Losses | None) -> str:
     return "\n".join([*lines, *(f"| {text} | {value:.6g} |" for text, value in losses.metrics().values())])
 
 
-def _license(source: str, is_random: bool, terms: "ModelLicense") -> str:
+def _license(source: str, is_random: bool, terms: ModelLicense) -> str:
     given = terms.metadata.get("license_name") or terms.metadata.get("license")
     link = terms.metadata.get("license_link")
     if terms.problem:

@@ -64,8 +64,18 @@ class MetricsLogger:
         if is_validated:
             self._metrics = dataclasses.replace(self._metrics, validation_loss=validation_loss)
         if step % self._params.history_freq == 0 or validation_loss is not None or is_last:
-            of_sources = {of_source(name): loss for name, loss in source_losses.items()} if is_validated else {}
-            self._log_history(step, result, lr if step else None, validation_loss, of_sources)
+            values: dict[str, float | None] = {
+                "epoch": step * self._params.total_batch_size / self._run.num_rows,
+                "tokens": step * self._tokens_per_step,
+                "loss": result.loss,
+                "lr": lr if step else None,
+                "grad_norm": result.grad_norm,
+                "validation_loss": validation_loss,
+                **{of_source(name): loss for name, loss in source_losses.items() if is_validated},
+            }
+            # Unrounded and without times: a resumed run must give the same file, byte for byte.
+            self.history.add(step=step, **values)
+            self._tracker.log(step, without_none(values))
         if step == 0:
             return
         self._num_steps += 1
@@ -76,23 +86,6 @@ class MetricsLogger:
         )  # fmt: skip
         if step % self._log_freq == 0 or is_last:
             self._log_speed(step, result, lr)
-
-    def _log_history(
-        self, step: int, result: StepResult, lr: float | None, validation_loss: float | None,
-        of_sources: dict[str, float | None],
-    ) -> None:  # fmt: skip
-        values: dict[str, float | None] = {
-            "epoch": step * self._params.total_batch_size / self._run.num_rows,
-            "tokens": step * self._tokens_per_step,
-            "loss": result.loss,
-            "lr": lr,
-            "grad_norm": result.grad_norm,
-            "validation_loss": validation_loss,
-            **of_sources,
-        }
-        # Unrounded and without times: a resumed run must give the same file, byte for byte.
-        self.history.add(step=step, **values)
-        self._tracker.log(step, without_none(values))
 
     def _log_speed(self, step: int, result: StepResult, lr: float) -> None:
         """The line of every `log_freq` steps: all that is timed is since the line before."""

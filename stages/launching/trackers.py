@@ -8,14 +8,14 @@ import dataclasses
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from stages.base.errors import StageError
 from stages.checkpointing.run import Run
 
 
-class Tracker(Protocol):
-    """Receives the metrics of a training."""
+class Tracker:
+    """Receives the metrics of a training; this one drops them."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Receive metrics of a step; they may come in several calls."""
@@ -39,18 +39,10 @@ def start_tracker(name: str, run: Run, step: int) -> Tracker:
         return _TensorBoard(run.log_directory / "tensorboard" / run.run_id, step)
     if name == "wandb":
         return _Wandb(run)
-    return _Nothing()
+    return Tracker()
 
 
-class _Nothing:
-    def log(self, step: int, values: dict[str, float]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class _TensorBoard:
+class _TensorBoard(Tracker):
     def __init__(self, directory: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -65,7 +57,7 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _Wandb:
+class _Wandb(Tracker):
     """Always offline. `wandb sync` uploads all starts of a run as one, because they have the same id."""
 
     def __init__(self, run: Run) -> None:

@@ -24,6 +24,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefT
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
 
 from stages.base.errors import StageError
 from stages.forward.attention_names import NEED_LENGTHS
@@ -140,13 +141,7 @@ def _measure(
             model.to_empty(device="cpu")
             optimizer = make_optimizer(model, params)
             scaler = make_grad_scaler(params.precision, torch.device("cpu"))
-            fake: list[dict[str, Any]] = []
-            for real in batches:
-                fake.append({
-                    name: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
-                    for name, value in real.items()
-                })  # fmt: skip
-            batch, validated = fake
+            batch, validated = tree_map_only(torch.Tensor, mode.from_tensor, batches)
             if accumulates:  # the last forward pass of a step has the gradients of those before it beside it
                 for param in model.parameters():
                     param.grad = torch.zeros_like(param)
