@@ -27,6 +27,8 @@ if [[ -z ${has_own_lock:-} ]]; then
     flock --timeout $((restarts ? 200 : 60)) 9 || fail "job $(< .dvc/tmp/job.lock) runs in $PWD; \
 submit this one with --dependency=afterany:$(< .dvc/tmp/job.lock), or from another clone"
     echo "$SLURM_JOB_ID" > .dvc/tmp/job.lock
+    # DVC writes these in place: one that was killed in that moment leaves an empty file, and the next one refuses to start.
+    find .dvc/tmp/rwlock dvc.lock -empty -delete 2> /dev/null || true
 fi
 
 finish() {

@@ -90,6 +90,15 @@ def find_processes(project: Project) -> list[str]:
     return found
 
 
+def delete_empty(project: Project) -> list[str]:
+    """Delete what DVC writes in place and left empty when it was killed, as slurm/job.sh does; returns the names."""
+    found = [name for name in (".dvc/tmp/rwlock", "dvc.lock") if (project / name).exists()]
+    empty = [name for name in found if not (project / name).stat().st_size]
+    for name in empty:
+        (project / name).unlink()
+    return empty
+
+
 def began_again(project: Project, before: CheckpointManifest | None) -> list[str]:
     """What was lost of a training that had checkpoint `before`, and has ended now."""
     is_unfinished = before is not None and before.step < before.total_steps
@@ -206,13 +215,13 @@ def run(where: Where, cycles: int, seed: int) -> int:
             while sum(injected.values()) < cycles:
                 shutil.rmtree(project.path)
                 project = fresh.copy(Path(root) / "project")
-                cycle = Cycle(project, where, chance, seconds)
+                cycle, emptied = Cycle(project, where, chance, seconds), list[str]()
                 try:
                     printed = cycle.interrupt()
                     if cycle.role == NONE:  # the machine is faster now
                         seconds = cycle.delay
                         continue
-                    before = newest(project)
+                    before, emptied = newest(project), delete_empty(project)
                     printed += project.run("dvc", "repro", timeout=600, **where.environment)
                     problems = [*find_lost(project, reference), *began_again(project, before), *find_processes(project)]
                     if "up to date" not in (status := project.run("dvc", "status")):
@@ -222,7 +231,8 @@ def run(where: Where, cycles: int, seed: int) -> int:
                 key = (cycle.role, cycle.number.name)
                 injected[key] += 1
                 lost[key] += bool(problems)
-                result = "; ".join(problems) or "same bytes"
+                deleted = f", without the empty {' and '.join(emptied)}" if emptied else ""
+                result = "; ".join(problems) or f"same bytes{deleted}"
                 number = sum(injected.values())
                 print(f"{number:4} {cycle.number.name} to {cycle.role} after {cycle.delay:.1f} s: {result}", flush=True)
                 if problems:

@@ -12,7 +12,7 @@ from stages.base.errors import StageError
 from stages.base.record import FileEntry
 from stages.checkpointing.layout import TensorEntry, step_name
 from tests.project import Project, flip_bit, wait_for
-from tests.random_faults import began_again, digests, find_lost, find_processes, role, table
+from tests.random_faults import began_again, delete_empty, digests, find_lost, find_processes, role, table
 from tests.trainings import checkpoint_manifest, published, result
 
 
@@ -73,6 +73,15 @@ def test_the_last_checkpoint_is_a_result(tmp_path: Path) -> None:
     reference = digests(project)
     checkpoint_manifest(step=9, tensors={"weight": TensorEntry([2], "float32")}).write(checkpoint)
     assert find_lost(project, reference) == ["the last checkpoint"]
+
+
+def test_only_what_is_empty_is_deleted_of_dvc(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    (tmp_path / ".dvc/tmp").mkdir(parents=True)
+    (project / "dvc.lock").write_text("stages: {}")
+    (project / ".dvc/tmp/rwlock").touch()
+    assert delete_empty(project) == [".dvc/tmp/rwlock"]
+    assert delete_empty(project) == []
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ def read(project: Path = Path()) -> Found[Config]:
     """Have DVC read its settings, dvc.yaml and dvc.lock, and give the settings.
 
     Raises:
-        StageError: it cannot.
+        StageError: it cannot, or could not run a stage.
     """
     try:
         with Repo(str(project.absolute())) as repo:
@@ -26,6 +26,12 @@ def read(project: Path = Path()) -> Found[Config]:
             f"dvc: {one_line(problem)}: run the doctor in the root of the project, resolve merge "
             "conflicts, or `git checkout .dvc dvc.yaml dvc.lock` (without git: `dvc config --local core.no_scm true`)"
         ) from None
+    locks = project / ".dvc/tmp/rwlock"
+    if locks.exists() and not locks.stat().st_size:
+        raise StageError(
+            f"{locks} is empty, as a DVC that was killed in the wrong moment leaves it: if no DVC runs in this clone, "
+            "delete it"
+        )
     yield ok("DVC can read the project")
     return config
 

@@ -195,6 +195,17 @@ def test_the_commands_of_the_guide_are_accepted(script: Script) -> None:
         script.cluster.run(["sbatch", "--test-only", *fewer], script.directory)
 
 
+@pytest.mark.parametrize(("content", "left"), [("", ""), ("{}", ".dvc/tmp/rwlock dvc.lock")])
+def test_what_a_killed_dvc_left_empty_hinders_no_job(script: Script, content: str, left: str) -> None:
+    (script.directory / ".dvc/tmp").mkdir(parents=True)
+    for name in (".dvc/tmp/rwlock", "dvc.lock"):
+        (script.directory / name).write_text(content)
+    script.dvc("#!/bin/bash\necho left: $(ls .dvc/tmp/rwlock dvc.lock 2> /dev/null)\n")
+    script.submit("slurm/train.sbatch")
+    state, _, log = script.end()
+    assert (state, log.splitlines()[-1]) == ("COMPLETED", f"left: {left}".strip())
+
+
 @pytest.mark.slow
 def test_one_job_at_a_time(script: Script) -> None:
     first = script.submit("slurm/train.sbatch")
