@@ -7,20 +7,24 @@ Command  python -m stages.checkpoints list | verify | prune [--other-runs] [--ye
 
 prune keeps the newest valid checkpoint of each run and its best; of an unfinished run also the newest
 `runtime.keep_checkpoints`. With --other-runs, it deletes all checkpoints but those of the current run. It never touches
-a run that is being trained, nor the checkpoint that run.json points to.
+a run that is being trained, nor the checkpoint that run.json points to. It also deletes what a killed `python -m
+stages.lineage segments` has left.
 """
 
 import argparse
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
 from stages.base import command, publish
 from stages.base.command import format_gib
 from stages.base.errors import StageError
+from stages.base.file_lock import open_lock, try_exclusive
 from stages.base.names import printable
 from stages.base.params_file import load_params
 from stages.checkpointing import retention
@@ -47,7 +51,7 @@ def main() -> None:
     parser = command.parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="run, step, size, age, validation loss and state of each checkpoint")
-    commands.add_parser("verify", help="compare every file with its manifest")
+    commands.add_parser("verify", help="compare every file with its manifest, and each manifest with the next one")
     pruning = commands.add_parser("prune", help="show what can be deleted")
     pruning.add_argument("--other-runs", action="store_true", help="all checkpoints but those of the current run")
     pruning.add_argument("--yes", action="store_true", help="delete it")
@@ -97,19 +101,27 @@ def _state(path: Path, complete: dict[Path, CheckpointManifest]) -> str:
 
 
 def _verify(runs: list[Path]) -> None:
-    damaged = []
+    damaged: list[str] = []
+
+    def is_as_recorded(check: Callable[[], object], checkpoint: Path) -> bool:
+        try:
+            check()
+        except (StageError, FileNotFoundError) as error:
+            if checkpoint.exists():  # otherwise a training has deleted it meanwhile
+                damaged.append(str(error))
+            return False
+        return True
+
     for directory in runs:
-        damaged += [f"{printable(path / MANIFEST)} is missing" for path in list_incomplete(directory)]
+        for path in list_incomplete(directory):
+            if path.exists():
+                damaged.append(f"{path / MANIFEST} is missing: copy all of the checkpoint, or move it away")
         checkpoints = list_checkpoints(directory)
         for path, before in zip_longest(checkpoints, checkpoints[1:]):
-            try:
-                manifest = verify(path)
+            if is_as_recorded(partial(verify, path), path):
                 print(f"{printable(path)} is valid")
                 if before is not None:
-                    check_previous(manifest, before)
-            except StageError as error:
-                if all(each.exists() for each in (path, before) if each):  # else a training has deleted it meanwhile
-                    damaged.append(str(error))
+                    is_as_recorded(partial(check_previous, path, before), before)
     if damaged:
         raise StageError(*dict.fromkeys(damaged))
 
@@ -118,12 +130,14 @@ def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> Non
     pointed = _pointed(current.params.experiment_name)
     freed: list[int] = []  # bytes
     verb = "deleting" if arguments.yes else "would delete"
-    if (again := checkpoint_root(current.params.experiment_name) / AGAIN).exists():
-        freed.append(size_of(again))
-        print(f"{verb} {printable(again)}, {format_gib(freed[-1])}")
-        if arguments.yes:
-            with publish.scratch(again):  # once no other process has it
-                pass
+    again = checkpoint_root(current.params.experiment_name) / AGAIN
+    if again.exists():
+        with open_lock(publish.lock_file(again)) as lock:
+            if try_exclusive(lock):  # else `lineage segments` is training there
+                freed.append(0)  # most of it are further names of the files of checkpoints
+                print(f"{verb} {printable(again)}")
+                if arguments.yes:
+                    shutil.rmtree(again)
     for directory in runs:
         if directory.is_symlink():  # what it leads to may belong to another experiment
             print(f"{printable(directory)} is a link: skipped")

@@ -116,11 +116,13 @@ def train_segments(number: int | None, seed: int, step: int | None = None) -> It
         name = f"{segment.name}, trained again"
         try:
             if segment.start:
-                layout.check_previous(layout.CheckpointManifest.read(segment.end), segment.start)
-            recorded, obstacle = segments.content(segment.end), segments.find_obstacle(segment)
+                layout.check_previous(segment.end, segment.start)
+            recorded, obstacle = segments.content(segment.end), segments.find_obstacle(current, segment)
             again = segments.train_again(current, runtime, segment)
-        except DamagedFile as error:
-            yield Finding("different", segment.name, str(error).splitlines()[0])
+        except (DamagedFile, FileNotFoundError) as error:
+            deleted = [path.name for path in (segment.start, segment.end) if path and not path.exists()]
+            detail = f"{deleted[0]} was deleted meanwhile" if deleted else str(error).splitlines()[0]
+            yield Finding("missing" if deleted else "different", segment.name, detail)
             continue
         result = _check(name, segment.end, recorded, partial(dict, again), "in the checkpoint")
         is_unknown = result.state == "different" and obstacle

@@ -56,7 +56,7 @@ def test_a_checkpoint_that_is_damaged_is_lost(tmp_path: Path) -> None:
     assert "is damaged" in lost
 
 
-@pytest.mark.parametrize("name", [step_name(2), f"{step_name(2)}.tmp", f"{step_name(2)}.damaged"])
+@pytest.mark.parametrize("name", [step_name(2), f"{step_name(2)}.damaged"])
 def test_what_an_interrupted_save_leaves_is_lost(tmp_path: Path, name: str) -> None:
     project = Project(tmp_path)
     make_results(project)

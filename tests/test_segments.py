@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,14 +20,17 @@ from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.base.record import FileEntry
 from stages.checkpointing.layout import CheckpointManifest, Previous, step_name, verify
-from stages.checkpointing.state import Place
+from stages.checkpointing.run import packages
+from stages.checkpointing.state import Cost, Place
 from stages.launching import segments as segments_module
+from stages.launching.place import device
 from stages.launching.runtime import TrainRuntime
 from stages.launching.segments import Segment, choose
 from tests.project import REPO, Project, flip_bit
 from tests.ranks import Ranks
 
 SEGMENTS = ("python", "-m", "stages.lineage", "segments")
+CHECKPOINTS = ("python", "-m", "stages.checkpoints")
 
 
 def segments(project: Project, *arguments: str, status: int = 0) -> list[str]:
@@ -123,10 +127,10 @@ def test_each_part_of_a_run_gives_the_same_bits_again_and_a_forged_one_does_not(
         )
         assert error == "error: 1 of these differ from the checkpoints"
         # Without training: the next one names it.
-        output = training.run("python", "-m", "stages.checkpoints", "verify", status=2)
-        assert "3/manifest.json is damaged or was changed: step-00000006 was trained from another one" in output
+        output = training.run(*CHECKPOINTS, "verify", status=2)
+        assert "step-00000003 is not the checkpoint that step-00000006 was trained from" in output
         (found, _) = segments(training, "--step", "6", status=2)
-        assert found.startswith("different  step-00000003 to step-00000006: ") and "from another one" in found
+        assert found.startswith("different  step-00000003 to step-00000006: ") and "one of them was replaced" in found
         shutil.rmtree(root)
         shutil.copytree(training / "kept", root)
 
@@ -137,6 +141,9 @@ def test_each_part_of_a_run_gives_the_same_bits_again_and_a_forged_one_does_not(
         "unknown    step-00000006 to step-00000008, trained again: other bits here, but it was trained on NVIDIA H100, "
         "2 ranks on 1 nodes"
     ]
+    (root / step_name(9)).mkdir()
+    assert "9/manifest.json is missing: copy all" in training.run(*CHECKPOINTS, "verify", status=2)
+    (root / step_name(9)).rmdir()
     (root / step_name(8) / "state.json").write_text("{}")
     found, _ = segments(training, "--step", "8", status=2)
     assert found.startswith("different  step-00000006 to step-00000008: ") and "state.json is damaged" in found
@@ -146,7 +153,9 @@ def test_each_part_of_a_run_gives_the_same_bits_again_and_a_forged_one_does_not(
     )
     assert "0 is not a positive number" in training.run(*SEGMENTS, "--number", "0", status=2)
     (root.parent / ".again").mkdir()
-    assert ".again, 0.000 GiB" in training.run("python", "-m", "stages.checkpoints", "prune", "--yes")
+    with publish.lock(root.parent / ".again"):
+        assert ".again" not in training.run(*CHECKPOINTS, "prune")
+    assert "deleting outputs/test/checkpoints/.again" in training.run(*CHECKPOINTS, "prune", "--yes")
     assert not (root.parent / ".again").exists()
     training.set(seed=5)
     (error,) = segments(training, status=2)
@@ -154,18 +163,33 @@ def test_each_part_of_a_run_gives_the_same_bits_again_and_a_forged_one_does_not(
 
 
 @pytest.mark.parametrize(
-    ("ranks_before", "previous", "obstacle"),
-    [(2, 4, "it began on 2 ranks and ended on 1, and the checkpoint between is deleted"), (2, 3, None), (1, 4, None)],
+    ("change", "obstacle"),
+    [
+        ({}, None),
+        ({"place": Place("NVIDIA H100", 2, 1, None)}, "it was trained on NVIDIA H100, 2 ranks on 1 nodes"),
+        ({"place": Place(device(), 4, 2, None)}, "4 ranks on 2 nodes"),
+        ({"packages": {"torch": "2.0"}}, "with other packages: .*torch: '2.0' there"),
+        ({"launches": 2}, None),  # it went on at the checkpoint where the part begins
+        ({"launches": 2, "previous": 4}, "it was interrupted, and the checkpoint between"),
+        ({"launches": 1, "previous": 4}, None),
+        ({"launches": 2, "previous": 4, "start": None}, "it was interrupted, and the checkpoint between"),
+        ({"launches": 1, "previous": 4, "start": None}, None),
+        ({"launches": 2, "previous": None, "start": None}, None),
+    ],
 )
-def test_ranks_that_changed_between_two_checkpoints_may_give_other_bits(
-    monkeypatch: pytest.MonkeyPatch, ranks_before: int, previous: int, obstacle: str | None
+def test_what_may_give_other_bits_is_named(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], obstacle: str | None
 ) -> None:
-    states = {3: mock.Mock(rng=[{}] * ranks_before), 6: mock.Mock(rng=[{}], metrics=mock.Mock(place=None))}
-    manifests = {3: mock.Mock(step=3), 6: mock.Mock(previous=Previous(previous, "result"))}
+    given = {"place": None, "packages": packages(), "launches": 1, "previous": 3, "start": 3, **change}
+    metrics = mock.Mock(place=given["place"], cost=Cost(launches=given["launches"]))
+    states = {3: mock.Mock(metrics=mock.Mock(cost=Cost(launches=1))), 6: mock.Mock(metrics=metrics)}
+    previous = given["previous"] and Previous(given["previous"], "result")
+    manifests = {3: mock.Mock(step=3), 6: mock.Mock(previous=previous, packages=given["packages"])}
     monkeypatch.setattr(segments_module.TrainState, "of", lambda path: states[int(path.name[5:])])
     monkeypatch.setattr(segments_module.CheckpointManifest, "read", lambda path: manifests[int(path.name[5:])])
-    segment = Segment(Path(step_name(3)), Path(step_name(6)))
-    assert segments_module.find_obstacle(segment) == obstacle
+    segment = Segment(given["start"] and Path(step_name(3)), Path(step_name(6)))
+    found = segments_module.find_obstacle(mock.Mock(), segment)
+    assert found is None if obstacle is None else re.search(obstacle, found or "")
 
 
 def test_parts_are_chosen_by_a_seed_and_stay_in_order() -> None:
@@ -184,7 +208,7 @@ def test_a_part_has_the_ranks_of_its_training_unless_these_were_on_several_nodes
 ) -> None:
     runtime = dataclasses.replace(load_params(TrainRuntime, "runtime", REPO / "params.yaml"), nproc_per_node=3)
     monkeypatch.setattr(segments_module.TrainState, "of", lambda path: mock.Mock(metrics=mock.Mock(place=place)))
-    monkeypatch.setattr(segments_module.layout, "verify", lambda checkpoint: mock.Mock(step=3))
+    monkeypatch.setattr(segments_module.CheckpointManifest, "read", lambda path: mock.Mock(step=3))
     monkeypatch.setattr(segments_module, "begin", mock.Mock())
     counted = mock.Mock(side_effect=StageError("of the test"))
     monkeypatch.setattr(segments_module.torchrun, "count_local_ranks", counted)

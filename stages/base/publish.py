@@ -37,7 +37,7 @@ def lock(target: Path) -> Iterator[None]:
     not fail for that. What killed runs have left of `directory` is removed.
     """
     target = _real(target)
-    with open_lock(target.with_name(f".{target.name.lstrip('.')}.lock")) as file:  # not inside: the target is replaced
+    with open_lock(lock_file(target)) as file:
         if not try_exclusive(file):
             print(f"waiting for another run that writes {target} ({read_status(file)})", flush=True)
             exclusive(file)
@@ -57,6 +57,11 @@ def scratch(path: Path) -> Iterator[Path]:
             yield path
         finally:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def lock_file(target: Path) -> Path:
+    """What `lock` locks: not inside of the target, which is replaced."""
+    return target.with_name(f".{target.name.lstrip('.')}.lock")
 
 
 def _real(target: Path) -> Path:

@@ -194,12 +194,15 @@ def _list_named(run_directory: Path) -> list[Path]:
     return sorted((path for path in entries if _STEP_NAME.fullmatch(path.name)), reverse=True)
 
 
-def check_previous(manifest: CheckpointManifest, before: Path) -> None:
-    """Raise `DamagedFile` if a checkpoint of that step was there, but another one, when this one was made."""
-    named, found = manifest.previous, Previous.of(before)
+def check_previous(checkpoint: Path, before: Path) -> None:
+    """Raise `DamagedFile` if `before` was another checkpoint when `checkpoint` was trained from that step."""
+    named, found = CheckpointManifest.read(checkpoint).previous, Previous.of(before)
     # None, or another step: it was made before this version, or the checkpoints between them were deleted.
     if named and named.step == found.step and named not in (found, dataclasses.replace(found, manifest_sha256=None)):
-        raise damaged(before / MANIFEST, f"{step_name(manifest.step)} was trained from another one", REMEDY)
+        raise DamagedFile(
+            f"{before} is not the checkpoint that {checkpoint.name} was trained from: one of them was replaced, "
+            "`python -m stages.lineage segments` tells which"
+        )
 
 
 def size_of(directory: Path) -> int:

@@ -64,12 +64,13 @@ def places(directory: Path) -> list[Any]:
         DamagedFile: as `read` does.
     """
     metadata: Any = read(directory)
-    tensors = [
-        [name, str(entry.properties.dtype), str(entry.size), str(entry.chunks)]
-        for name, entry in metadata.state_dict_metadata.items()
-    ]
-    parts = [[index.fqn, str(index.offset), str(place)] for index, place in metadata.storage_data.items()]
-    return [sorted(tensors), sorted(parts)]
+    with understood(directory / METADATA):
+        tensors = [
+            [name, str(entry.properties.dtype), str(entry.size), str(entry.chunks)]
+            for name, entry in metadata.state_dict_metadata.items()
+        ]
+        parts = [[index.fqn, str(index.offset), str(place)] for index, place in metadata.storage_data.items()]
+        return [sorted(tensors), sorted(parts)]
 
 
 def understood(path: Path) -> AbstractContextManager[None]:

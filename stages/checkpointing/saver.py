@@ -348,7 +348,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 def _previous(checkpoint: Path | None) -> Previous | None:
     """What a manifest says of the checkpoint before; None: there is none, or somebody has moved it away."""
-    with suppress(StageError):
+    with suppress(StageError, FileNotFoundError):
         if checkpoint is not None:
             return Previous.of(checkpoint)
     return None

@@ -26,7 +26,8 @@ def read(source: Source, sink: TextWriter) -> None:
         if is_entire and json.is_document(begin, limits):
             sink.add_json(begin)
             continue
-        line = io.BytesIO(begin) if is_entire else Pieces(_rest(begin, stream, limits.chunk))
+        rest = Pieces(_rest(begin, stream, limits.chunk))
+        line = io.BytesIO(begin) if is_entire else io.BufferedReader(rest, limits.chunk)
         try:
             # Also for lines that are not valid: the scanner finds out why, and may still accept NaN.
             json.scan(line.read, sink, number, limits)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from stages.base import publish
 from stages.base.errors import StageError
@@ -24,7 +25,7 @@ from stages.checkpointing import layout
 from stages.checkpointing.decision import begin
 from stages.checkpointing.layout import MODEL, OPTIMIZER, SCHEDULER, CheckpointManifest, list_checkpoints, step_name
 from stages.checkpointing.metadata import places, understood
-from stages.checkpointing.run import Run
+from stages.checkpointing.run import Run, compare, packages
 from stages.checkpointing.state import TrainState
 from stages.launching.place import device
 from stages.launching.runtime import Launch, TrainRuntime
@@ -88,10 +89,11 @@ def content(checkpoint: Path) -> dict[str, str]:
     """
     manifest, state = layout.verify(checkpoint), TrainState.of(checkpoint)
     with understood(checkpoint / SCHEDULER):
-        scheduler = torch.load(checkpoint / SCHEDULER, weights_only=True)
+        scheduler = torch.load(checkpoint / SCHEDULER, map_location="cpu", weights_only=True)
     rest = {
         **{f"places of the {kind}'s tensors": places(checkpoint / kind) for kind in (MODEL, OPTIMIZER)},
-        "scheduler": repr(scheduler),
+        # 8-bit optimizers have rates that are tensors, of which Python shows four digits.
+        "scheduler": repr(tree_map_only(torch.Tensor, lambda tensor: (tensor.dtype, tensor.tolist()), scheduler)),
         "loss scaler": dataclasses.asdict(state.loss_scaler),
         # Those of Python and numpy differ from start to start: the training seeds none of them, and draws none.
         "random numbers": [{name: each.get(name) for name in ("torch", "cuda")} for each in state.rng],
@@ -99,17 +101,22 @@ def content(checkpoint: Path) -> dict[str, str]:
     return {"result": manifest.result_sha256, **{name: publish.sha256_json(value) for name, value in rest.items()}}
 
 
-def find_obstacle(segment: Segment) -> str | None:
-    """Why this machine may give other bits for a part; None: it must give the same."""
-    state = TrainState.of(segment.end)
-    place, num_ranks = state.metrics.place, len(state.rng)
+def find_obstacle(run: Run, segment: Segment) -> str | None:
+    """Why this machine may give other bits for a part, as far as its end tells; None: it must give the same."""
+    manifest, state = CheckpointManifest.read(segment.end), TrainState.of(segment.end)
+    place, previous = state.metrics.place, manifest.previous
     if place and (place.device != device() or place.nodes > 1):
         return f"it was trained on {place.device}, {place.ranks} ranks on {place.nodes} nodes"
-    previous = CheckpointManifest.read(segment.end).previous
-    if segment.start and previous and previous.step != CheckpointManifest.read(segment.start).step:
-        before = len(TrainState.of(segment.start).rng)
-        if before != num_ranks:
-            return f"it began on {before} ranks and ended on {num_ranks}, and the checkpoint between is deleted"
+    if manifest.packages != (here := packages()):
+        versions = [f"{name}: {there} there, {ours} here" for name, there, ours in compare(manifest.packages, here)]
+        return f"with other packages: {'; '.join(versions)}"
+    if torch.cuda.is_available() and not run.params.deterministic:
+        return "deterministic is false, and GPUs add in any order then"
+    start = segment.start and CheckpointManifest.read(segment.start)
+    if (previous and previous.step) != (start and start.step):
+        before = TrainState.of(segment.start).metrics.cost.launches if segment.start else 1
+        if state.metrics.cost.launches > before:
+            return "it was interrupted, and the checkpoint between, from which maybe other ranks went on, is deleted"
     return None
 
 
@@ -120,7 +127,7 @@ def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> dict[str, 
         DamagedFile: a file of its start or of its end.
         StageError: the training fails.
     """
-    end, place = layout.verify(segment.end), TrainState.of(segment.end).metrics.place
+    end, place = CheckpointManifest.read(segment.end), TrainState.of(segment.end).metrics.place
     if segment.start:
         layout.verify(segment.start)
     num_ranks = place.ranks if place and place.nodes == 1 else None  # of several nodes there are not so many here
