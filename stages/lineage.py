@@ -124,7 +124,7 @@ def train_segments(number: int | None, seed: int, step: int | None = None) -> It
             detail = f"{deleted[0]} was deleted meanwhile" if deleted else str(error).splitlines()[0]
             yield Finding("missing" if deleted else "different", segment.name, detail)
             continue
-        result = _check(name, segment.end, recorded, partial(dict, again), "in the checkpoint")
+        result = _compare(name, recorded, again, "in the checkpoint")
         is_unknown = result.state == "different" and obstacle
         yield Finding("unknown", name, f"other bits here, but {obstacle}") if is_unknown else result
 
@@ -164,7 +164,7 @@ def verify(directory: Path) -> Iterator[Finding]:
         yield from _raw_files()
 
 
-def _check(name: str, path: Path, recorded: Any, find: Callable[[], Any], where: str = f"in {LINEAGE}") -> Finding:
+def _check(name: str, path: Path, recorded: Any, find: Callable[[], Any]) -> Finding:
     """Compare what a lineage records with what there is.
 
     Args:
@@ -172,7 +172,6 @@ def _check(name: str, path: Path, recorded: Any, find: Callable[[], Any], where:
         path: What must be here for that.
         recorded: In the lineage.
         find: The same of what is here; a StageError says what is damaged.
-        where: It is recorded.
     """
     if not path.exists():
         return Finding("missing", name, f"it would be {path.absolute()}")
@@ -180,6 +179,10 @@ def _check(name: str, path: Path, recorded: Any, find: Callable[[], Any], where:
         found = find()
     except StageError as error:
         return Finding("different", name, str(error).splitlines()[0])
+    return _compare(name, recorded, found, f"in {LINEAGE}")
+
+
+def _compare(name: str, recorded: Any, found: Any, where: str) -> Finding:
     if found == recorded:
         return Finding("equal", name)
     if not isinstance(recorded, Mapping):
