@@ -12,8 +12,8 @@ from typing import IO, Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 from torch.testing._internal.two_tensor import TwoTensor
@@ -217,14 +217,19 @@ def test_the_plan_of_a_save_is_kept_for_the_next(
     save_thrice(tmp_path, asynchronous=False)
 
 
-def test_memory_that_does_not_suffice_for_an_asynchronous_save_is_a_clear_error(
-    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [MemoryError(), KeyError(type)])
+def test_a_copy_that_fails_for_an_asynchronous_save_is_a_clear_error(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def stage(*_: Any) -> Any:
-        raise MemoryError
+    """On all ranks, which would otherwise wait for the one that has failed. The second is what a closed stager raises."""
 
-    monkeypatch.setattr(DefaultStager, "stage", stage)
-    with pytest.raises(StageError, match=r"rank 0: .* MemoryError.* set runtime\.async_checkpoint to false"):
+    def stage(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(StateDictStager, "stage", stage)
+    with pytest.raises(
+        StageError, match=rf"rank 0: .* {type(error).__name__}.* set runtime\.async_checkpoint to false"
+    ):
         save_thrice(tmp_path, asynchronous=True)
 
 

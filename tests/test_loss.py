@@ -304,7 +304,7 @@ def test_a_fused_loss_that_is_impossible_ends_the_training_and_auto_says_why_not
     training.run("python", "-m", "stages.download")
     training.set(max_steps=1, loss="fused")
     output = ranks.run(training, status=2)
-    assert output.count("loss fused is not possible with GraniteForCausalLM: it changes logits after its output") == 1
+    assert output.count("loss fused is not possible with GraniteForCausalLM: it changes logits after its LM head") == 1
     assert "Traceback" not in output
     training.set(loss="auto")
     output = ranks.run(training)

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -119,11 +119,9 @@ class Saver:
         # A new thread uses the first GPU, whichever is this rank's.
         setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
         self._thread = ThreadPoolExecutor(1, "saver", *setup) if runtime.async_checkpoint else None
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-            )
-        )
+        # A private class, until torch 2.11 is no longer supported: its public `DefaultStager` closes this one after each
+        # save, so the second one fails.
+        self._stager = StateDictStager(pin_memory=cuda)
         self._pending: Future[None] | None = None
         self._switch_interval = sys.getswitchinterval()
 
@@ -191,8 +189,11 @@ class Saver:
 
     def _copy(self, tensors: _Tensors) -> tuple[_Tensors, StageError | None]:
         try:
-            return cast(_Tensors, self._stager.stage(tensors)), None
-        except (MemoryError, RuntimeError) as error:  # the second one is torch's, for memory of both kinds
+            copied = cast(_Tensors, self._stager.stage(tensors, non_blocking=torch.cuda.is_available()))
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            return copied, None
+        except Exception as error:  # of whatever class: the ranks that have their copy would wait for this one
             return {}, StageError(
                 f"could not copy the weights and the optimizer state for an asynchronous save: {error!r}; set "
                 "runtime.async_checkpoint to false, which needs no copy"

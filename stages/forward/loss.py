@@ -266,6 +266,7 @@ class _FusedLoss(torch.autograd.Function):
                 grad_weight.addmm_(grad.T, tokens.float())
             if grad_bias is not None:
                 grad_bias += has_label.float().T.matmul(grad).view(-1)
+            del log_probs, grad, rounded  # or they would be in memory while the next ones are computed
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return loss
 
