@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup repro show doctor certify bundle unbundle test slow faults random-faults slurm slurm-test nfs-test architectures gpu fuzz audit check lock
+.PHONY: help setup repro show doctor certify bundle unbundle test slow faults random-faults slurm slurm-test nfs-test architectures gpu gpu-wheels versions fuzz audit check lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -82,6 +82,20 @@ architectures: setup ## Take each architecture of transformers through the pipel
 # Without `setup`, which may not be able to install anything there: it also runs with a torch that the machine provides.
 gpu: ## Test and measure what needs a GPU, in at most 25 minutes; run it again to continue
 	$(or $(wildcard $(PY)),python3) -m benchmarks.gpu $(ARGS)
+
+# What they mostly lack beside torch, transformers and what these need: pydantic, which all stages need, and two packages
+# of the data stages, which make the rows of the benchmark.
+WHEELS = pydantic pydantic-core annotated-types typing-inspection typing-extensions msgspec python-jsonpath
+PYTHON_VERSION ?= 3.12
+
+gpu-wheels: setup ## Download into wheels/ what a GPU machine without a package index lacks; PYTHON_VERSION=3.12
+	scripts/locked.sh requirements-cuda.lock $(WHEELS) | $(PY) -m pip download --quiet --require-hashes --no-deps --only-binary=:all: \
+		--python-version $(PYTHON_VERSION) --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+		--platform manylinux2014_x86_64 --dest wheels --requirement /dev/stdin
+	@echo "there: python3 -m pip install --no-index --no-deps --target site wheels/*.whl; export PYTHONPATH=\$$PWD/site"
+
+versions: setup ## Run the tests with the lowest and the highest versions that pyproject.toml allows; ARGS=tests/test_loss.py
+	scripts/versions.sh $(ARGS)
 
 check: setup ## Check lint, format and types
 	$(PY) -m ruff check

@@ -12,11 +12,7 @@ if [[ -e /dev/nvidia0 ]] || nvidia-smi &> /dev/null; then fits=(cuda cpu); fi
 
 digest() { cat "requirements-$1.lock" requirements-encoder.lock | sha256sum | cut -d' ' -f1; }
 
-# The lines of some packages in the lock of $build: each package begins at the left margin, its hashes are indented.
-locked() {
-    awk -v names=" $* " '/^[^ ]/ { keep = index(names, " " substr($0, 1, index($0, "==") - 1) " ") } keep' \
-        "requirements-$build.lock"
-}
+locked() { scripts/locked.sh "requirements-$build.lock" "$@"; }
 
 fail() {
     echo "setup: requirements-$build.lock cannot be installed: the error above names what is missing;" \

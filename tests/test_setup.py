@@ -208,12 +208,13 @@ def run_setup(tmp_path):
     (tmp_path / "requirements-encoder.lock").touch()
     executables = {
         "scripts/setup.sh": script.replace(device_file, f"{tmp_path}/nvidia0"),
+        "scripts/locked.sh": (REPO / "scripts/locked.sh").read_text(),
         ".venv/bin/python": PYTHON,
         "bin/nvidia-smi": '#!/bin/sh\n[ "$GPU" = 1 ]\n',
     }
     for path, content in executables.items():
         executable = tmp_path / path
-        executable.parent.mkdir(parents=True)
+        executable.parent.mkdir(parents=True, exist_ok=True)
         executable.write_text(content)
         executable.chmod(0o755)
 

@@ -6,21 +6,25 @@
 
 smoke        device, allocator, communication and a step, each alone; a minute, with torch and transformers alone
 steps        a step of the training on rows of documents: each attention with each loss, with activation checkpointing,
-             fp16, fp8, CPU offload, deterministic, compiled or not; the first of them comes before the tests
-tests        tests/gpu, for a third of the time at most
+             fp16, fp8, CPU offload, deterministic, compiled or not
+resume       a training that is killed and resumed, compared with one that is not, deterministic or not
 large        the same steps with a model of 8 billion parameters whose activations are computed again
-predicted    the peak of memory that `plan` predicts for those of `steps` that are not compiled
+saves        what the training waits for at a first and a second asynchronous save of 4 GB, and what a save takes
+tests        tests/gpu, for a third of the time at most
 programs     the pipeline, a bare FSDP2 loop and the Trainer of transformers, on the same rows, without a document mask
-checkpoints  what a synchronous and an asynchronous save cost, with a model of 400 million parameters
-resume       a training that is killed and resumed, compared with one that is not, deterministic or not, with this model
+checkpoints  what a synchronous and an asynchronous save cost a training, with a model of 400 million parameters
 matrix       a step with each attention x loss x compiled or not x batch size
+predicted    the peak of memory that `plan` predicts for those of `steps` that are not compiled; any machine measures it
 
-Each result is stored at once. If a run ends before all is measured, the next one continues: first with what was never
-measured, then with what failed. Results of other code, devices or versions stay, and are marked in the table; --fresh
-throws away those of the parts that are measured. results.json, table.md and log.txt are all that is to be kept of a
-machine: with a copy of them as --results, another one continues. The command needs no network and installs nothing: it
-uses the Python that runs it, and what a missing package prevents is an error in the table. Models and checkpoints need
-40 GB of disk.
+The most important numbers of each part come first, because a machine may be lent for minutes. Each result is stored at
+once. If a run ends before all is measured, the next one continues: first with what was never measured, then with what
+failed. Results of other code, devices or versions stay, and are marked in the table; --fresh throws away those of the
+parts that are measured. results.json, table.md and log.txt are all that is to be kept of a machine: with a copy of them
+as --results, another one continues. The command needs no network and installs nothing: it uses the Python that runs it,
+and what a missing package prevents is an error in the table. `make gpu-wheels` downloads what GPU machines often lack.
+Models and checkpoints need 40 GB of disk. At home, without a GPU, the memory of a measured one is predicted by
+
+    python -m benchmarks.gpu --only predicted --ranks 1 --gpu-memory-gb 139.8 --results DIRECTORY
 """
 
 import argparse
@@ -28,6 +32,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -48,7 +53,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks import REPO
 from benchmarks.gpu.report import FORMATS, report
 from benchmarks.gpu.results import RESULT, Results, Row, Stamp, replace
-from benchmarks.gpu.settings import Settings, best_setting, large_settings, main_settings, matrix, name_of, predictable
+from benchmarks.gpu.settings import (
+    PARTS,
+    SAVES,
+    Settings,
+    best_setting,
+    large_settings,
+    main_settings,
+    matrix,
+    name_of,
+    predictable,
+)
 from benchmarks.gpu.smoke import CHECKS
 from benchmarks.train.comparisons import BARE, OURS, TRAINER, checkpoints, speed
 from benchmarks.train.job import SHAPES, TORCHRUN, llama
@@ -57,12 +72,19 @@ from stages.base import process
 if TYPE_CHECKING:  # pydantic and pyarrow may be missing
     from benchmarks.train.bench import Bench
 
-PARTS = ("smoke", "steps", "tests", "large", "predicted", "programs", "checkpoints", "resume", "matrix")
 TESTS = "tests/gpu"
 PYTEST = ["-m", "pytest", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
 """Without what pyproject.toml asks for: where a plugin of pytest is missing, it would be an error."""
-SETTING_LIMIT, SMOKE_LIMIT, LARGE_LIMIT = 240, 60, 480
-"""Seconds after which a setting of `steps`, `smoke` or `large` counts as failed."""
+FIRST = (
+    ("smoke", None), ("steps", 2), ("resume", 1), ("large", 1), ("steps", 4), ("saves", None), ("tests", None),
+    ("programs", None),
+)  # fmt: skip
+"""What comes first, with how much of it: of `steps` the best setting, compiled and not, and then without documents and
+deterministic. The rest follows in the order of `PARTS`."""
+SETTING_LIMIT, SMOKE_LIMIT, LARGE_LIMIT = 150, 90, 200
+"""Seconds after which a setting of `steps`, of `smoke` and `saves`, or of `large` counts as failed."""
+SAVED_BYTES = 4 * 10**9
+"""What `saves` saves, with a GPU; without one a hundredth."""
 TESTS_SHARE = 1 / 3
 """Of --minutes, after which the tests end."""
 STEPS, SAVED_EVERY, KILLED_AT = 16, 4, 10
@@ -85,13 +107,14 @@ class Session:
         names = {
             "smoke": [*CHECKS],
             "steps": [*main],
-            "tests": collect() if "tests" in args.only else [],
+            "resume": ["deterministic", "not deterministic"],
             "large": [*large],
-            "predicted": [*predictable(main)],
+            "saves": [*SAVES],
+            "tests": [TESTS],  # listed when they are run: that takes ten seconds
             "programs": [OURS, BARE, TRAINER],
             "checkpoints": ["none", "synchronous", "asynchronous"],
-            "resume": ["deterministic", "not deterministic"],
             "matrix": [name for name in others if name not in main],
+            "predicted": [*predictable(main)],
         }
         self.planned = {part: names[part][: args.first] for part in PARTS if part in args.only}
         for directory in (args.work, args.results):
@@ -103,12 +126,22 @@ class Session:
     def run(self) -> None:
         """Measure what is missing, and then what has failed before."""
         failed = {part: self.results.failed(part, names) for part, names in self.planned.items()}
-        # Before the tests, the one number that matters.
-        first = {part: self.planned.get(part, [])[:limit] for part, limit in (("smoke", None), ("steps", 1))}
-        for part, names in [*first.items(), *self.planned.items()]:
-            self.measure(part, self.results.missing(part, names))
+        if "tests" in failed:
+            failed["tests"] = self.results.failed("tests", self.results.parts.get("tests", {}))
+        for part, limit in FIRST:
+            names = self.names(part)[:limit]
+            missing = {*self.results.missing(part, names), *self.results.failed(part, names, of_other_code=True)}
+            self.measure(part, [name for name in names if name in missing])
+        for part in self.planned:
+            self.measure(part, self.results.missing(part, self.names(part)))
         for part, names in failed.items():
-            self.measure(part, names)
+            self.measure(part, self.results.failed(part, names))
+
+    def names(self, part: str) -> list[str]:
+        """What is to be measured of a part."""
+        if self.planned.get(part) == [TESTS]:
+            self.planned[part] = collect()[: self.args.first]
+        return self.planned.get(part, [])
 
     def measure(self, part: str, names: list[str]) -> None:
         """Measure some things of a part; if it fails, those without a result have an error."""
@@ -126,7 +159,8 @@ class Session:
 
     def add(self, part: str, name: str, result: Row) -> None:
         """Store and print a result."""
-        self.results.add(part, name, result)
+        settings = {"settings": self.settings[name]} if name in self.settings else {}
+        self.results.add(part, name, {**result, **settings})
         self.write_table()
         values = {column: value for column in FORMATS if (value := result.get(column)) is not None}
         numbers = ", ".join(f"{column} {FORMATS[column].format(value)}" for column, value in values.items())
@@ -137,8 +171,16 @@ class Session:
 
     def smoke(self, names: list[str]) -> None:
         """Check the machine, with as few packages as possible."""
-        command = [*self.torchrun(), "-m", "benchmarks.gpu.smoke"]
-        self.run_settings("smoke", command, {name: {} for name in names}, self.args.work, environment(), SMOKE_LIMIT)
+        self.run_module("smoke", names)
+
+    def saves(self, names: list[str]) -> None:
+        """Time the two halves of asynchronous saves."""
+        self.run_module("saves", [*SAVES])
+
+    def run_module(self, part: str, names: list[str]) -> None:
+        """Run the module of a part in each rank, without a project."""
+        command = [*self.torchrun(), "-m", f"benchmarks.gpu.{part}"]
+        self.run_settings(part, command, {name: {} for name in names}, self.args.work, environment(), SMOKE_LIMIT)
 
     def tests(self, names: list[str]) -> None:
         """Run tests, several at a time where that is possible: their models are small."""
@@ -191,7 +233,7 @@ class Session:
         self.steps(names, "matrix")
 
     def predicted(self, names: list[str]) -> None:
-        """Predict the memory of each setting, without the GPU."""
+        """Predict the memory of each setting, which needs no GPU."""
         self.run_in_project("predicted", ["-m", "benchmarks.gpu.steps", "predict"], names, self.args.params)
 
     def torchrun(self) -> list[str]:
@@ -216,6 +258,8 @@ class Session:
             job.write_text(json.dumps({
                 "settings": settings, "num_ranks": self.num_ranks, "seq_length": args.seq_length, "steps": args.steps,
                 "shape": args.params, "batch_size": max(args.batch_sizes), "precision": args.precision,
+                "gpu_memory": args.gpu_memory_gb and int(args.gpu_memory_gb * 2**30),
+                "saved_bytes": SAVED_BYTES // (1 if torch.cuda.is_available() else 100),
             }))  # fmt: skip
             start = self.log.stat().st_size
             with (
@@ -267,14 +311,14 @@ class Session:
                 params = {"deterministic": name == "deterministic", "document_mask": True}
                 bench.remove_checkpoints()
                 bench.start_ours(STEPS, params=params).finish()
-                expected = bench.result_digest(), bench.history_losses(1)
+                expected = bench.result_digest(), bench.history_losses()
                 bench.remove_checkpoints()
                 training = bench.start_ours(STEPS, params=params, ckpt_freq=SAVED_EVERY)
                 training.until(KILLED_AT)
                 training.kill()
                 resumed = bench.start_ours(STEPS, params=params, ckpt_freq=SAVED_EVERY)
                 resumed.finish()
-                found = bench.result_digest(), bench.history_losses(1)
+                found = bench.result_digest(), bench.history_losses()
                 bench.remove_checkpoints()
             if min(resumed.lines) == 1:
                 self.add("resume", name, {"error": f"the training that was killed at step {KILLED_AT} started over"})
@@ -303,6 +347,7 @@ def about(args: argparse.Namespace) -> dict[str, str]:
     names = ("params", "save_params", "large_params", "seq_length", "batch_sizes", "precision", "eager", "steps",
              "ckpt_freq", "megabytes")  # fmt: skip
     return {
+        "model": json.dumps(llama(args.params, args.seq_length)),
         "arguments": ", ".join(f"{name} {getattr(args, name)}" for name in names),
         "best": name_of(best_setting(args.batch_sizes, args.precision), args.precision),
     }
@@ -317,6 +362,7 @@ def stamp(num_ranks: int) -> Stamp:
         if shutil.which("nvidia-smi"):
             query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
             driver = subprocess.run(query, text=True, capture_output=True).stdout.partition("\n")[0]
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=REPO, text=True, capture_output=True).stdout
     digest = hashlib.sha256()
     sources = (path for name in ("benchmarks", "stages", "tests") for path in (REPO / name).rglob("*.py"))
     for path in [REPO / "params.yaml", *sorted(sources)]:
@@ -326,8 +372,10 @@ def stamp(num_ranks: int) -> Stamp:
         "driver": driver,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "python": platform.python_version(),
         "torchao": version("torchao") if importlib.util.find_spec("torchao") else "not installed, so no fp8",
         "code": digest.hexdigest()[:12],
+        "commit": commit.strip() or "unknown",
     }
 
 
@@ -412,6 +460,7 @@ def main() -> None:
     parser.add_argument("--ckpt-freq", type=int, default=10, help="steps between two checkpoints, for `checkpoints`")
     parser.add_argument("--first", type=int, help="measure only so many things of each part")
     parser.add_argument("--ranks", type=int, help="default: one per GPU; to be given on CPUs")
+    parser.add_argument("--gpu-memory-gb", type=float, help="of the GPU for `predicted`, in GiB; default: of that here")
     parser.add_argument("--megabytes", type=int, default=4, help="size of the text")
     args = parser.parse_args()
     if not torch.cuda.is_available() and args.ranks is None:
@@ -422,7 +471,9 @@ def main() -> None:
         sys.exit(2)
 
     args.results = args.results or args.work
-    args.large_params = args.large_params or ("8B" if torch.cuda.is_available() else args.params)
+    if torch.cuda.is_available() and not args.gpu_memory_gb:
+        args.gpu_memory_gb = torch.cuda.get_device_properties(0).total_memory / 2**30
+    args.large_params = args.large_params or ("8B" if args.gpu_memory_gb else args.params)
 
     def out_of_time(*_: object) -> None:
         raise OutOfTime

