@@ -142,6 +142,7 @@ def main() -> None:
         plan = check(params, runtime, num_nodes and runtime.nproc_per_node and runtime.nproc_per_node * num_nodes)
         model = ModelManifest.read()
         _print_summary(params, runtime, plan, model)
+        _print_decay(params, model)
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
         limit = int(gpu_gib * 2**30) if gpu_gib else None
         peak, table = measure_memory(model, params, num_ranks, extra.seq_length, limit)
@@ -314,6 +315,14 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
             )
     if model.router_loss_coef == 0:
         print(ROUTER_LOSS_OFF)
+
+
+def _print_decay(params: TrainParams, model: ModelManifest) -> None:
+    from stages.model import meta  # both import torch
+    from stages.training.optimizer import find_matrices
+
+    decayed = sum(param.numel() for param in find_matrices(meta.build(model.directory())))
+    print(f"plan: weight decay {params.weight_decay} for {decayed:,} of {model.num_parameters:,} parameters")
 
 
 def launched_nodes(runtime: TrainRuntime, environment: Mapping[str, str]) -> int | None:

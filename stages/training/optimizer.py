@@ -1,5 +1,6 @@
 """AdamW, with its moments in fp32 or in 8 bits."""
 
+import re
 from typing import Any
 
 import torch
@@ -8,22 +9,48 @@ from torch.optim import AdamW, Optimizer
 
 from stages.training.params import TrainParams
 
+_MATRICES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_NO_MATRIX = re.compile("bias|norm|scale|A_log|^D$", re.IGNORECASE)
+"""In the name of a parameter or of its module's class, with or without dims for heads, experts or layers."""
+
 
 def make_optimizer(model: nn.Module, params: TrainParams) -> Optimizer:
-    """AdamW without weight decay on norms and biases, that is, on everything that is not a matrix.
+    """AdamW without weight decay on norms and biases.
 
     Raises:
         StageError: `optimizer` is adamw_8bit, and torchao is not installed.
     """
     weights = [param for param in model.parameters() if param.requires_grad]
+    matrices = find_matrices(model)
     groups = [
-        {"params": [param for param in weights if param.dim() >= 2], "weight_decay": params.weight_decay},
-        {"params": [param for param in weights if param.dim() < 2], "weight_decay": 0.0},
+        {"params": [param for param in weights if param in matrices], "weight_decay": params.weight_decay},
+        {"params": [param for param in weights if param not in matrices], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]  # one group where no norm has weights
     optimizer = _make(groups, params)
     _allocate_state(optimizer)
     return optimizer
+
+
+def find_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that weight decay is for: the weights of layers, embeddings and convolutions.
+
+    The number of dims does not tell: norms and biases have two where each head or expert has its own, and the weights of
+    experts are stacked in modules that torch has no class for.
+    """
+    return {
+        param
+        for module in model.modules()
+        for name, param in module.named_parameters(recurse=False)
+        if _is_matrix(module, name, param)
+    }
+
+
+def _is_matrix(module: nn.Module, name: str, param: nn.Parameter) -> bool:
+    if isinstance(module, _MATRICES):
+        return name == "weight"
+    names_none = not any(_NO_MATRIX.search(each) for each in (name, type(module).__name__))
+    return names_none and sum(size > 1 for size in param.shape) >= 2  # (1, 1, hidden) is a vector
 
 
 def _make(groups: list[dict[str, Any]], params: TrainParams) -> Optimizer:
