@@ -125,7 +125,7 @@ def test_selective_op_is_between_none_and_full_in_memory_and_in_work(attention: 
 
 
 def test_an_architecture_without_support_is_an_error_that_names_the_choices() -> None:
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32)
     model.supports_gradient_checkpointing = False
     with pytest.raises(StageError, match=r"selective_op: LlamaForCausalLM does not support it, use none"):
         checkpoint_activations(model, [], "selective_op")

@@ -126,7 +126,7 @@ def test_layers_are_compiled_as_one_graph_each_also_with_activation_checkpointin
         compile_layer(layer, **options, backend=graphs[-1])
 
     monkeypatch.setattr(nn.Module, "compile", compile_fast)
-    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32).save_pretrained(tmp_path)
     batch = make_batch(torch.arange(32).view(2, 16), eos_token_id=7, document_mask=True)
     gradients = []
     kinds = ("none", "full", "selective_op")
@@ -163,7 +163,7 @@ def test_two_kinds_of_layers_are_compiled_for_batches_of_any_size(
     config = transformers.Gemma3TextConfig(
         **{**CONFIGS["gemma3"].to_dict(), "num_hidden_layers": 12, "layer_types": None}
     )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
     values: dict[str, Any] = {"compile": True, "activation_checkpointing": "full", "attention": "varlen"}
     changed = dataclasses.replace(params, **values)
     model = sharded_model.build(manifest_of(tmp_path, with_weights=True), changed, mesh, initialize=True)

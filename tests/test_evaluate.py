@@ -75,7 +75,7 @@ def project(empty_project: Path, mesh: object) -> None:
 def write_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, **lineage: Any) -> None:
     """Write a model of random weights and its lineage, as `consolidate` does."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(MODEL)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).save_pretrained(MODEL)
     write_tokenizer(MODEL, ["<unk>", "<b>", "<eos>", *(f"w{number}" for number in range(3, 64))])
     params = download.DownloadParams(model_name=str(MODEL), model_revision="main", initial_weights="auto")
     download.describe(params).write()

@@ -268,7 +268,9 @@ def test_embeddings_that_are_not_tied_are_gathered_by_themselves(
     params: TrainParams, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: Any
 ) -> None:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(CONFIGS["llama untied, scaled rope"]).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(CONFIGS["llama untied, scaled rope"], dtype=torch.float32).save_pretrained(
+        tmp_path
+    )
     # One rank keeps its copy, unless `fsdp` is asked for.
     strategy = dataclasses.replace(params.fsdp, strategy="fsdp")
     params = dataclasses.replace(params, loss=loss, precision="bf16", fsdp=strategy)

@@ -28,7 +28,7 @@ from tests.project import flip_bit
 @pytest.fixture(params=["llama", "llama untied, scaled rope", "gpt2", "qwen3", "gemma3"])
 def reference(request: pytest.FixtureRequest, tmp_path: Path) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param])
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param], dtype=torch.float32)
     model.save_pretrained(tmp_path)
     return model
 
@@ -116,7 +116,7 @@ def test_a_buffer_that_another_module_fills_has_its_values(
     """The model of Falcon H1 fills those of its layers."""
     config = small_config(transformers.FalconH1Config(ssm_multipliers=[0.5, 0.6, 0.7, 0.8, 0.9]))
     assert config is not None
-    buffers = dict(transformers.AutoModelForCausalLM.from_config(config).named_buffers())
+    buffers = dict(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_buffers())
     config.save_pretrained(tmp_path)
     model = sharded_model.build(manifest_of(tmp_path, with_weights=False), params, mesh, initialize=True)
     assert any("mup_vector" in name for name in buffers)
@@ -219,7 +219,7 @@ def test_the_router_loss_of_a_mixture_of_experts_is_that_of_transformers(
     params = dataclasses.replace(params, activation_checkpointing=checkpointing, loss=kind)
     manifest = manifest_of(tmp_path, with_weights=False)
     model = sharded_model.build(manifest, params, mesh, initialize=True).train()
-    reference = transformers.AutoModelForCausalLM.from_config(MIXTRAL)
+    reference = transformers.AutoModelForCausalLM.from_config(MIXTRAL, dtype=torch.float32)
     reference.load_state_dict({name: full_value(value) for name, value in model.state_dict().items()})
 
     rows = [torch.randint(1, 101, (2, 16)), torch.randint(1, 101, (1, 9))]

@@ -128,7 +128,9 @@ def test_of_conversations_what_is_trained_is_predicted(document_mask: bool) -> N
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
 def test_the_loss_is_that_of_packed_rows(name: str, marked: bool) -> None:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        CONFIGS[name], attn_implementation="eager", dtype=torch.float32
+    ).eval()
     rows, marks = conversations() if marked else (rows_of([30, 5, 90, 64, 2, 17, 31, 7, 1, 33], length=64), None)
     batch = make_batch(rows, 0, document_mask=True, marks=marks)
     parts = padded_batches(batch, max_tokens=128)
@@ -171,7 +173,9 @@ def test_documents_have_the_loss_that_each_has_alone(name: str) -> None:
 def test_the_router_loss_sees_no_padding() -> None:
     """It is a mean over tokens, so padding would change it."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(MIXTRAL, experts_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        MIXTRAL, experts_implementation="eager", dtype=torch.float32
+    ).eval()
     batch = make_batch(rows_of([5, 27], length=32), 0, document_mask=True)
     (with_mask,) = padded_batches(batch, max_tokens=64, mask=True)
     other = with_mask["input_ids"].where(with_mask["attention_mask"].bool(), 77)

@@ -318,7 +318,7 @@ def results(params: TrainParams, tmp_path_factory: pytest.TempPathFactory) -> li
     )  # fmt: skip
     for name, config in {**CONFIGS, "mixtral": MIXTRAL, "wide": wide}.items():
         torch.manual_seed(0)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory / name)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory / name)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -485,7 +485,7 @@ def test_layers_to_wrap_are_found_in_the_model() -> None:
 def test_a_gradient_that_is_not_finite_is_an_error_once_no_smaller_scale_helps(
     params: TrainParams, mesh: DeviceMesh, tmp_path: Path, precision: str, num_skipped: int
 ) -> None:
-    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32).save_pretrained(tmp_path)
     training = Training(tmp_path, dataclasses.replace(params, precision=precision))
     with torch.no_grad():
         next(training.model.parameters()).fill_(math.nan)
@@ -500,7 +500,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_once_no_smaller_scale_helps(
 def test_a_gradient_that_is_not_finite_changes_no_bit(
     params: TrainParams, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32).save_pretrained(tmp_path)
     training = Training(tmp_path, dataclasses.replace(params, precision=precision))
     load_scaler_state(training.scaler, scale=256.0 if precision == "fp16" else 1.0, good_steps=0)
     assert None not in training.train(2)[1]
@@ -537,7 +537,7 @@ class Reads(TorchDispatchMode):
 def test_a_step_reads_no_number_from_the_device(
     params: TrainParams, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
-    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32).save_pretrained(tmp_path)
     training = Training(tmp_path, dataclasses.replace(params, precision=precision))
     # The masks of transformers' own attention functions depend on whether all positions of the batch are in one row.
     transformers.AttentionInterface.register("maskless", sdpa_attention_forward)
@@ -553,7 +553,7 @@ def test_a_step_reads_no_number_from_the_device(
 
 
 def test_a_step_without_labels_has_no_gradient(params: TrainParams, mesh: DeviceMesh, tmp_path: Path) -> None:
-    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32).save_pretrained(tmp_path)
     training = Training(tmp_path, params)
     batch = make_batch(torch.zeros(2, 16, dtype=torch.int32), eos_token_id=0, document_mask=True)
     assert count_labels(batch) == 0

@@ -98,10 +98,13 @@ def _read_all(source: Source, read: Callable[["_Text"], None], read_as_json: Cal
     text = _Text(source.stream(), source.limits.longest_string)
     # Not an exception: its traceback would refer to this frame, which refers to it, and `extract` collects no cycles.
     refused: tuple[str, str | None]
+    reason = "invalid YAML"
     try:
         return read(text)
     except yaml.MarkedYAMLError as error:
         mark: Any = error.problem_mark or error.context_mark
+        if "nesting depth" in str(error.problem):  # libyaml 0.2.6 has a limit of its own
+            reason = "nested too deep"
         position = f"line {mark.line + 1}, column {mark.column + 1}" if mark else None
         refused = ": ".join(part for part in (error.context, error.problem) if part), position
     except yaml.reader.ReaderError as error:
@@ -112,7 +115,7 @@ def _read_all(source: Source, read: Callable[["_Text"], None], read_as_json: Cal
     if not text.num_records:
         with suppress(Rejected):
             return read_as_json()
-    raise Rejected("invalid YAML", *refused)
+    raise Rejected(reason, *refused)
 
 
 class _Text:
