@@ -221,7 +221,7 @@ def test_the_plan_of_a_save_is_kept_for_the_next(
 def test_a_copy_that_fails_for_an_asynchronous_save_is_a_clear_error(
     mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """On all ranks, which would otherwise wait for the one that has failed. The second is what a closed stager raises."""
+    """On all ranks, which would otherwise wait for the one that has failed. A closed stager raises the second one."""
 
     def stage(*_: Any, **__: Any) -> Any:
         raise error
