@@ -271,12 +271,24 @@ def test_23_another_number_of_ranks_trains_on_the_same_rows(fresh: Given, ranks:
     two = np.genfromtxt(history, delimiter="\t", names=True)
     shutil.rmtree(project / "outputs")
     ranks.run(project, "kill rank 1 at step 4", KILLED)
-    assert "resuming from step 2" in ranks.run(project, "kill rank 0 at step 9", KILLED, world_size=1)
+    resumed = ranks.run(project, "kill rank 0 at step 9", KILLED, world_size=1)
+    assert "resuming from step 2" in resumed
+    assert resumed.count("may not be those of a training without interruption: ranks: 2 there, 1 here") == 1
     assert "resuming from step 8" in ranks.run(project)
     mixed = np.genfromtxt(history, delimiter="\t", names=True)
     assert np.array_equal(mixed["step"], two["step"])
     np.testing.assert_allclose(mixed["loss"][1:], two["loss"][1:], atol=1e-4)
     np.testing.assert_allclose(mixed["grad_norm"][1:], two["grad_norm"][1:], rtol=1e-3)
+
+
+def test_a_resumed_training_has_the_threads_with_which_it_began(fresh: Given, ranks: Ranks) -> None:
+    """As sums on a CPU depend on their number, and a job may get another number of CPUs than the one before."""
+    project, _ = fresh
+    ranks.run(project, "kill rank 0 at step 5", KILLED, OMP_NUM_THREADS="3")
+    output = ranks.run(project, OMP_NUM_THREADS="1", MKL_CBWR="COMPATIBLE")
+    assert "without interruption: variables.MKL_CBWR: nothing there, 'COMPATIBLE' here\n" in output
+    place = TrainState.read(project.checkpoints() / step_name(12) / STATE).metrics.place
+    assert place and place.threads == 3
 
 
 @pytest.mark.parametrize(

@@ -138,8 +138,8 @@ def test_each_part_of_a_run_gives_the_same_bits_again_and_a_forged_one_does_not(
         change_weight(root / step_name(8))
         name_other_hardware(root / step_name(8))
     assert segments(training, "--step", "8") == [
-        "unknown    step-00000006 to step-00000008, trained again: other bits here, but it was trained on NVIDIA H100, "
-        "2 ranks on 1 nodes"
+        "unknown    step-00000006 to step-00000008, trained again: other bits here, but device: 'NVIDIA H100' there, "
+        f"'{device()}' here"
     ]
     (root / step_name(9)).mkdir()
     assert "9/manifest.json is missing: copy all" in training.run(*CHECKPOINTS, "verify", status=2)
@@ -162,13 +162,22 @@ def test_each_part_of_a_run_gives_the_same_bits_again_and_a_forged_one_does_not(
     assert "has no checkpoints to compare: params.yaml, data, model or code are not those of a run" in error
 
 
+PLACE = Place(device(), ranks=2, nodes=1, commit="abc", threads=1)
+
+
 @pytest.mark.parametrize(
     ("change", "obstacle"),
     [
         ({}, None),
-        ({"place": Place("NVIDIA H100", 2, 1, None)}, "it was trained on NVIDIA H100, 2 ranks on 1 nodes"),
-        ({"place": Place(device(), 4, 2, None)}, "4 ranks on 2 nodes"),
-        ({"packages": {"torch": "2.0"}}, "with other packages: .*torch: '2.0' there"),
+        ({"place": PLACE}, None),
+        ({"place": dataclasses.replace(PLACE, device="NVIDIA H100")}, "device: 'NVIDIA H100' there"),
+        ({"place": dataclasses.replace(PLACE, nodes=2)}, "nodes: 2 there, 1 here"),
+        ({"place": dataclasses.replace(PLACE, threads=None)}, "not recorded with how many threads"),
+        (
+            {"place": dataclasses.replace(PLACE, variables={"MKL_CBWR": "AVX2"})},
+            r"variables.MKL_CBWR: 'AVX2' there, nothing here",
+        ),
+        ({"place": PLACE, "packages": {"torch": "2.0"}}, "packages.torch: '2.0' there"),
         ({"launches": 2}, None),  # it went on at the checkpoint where the part begins
         ({"launches": 2, "previous": 4}, "it was interrupted, and the checkpoint between"),
         ({"launches": 1, "previous": 4}, None),

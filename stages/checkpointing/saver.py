@@ -119,8 +119,8 @@ class Saver:
         # A new thread uses the first GPU, whichever is this rank's.
         setup = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
         self._thread = ThreadPoolExecutor(1, "saver", *setup) if runtime.async_checkpoint else None
-        # A private class, until torch 2.11 is no longer supported: its public `DefaultStager` closes this one after each
-        # save, so the second one fails.
+        # Private, until torch 2.11 is no longer supported: its public `DefaultStager` closes this one after each save,
+        # so the second one fails.
         self._stager = StateDictStager(pin_memory=cuda)
         self._pending: Future[None] | None = None
         self._switch_interval = sys.getswitchinterval()

@@ -34,7 +34,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and when the newest launch of a run trained, for people."""
+    """Where and when the newest launch of a run trained: for people, and for what makes other bits of the same run."""
 
     device: str
     """Name of a GPU, or of the processor."""
@@ -44,6 +44,10 @@ class Place:
     """Of the project, whose files may have been edited since; null: it is in no git repository."""
     date: str = ""
     """Of the newest checkpoint, in UTC: `2026-03-01 10:31`."""
+    threads: int | None = None
+    """Of each rank, as sums on CPUs depend on their number; null: the checkpoint is older than this field."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables that were set and may change the last bits of the result."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,30 @@
-"""Where a training runs: what the report says of hardware and commit, since no other stage was there."""
+"""Where a training runs, for the report, and what of that decides the last bits of its result.
 
+Code, parameters and data name the run. The rest of what decides bits is recorded with each checkpoint, and compared
+when a training goes on from it: device, ranks, packages, the threads of a rank, and some environment variables.
+"""
+
+import dataclasses
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from stages.checkpointing.layout import CheckpointManifest
+from stages.checkpointing.run import compare, packages
 from stages.checkpointing.state import Place
+from stages.forward.distributed import run_on_rank0
+
+_VARIABLES = re.compile(
+    r"ATEN_CPU_CAPABILITY|MKL_(CBWR|ENABLE_INSTRUCTIONS|DEBUG_CPU_TYPE)|OPENBLAS_CORETYPE|NVIDIA_TF32_OVERRIDE|"
+    r"(ONEDNN|DNNL)_(MAX_CPU_ISA|DEFAULT_FPMATH_MODE)|CUBLAS_WORKSPACE_CONFIG|TORCH_(ALLOW|BLAS|LINALG|CUDNN|ROCM)_\w+|"
+    r"TORCHDYNAMO_\w+|TORCHINDUCTOR_(?!CACHE_DIR|COMPILE_THREADS)\w+|NCCL_(ALGO|PROTO|\w+_ENABLE|M(IN|AX)_NCHANNELS|NTHREADS)"
+)
+"""Those that choose instructions, kernels, the compiler's optimizations, or the order in which ranks add."""
 
 
 def find_place() -> Place:
@@ -19,7 +35,47 @@ def find_place() -> Place:
         ranks=ranks,
         nodes=ranks // int(os.environ["LOCAL_WORLD_SIZE"]),
         commit=_commit(),
+        threads=torch.get_num_threads(),
+        variables=variables(),
     )
+
+
+def variables() -> dict[str, str]:
+    """The environment variables that are set and may change the last bits of a result."""
+    return {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)}
+
+
+def fix_threads(before: Place | None) -> None:
+    """Compute with as many threads as the checkpoint before did, on all ranks alike; a collective.
+
+    At the start of a run, and on another number of ranks, whose bits differ anyway, it is that of OMP_NUM_THREADS,
+    which the launcher sets. On GPUs, where it decides no bits, it stays what it is.
+
+    Args:
+        before: Of the checkpoint from which the training goes on; None: it starts.
+    """
+    if torch.cuda.is_available():
+        return
+
+    def choose() -> int:
+        if before and before.threads and before.ranks == dist.get_world_size():
+            return before.threads
+        wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # of the outermost level
+        return int(wanted) if wanted.isdecimal() and int(wanted) else torch.get_num_threads()
+
+    torch.set_num_threads(run_on_rank0(choose))  # of MKL too, which would use fewer than OpenMP on few cores
+
+
+def differences(manifest: CheckpointManifest, before: Place | None, here: Place) -> list[str]:
+    """What of the training before a checkpoint would make other bits here, such as `threads: 4 there, 2 here`."""
+    if before is None:
+        return ["it is not recorded where it was trained"]
+    hidden = {"commit": None, "date": ""}
+    there, ours = (
+        {**dataclasses.asdict(dataclasses.replace(place, **hidden)), "packages": versions}
+        for place, versions in ((before, manifest.packages), (here, packages()))
+    )
+    return [f"{name}: {old} there, {new} here" for name, old, new in compare(there, ours)]
 
 
 def device() -> str:

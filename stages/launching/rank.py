@@ -22,12 +22,12 @@ from stages.checkpointing.layout import FORMAT, CheckpointManifest, latest_valid
 from stages.checkpointing.lock import rank_lock, read_lock, writer_lock
 from stages.checkpointing.run import Run, packages
 from stages.checkpointing.state import Cost, ScalerState, TrainState
-from stages.forward.distributed import is_rank0, run_on_rank0
+from stages.forward.distributed import device_type, is_rank0, run_on_rank0
 from stages.launching import flops, trackers
 from stages.launching.agreement import check_shared, refuse_different_ranks
 from stages.launching.console import Console, log_to, print_line
 from stages.launching.metrics import SPEED_COLUMNS, MetricsLogger
-from stages.launching.place import find_place
+from stages.launching.place import differences, find_place, fix_threads
 from stages.launching.profiler import Profiler
 from stages.launching.remedies import remedies
 from stages.launching.runtime import TrainRuntime, how_to_resume, read_launch
@@ -77,6 +77,9 @@ class Rank:
         with read_lock({path.parent for path in chosen.checkpoints} - {run.directory}):
             # Before the model is built: where there is a checkpoint, the weights of the model files are not read.
             start = self.find_start(chosen.checkpoints)
+            place = TrainState.of(start).metrics.place if start else None
+            fix_threads(place)
+            self.place = find_place() if is_rank0() else None
             if start is None:
                 verify_weights(model, lambda: heartbeat.note("verifying the weights"))
             self.trainer = Trainer(
@@ -94,7 +97,7 @@ class Rank:
         self.metrics = MetricsLogger(
             run, runtime.log_freq, Console(dist.get_rank(), self.trainer.step, run.total_steps), self.tracker,
             self.timers, flops.flops_per_token(self.trainer.model, run.seq_length), history,
-            Table(SPEED_COLUMNS, speed), state.metrics if state else None, find_place() if is_rank0() else None,
+            Table(SPEED_COLUMNS, speed), state.metrics if state else None, self.place,
         )  # fmt: skip
         if is_rank0():
             self.print_choices(model, mesh)
@@ -274,8 +277,11 @@ class Rank:
                 metrics = dataclasses.replace(metrics, validation_loss=None)
             state = dataclasses.replace(state, metrics=metrics)
             trainer.use_own_lr()
-        if is_rank0():
+        if self.place:
             print_line(f"resuming from step {trainer.step} of {self.run.total_steps}: {path}")
+            others = differences(manifest, state.metrics.place, self.place)
+            if others and (device_type() == "cpu" or self.params.deterministic):
+                print_line(f"the last bits may not be those of a training without interruption: {'; '.join(others)}")
         return state, history, speed
 
 

@@ -25,9 +25,9 @@ from stages.checkpointing import layout
 from stages.checkpointing.decision import begin
 from stages.checkpointing.layout import MODEL, OPTIMIZER, SCHEDULER, CheckpointManifest, list_checkpoints, step_name
 from stages.checkpointing.metadata import places, understood
-from stages.checkpointing.run import Run, compare, packages
+from stages.checkpointing.run import Run
 from stages.checkpointing.state import TrainState
-from stages.launching.place import device
+from stages.launching.place import device, differences, variables
 from stages.launching.runtime import Launch, TrainRuntime
 from stages.ranks import torchrun
 from stages.training.environment import set_environment
@@ -105,11 +105,12 @@ def find_obstacle(run: Run, segment: Segment) -> str | None:
     """Why this machine may give other bits for a part, as far as its end tells; None: it must give the same."""
     manifest, state = CheckpointManifest.read(segment.end), TrainState.of(segment.end)
     place, previous = state.metrics.place, manifest.previous
-    if place and (place.device != device() or place.nodes > 1):
-        return f"it was trained on {place.device}, {place.ranks} ranks on {place.nodes} nodes"
-    if manifest.packages != (here := packages()):
-        versions = [f"{name}: {there} there, {ours} here" for name, there, ours in compare(manifest.packages, here)]
-        return f"with other packages: {'; '.join(versions)}"
+    if place and place.threads is None and not torch.cuda.is_available():
+        return "it is not recorded with how many threads each rank computed"
+    # `train_again` takes its ranks and threads.
+    here = place and dataclasses.replace(place, device=device(), nodes=1, variables=variables())
+    if others := differences(manifest, place, here) if here else []:
+        return "; ".join(others)
     if torch.cuda.is_available() and not run.params.deterministic:
         return "deterministic is false, and GPUs add in any order then"
     start = segment.start and CheckpointManifest.read(segment.start)
@@ -144,6 +145,8 @@ def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> dict[str, 
         decision = begin(run, "auto")
         ranks = torchrun.Ranks(torchrun.count_local_ranks(again.nproc_per_node))
         set_environment(run.params, 1)
+        if place and place.threads:  # where it goes on from a checkpoint, the ranks take that number themselves
+            os.environ["OMP_NUM_THREADS"] = str(place.threads)
         Launch(run.params, again, run.identity, decision).hand_over()
         made, stopping, done = run.directory / step_name(end.step), threading.Event(), threading.Event()
 

@@ -35,8 +35,8 @@ def make_optimizer(model: nn.Module, params: TrainParams) -> Optimizer:
 def find_matrices(model: nn.Module) -> set[nn.Parameter]:
     """The parameters that weight decay is for: the weights of layers, embeddings and convolutions.
 
-    The number of dims does not tell: norms and biases have two where each head or expert has its own, and the weights of
-    experts are stacked in modules that torch has no class for.
+    The number of dims does not tell: norms and biases have two where each head or expert has its own, and the weights
+    of experts are stacked in modules that torch has no class for.
     """
     return {
         param
