@@ -1,6 +1,7 @@
 """How a stage ends where its surroundings are not as usual: streams, limits, options of Python."""
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,16 @@ def test_memory_that_ran_out_in_c_code_is_named_as_that() -> None:
         raise SystemError("<function f> returned NULL without setting an exception")
     with pytest.raises(StageError, match="SystemError: unknown opcode"), explained(StageError):
         raise SystemError("unknown opcode")
+
+
+def test_code_of_another_clone_is_refused(tmp_path: Path) -> None:
+    """DVC writes the hashes of this directory's code into dvc.lock, whichever Python finds."""
+    (tmp_path / "stages").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(REPO), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", "stages.organize"]
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert process.stderr == (
+        f"error: the code that runs is {REPO / 'stages'}, and DVC watches {tmp_path / 'stages'}: unset PYTHONPATH "
+        f"({REPO}) and PYTHONSAFEPATH (1)\n"
+    )

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 from stages.base import process
@@ -51,6 +52,8 @@ def run(main: Callable[[], None], after_interrupt: str = "run it again") -> None
     _open_standard_streams()
     if sys.flags.optimize > 1:
         sys.exit(_fail("Python runs with -OO or PYTHONOPTIMIZE=2, and transformers needs docstrings: run it without"))
+    if problem := _other_code():
+        sys.exit(_fail(problem))
     if "DVC_STAGE" in os.environ:
         process.die_with_parent(signal.SIGTERM)  # not SIGKILL: a training saves a checkpoint first
     with process.raise_on_interrupt() as received:
@@ -69,6 +72,17 @@ def run(main: Callable[[], None], after_interrupt: str = "run it again") -> None
                 remedy = "lower runtime.num_workers or raise its limit, and run again"
                 sys.exit(_fail(f"memory ran out ({one_line(repr(error))}): {remedy}"))
             raise
+
+
+def _other_code() -> str | None:
+    """What is wrong where the code that runs is not that of this directory, whose hashes DVC writes into dvc.lock."""
+    ours, theirs = Path("stages"), Path(__file__).parents[1]
+    if not ours.is_dir() or ours.samefile(theirs):
+        return None
+    return (
+        f"the code that runs is {theirs}, and DVC watches {ours.absolute()}: unset PYTHONPATH "
+        f"({os.environ.get('PYTHONPATH')}) and PYTHONSAFEPATH ({os.environ.get('PYTHONSAFEPATH')})"
+    )
 
 
 def _fail(message: str) -> int:
