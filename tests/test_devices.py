@@ -1,6 +1,7 @@
 """What concerns GPUs, as far as CPUs can show it; tests/gpu has the rest."""
 
 import dataclasses
+import errno
 import gzip
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
@@ -150,6 +152,25 @@ def test_layers_are_compiled_as_one_graph_each_also_with_activation_checkpointin
     message = r"^compile: .* cannot be compiled as one graph: set it to false \(.*ranch"
     with pytest.raises(StageError, match=message), explain_torch_errors("rank 0", ""):
         layer(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    [
+        (InvalidCxxCompiler(), r"^compile: torch finds no compiler of C\+\+ that works: install g\+\+"),
+        (PermissionError(errno.EACCES, "Permission denied", ""), r"name one in CXX and CC, which must not be empty"),
+        (UnicodeDecodeError("ascii", b"\xe2", 0, 1, "ordinal"), r"^compile: .* locale: `export LC_ALL=C.UTF-8"),
+        (CppCompileError(["g++", "x" * 600], "Python.h: No such"), r"^compile: the compiler failed.* \(.*Python\.h"),
+        (PermissionError(errno.EACCES, "Permission denied", "/cache"), r"^compile: the compiler failed.*: '/cache'"),
+    ],
+)  # fmt: skip
+def test_a_compiler_that_fails_is_not_called_the_fault_of_the_model(cause: Exception, message: str) -> None:
+    def backend(*_: Any) -> Any:
+        raise cause
+
+    with pytest.raises(StageError, match=message) as found, explain_torch_errors("rank 0", ""):
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3))
+    assert "one graph" not in str(found.value)
 
 
 @pytest.mark.slow

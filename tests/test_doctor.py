@@ -276,6 +276,26 @@ def test_fp32_on_a_gpu_is_named(ready: Project, monkeypatch: pytest.MonkeyPatch)
     assert "made for bf16" not in diagnose("warning")
 
 
+def test_a_missing_compiler_is_named_where_layers_are_compiled(tmp_path: Path) -> None:
+    code = "from stages.checks import accelerators, findings\nprint(*findings.collect(accelerators.check_compiler()))"
+    (tmp_path / "cache").mkdir()  # in which nothing may be found that needs no compiler
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO,
+        env={**os.environ, "CXX": "/missing/g++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
+    )  # fmt: skip
+    expected = "error    compile: torch finds no compiler of C++ that works: install g++"
+    assert found.stdout.startswith(expected), (found.stdout, found.stderr)
+    assert "/missing/g++" in found.stdout
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_the_compiler_is_tried_where_layers_are_compiled(ready: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerators, "check_compiler", lambda: iter([findings.ok("the compiler works")]))
+    assert "the compiler works" not in diagnose("ok")
+    ready.set(compile=True)
+    assert "the compiler works" in diagnose("ok")
+
+
 @pytest.mark.parametrize(
     ("total", "is_upper_bound", "level"),
     [(90, False, "ok"), (96, False, "warning"), (101, False, "error"), (101, True, "warning")],

@@ -1,6 +1,7 @@
 """GPUs, and what a training needs of them and of the memory of this machine."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from stages.planning.memory_plan import USABLE, check_fits
 from stages.ranks.gpus import DEVICES, num_devices
 from stages.ranks.memory import memory_limit
 from stages.ranks.process_group import check_devices, use_gpu
+from stages.ranks.torch_errors import explain_torch_errors
 from stages.training.params import TrainParams
 from stages.training.precision import check_precision, compute_dtype
 
@@ -54,9 +56,26 @@ def check_training(params: TrainParams, seq_length: int, model: ModelManifest) -
         choose_attention(params.attention, directory, params.document_mask, seq_length, dtype, device_type())
     if params.loss != "auto":
         choose_loss(params.loss, directory, dtype, device_type())
+    if params.compile:
+        yield from check_compiler()
     yield ok(f"precision {params.precision}, attention {params.attention} and loss {params.loss} work here")
     if params.precision == "fp32" and device_type() == "cuda":
         yield warning(SLOW_FP32, "set precision to bf16")
+
+
+def check_compiler() -> Found[None]:
+    """Compile a small function, in an empty cache: what is already compiled needs no compiler."""
+    compiled = torch.compile(lambda x: x.sin() + 1, fullgraph=True)
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as cache, explain_torch_errors("the doctor", "end other processes"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        try:
+            compiled(torch.ones(8, device=device_type()))
+        finally:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+            if before is not None:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+    yield ok("the compiler of torch works here")
 
 
 def check_memory(plan: Plan, params: TrainParams, runtime: TrainRuntime, num_ranks: int, num_nodes: int) -> Found[None]:

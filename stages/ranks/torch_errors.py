@@ -19,11 +19,21 @@ _OF_PARAMETERS = {
         "activation_checkpointing selective_op: use full or selective: a layer of this model overwrites a result that "
         "would be kept"
     ),
-    r"^torch\._(dynamo|inductor)\.": (
+    r"^torch\._dynamo\.exc\.(Unsupported|UserError)": (
         "compile: a layer of the model cannot be compiled as one graph: set it to false"
     ),
+    r"^torch\._(dynamo|inductor)\..*Unicode(De|En)codeError": (
+        "compile: torch reads its own files in the encoding of the locale: `export LC_ALL=C.UTF-8 PYTHONUTF8=1`"
+    ),
+    r"^torch\._(dynamo|inductor)\..*(InvalidCxxCompiler|Failed to find C compiler|Error: \[Errno \d+\] [\w ]+: '')": (
+        "compile: torch finds no compiler of C++ that works: install g++, or name one in CXX and CC, which must not be "
+        "empty; or set compile to false"
+    ),
+    r"^torch\._(dynamo|inductor)\.": (
+        "compile: the compiler failed, which need not be because of the model: mend the cause, or set it to false"
+    ),
 }  # fmt: skip
-"""A sign in the module of the error's class or in its message, the parameter at fault, and what to do."""
+"""A sign in the class of the error or in its message, the parameter at fault, and what to do: the first that fits."""
 
 
 class LostConnection(Exception):
@@ -53,6 +63,7 @@ def explain_torch_errors(who: str, if_out_of_memory: str) -> Iterator[None]:
             # The rank that is at fault prints the cause; the others would bury it under a traceback each.
             raise LostConnection(f"{who} lost the connection to another rank ({one_line(error)})") from None
         for sign, advice in _OF_PARAMETERS.items():
-            if re.search(sign, f"{type(error).__module__}: {error}"):
-                raise StageError(f"{advice} ({one_line(error)})") from None
+            if re.search(sign, f"{type(error).__module__}.{type(error).__qualname__}: {error}", re.DOTALL):
+                # Of a compiler that was called, what it printed: the command alone fills a line.
+                raise StageError(f"{advice} ({one_line(str(error).rpartition('Output:')[2])})") from None
         raise
