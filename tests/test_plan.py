@@ -241,6 +241,15 @@ def test_a_plan_is_the_same_on_each_machine(
     assert capsys.readouterr().out.count("which is made for bf16: set precision to bf16") == 1
 
 
+def test_ranks_that_cannot_share_a_step_are_told_a_value_of_each_number(params: TrainParams) -> None:
+    """Two nodes of eight GPUs with the defaults: what `sbatch --nodes=2 --gpus-per-node=8` starts."""
+    message = r"batch_size 2 x 16 ranks: use total_batch_size 32 or batch_size 1 or 8 ranks \(runtime.nproc_per_node on"
+    with pytest.raises(StageError, match=message):
+        dataclasses.replace(params, total_batch_size=16, batch_size=2).grad_accum_steps(16)
+    with pytest.raises(StageError, match=r"batch_size 2 x 4 ranks: use total_batch_size 8 \(runtime"):
+        dataclasses.replace(params, total_batch_size=1, batch_size=2).grad_accum_steps(4)
+
+
 def test_a_plan_counts_the_nodes_of_the_job(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(training.path)
     monkeypatch.setattr("sys.argv", ["plan"])

@@ -1,5 +1,6 @@
 """Run the `sh` blocks of README.md and docs/training.md, in order, in a project that was reproduced once."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -7,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from stages.base.errors import StageError
+from stages.training.params import TrainParams
 from tests.pipeline import STAGES, ran
 from tests.project import REPO, Project, commands
 
@@ -90,3 +94,34 @@ def test_every_file_that_the_readme_names_exists() -> None:
     tree = text.split("## What is where")[1]
     for name in re.findall(r"[\w/-]+(?:\.py|\.md|\.yaml|/)(?=\s)", tree):
         assert any((REPO / directory / name).exists() for directory in ("", "stages", "docs", "tests")), name
+
+
+def test_the_ranks_of_every_command_can_share_its_total_batch_size(params: TrainParams) -> None:
+    """Of every command for a cluster in README, docs and the scripts themselves, with the defaults of params.yaml."""
+    defaults = yaml.safe_load((REPO / "params.yaml").read_text())
+    variables = {"TOTAL_BATCH_SIZE": "total_batch_size", "BATCH_SIZE_PER_DEVICE": "batch_size"}
+    commands = [
+        command
+        for path in (REPO / "README.md", *(REPO / "docs").glob("*.md"), *(REPO / "slurm").iterdir())
+        for command in re.findall(r"^.*\b(?:sbatch\b.*slurm/|sbatch_args:).*", _joined(path.read_text()), re.MULTILINE)
+        if "gpus-per-node" in command
+    ]
+    assert len([command for command in commands if "--nodes=" in command]) >= 4, commands
+    for command in commands:
+        found = {**defaults, "nodes": 1}
+        for name, value in re.findall(r"(\w[\w-]*)[=:] ?(\d+)\b", command):
+            found[variables.get(name, name)] = int(value)
+        nodes, gpus, total, batch = (
+            found[name] for name in ("nodes", "gpus-per-node", "total_batch_size", "batch_size")
+        )
+        changed = dataclasses.replace(params, total_batch_size=total, batch_size=batch)
+        try:
+            changed.grad_accum_steps(nodes * gpus)
+        except StageError as error:
+            pytest.fail(f"{command}: {error}")
+
+
+def _joined(text: str) -> str:
+    """With continued lines as one, and a block of YAML that submits nodes as a line."""
+    blocks = re.sub(r"^```yaml\n(.*?)^```", lambda block: block[1].replace("\n", " ") + "\n", text, flags=re.M | re.S)
+    return blocks.replace("num_nodes: ", "nodes: ").replace("\\\n", " ")

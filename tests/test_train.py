@@ -441,7 +441,7 @@ def test_a_changed_batch_size_adopts_an_unfinished_run(training: Project, ranks:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"total_batch_size": 10}, "10 is not a multiple of batch_size 2 x 2 ranks: use total_batch_size 8 or 12"),
+        ({"total_batch_size": 10}, "10 is not a multiple of batch_size 2 x 2 ranks: use total_batch_size 8 or 12 or"),
         ({"batch_size": 8}, "use total_batch_size 16"),
         ({"lr": "fast"}, "lr is 'fast'"),
         ({"lr_schedule": "cosinus"}, "'constant' or 'wsd'"),

@@ -101,16 +101,18 @@ class TrainParams(ScheduleParams):
         """Forward passes of each rank per optimizer step.
 
         Raises:
-            StageError: `total_batch_size` cannot be shared evenly; the nearest ones that can are named.
+            StageError: `total_batch_size` cannot be shared evenly; for each number, a value that can is named.
         """
-        rows = self.batch_size * dp_world_size
-        if self.total_batch_size % rows:
+        total, batch, ranks = self.total_batch_size, self.batch_size, dp_world_size
+        if total % (batch * ranks):
+            smaller_batch = next((f" or batch_size {n}" for n in range(batch, 0, -1) if not total % (n * ranks)), "")
+            fewer = next((f" or {n} ranks" for n in range(ranks, 0, -1) if not total % (n * batch)), "")
             raise StageError(
-                f"total_batch_size {self.total_batch_size} is not a multiple of batch_size {self.batch_size} x "
-                f"{dp_world_size} ranks: use total_batch_size {_nearest(self.total_batch_size, rows)}, "
-                "or another batch_size or runtime.nproc_per_node"
+                f"total_batch_size {total} is not a multiple of batch_size {batch} x {ranks} ranks: use "
+                f"total_batch_size {_nearest(total, batch * ranks)}{smaller_batch}{fewer} (runtime.nproc_per_node on "
+                "each node)"
             )
-        return self.total_batch_size // rows
+        return total // (batch * ranks)
 
     @property
     def rows_per_validation_pass(self) -> int:
