@@ -76,7 +76,7 @@ def _find(num_nodes: int, full: bool, environment: Mapping[str, str]) -> Found[N
     from stages.checks import dvc_settings, machine, settings
 
     directories = {"data": Path("data"), "outputs": outputs.OUTPUTS, "TMPDIR": Path(tempfile.gettempdir())}
-    config = yield from collect(dvc_settings.read())
+    config = (yield from machine.check_user()) and (yield from collect(dvc_settings.read()))
     if config:
         yield from collect(dvc_settings.check_cache(config))
         directories["DVC cache"] = dvc_settings.cache_directory(config)

@@ -387,6 +387,38 @@ def test_the_memory_of_a_job_is_its_limit(tmp_path: Path, own: str, file: str) -
 # The machine.
 
 
+@pytest.mark.parametrize(
+    ("home", "user", "expected"),
+    [
+        ("", "", "HOME and USER are not set, and the system knows no user"),
+        ("/tmp", "", "USER is not set"),
+        ("", "me", "HOME is not set"),
+    ],
+)
+def test_a_user_that_the_system_does_not_know(
+    ready: Project, monkeypatch: pytest.MonkeyPatch, home: str, user: str, expected: str
+) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": home, "USER": user}.items():
+        if value:
+            monkeypatch.setenv(name, value)
+    found = diagnose()
+    assert found.startswith(f"error    DVC cannot start: {expected}"), found
+    assert "`export HOME=/tmp/home USER=me`" in found
+    assert "a check failed" not in found
+
+
+def test_container_recipes_set_what_dvc_and_matplotlib_need() -> None:
+    for path in ("scripts/image/Dockerfile", "scripts/image/apptainer.def"):
+        text = (REPO / path).read_text()
+        assert [name for name in (" HOME=", " USER=", " MPLCONFIGDIR=") if name not in text] == [], path
+
+
 def test_shared_memory(tmp_path: Path) -> None:
     assert "--shm-size" in warnings(lambda: machine.check_shared_memory(tmp_path, 2**60))
 

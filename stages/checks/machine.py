@@ -1,5 +1,6 @@
 """What the operating system allows, and the directories that the pipeline writes into."""
 
+import getpass
 import os
 import secrets
 import shutil
@@ -22,6 +23,25 @@ try:
 except BlockingIOError:
     sys.exit(3)
 """
+
+
+def check_user() -> Found[bool]:
+    """The home directory and the name of the user, without which DVC cannot start; whether there are both."""
+    unknown = []
+    for name, find in {"HOME": Path.home, "USER": getpass.getuser}.items():
+        try:
+            find()
+        except (RuntimeError, KeyError, OSError):  # OSError: since Python 3.13
+            unknown.append(name)
+    if not unknown:
+        yield ok("the user has a name and a home directory")
+        return True
+    yield error(
+        f"DVC cannot start: {' and '.join(unknown)} {'are' if len(unknown) > 1 else 'is'} not set, and the system "
+        f"knows no user {os.getuid()}, as in a container that runs with --user",
+        "`export HOME=/tmp/home USER=me`, with a directory that you can write to",
+    )
+    return False
 
 
 def check_shared_memory(path: Path = Path("/dev/shm"), wanted: int = _GIB) -> Found[None]:
