@@ -85,7 +85,8 @@ def _list(runs: list[Path], params: TrainParams) -> None:
             marked = {"best": path == best, "current run": directory.name == current, "in run.json": path == pointed}
             marks = [mark for mark, applies in marked.items() if applies]
             with suppress(FileNotFoundError):  # where a training deletes it meanwhile
-                age = timedelta(seconds=int(time.time() - path.lstat().st_mtime))
+                # Not negative, where the clock of the file server, or of the machine that wrote it, is ahead.
+                age = timedelta(seconds=max(0, int(time.time() - path.lstat().st_mtime)))
                 run, name = printable(directory.name), printable(path.name)
                 print(
                     f"{run:16}  {name:21}  {format_gib(size_of(path)):>10}  {age!s:>17}  "

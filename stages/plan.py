@@ -40,7 +40,7 @@ from stages.planning import memory_plan
 from stages.planning.memory_plan import PeakMemory, Table
 from stages.training.mixture import RowOrder
 from stages.training.params import TrainParams
-from stages.training.schedule import learning_rate
+from stages.training.schedule import learning_rate, lr_ratio
 
 _FP32 = 4
 _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
@@ -301,6 +301,18 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
         print(
             f"warning: warmup_steps {params.warmup_steps} lasts until the end of the training: the learning rate rises "
             f"to {highest:.2e} in the last of {plan.steps} steps, and never decays: lower warmup_steps"
+        )
+    elif params.lr_schedule != "constant" and lr_ratio(params, plan.steps, plan.steps) > params.min_lr_ratio + 1e-9:
+        end, last = params.lr_decay_steps or plan.steps, learning_rate(params, plan.steps, plan.steps - 1)
+        if end > plan.steps:
+            why = f"lr_decay_steps {end} is more than the {plan.steps} steps of the training"
+            remedy = "lower lr_decay_steps, unless a longer run is to follow"
+        else:
+            why = f"lr_decay_ratio {params.lr_decay_ratio} of {end} steps is rounded to 0 steps of decay"
+            remedy = f"raise lr_decay_ratio to {1 / end:.2g} or more"
+        print(
+            f"warning: {why}: the learning rate of the last step is {last:.2e}, and min_lr_ratio asks for "
+            f"{params.lr * params.min_lr_ratio:.2e}: {remedy}"
         )
     if plan.validation_rows:
         share = plan.validation_rows / (plan.training_rows + plan.validation_rows)

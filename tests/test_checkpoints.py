@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -401,7 +402,10 @@ def test_checkpoints_are_listed_verified_and_pruned(training: Project, ranks: Ra
     (training / "data/model.json").rename(training / "model.json")
     assert "current run" not in training.run(*COMMAND, "list"), "which it is depends on the model"
     (training / "model.json").rename(training / "data/model.json")
+    tomorrow = time.time() + 86_400  # where the clock of a file server is ahead
+    os.utime(finished / "step-00000012", (tomorrow, tomorrow))
     output = training.run(*COMMAND, "list")
+    assert "-1 day" not in output
     assert len(output.splitlines()) == 1 + len(before[0]) + len(before[1]) + 2
     assert "damaged, in quarantine" in output and "left by a crash" in output
     best = min(losses, key=losses.__getitem__)

@@ -270,6 +270,28 @@ def test_a_plan_counts_the_nodes_of_the_job(training: Project, monkeypatch: pyte
     plan.main()  # the job will know how many there are
 
 
+def test_a_learning_rate_that_does_not_reach_its_lowest_is_a_warning(
+    training: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(training.path)
+    params, runtime = plan.load_params(TrainParams), plan.load_params(plan.TrainRuntime, "runtime")
+
+    def output(**changes: Any) -> str:
+        changed = dataclasses.replace(params, max_steps=12, **changes)
+        plan._print_summary(changed, runtime, plan.check(changed, runtime, None), ModelManifest.read())
+        return capsys.readouterr().out
+
+    found = output(lr_schedule="wsd", lr_decay_ratio=0.04)
+    assert "warning: lr_decay_ratio 0.04 of 12 steps is rounded to 0 steps of decay: the learning rate of the" in found
+    assert "last step is 3.00e-03, and min_lr_ratio asks for 3.00e-04: raise lr_decay_ratio to 0.083 or more" in found
+    assert "warning" not in output(lr_schedule="wsd", lr_decay_ratio=0.083)
+    for schedule in ("wsd", "cosine", "linear"):
+        found = output(lr_schedule=schedule, lr_decay_steps=1000)
+        assert "warning: lr_decay_steps 1000 is more than the 12 steps of the training: the learning rate" in found
+        assert "warning" not in output(lr_schedule=schedule, lr_decay_steps=12)
+    assert "warning" not in output(lr_schedule="constant", lr_decay_steps=1000)
+
+
 def test_what_a_first_training_gets_wrong_is_a_warning(
     training: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

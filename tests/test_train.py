@@ -444,6 +444,7 @@ def test_a_changed_batch_size_adopts_an_unfinished_run(training: Project, ranks:
         ({"total_batch_size": 10}, "10 is not a multiple of batch_size 2 x 2 ranks: use total_batch_size 8 or 12 or"),
         ({"batch_size": 8}, "use total_batch_size 16"),
         ({"lr": "fast"}, "lr is 'fast'"),
+        ({"max_grad_norm": 0}, "max_grad_norm is 0: no clipping is written as a limit that no"),
         ({"lr_schedule": "cosinus"}, "'constant' or 'wsd'"),
         ({"extend_from": "the last one"}, "extend_from is 'the last one': string should match pattern"),
         ({"extend_from": 1234567890123456}, "run 1234567890123456 cannot be extended:"),  # YAML reads it as a number

@@ -5,10 +5,11 @@ Options are beside their component where its module imports no torch (schedule.p
 """
 
 import importlib.util
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from stages.base.errors import StageError
 from stages.base.outputs import ExperimentName
@@ -18,8 +19,16 @@ from stages.model.manifest import ModelManifest
 from stages.training.fsdp import FsdpParams
 from stages.training.schedule import ScheduleParams
 
+
+def _refuse_no_clipping(value: object) -> object:
+    if value in (None, 0, math.inf):  # as other trainers have it
+        raise ValueError("no clipping is written as a limit that no gradient reaches: 1.0e+9")
+    return value
+
+
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Norm = Annotated[PositiveFloat, BeforeValidator(_refuse_no_clipping)]
 # Numbers too: YAML reads a run_id that has only decimal digits as one.
 RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$", coerce_numbers_to_str=True)]
 
@@ -61,7 +70,7 @@ class TrainParams(ScheduleParams):
     """Decay of the second moment, the mean of their squares."""
     adam_eps: PositiveFloat
     """Added to the root of the second moment."""
-    max_grad_norm: PositiveFloat
+    max_grad_norm: Norm
     """Gradients are scaled down to this L2 norm over all parameters."""
     precision: Literal["bf16", "fp16", "fp32", "fp8"]
     """Of forward and backward pass. The weights that the optimizer updates are fp32. fp16: the loss is scaled | fp8:
