@@ -9,7 +9,7 @@ Command   python -m stages.evaluate
 
 One process per GPU of this machine measures the model, or as many as train on CPUs (stages/report/measure.py). What
 they found is kept in data/.reuse. Nothing is written where the exported weights have another loss than those that were
-trained, by more than rounding explains.
+trained, by more than rounding explains: `consolidate` has proved that they are those of the checkpoint, rounded.
 """
 
 import dataclasses
@@ -46,7 +46,11 @@ DIGITS = 6
 MAX_ROUNDED_AWAY = 0.05
 """Part of the gain that the rounding of the export may undo without a warning."""
 TOLERANCES = {"fp32": 1e-4, "fp16": 2**-10, "tf32": 2**-10, "bf16": 2**-7, "fp8": 2**-4}
-"""By how much of itself the loss may change with the rounding of weights, or of what is computed with them."""
+"""By how many nats the loss may change with the rounding of weights, or of what is computed with them, where the
+training has gained nothing; above 1 nat by how much of itself."""
+MAX_EXPLAINED = 0.5
+"""Part of what the training has changed of the loss that rounding may undo. Beyond it the model is not the trained
+one."""
 
 
 @dataclass(frozen=True)
@@ -213,15 +217,17 @@ def write(evaluation: Evaluation, params: EvaluateParams) -> None:
         outputs.EVALUATION.unlink(missing_ok=True)
         outputs.METRICS.unlink(missing_ok=True)
         raise
+    cost, warning = rounding_texts(evaluation)
     losses = (
         f"validation loss {loss_text(validation)}"
         + f"; on the rows that the training measured {loss_text(evaluation.exported)}" * (not evaluation.measured_all)
         + f", before training {loss_text(evaluation.untrained)}"
+        + (f"; {cost}" if cost else "")
         if validation
         else "no rows are held out to measure a loss on"
     )
     print(f"evaluate: {losses}; see {outputs.REPORT / report.PAGE}")
-    if warning := rounding_warning(evaluation):
+    if warning:
         print(f"warning: {warning}")
 
 
@@ -296,12 +302,15 @@ def _rounded(number: float) -> float:
 
 
 def find_trained(course: list[Row], lineage: Lineage, dtype: str) -> Trained | None:
-    """The loss of the trained weights, and by how much of it that of the exported ones, in `dtype`, may differ.
+    """The loss of the trained weights, and by how many nats that of the exported ones, in `dtype`, may differ.
+
+    A part of the loss alone would be nothing where it is near 0, as of those who fine-tune well.
 
     Raises:
         StageError: it is not finite.
     """
-    loss = dict(zip(*history.series(course, "validation_loss"), strict=True)).get(lineage.step)
+    losses = dict(zip(*history.series(course, "validation_loss"), strict=True))
+    loss, untrained = losses.get(lineage.step), losses.get(0)
     if loss is None:
         return None
     if not math.isfinite(loss):
@@ -312,22 +321,30 @@ def find_trained(course: list[Row], lineage: Lineage, dtype: str) -> Trained | N
     params = lineage.params
     precision = "tf32" if params["tf32"] and params["precision"] == "fp32" else params["precision"]
     exported_as = {name: short for short, name in PRECISIONS.items()}.get(dtype, "fp32")
-    return Trained(loss, lineage.step, max(TOLERANCES[precision], TOLERANCES[exported_as]))
+    tolerance = max(TOLERANCES[precision], TOLERANCES[exported_as])
+    allowed = tolerance * max(1.0, loss)
+    if tolerance > TOLERANCES["fp32"] and untrained is not None and math.isfinite(untrained):  # something is rounded
+        allowed = max(allowed, MAX_EXPLAINED * abs(untrained - loss))
+    return Trained(loss, lineage.step, allowed)
 
 
-def rounding_warning(evaluation: Evaluation) -> str | None:
-    """What to change where the export has undone more than `MAX_ROUNDED_AWAY` of the gain, else None."""
-    if evaluation.dtype == "float32" or not (evaluation.untrained and evaluation.trained and evaluation.exported):
-        return None
-    untrained, trained, exported = (
-        loss.loss for loss in (evaluation.untrained, evaluation.trained, evaluation.exported)
-    )
+def rounding_texts(evaluation: Evaluation) -> tuple[str, str]:
+    """What the rounding of the export costs, and what to change where that is more than `MAX_ROUNDED_AWAY` of the gain.
+
+    Either is "" where there is nothing to say.
+    """
+    if evaluation.dtype == "float32" or not (evaluation.trained and evaluation.exported):
+        return "", ""
+    trained, exported = evaluation.trained.loss, evaluation.exported.loss
+    cost = f"rounding to {evaluation.dtype} costs {exported - trained:.4f} nats per token"
+    untrained = evaluation.untrained.loss if evaluation.untrained else trained
     if trained >= untrained:
-        return None
+        return cost, ""
     undone = (exported - trained) / (untrained - trained)
+    cost += f", {undone:.1%} of the gain"
     if undone <= MAX_ROUNDED_AWAY:
-        return None
-    return (
+        return cost, ""
+    return cost, (
         f"rounding the weights to {evaluation.dtype} has undone {min(undone, 1):.0%} of the gain: the loss on held-out "
         f"rows was {untrained:.4f} before training and {trained:.4f} after it, and is {exported:.4f} with the exported "
         "weights. Set export_dtype: fp32"

@@ -267,7 +267,7 @@ def test_weights_with_another_loss_than_the_trained_ones_are_refused(
     weights.save_pretrained(MODEL)
     write_lineage()
     monkeypatch.setattr(measure, "generate_samples", None)  # before any are written
-    with pytest.raises(StageError, match=rf"was {trained.loss:.6g} at step 3 .*is \S+ with .*%, where .*{remedy}"):
+    with pytest.raises(StageError, match=rf"was {trained.loss:.6g} at step 3 .*is \S+ with .* nats, where .*{remedy}"):
         run_stage()
 
 
@@ -312,6 +312,31 @@ def test_a_training_that_has_diverged_is_said_to(loss: float) -> None:
         run_stage()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "untrained", "trained", "exported", "fails"),
+    [
+        ("bfloat16", 0.9591, 0.0803175, 0.0867319, False),  # 0.7 % of the gain, 8 % of the loss
+        ("bfloat16", 0.9591, 0.01, 0.012, False),
+        ("bfloat16", 0.9591, 0.01, 0.4, False),  # a warning
+        ("bfloat16", 0.9591, 0.01, 0.6, True),
+        ("bfloat16", 0.9591, 0.01, math.nan, True),
+        ("bfloat16", 0.0101, 0.01, 0.017, False),  # nothing to learn
+        ("bfloat16", 0.0101, 0.01, 0.019, True),
+        ("bfloat16", None, 0.01, 0.017, False),
+        ("float32", 0.9591, 0.01, 0.01009, False),
+        ("float32", 0.9591, 0.01, 0.0102, True),  # nothing is rounded
+    ],
+)
+def test_what_is_allowed_of_a_loss_near_0_is_in_nats_and_of_the_gain(
+    dtype: str, untrained: float | None, trained: float, exported: float, fails: bool
+) -> None:
+    write_history(untrained, trained)
+    lineage = Lineage.read(MODEL / "lineage.json")
+    found = request(trained=evaluate.find_trained(history.read(outputs.HISTORY), lineage, dtype))
+    with pytest.raises(StageError, match=r"nats, where .* is allowed") if fails else contextlib.nullcontext():
+        measure.check_export(found, LossSum(1, 1, exported))
+
+
 def test_a_loss_of_nothing_is_compared_too() -> None:
     found = request(trained=Trained(0.0, 3, 1e-4))
     measure.check_export(found, LossSum(1, 1, 0.0))
@@ -343,6 +368,8 @@ def test_what_the_rounding_of_the_export_has_undone_is_a_warning(
         evaluate.write(run_stage(), load_params(EvaluateParams))
         output = capsys.readouterr().out
         assert ("warning: rounding the weights to bfloat16 has undone 6% of the gain" in output) == warns
+        cost = f"rounding to bfloat16 costs {gain * undone:.4f} nats per token, {undone:.1%} of the gain"
+        assert (cost in output) == (dtype == "bfloat16")
         assert ("export_dtype: fp32" in output) == warns
 
 

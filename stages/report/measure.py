@@ -71,7 +71,7 @@ class Trained:
     """Nats per token."""
     step: int
     allowed: float
-    """By how much of itself the loss may change in the export."""
+    """By how many nats per token the loss may change in the export."""
 
 
 @dataclass(frozen=True)
@@ -271,14 +271,13 @@ def check_export(request: Request, exported: LossSum) -> None:
     if trained is None or not exported.tokens:
         return
     loss = exported.nats / exported.tokens
-    # Below a millionth of a nat, as of text that the model knows by heart, there is only noise.
-    if abs(loss - trained.loss) <= max(trained.allowed * trained.loss, 1e-6):  # not true of NaN
+    if abs(loss - trained.loss) <= trained.allowed:  # not true of NaN
         return
-    change = (loss - trained.loss) / trained.loss if trained.loss else math.inf
     dtype = stored_dtype(request.directory)
     losses = (
         f"the loss on {exported.rows:,} held-out rows was {trained.loss:.6g} at step {trained.step} of the "
-        f"training, and is {loss:.6g} with the exported weights: {change:+.2%}, where {trained.allowed:.2%} is allowed"
+        f"training, and is {loss:.6g} with the exported weights: {loss - trained.loss:+.4g} nats, where "
+        f"{trained.allowed:.4g} is allowed"
     )
     if dtype not in ("bfloat16", "float16"):
         raise StageError(
