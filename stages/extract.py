@@ -291,10 +291,15 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     rejections = f"{num_rejections} rejections in {counts['rejected_files']} of them" * bool(num_rejections)
     num_left_out = sum(number for name, number in counts.items() if rules.LEFT_OUT in name)
     left_out = f"{num_left_out} records left out by rules; " * bool(num_left_out)
+    unused = "".join(
+        f"columns that records.{index} does not use: {', '.join(columns[:NUM_PRINTED])}; "
+        for index in range(len(params.records or ()))
+        if (columns := [*_starting_with(f"rule {index} {rules.UNUSED}", counts)])
+    )
     return (
         f"extract: {counts['strings']} strings{lengths.describe(counts)}, {counts['characters'] / 1e6:.1f} M "
-        f"characters, from {counts['files']} files; {left_out}{rejections or 'nothing rejected'} (see {METRICS}); "
-        f"{sum(result.is_reused for result in results)} of {len(results)} splits reused"
+        f"characters, from {counts['files']} files; {left_out}{unused}{rejections or 'nothing rejected'} "
+        f"(see {METRICS}); {sum(result.is_reused for result in results)} of {len(results)} splits reused"
     )
 
 
@@ -400,6 +405,7 @@ def read_split(task: SplitTask) -> SplitResult:
     rejected: list[RejectedFile] = []
     unfit: list[RejectedFile] = []
     fit: list[str] = []
+    known: dict[int | None, set[str]] = {}  # columns, by rule
     changed: list[str] = []
     path = ""  # printable, of the current file
     rejections: list[Rejection] = []  # of the current file, or part
@@ -419,7 +425,8 @@ def read_split(task: SplitTask) -> SplitResult:
             offset = file.part.start if file.part else 0
             counts["files"] += offset == 0  # each file once, with its first part
             index, rule = rules.find(params.records, file.path) or (None, None)
-            records = None if rule is None else Records(rule, writer, params.min_chars, task.limits)
+            of_rule = known.setdefault(index, set())
+            records = None if rule is None else Records(rule, writer, params.min_chars, task.limits, of_rule)
             try:
                 with readers.open_source(params.raw_dir, file, params.fallback_encoding, task.limits) as source:
                     counts["fallback_encoded_files"] += source.used_fallback

@@ -1,3 +1,4 @@
+import csv
 import io
 import json
 import re
@@ -8,6 +9,8 @@ from typing import Any
 
 import datasets
 import jsonpath
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -15,14 +18,14 @@ from hypothesis import strategies as st
 
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
-from stages.extract import ExtractParams
+from stages.extract import ExtractParams, ExtractRuntime, extract
 from stages.formats import json as json_format
 from stages.formats import lines, paths, records
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.preview import preview
 from stages.formats.rules import Rule, find
 from stages.splits import tree
-from tests.corpus import CORPUS, content_of, extract_file, extract_raw, put, read_rows
+from tests.corpus import CORPUS, PARAMS, content_of, extract_file, extract_raw, put, read_rows
 from tests.project import REPO
 
 pytestmark = pytest.mark.usefixtures("empty_project")
@@ -157,6 +160,7 @@ def test_a_path_that_costs_too_much_ends_the_file(record: Any, path: str, detail
         ("[{files: a, messages: []}]", "must have a message"),
         ("[{files: a, format: chatml}]", "input should be 'sharegpt' or 'alpaca'"),
         ("[{files: a, format: alpaca, text: $.a}]", "has both text and format: keep one"),
+        ("[{files: a, text: $.a, system: $.b}]", "has system or history without messages, which they go before"),
     ],
 )
 def test_a_mistake_in_a_rule_is_one_clear_line(rules: str, message: str) -> None:
@@ -314,6 +318,7 @@ def test_trap_32_what_a_rule_leaves_out_is_counted() -> None:
             "documents": 1,
             "conversations": 0,
             "left_out": {"fewer characters than min_chars": 2, "no string at $.text": 5},
+            "unused_columns": ["id"],
         }
     ]
     assert (metrics["records"], metrics["strings"], read_rows()) == (1, 1, ["abc"])
@@ -652,6 +657,19 @@ CONVERSATIONS: list[tuple[dict[str, Any], Any, Any]] = [
     ({"format": "alpaca"}, {"instruction": "Add.", "input": "1+1", "output": "2"},
      {"messages": [{"role": "user", "content": "Add.\n1+1"}, {"role": "assistant", "content": "2"}]}),
     ({"format": "alpaca"}, {"instruction": "Hi", "input": "", "output": "Hello"}, {"messages": CHAT}),
+    ({"format": "alpaca"},
+     {"instruction": "Hi", "output": "Hello", "system": "S", "history": [["h1", "r1"], ["h2", "r2"]]},
+     {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "h1"},
+                   {"role": "assistant", "content": "r1"}, {"role": "user", "content": "h2"},
+                   {"role": "assistant", "content": "r2"}, *CHAT]}),
+    ({"format": "alpaca"}, {"instruction": "Hi", "output": "Hello", "system": "", "history": []}, {"messages": CHAT}),
+    ({"format": "alpaca"}, {"instruction": "Hi", "output": "Hello", "history": '[["h", "r"]]'},
+     {"messages": [{"role": "user", "content": "h"}, {"role": "assistant", "content": "r"}, *CHAT]}),
+    ({"format": "sharegpt"}, {"conversations": SHAREGPT, "system": "S"},
+     {"messages": [{"role": "system", "content": "S"}, *CHAT]}),
+    ({"format": "sharegpt"}, {"conversations": [{"from": "system", "value": "S"}, *SHAREGPT], "system": "S"},
+     {"messages": [{"role": "system", "content": "S"}, *CHAT]}),
+    ({"messages": "$.messages", "system": "$.s"}, {"messages": CHAT, "s": " "}, {"messages": CHAT}),
     ({"messages": [{"role": "system", "content": "$.s"}, {"role": "user", "content": "$.q"},
                    {"role": "assistant", "content": "$.a", "reasoning_content": "$.r", "train": True}]},
      {"s": "", "q": "Q", "a": "A", "r": "R"},
@@ -711,6 +729,11 @@ LEFT_OUT: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": [{"role": "user", "content": "$.q"}]}, '{"a": "b"}', "no string at $.q"),
     ({"format": "alpaca"}, '{"instruction": "a", "output": " "}', "no string at $.output"),
+    (
+        {"format": "alpaca"},
+        '{"instruction": "a", "output": "b", "history": [["c"]]}',
+        "no list of pairs of a question and an answer at $.history",
+    ),
 ]
 
 
@@ -745,6 +768,43 @@ def test_a_rule_that_makes_nothing_and_a_misspelled_key_are_named(capsys: pytest
     extract_raw(records=[{"files": "a*", "text": "$['x','y']"}, posts], max_rejected_files=1)
     output = capsys.readouterr().out
     assert "warning: no row was made of any file that 'a*' fits: records.0: no string at $['x','y']" in output
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.csv"])
+@pytest.mark.parametrize(
+    ("rule", "unused"),
+    [
+        ({"messages": "$.messages"}, ["n", "prompt", "system"]),
+        ({}, ["n", "system"]),
+        ({"text": "$.system"}, ["messages", "n", "prompt"]),
+        ({"text": "$['system','prompt']"}, ["messages", "n"]),
+        ({"text": "$..*"}, []),
+    ],
+)
+def test_columns_that_no_rule_used_are_named_once(name: str, rule: dict[str, Any], unused: list[str]) -> None:
+    rows = [{"messages": json.dumps(CHAT), "system": "S", "prompt": "p", "n": "1"}] * 3
+    sheet, table = io.StringIO(), io.BytesIO()
+    csv.writer(sheet).writerows([rows[0].keys(), *(row.values() for row in rows)])
+    pq.write_table(pa.Table.from_pylist(rows), table)
+    contents: dict[str, str | bytes] = {
+        "a.jsonl": jsonl(*rows),
+        "a.json": json.dumps(rows),
+        "a.csv": sheet.getvalue(),
+        "a.parquet": table.getvalue(),
+    }
+    put({name: contents[name], f"b/{name}": contents[name]})
+    metrics = extract_raw(num_splits=2, records=[{"files": "**", **rule}])
+    assert metrics["rules"][0]["unused_columns"] == unused
+    message = extract(replace(PARAMS, records=[Rule(files="**", **rule)]), ExtractRuntime(num_workers=1, reuse_gib=1))
+    named = f"columns that records.0 does not use: {', '.join(unused)}; "
+    assert message.count(named) == bool(unused)
+    assert message.count("does not use") == bool(unused)
+
+
+def test_records_with_ever_new_keys_name_a_few_of_them() -> None:
+    put({"a.jsonl": jsonl(*({"text": "a", f"id{number}": 1} for number in range(1000)))})
+    [rule] = extract_raw(records=[{"files": "*"}])["rules"]
+    assert rule["unused_columns"] == sorted(f"id{number}" for number in range(20))
 
 
 # The corpus
@@ -842,6 +902,12 @@ def test_rules_are_part_of_what_decides_a_split(capsys: pytest.CaptureFixture[st
             jsonl({"prompt": "a", "completion": "b"}),
             '{files: "*.jsonl", prompt: $.prompt, completion: $.completion}',
         ),
+        (
+            "a.jsonl",
+            jsonl({"prompt": "a", "chosen": "b", "rejected": "BAD"}),
+            '{files: "*.jsonl", prompt: $.prompt, completion: $.chosen}',
+        ),
+        ("a.jsonl", jsonl({"chosen": CHAT, "rejected": CHAT[:1]}), '{files: "*.jsonl", messages: $.chosen}'),
         ("a.jsonl", jsonl({"messages": {"title": "a"}, "role": 1}), None),
         ("a.jsonl", jsonl({"messages": [{"text": "a"}]}), None),
         ("a.txt", jsonl({"messages": CHAT}), None),

@@ -5,12 +5,12 @@ import re
 
 from stages.splits import suffixes
 
-_WORDS = (b"messages", b"conversations", b"prompt")
+_WORDS = (b"messages", b"conversations", b"prompt", b"chosen")
 _HEAD = 4096  # bytes in which the words are looked for
 # As it begins in JSON, in YAML, and in the schema of a table.
-_MESSAGES = re.compile(rb'\b(messages|conversations)"?\s*:\s*(?:\[\s*\{|\n\s*-|(?:large_)?list<)')
+_MESSAGES = re.compile(rb'\b(messages|conversations|chosen)"?\s*:\s*(?:\[\s*\{|\n\s*-|(?:large_)?list<)')
 _ROLE = re.compile(rb'\b(role|from)"?\s*:')
-_PROMPT = re.compile(rb'\bprompt"?\s*:.*\bcompletion"?\s*:', re.DOTALL)
+_PROMPT = re.compile(rb'\bprompt"?\s*:.*\b(completion|chosen)"?\s*:', re.DOTALL)
 
 
 def find_advice(path: str, begin: bytes) -> list[str]:
@@ -23,9 +23,10 @@ def find_advice(path: str, begin: bytes) -> list[str]:
     if format in ("text", "csv", "tsv") or not any(word in head for word in _WORDS):
         return []
     messages, role = _MESSAGES.search(begin), _ROLE.search(begin)
-    if not ((messages and role) or _PROMPT.search(begin)):
+    prompt = _PROMPT.search(begin)
+    if not ((messages and role) or prompt):
         return []
-    columns = "prompt: $.prompt, completion: $.completion"
+    columns = f"prompt: $.prompt, completion: $.{prompt[1].decode()}" if prompt else ""
     if messages and role:
         keys = ", role: from, content: value" if role[1] == b"from" else ""
         columns = f"messages: $.{messages[1].decode()}{keys}"

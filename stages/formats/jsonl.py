@@ -49,6 +49,8 @@ def read_records(source: Source, records: "Records") -> None:
         if texts is None:
             _read_lines(piece.decode(), number, records, limits)
         else:
+            assert records.lines
+            records.note_columns(records.lines.find_columns(piece))
             records.take_texts(texts)
         number += piece.count(b"\n")
         if is_cut:

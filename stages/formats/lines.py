@@ -5,7 +5,7 @@ taken only if the key occurs in the bytes no more often than in the records.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from stages.formats.limits import Limits
 from stages.formats.rules import Rule
 
 _KEY = re.compile(r"[A-Za-z0-9_]+")
+_find_columns = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class LineReader:
@@ -45,6 +46,11 @@ class LineReader:
                 return None
         texts = [node if type(node) is str else None for node in nodes]
         return texts if self._fit(texts) and {*map(type, nodes)}.isdisjoint((list, dict)) else None
+
+    def find_columns(self, lines: bytes) -> Iterable[str]:
+        """The keys of the first of some lines that `read` has read: of all would take as long as to read them."""
+        columns: dict[str, msgspec.Raw] = _find_columns(lines.partition(b"\n")[0])
+        return columns
 
     def are_texts(self, values: list[Any]) -> bool:
         """Whether some values of a column are what the rule takes as they are: strings, or None."""

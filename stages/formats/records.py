@@ -15,7 +15,7 @@ from stages.base.names import printable
 from stages.formats import json as json_format
 from stages.formats import lines, paths
 from stages.formats.limits import Limits
-from stages.formats.rules import LEFT_OUT, MESSAGES, TEXT, TOOLS, Rule, Side, is_path
+from stages.formats.rules import LEFT_OUT, MESSAGES, TEXT, TOOLS, UNUSED, Rule, Side, is_path
 from stages.formats.source import Rejected
 from stages.formats.writer import TextWriter
 
@@ -48,7 +48,10 @@ class LeftOut(Exception):
 class Records:
     """Where the formats put the records of a file; the rows that the rule makes of them go to `sink`."""
 
-    def __init__(self, rule: Rule, sink: TextWriter, min_chars: int, limits: Limits) -> None:
+    def __init__(
+        self, rule: Rule, sink: TextWriter, min_chars: int, limits: Limits, known: set[str] | None = None
+    ) -> None:
+        """`known` are the columns of earlier files under the rule that were counted as unused; it is added to."""
         self.each = rule.each
         self.add: Callable[[Any], None] = self.take if rule.each is None else self._add_each
         """Adds a document: its records are those of `each`, or itself."""
@@ -59,9 +62,10 @@ class Records:
         self.num_records = 0
         self.counts: Counter[str] = Counter()
         """`records`, `documents`, `conversations`; `left out` and a reason, for each reason; `key` and a name, for
-        each of several keys of a text that a record has."""
+        each of several keys of a text that a record has; `unused` and a column, for the first that no path uses."""
         alternatives = rule.alternatives()
-        self.columns = _columns(alternatives) if rule.each is None else paths.first_keys(rule.each)
+        used = _columns(alternatives)
+        self.columns = used if rule.each is None else paths.first_keys(rule.each)
         """The keys of a record that decide; None: all may."""
         self.lines = lines.find_reader(rule, limits)
         """What reads many lines at once, for rules that allow it."""
@@ -75,6 +79,9 @@ class Records:
         self._has_rejected = False
         self._wanted = _several_keys(rule)
         self._unseen = {*self._wanted}
+        self._known = set() if known is None else known  # columns that are used, or were counted as unused
+        self._known.update(used or ())
+        self._most_known = 0 if used is None else len({*used}) + _NUM_KEYS  # keys may be ids; 0: all are used
 
     @property
     def num_rows(self) -> int:
@@ -87,8 +94,10 @@ class Records:
             self.keys = []  # of the document
             self.note_keys(record)
         self.num_records += 1
-        if self._unseen and isinstance(record, Mapping):
-            self._unseen.difference_update(record)
+        if isinstance(record, Mapping):
+            if self._unseen:
+                self._unseen.difference_update(record)
+            self.note_columns(record)
         try:
             column, row = self._make(record)
         except LeftOut as reason:
@@ -136,6 +145,15 @@ class Records:
         if not self.num_records:
             names = [*value] if isinstance(value, Mapping) else [f"(none: it is a {type(value).__name__})"]
             self.keys += names[: _NUM_KEYS - len(self.keys)]
+
+    def note_columns(self, names: Iterable[str]) -> None:
+        """Count the columns of a record that the rule does not use, up to a limit."""
+        if len(self._known) >= self._most_known or self._known.issuperset(names):
+            return
+        for name in names:
+            if name not in self._known and len(self._known) < self._most_known:
+                self._known.add(name)
+                self.counts[f"{UNUSED}{printable(name)[:_MAX_KEY]}"] = 1
 
     def problem(self) -> str | None:
         """Why there is no row, if there are records or could be; None: there is one, or the file is empty."""
@@ -226,6 +244,8 @@ def _maker(rule: Rule, min_chars: int) -> Maker:
         return _text_maker(rule.text, min_chars)
     sides = {name: side for name in ("messages", "prompt", "completion") if (side := getattr(rule, name)) is not None}
     makers = {name: _side_maker(side, name, rule) for name, side in sides.items()}
+    if rule.system or rule.history:
+        makers["messages"] = _with_beginning(rule, makers["messages"])
     tools_path = rule.tools or TOOLS
     find_tools = paths.compile(tools_path)
 
@@ -288,6 +308,32 @@ def _side_maker(side: Side, name: str, rule: Rule) -> Callable[[Any], Any]:
         return text
 
     return make
+
+
+def _with_beginning(rule: Rule, make_messages: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The function that makes the messages of a record, after its system message and its history."""
+    find_system, find_history = (paths.compile(path) if path else None for path in (rule.system, rule.history))
+
+    def make(record: Any) -> Any:
+        messages = make_messages(record)
+        pairs = find_history(record) if find_history else []
+        pairs = _from_json(pairs[0]) or [] if len(pairs) == 1 else pairs
+        if not (type(pairs) is list and all(map(_is_pair, pairs))):
+            raise LeftOut(f"no list of pairs of a question and an answer at {rule.history}")
+        turns = [
+            {"role": role, "content": text}
+            for pair in pairs
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+        text = _join(find_system(record)) if find_system else None
+        system = [{"role": "system", "content": text}] if text and text.strip() else []  # an empty cell
+        return [*system, *turns, *(messages[1:] if system and messages[:1] == system else messages)]
+
+    return make
+
+
+def _is_pair(value: Any) -> bool:
+    return type(value) is list and [*map(type, value)] == [str, str]
 
 
 def _turn_maker(turn: dict[str, Any]) -> Callable[[Any], dict[str, Any] | None]:

@@ -22,6 +22,8 @@ TEXT, MESSAGES = 0, 1
 
 LEFT_OUT = "left out "
 """What the names of counts begin with that end in a reason."""
+UNUSED = "unused "
+"""What they begin with that end in a column of the records that the rule does not use."""
 TOOLS = "$.tools"
 """Where the tools of a conversation are, unless a rule says otherwise."""
 
@@ -106,6 +108,10 @@ class Rule:
     completion: Side = None
     tools: JsonPath = None
     """A list of tools; None: `$.tools`, where there is one."""
+    system: JsonPath = None
+    """The content of a system message before `messages`."""
+    history: JsonPath = None
+    """A list of pairs of a question and its answer, which are turns before `messages`."""
     role: str = "role"
     """The key of a message that has the role."""
     content: str = "content"
@@ -119,6 +125,8 @@ class Rule:
             raise ValueError(f"has both {given[0]} and {given[1]}: keep one")
         if (self.prompt is None) != (self.completion is None):
             raise ValueError("needs both prompt and completion, or neither")
+        if (self.system or self.history) and self.messages is None:
+            raise ValueError("has system or history without messages, which they go before: add messages")
 
     def alternatives(self) -> list["Rule"]:
         """The rules without preset of which the first one that finds something in a record decides: one, or three."""
@@ -136,7 +144,7 @@ class Rule:
     def find_paths(self) -> Iterator[str]:
         """All paths of an alternative in its records, and the one of `tools`."""
         tools = self.tools or (TOOLS if self.makes_conversations else None)
-        for value in (self.text, self.messages, self.prompt, self.completion, tools):
+        for value in (self.text, self.system, self.history, self.messages, self.prompt, self.completion, tools):
             if isinstance(value, str):
                 yield value
             elif value:
@@ -149,12 +157,14 @@ _COLUMNS: tuple[dict[str, Any], ...] = (
     {"text": "$.text"},
 )
 _PRESETS: dict[str, dict[str, Any]] = {
-    "sharegpt": {"messages": "$.conversations", "role": "from", "content": "value"},
+    "sharegpt": {"messages": "$.conversations", "role": "from", "content": "value", "system": "$.system"},
     "alpaca": {
+        "system": "$.system",
+        "history": "$.history",
         "messages": [
             {"role": "user", "content": "$['instruction', 'input']"},
             {"role": "assistant", "content": "$.output"},
-        ]
+        ],
     },
 }
 
@@ -202,10 +212,12 @@ class RuleCounts:
     conversations: int
     left_out: dict[str, int]
     """Records without a row, by reason."""
+    unused_columns: list[str]
+    """Columns of the records that the rule does not use, the first of each file."""
 
     @classmethod
     def of(cls, rule: Rule, counts: Mapping[str, int]) -> "RuleCounts":
-        """The counts of one rule, which are named `files`, `records`, ..., and `left out` with a reason."""
+        """The counts of one rule: `files`, `records`, ..., `left out` with a reason, `unused` with a column."""
         names = ("records", "documents", "conversations")
         return cls(
             files=rule.files,
@@ -214,6 +226,7 @@ class RuleCounts:
             left_out={
                 name.removeprefix(LEFT_OUT): counts[name] for name in sorted(counts) if name.startswith(LEFT_OUT)
             },
+            unused_columns=[name.removeprefix(UNUSED) for name in counts if name.startswith(UNUSED)],
         )
 
 

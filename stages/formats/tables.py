@@ -275,6 +275,7 @@ def read_records(source: Table, records: "Records") -> None:
 
     def choose(schema: pa.Schema) -> list[str]:
         names.extend(schema.names)
+        records.note_columns(names if records.each is None else ())
         return [name for name in names if records.columns is None or name in records.columns]
 
     for rows in source.rows(choose):
