@@ -16,7 +16,7 @@ from stages.base.identity import RunIdentity, TokenFingerprints
 from stages.checkpointing.run import Run
 from stages.checkpointing.state import Place, TrainMetrics
 from stages.launching import flops
-from stages.launching.console import Console
+from stages.launching.console import Console, never_silent, print_line
 from stages.launching.metrics import SPEED_COLUMNS, MetricsLogger
 from stages.launching.timers import Timers, memory_gib, reset_peak_memory
 from stages.launching.trackers import Tracker
@@ -126,6 +126,33 @@ def test_a_line_fits_a_terminal_and_has_the_remaining_time(
     ), line
     assert len(line) <= 120
     assert "forward_ms\t" in table.text() and "\t1500.0\t" in table.text()
+
+
+def test_slow_steps_print_a_line_every_30_s(
+    params: TrainParams, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("stages.launching.metrics.monotonic", lambda: clock[0])
+    identity = RunIdentity(params={}, data=TokenFingerprints(train="", validation=""), model="", code="")
+    run = Run(params, identity, num_rows=1000, seq_length=8)
+    console, table = Console(0, 0, run.total_steps), Table(SPEED_COLUMNS)
+    logger = MetricsLogger(run, 10, console, Recorder(), Timers(lambda _: None), None, History(), table, None, PLACE)
+    for step in range(1, 7):
+        clock[0] += 22
+        logger.log(step, StepResult(loss=1.0, grad_norm=1.0), None, is_validated=False)
+    assert re.findall(r" step (\d+)/", capsys.readouterr().out) == ["2", "4", "6"]
+    assert [row.split("\t")[0] for row in table.text().splitlines()] == ["step", "2", "4", "6"]
+
+
+def test_a_step_that_takes_long_is_not_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    with never_silent(lambda: "step 4, forward", seconds=0.2):
+        for _ in range(5):
+            time.sleep(0.1)
+            print_line("a line")
+        time.sleep(0.5)
+    time.sleep(0.3)
+    first, *others = capsys.readouterr().out.split("a line\n")[-1].splitlines()
+    assert re.fullmatch(r"\d\d-\d\d \d\d:\d\d:\d\d working: step 4, forward", first) and len(others) == 1
 
 
 def test_where_and_when_a_training_was_is_kept_with_its_checkpoints(params: TrainParams) -> None:

@@ -4,7 +4,9 @@ import faulthandler
 import logging
 import signal
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +16,12 @@ from tqdm import tqdm
 from stages.base.names import printable
 
 T = TypeVar("T")
+
+SILENT_SECONDS = 30.0
+"""After so long without a line, a log that is no terminal gets one."""
+
+_PRINTED = threading.Event()
+"""Set by each line."""
 
 
 class Console:
@@ -40,8 +48,9 @@ class Console:
     def line(self, text: str) -> None:
         """Print one line, with the time, above the bar."""
         if self._rank == 0:
-            self._bar.write(f"{datetime.now().astimezone():%m-%d %H:%M:%S} {text}")
+            self._bar.write(f"{_now()} {text}")
             sys.stdout.flush()  # into a pipe, Python would keep kilobytes of lines back
+            _PRINTED.set()
 
     def close(self) -> None:
         """Leave the terminal tidy."""
@@ -51,6 +60,33 @@ class Console:
 def print_line(text: str) -> None:
     """Print one line at once, also into a pipe."""
     print(printable(text), flush=True)
+    _PRINTED.set()
+
+
+@contextmanager
+def never_silent(activity: Callable[[], str], seconds: float = SILENT_SECONDS) -> Iterator[None]:
+    """Print what this rank does, in the block, when nothing was printed for `seconds`, as in a step that takes long."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.is_set():
+            _PRINTED.clear()
+            if not _PRINTED.wait(seconds):
+                print_line(f"{_now()} working: {activity()}")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        while thread.is_alive():  # it may clear this once more before it sees the end
+            _PRINTED.set()
+            thread.join(0.1)
+
+
+def _now() -> str:
+    return f"{datetime.now().astimezone():%m-%d %H:%M:%S}"
 
 
 def log_to(path: Path) -> None:

@@ -1,8 +1,8 @@
 """What a training reports: the console, history.tsv, speed.tsv, train_metrics.json and the tracker.
 
 history.tsv            every `history_freq` steps and at each validation: values that are reproducible, no times
-speed.tsv              every `log_freq` steps: speed, memory and times since the row before
-console, tracker       every `log_freq` steps: both
+speed.tsv              every `log_freq` steps, or 30 s where they are slow: speed, memory and times since the row before
+console, tracker       at the same steps: both
 train_metrics.json     the newest values, and what the whole run has cost; it comes from the last checkpoint
 """
 
@@ -10,13 +10,14 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from time import monotonic
 from types import MappingProxyType
 
 from stages.base.history import History, Table, of_source
 from stages.checkpointing.run import Run
 from stages.checkpointing.state import Cost, Place, TrainMetrics
 from stages.launching import flops
-from stages.launching.console import Console
+from stages.launching.console import SILENT_SECONDS, Console
 from stages.launching.timers import PHASES, Timers, memory_gib, reset_peak_memory
 from stages.launching.trackers import Tracker, without_none
 from stages.training.schedule import learning_rate
@@ -52,6 +53,7 @@ class MetricsLogger:
         self._reported_steps, self._reported_saves = 0, 0
         self._reported_seconds = dict.fromkeys(_TIMED, 0.0)
         self._memory_peak_gib = 0.0
+        self._reported_at = monotonic()
 
     def log(
         self, step: int, result: StepResult, validation_loss: float | None, is_validated: bool,
@@ -84,11 +86,13 @@ class MetricsLogger:
             self._metrics, steps=step, tokens=step * self._tokens_per_step, loss=result.loss,
             skipped_steps=self._metrics.skipped_steps + (result.grad_norm is None),
         )  # fmt: skip
-        if step % self._log_freq == 0 or is_last:
+        # Ten slow steps take minutes, in which a person would think that the training hangs.
+        if step % self._log_freq == 0 or is_last or monotonic() - self._reported_at >= SILENT_SECONDS:
             self._log_speed(step, result, lr)
 
     def _log_speed(self, step: int, result: StepResult, lr: float) -> None:
-        """The line of every `log_freq` steps: all that is timed is since the line before."""
+        """The line of some steps: all that is timed is since the line before."""
+        self._reported_at = monotonic()
         read = self._timers.read()
         seconds = {name: value - self._reported_seconds[name] for name, value in read.items()}
         steps = self._num_steps - self._reported_steps

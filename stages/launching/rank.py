@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -25,7 +26,7 @@ from stages.checkpointing.state import Cost, ScalerState, TrainState
 from stages.forward.distributed import device_type, is_rank0, run_on_rank0
 from stages.launching import flops, trackers
 from stages.launching.agreement import check_shared, refuse_different_ranks
-from stages.launching.console import Console, log_to, print_line
+from stages.launching.console import Console, log_to, never_silent, print_line
 from stages.launching.metrics import SPEED_COLUMNS, MetricsLogger
 from stages.launching.place import differences, find_place, fix_threads
 from stages.launching.profiler import Profiler
@@ -332,6 +333,8 @@ def run(stop_signal: StopSignal) -> bool:
         with watched(heartbeat, runtime.timeout_minutes, runtime.debug):
             # NCCL then writes what each rank was doing before the watchdog ends all, after 0.9 of the time.
             mesh = device_mesh(mesh_shape, runtime.timeout_minutes, nccl_share=0.8 if runtime.debug else 1)
+            if is_rank0() and not sys.stderr.isatty():  # a terminal has a bar
+                locks.enter_context(never_silent(lambda: heartbeat.activity))
             heartbeat.note("choosing the checkpoint to start from")
             chosen = decided or run_on_rank0(lambda: decision.begin(run, how_to_resume(runtime)))
             if decided is None and is_rank0():
