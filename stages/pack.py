@@ -109,6 +109,9 @@ class ShardTask(NamedTuple):
     side: packing.Side | None
 
 
+_MAX_TIMES = 2
+"""More than so many times their share of the documents is not held out as the last splits."""
+
 _REMEDIES = {
     "longer than a row": "raise seq_length",
     "the chat template": "correct the chat template",
@@ -218,9 +221,12 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             written = write_parts(parts, spec, directory, store, params, runtime, max_batch_tokens)
         for part, rows in written:
             # With 0 splits an empty dataset is what was asked for.
-            is_wanted = part.directory == TRAIN.name or part.side or params.validation_splits
-            if rows.num_rows == 0 and is_wanted:
-                raise StageError(too_few(part, rows, params))
+            if rows.num_rows or (part.directory == VALIDATION.name and not part.shards):
+                continue
+            message = too_few(part, rows, params)
+            if part.directory == TRAIN.name or params.validation_fraction is not None or not part.side:
+                raise StageError(message)
+            print(f"pack: warning: {message}; nothing{f' of {part.source}' if part.source else ''} is validated")
         train, validation = (
             reduce(operator.add, (rows for part, rows in written if part.directory == name))
             for name in (TRAIN.name, VALIDATION.name)
@@ -370,32 +376,41 @@ def read_corpus(params: PackParams) -> tuple[list[Part], bool]:
     num_splits = len(dataset.shards) // len(sources)
     params.check_splits(num_splits)
     num_train = num_splits - params.validation_splits  # entire splits, so no line of a file gives rows to both sides
-    parts = [
-        *(Part(TRAIN.name, source, shards[:num_train], None) for source, shards in sources.items()),
-        *(Part(VALIDATION.name, source, shards[num_train:], None) for source, shards in sources.items()),
-    ]
-    held_out = f"the last validation_splits = {params.validation_splits} of num_splits = {num_splits} splits"
-    has_text = {(part.directory, part.source) for part in parts if any(shard.rows for shard in part.shards)}
-    for source in sources:
-        of_source = f" of source {source}" if source else ""
-        if not {(TRAIN.name, source), (VALIDATION.name, source)} & has_text:
+    for source, shards in sources.items():
+        if not any(shard.rows for shard in shards):
+            of_source = f" of source {source}" if source else ""
             raise StageError(
                 f"there is no text{of_source}: extract made no row of its files, and {RECORDS['extract']} says why"
             )
-        if (TRAIN.name, source) not in has_text:
-            raise StageError(
-                f"there is no text{of_source} to train on: all of it is in {held_out}, which are held out. Add raw "
-                "files; or write the text as JSON Lines or Parquet: only .jsonl, .ndjson and tables are cut into parts "
-                'for several splits, if they are large, not compressed and in UTF-8 (docs/data.md, "How files become '
-                'splits"); or lower validation_splits (0: training without validation); or hold out documents by '
-                "validation_fraction"
-            )
-        if params.validation_splits and (VALIDATION.name, source) not in has_text:
-            raise StageError(
-                f"there is no text{of_source} to validate on: {held_out} have none. Lower num_splits, raise "
-                "validation_splits, add raw files, or hold out documents by validation_fraction"
-            )
-    return parts, "messages" in dataset.features
+    divided = [divide(source, shards, num_train) for source, shards in sources.items()]
+    return [*(train for train, _ in divided), *(held_out for _, held_out in divided)], "messages" in dataset.features
+
+
+def divide(source: str | None, shards: list[Shard], num_train: int) -> tuple[Part, Part]:
+    """What of a source is trained on, and what is held out: its splits after the first `num_train` ones.
+
+    Documents instead, by their content, where these splits have none, all, or far more than their share. A file that
+    is not cut is in one split, and a small one has fewer parts than there are splits.
+    """
+    train, held_out = shards[:num_train], shards[num_train:]
+    fraction = len(held_out) / len(shards)
+    found, total = (sum(shard.rows for shard in some) for some in (held_out, shards))
+    # A document is the least that can be held out.
+    if not held_out or (0 < found < total and found <= _MAX_TIMES * max(1, fraction * total)):
+        return Part(TRAIN.name, source, train, None), Part(VALIDATION.name, source, held_out, None)
+    of_source = f" of source {source}" if source else ""
+    chosen = packing.dividing_fraction([CORPUS / shard.filename for shard in shards], fraction)
+    if chosen is None:
+        print(f"pack: warning: nothing{of_source} is held out: there is only one document")
+        return Part(TRAIN.name, source, shards, None), Part(VALIDATION.name, source, [], None)
+    print(
+        f"pack: {chosen:.0%} of the documents{of_source} are held out by their content: the last validation_splits = "
+        f"{len(held_out)} of num_splits = {len(shards)} splits have {found} of {total}; validation_fraction changes it"
+    )
+    return (
+        Part(TRAIN.name, source, shards, packing.Side(chosen, False)),
+        Part(VALIDATION.name, source, shards, packing.Side(chosen, True)),
+    )
 
 
 def write_parts(
@@ -572,7 +587,7 @@ def too_few(part: Part, rows: PackedRows, params: PackParams) -> str:
     if part.directory == TRAIN.name:
         return message + "lower seq_length, or add raw files"
     if part.side:
-        return f"{message}lower seq_length, raise validation_fraction (now {part.side.fraction}), or add raw files"
+        return f"{message}lower seq_length, raise validation_fraction (now {part.side.fraction:.3g}), or add raw files"
     return f"{message}lower seq_length, raise validation_splits (now {params.validation_splits}), or add raw files"
 
 

@@ -160,6 +160,49 @@ def test_equal_documents_are_on_one_side_and_counted() -> None:
     assert PackMetrics.read(METRICS) == metrics
 
 
+RECORDS = [{"instruction": f"question {number}", "output": f"answer {number} " * 10} for number in range(400)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("alpaca.json", json.dumps(RECORDS)),
+        ("alpaca.yaml", yaml.safe_dump(RECORDS)),
+        ("seven-parts.jsonl", "".join(f"{json.dumps(record)}\n" for record in RECORDS)),
+    ],
+)
+def test_a_single_file_has_the_share_of_held_out_documents_that_splits_would_have(
+    name: str, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put({name: content})
+    run(None, num_splits=20)
+    metrics = PackMetrics.read(METRICS)
+    assert 0.03 < metrics.validation.documents / 800 < 0.07
+    assert metrics.train.documents + metrics.validation.documents == 800
+    assert not {*texts(TRAIN)[""]} & {*texts(VALIDATION)[""]}
+    assert re.search(
+        r"pack: 5% of the documents are held out by their content: the last validation_splits = 1 of num_splits = 20 "
+        r"splits have \d+ of 800",
+        capsys.readouterr().out,
+    )
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_few_documents_are_divided_where_they_can_be(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    put({"few.json": json.dumps([f"document {place} " * 9 for place in range(number)])})
+    run(None, num_splits=20)
+    metrics = PackMetrics.read(METRICS)
+    assert (metrics.train.documents, metrics.validation.documents) == ((1, 0), (number - 1, 1))[number > 1]
+    assert ("warning: nothing is held out: there is only one document" in capsys.readouterr().out) == (number == 1)
+
+
+def test_held_out_documents_that_fill_no_row_are_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    put({"few.json": json.dumps([f"document {place}" for place in range(20)])})
+    run(None, num_splits=20, seq_length=64)
+    assert PackMetrics.read(METRICS).validation.rows == 0
+    assert "warning: validation has 1" in (out := capsys.readouterr().out) and "lower seq_length" in out
+
+
 @pytest.mark.parametrize("number", [0, 0.6, -1])
 def test_a_fraction_that_is_none_is_refused(number: float) -> None:
     Path("params.yaml").write_text(

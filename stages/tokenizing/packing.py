@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
 from hashlib import blake2b
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,16 +57,37 @@ class Side(NamedTuple):
 
         A digest alone decides: so whatever else there is, equal documents are on one side, and a document stays there.
         """
-        columns = [column for column in batch.columns if column.type == pa.string()]
-        digests = [
-            blake2b((text if text.is_valid else messages).as_buffer(), digest_size=8).digest()  # without a copy
-            for text, messages in zip(columns[0], columns[-1], strict=True)
-        ]
+        digests = _digests(batch)
         is_held_out = np.frombuffer(b"".join(digests), ">u8") < np.uint64(self.fraction * 2**64)
         chosen = np.flatnonzero(is_held_out == self.is_held_out)
         # A document of gigabytes, which is alone in its batch, is not copied either.
         batch = batch if len(chosen) == len(batch) else batch.take(pa.array(chosen))
         return batch, b"".join(digests[index] for index in chosen)
+
+
+def _digests(batch: pa.RecordBatch) -> list[bytes]:
+    """Of the documents in a record batch."""
+    columns = [column for column in batch.columns if column.type == pa.string()]
+    return [
+        blake2b((text if text.is_valid else messages).as_buffer(), digest_size=8).digest()  # without a copy
+        for text, messages in zip(columns[0], columns[-1], strict=True)
+    ]
+
+
+def dividing_fraction(shards: Iterable[Path], fraction: float) -> float | None:
+    """A fraction for `Side` with which both sides have documents: the given one, unless there are too few for it.
+
+    None: all documents are equal.
+    """
+    batches = (arrow.read_batch(shard, offset) for shard in shards for offset in arrow.batch_offsets(shard))
+    digests = np.unique(np.frombuffer(b"".join(chain.from_iterable(map(_digests, batches))), ">u8"))
+    if len(digests) < 2:
+        return None
+    num_held_out = int(np.searchsorted(digests, np.uint64(fraction * 2**64)))
+    first = min(max(num_held_out, 1), len(digests) - 1)
+    if first == num_held_out:
+        return fraction
+    return (int(digests[first - 1]) + int(digests[first])) / 2**65
 
 
 class BatchTask(NamedTuple):
