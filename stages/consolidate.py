@@ -12,10 +12,11 @@ one by one, in the dtype of the initial model or in `export_dtype`, but for thos
 """
 
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ByteSize, Field, PositiveInt
 
@@ -57,6 +58,9 @@ if TYPE_CHECKING:
 
 _OUTDATED_CONFIG_KEYS = {"torch_dtype", "_name_or_path"}
 """An older name of `dtype`, and where somebody's copy of the initial model was."""
+_MTP_KEY = re.compile(r"nextn_predict_layers$|mtp.*(layers|modules)$")
+"""Numbers of layers for multi-token prediction, as configs name them: `num_nextn_predict_layers`, `num_mtp_modules`."""
+_MTP_WEIGHT = re.compile(r"(^|\.)mtp|nextn")
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,7 @@ def export(
         meta.check_headers(reference, headers.read(temporary, list(digests.files)))
         for file in [*copied, *terms.texts()]:
             shutil.copyfile(source / file, temporary / file)  # the content: files in HF_HOME are links into its blobs
-        _write_config(temporary / CONFIG, model.architecture, dtype)
+        _write_config(temporary / CONFIG, model.architecture, dtype, reference)
         turns = _add_chat_template(temporary, pointer)
         _add_ends(temporary, reference, [model.eos_token_id, *turns])
         small = sorted({path.name for path in temporary.iterdir()} - {*digests.files, LINEAGE, CARD})
@@ -267,10 +271,41 @@ def _source_lineage(source: Path, model: ModelManifest) -> Lineage | None:
     return lineage if lineage.weights == {name: model.files[name].sha256 for name in model.weights} else None
 
 
-def _write_config(path: Path, architecture: str, dtype: str) -> None:
-    """Keep the initial model's config, but name the class and the dtype of these weights."""
+def _write_config(path: Path, architecture: str, dtype: str, reference: "PreTrainedModel") -> None:
+    """Keep the initial model's config, but name the class and the dtype of these weights, and no layers of MTP."""
     config = {key: value for key, value in publish.read_json(path).items() if key not in _OUTDATED_CONFIG_KEYS}
+    if not any(_MTP_WEIGHT.search(name) for name in reference.state_dict()):  # transformers drops them
+        # A number that is not stated is that of the class.
+        text = reference.config.get_text_config()
+        place = config if text is reference.config else config.get("text_config", config)
+        stated = {key for key in place if _is_mtp(key, place[key])}
+        if not stated:
+            place |= {key: value for key, value in text.to_dict().items() if _is_mtp(key, value)}
+        config = without_mtp(config)
     publish.write_json(path, {**config, "architectures": [architecture], "dtype": dtype})
+
+
+def without_mtp(config: dict[str, Any]) -> dict[str, Any]:
+    """A config whose layers for multi-token prediction are 0: a server would make those that have no weights.
+
+    Lists of all layers lose the values of these.
+    """
+    num_layers = config.get("num_hidden_layers", 0)
+    dropped = {key: value for key, value in config.items() if _is_mtp(key, value)}
+    lengths = {num_layers + number for number in dropped.values()} if num_layers else set()
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            found[key] = without_mtp(value)
+        elif isinstance(value, list) and len(value) in lengths:
+            found[key] = value[:num_layers]
+        else:
+            found[key] = 0 if key in dropped else value
+    return found
+
+
+def _is_mtp(key: str, value: Any) -> bool:
+    return bool(_MTP_KEY.search(key)) and isinstance(value, int) and value > 0 and not isinstance(value, bool)
 
 
 def _add_chat_template(directory: Path, pointer: RunPointer) -> list[int]:

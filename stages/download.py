@@ -10,6 +10,7 @@ that config.json describes. With HF_HUB_OFFLINE=1, or a complete cache, no socke
 the digests that it lists. A download that was interrupted continues.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -98,7 +99,14 @@ def describe(params: DownloadParams) -> ModelManifest:
     stored = headers.read(directory, source.weights)
     with meta.understood(directory):
         if stored:  # else the run starts from random weights
-            meta.check_headers(model, stored)
+            dropped = meta.dropped(model, stored, meta.check_headers(model, stored))
+            if dropped:
+                names = ", ".join([tensor.key for tensor in dropped[:5]] + ["..."] * (len(dropped) > 5))
+                print(
+                    f"download: {len(dropped)} tensors with {sum(math.prod(each.shape) for each in dropped):,} values "
+                    f"are dropped, as {type(model).__name__} does not have them: they are neither trained nor exported "
+                    f"({names})"
+                )
             meta.check_tied(model, stored, directory)
         eos, bos, pad = _special_tokens(directory)
         config = model.config.get_text_config()  # a multimodal config has the decoder's values one level below

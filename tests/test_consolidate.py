@@ -246,6 +246,43 @@ def test_weights_that_a_class_keeps_in_fp32_are_not_rounded(name: str) -> None:
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16, torch.float32}
 
 
+@pytest.mark.parametrize("stated", [{"num_nextn_predict_layers": 1}, {}])
+def test_the_config_says_that_layers_which_the_model_lacks_are_not_there(stated: dict[str, int]) -> None:
+    """A server would make random ones: those of MTP, which transformers drops. One is the default of the class."""
+    config = BIASES["mlp.gate.e_score_correction_bias"]
+    make_model(config)
+    path = Path("models/tiny/config.json")
+    values = {
+        name: value for name, value in publish.read_json(path).items() if "nextn" not in name and "mtp" not in name
+    }
+    publish.write_json(path, {**values, **stated})
+    write_model_manifest()
+    live = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    make_checkpoint({name: tensor.detach() for name, tensor in live.state_dict().items()})
+    consolidate.main()
+    found = publish.read_json(Path("outputs/exp/model/config.json"))
+    assert found.pop("num_nextn_predict_layers") == 0
+    assert found == {**values, "architectures": ["Glm4MoeForCausalLM"], "dtype": "float32"}
+    assert AutoModelForCausalLM.from_pretrained("outputs/exp/model").config.num_nextn_predict_layers == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "exported"),
+    [
+        ({"n": 1}, {"n": 1}),
+        ({"num_nextn_predict_layers": 0, "use_mtp": True}, {"num_nextn_predict_layers": 0, "use_mtp": True}),
+        ({"text_config": {"mtp_num_hidden_layers": 1}}, {"text_config": {"mtp_num_hidden_layers": 0}}),
+        ({"mtp_config": {"num_nextn_predict_layers": 8}}, {"mtp_config": {"num_nextn_predict_layers": 0}}),
+        (  # of each layer, and of those that are dropped
+            {"num_hidden_layers": 2, "num_nextn_predict_layers": 1, "layer_types": ["a", "b", "c"], "d": [1, 2]},
+            {"num_hidden_layers": 2, "num_nextn_predict_layers": 0, "layer_types": ["a", "b"], "d": [1, 2]},
+        ),
+    ],
+)
+def test_layers_of_mtp_are_found_in_any_config(config: dict[str, Any], exported: dict[str, Any]) -> None:
+    assert consolidate.without_mtp(config) == exported
+
+
 def _save_sharded(rank: int, store: str, directory: Path, tensors: dict[str, Tensor]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))

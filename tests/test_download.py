@@ -18,7 +18,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from stages import download
 from stages.base import publish
@@ -434,6 +442,24 @@ def test_tensors_are_found_under_the_names_of_older_checkpoints() -> None:
     found = meta.check_headers(meta.build(Path("model")), headers.read(Path("model"), files=[WEIGHTS]))
     assert [part.key for part in found["transformer.wte.weight"]] == ["wte.weight"]
     assert "lm_head.weight" not in found
+
+
+def test_weights_that_transformers_drops_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    config = Glm4MoeConfig(
+        **SIZES, **{**LAYERS, "num_hidden_layers": 1}, num_key_value_heads=1, head_dim=8, moe_intermediate_size=16,
+        n_routed_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    write_model(Path("model"), config, max_shard_size="1GB")
+    describe()
+    assert "dropped" not in capsys.readouterr().out
+    path = Path("model", WEIGHTS)
+    mtp = {f"model.layers.46.{name}.weight": torch.ones(3, 2) for name in ("eh_proj", "enorm")}
+    save_file({**load_file(path), **mtp}, path, {"format": "pt"})
+    describe()
+    assert capsys.readouterr().out.endswith(
+        "download: 2 tensors with 12 values are dropped, as Glm4MoeForCausalLM does not have them: they are neither "
+        "trained nor exported (model.layers.46.eh_proj.weight, model.layers.46.enorm.weight)\n"
+    )
 
 
 def test_a_tied_parameter_stored_twice_must_be_the_same() -> None:

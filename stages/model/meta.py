@@ -34,6 +34,10 @@ from stages.model.manifest import ModelManifest
 
 _TRAINABLE = {dtype.code: dtype for dtype in DTYPES if dtype.is_floating_point}
 """What weights may be stored in, by the code in safetensors headers."""
+_COMPUTED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+"""Buffers that older versions of transformers stored, and models compute today."""
+_MASKS = (r"(attn|attention)\.(masked_)?bias$",)
+"""The same, of a few classes."""
 
 
 def build(
@@ -262,14 +266,8 @@ def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> di
                 mistyped.append(
                     f"{key} is {tensor.dtype} in {tensor.file}, which cannot be trained: use {' or '.join(_TRAINABLE)}"
                 )
-    # Older versions of transformers stored buffers that the model computes today.
-    ignored = {*(model._keys_to_ignore_on_load_unexpected or []), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
-    used = {tensor.key for parts in found.values() for tensor in parts}
-    unexpected = [
-        name
-        for name, tensor in renamed.items()
-        if name not in tensors and tensor.key not in used and not any(re.search(pattern, name) for pattern in ignored)
-    ]
+    ignored = model._keys_to_ignore_on_load_unexpected or ()
+    unexpected = [name for name in _unused(model, renamed, found) if not _matches(name, ignored)]
     problems = [
         *_some("missing in the safetensors files", missing),
         *_some("not expected by the model", unexpected),
@@ -279,6 +277,33 @@ def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> di
     if problems:
         raise StageError(f"the weights do not fit the config of {type(model).__name__}; fetch both again", *problems)
     return found
+
+
+def dropped(
+    model: PreTrainedModel, stored: dict[str, StoredTensor], found: dict[str, list[StoredTensor]]
+) -> list[StoredTensor]:
+    """The stored weights that the class does not have, and transformers ignores, such as the layers of MTP.
+
+    `found` is what `check_headers` has returned.
+    """
+    unused = _unused(model, _renamed(model, stored), found)
+    return [tensor for name, tensor in unused.items() if not _matches(name, _MASKS)]
+
+
+def _unused(
+    model: PreTrainedModel, renamed: dict[str, StoredTensor], found: dict[str, list[StoredTensor]]
+) -> dict[str, StoredTensor]:
+    """The stored tensors that no part of the model has, by their names in it, but for what models compute today."""
+    tensors, used = model.state_dict(), {tensor.key for parts in found.values() for tensor in parts}
+    return {
+        name: tensor
+        for name, tensor in renamed.items()
+        if name not in tensors and tensor.key not in used and not _matches(name, _COMPUTED)
+    }
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def check_tied(model: PreTrainedModel, stored: dict[str, StoredTensor], directory: Path) -> None:
