@@ -188,7 +188,9 @@ class SplitResult:
     unfit: list[RejectedFile]
     """Files, or parts, with records of which a rule makes no row."""
     fit: list[str]
-    """Paths of files that were cut, and of which a rule makes a row here."""
+    """Paths of files that were cut, and that have text here."""
+    silent: list[str]
+    """Paths of files, or parts, without text and without a reason."""
     advice: Counter[str]
     """Rules that would make conversations of files without a rule: how many files."""
     fallback: list[str]
@@ -279,6 +281,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
                 print(f"warning: {warning}")
     if advice := sum((result.advice for result in results), Counter()):
         print(describe_advice(advice))
+    if silent := sorted(find_silent(results) - {entry.path for entry in rejected}):
+        print(f"extract: {len(silent)} files have no text, and nothing in them was rejected, such as {silent[0]}")
     if fallback:
         print(
             f"extract: {counts['fallback_encoded_files']} files are not in UTF-8 and were read as "
@@ -308,6 +312,11 @@ def find_unfit(results: Iterable[SplitResult]) -> list[RejectedFile]:
     fit = {path for result in results for path in result.fit}
     by_path = {file.place[0]: file for result in results for file in result.unfit if file.place[0] not in fit}
     return [*by_path.values()]
+
+
+def find_silent(results: Iterable[SplitResult]) -> set[str]:
+    """The files of which no part has text."""
+    return {path for result in results for path in result.silent} - {path for result in results for path in result.fit}
 
 
 def describe_advice(advice: Counter[str]) -> str:
@@ -405,6 +414,7 @@ def read_split(task: SplitTask) -> SplitResult:
     rejected: list[RejectedFile] = []
     unfit: list[RejectedFile] = []
     fit: list[str] = []
+    silent: list[str] = []
     known: dict[int | None, set[str]] = {}  # columns, by rule
     changed: list[str] = []
     path = ""  # printable, of the current file
@@ -427,6 +437,7 @@ def read_split(task: SplitTask) -> SplitResult:
             index, rule = rules.find(params.records, file.path) or (None, None)
             of_rule = known.setdefault(index, set())
             records = None if rule is None else Records(rule, writer, params.min_chars, task.limits, of_rule)
+            writer.has_text = False
             try:
                 with readers.open_source(params.raw_dir, file, params.fallback_encoding, task.limits) as source:
                     counts["fallback_encoded_files"] += source.used_fallback
@@ -439,21 +450,24 @@ def read_split(task: SplitTask) -> SplitResult:
                 writer.reject(reason)
             except Changed:  # continue: one run finds all files that changed
                 changed.append(path)
+            problem = records.problem() if records else None
             if records:
                 counts.update({f"rule {index} {name}": count for name, count in records.counts.items()})
                 counts[f"rule {index} files"] += offset == 0
-                if problem := records.problem():
-                    rejection = Rejection(path, None, "no record fits", f"records.{index}: {problem}")
-                    unfit.append(RejectedFile((path, offset), [rejection]))
-                elif file.part and records.num_rows:
-                    fit.append(path)
+            if problem:
+                rejection = Rejection(path, None, "no record fits", f"records.{index}: {problem}")
+                unfit.append(RejectedFile((path, offset), [rejection]))
+            elif file.part and writer.has_text:
+                fit.append(path)
+            elif not (writer.has_text or rejections):
+                silent.append(path)
             if rejections:
                 rejected.append(RejectedFile((path, offset), rejections))
         shard = writer.close()
     counts += lengths.count_shard(task.shard)
     # |= keeps the larger of two counts, and these names have none yet.
     counts |= Counter(records=writer.records, strings=shard.rows, characters=writer.characters)
-    return SplitResult(shard, counts, rejected, changed, unfit, fit, advice, fallback)
+    return SplitResult(shard, counts, rejected, changed, unfit, fit, silent, advice, fallback)
 
 
 def join_parts(rejected: Iterable[RejectedFile], num_listed: int) -> list[Rejection]:

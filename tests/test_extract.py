@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 import datasets
 import psutil
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 import zstandard
@@ -49,6 +50,7 @@ from tests.corpus import (
     NOT_RECORDS,
     PARAMS,
     content_of,
+    extract_raw,
     organize_raw,
     put,
     put_large_file,
@@ -1347,6 +1349,27 @@ def test_files_in_another_encoding_are_named(capsys: pytest.CaptureFixture[str])
         StageError, match=r"3 files could not be read, .*: set fallback_encoding, or fix them, or raise"
     ):
         run(num_splits=2, fallback=None)
+
+
+def test_files_that_give_nothing_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = io.BytesIO()
+    pq.write_table(pa.table({"id": [*range(9000)]}), numbers, row_group_size=1000, compression="none")
+    silent: dict[str, str | bytes] = {
+        "a.json": '{"a:": 1, "b": [true, {}]}', "b.jsonl": "1\n" * 40_000, "c.yaml": "a: 1", "d.txt": "",
+        "e.parquet": numbers.getvalue(), "f.json": "[]", "rule/g.csv": "text,id\n",
+    }  # fmt: skip
+    put(silent)
+    put({"x.json": '{"a": ":x", ":b": 1}', "y.jsonl": "1\n" * 40_000 + '"y"\n', "z.json": "{", "rule/x.csv": "text\na"})
+    rules = [{"files": "rule/*", "text": "$.text"}]
+    extract_raw(num_splits=3, records=rules, max_rejected_files=1)
+    expected = f"{len(silent)} files have no text, and nothing in them was rejected, such as a.json\n"
+    assert expected in capsys.readouterr().out
+    extract_raw(num_splits=3, records=rules, max_rejected_files=1)  # from the store
+    assert expected in capsys.readouterr().out
+    for name in silent:
+        Path("data/raw", name).unlink()
+    extract_raw(num_splits=3, records=rules, max_rejected_files=1)
+    assert "no text" not in capsys.readouterr().out
 
 
 def test_too_many_rejected_files_fail_after_all_were_read() -> None:

@@ -56,7 +56,7 @@ NESTED = pa.table(
         "empty": ["", "", "o"],
     }
 )
-STRINGS = [*"adgijklm", *"eh", *"cfgo"]
+STRINGS = [*"adgijklmn", *"ehn", *"cfgo"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -175,7 +175,63 @@ def test_trap_32_the_keys_of_a_table_are_its_columns() -> None:
     )
 
 
-def test_a_table_with_conversations_is_told() -> None: ...
+BINARY = {"text": [b"alpha", "béta".encode(), None, b""], "id": ["a", "b", "c", "d"]}
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.binary(), pa.large_binary(), pa.binary_view(), pa.dictionary(pa.int8(), pa.binary())]
+)
+def test_text_without_an_annotation_is_text(kind: pa.DataType) -> None:
+    name = "a.arrow" if kind == pa.binary_view() else "a.parquet"
+    table = pa.table(BINARY)
+    texts = table["text"].dictionary_encode() if pa.types.is_dictionary(kind) else table["text"].cast(kind)
+    content = encode(name, table.set_column(0, "text", texts))
+    assert extract_file(name, content) == ["alpha", "a", "béta", "b", "c", "d"]
+    assert extract_file(name, content, {"files": "*", "text": "$.text"}) == ["alpha", "béta"]
+    rows = [{"text": [value], "map": [(b"key", value)]} for value in BINARY["text"]]
+    inside = pa.struct({"text": pa.list_(pa.binary()), "map": pa.map_(pa.binary(), pa.binary())})
+    nested = pa.table({"rows": pa.array(rows, inside)})
+    assert extract_file("a.arrow", encode("a.arrow", nested)) == ["alpha", "alpha", "béta", "béta"]
+    assert extract_file("a.arrow", encode("a.arrow", nested), {"files": "*", "text": "$.rows.map.key"})[0] == "alpha"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_that_are_no_text_are_named_with_their_column_and_type(name: str) -> None:
+    table = pa.table({"image": [b"\xff\xd8", b"\xff", b"ab"], "id": ["a", "b", "c"]})
+    content = encode(name, table)
+    with pytest.raises(
+        StageError, match=r"not text at column image \(binary\): it has bytes that are not UTF-8: write"
+    ):
+        extract_file(name, content)
+    assert extract_file(name, content, max_rejected_files=1) == ["a", "b", "ab", "c"]
+    assert json.loads(Path("data/extract.json").read_text())["rejected"] == {"not text": 1}
+    with pytest.raises(StageError, match=r"no string at \$\.image: the keys are image \(binary, not UTF-8\), id"):
+        extract_file(name, encode(name, table.slice(0, 2)), {"files": "*", "text": "$.image"})
+    assert extract_file(name, content, {"files": "*", "text": "$.id"}) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_table_without_rows_is_no_error(name: str) -> None:
+    empty = encode(name, pa.table({"text": pa.array([], pa.string())}))
+    put({f"empty/{name}": empty})
+    for rule in ({"text": "$.text"}, {"each": "$.text", "text": "$"}, {}):
+        extract_raw(records=[{"files": "**", **rule}])
+        assert read_rows() == []
+    put({f"full/{name}": encode(name, pa.table({"text": ["full 1", "full 2"]}))})
+    metrics = extract_raw(records=[{"files": "**", "text": "$.text"}])
+    assert (read_rows(), metrics["rejected"]) == (["full 1", "full 2"], {})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_without_a_string_are_records(name: str) -> None:
+    assert extract_file(name, encode(name, NESTED.select(["id"]))) == []
+    assert json.loads(Path("data/extract.json").read_text())["records"] == 3
+
+
+def test_a_table_with_conversations_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    extract_file("a.parquet", encode("a.parquet", pa.table({"messages": [messages]})))
+    assert '- {files: "*.parquet", messages: $.messages}' in capsys.readouterr().out
 
 
 # Parts
@@ -563,7 +619,7 @@ def test_the_limit_of_memory_is_lifted_again(monkeypatch: pytest.MonkeyPatch) ->
     def items() -> Any:
         for _ in range(2):
             seen.append(resource.getrlimit(resource.RLIMIT_DATA)[0])
-            yield tables.Rows("", [], [], 0)
+            yield tables.Rows("", [], [], 0, {})
         raise ValueError
 
     bounded = tables._bounded(items(), 1 << 30)

@@ -158,7 +158,8 @@ class Records:
     def problem(self) -> str | None:
         """Why there is no row, if there are records or could be; None: there is one, or the file is empty."""
         reasons = [name.removeprefix(LEFT_OUT) for name in self.counts if name.startswith(LEFT_OUT)]
-        has_none = self.keys and not self.num_records and not self._has_rejected
+        # Without `each` there is no record where a list or a table has no element.
+        has_none = self.each and self.keys and not self.num_records and not self._has_rejected
         if self.num_rows or not (reasons or has_none):
             return None
         problem = ", ".join(reasons) or f"no record at {self.each}"

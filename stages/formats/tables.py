@@ -9,6 +9,7 @@ import io
 import os
 import resource
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -44,6 +45,8 @@ class Rows(NamedTuple):
     columns: list[list[Any]]
     number: int
     """Of the rows, which may have no column."""
+    not_text: dict[str, str]
+    """Columns with bytes that are not UTF-8, and their types."""
 
 
 class Table:
@@ -199,8 +202,12 @@ def _slices(batch: pa.RecordBatch, name: str, first: int, size: int) -> "Iterato
 
 def _rows(piece: pa.RecordBatch, name: str, first: int) -> "Iterator[Rows | Rejected]":
     position = f"{name}, row {first + 1}"
+    not_text: dict[str, str] = {}
     try:
-        columns = [_values(column) for column in piece.columns]
+        columns = [
+            _values(column, partial(not_text.setdefault, field.name, str(field.type)))
+            for field, column in zip(piece.schema, piece.columns, strict=True)
+        ]
     except OverflowError as error:
         if piece.num_rows == 1:
             yield Rejected("value out of range", one_line(error), position)
@@ -208,14 +215,14 @@ def _rows(piece: pa.RecordBatch, name: str, first: int) -> "Iterator[Rows | Reje
         for row in range(piece.num_rows):
             yield from _rows(piece.slice(row, 1), name, first + row)
     else:
-        yield Rows(position, piece.schema.names, columns, piece.num_rows)
+        yield Rows(position, piece.schema.names, columns, piece.num_rows, not_text)
 
 
-def _values(column: pa.Array) -> list[Any]:
-    """The values of a column as JSON has them, where it can."""
+def _values(column: pa.Array, refuse: Callable[[], object]) -> list[Any]:
+    """The values of a column as JSON has them, where it can. `refuse` is called for bytes that are not UTF-8."""
     if isinstance(column.type, pa.BaseExtensionType):
         column = column.storage
-    convert = _converter(column.type)
+    convert = _converter(column.type, refuse)
     try:
         values: list[Any] = column.to_pylist()
     except (pa.ArrowInvalid, KeyError):  # for which pyarrow blames a missing package
@@ -223,24 +230,42 @@ def _values(column: pa.Array) -> list[Any]:
     return values if convert is None else [None if value is None else convert(value) for value in values]
 
 
-def _converter(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """What makes a value of `to_pylist` one of JSON; None: it is one."""
+def _converter(kind: pa.DataType, refuse: Callable[[], object]) -> Callable[[Any], Any] | None:
+    """What makes a value of `to_pylist` one of JSON, which is not null; None: it is one."""
     if pa.types.is_struct(kind):
-        fields = {field.name: _converter(field.type) for field in kind}
+        fields = {field.name: _converter(field.type, refuse) for field in kind}
         return lambda value: {
             key: convert(child) if (convert := fields[key]) else child
             for key, child in value.items()
             if child is not None
         }
     if pa.types.is_map(kind):
-        of_item = _converter(kind.item_type) or (lambda value: value)
-        return lambda value: paths.make_object([(str(key), child and of_item(child)) for key, child in value])
+        of_key = _converter(kind.key_type, refuse) or (lambda value: value)
+        of_item = _converter(kind.item_type, refuse) or (lambda value: value)
+        return lambda value: paths.make_object(
+            [(str(of_key(key)), None if child is None else of_item(child)) for key, child in value]
+        )
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        return _converter(kind.value_type)
+        return _converter(kind.value_type, refuse)
     if hasattr(kind, "value_type"):  # lists of all kinds
-        of_value = _converter(kind.value_type)
-        return of_value and (lambda value: [child and of_value(child) for child in value])
+        of_value = _converter(kind.value_type, refuse)
+        return of_value and (lambda value: [None if child is None else of_value(child) for child in value])
+    if _is_binary(kind):
+        return lambda value: _text(value, refuse)
     return None
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    """Whether values may be text without an annotation, as older writers have it; those of a fixed size are ids."""
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
+
+
+def _text(value: bytes, refuse: Callable[[], object]) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        refuse()
+        return value
 
 
 def _has_strings(kind: pa.DataType) -> bool:
@@ -252,16 +277,23 @@ def _has_strings(kind: pa.DataType) -> bool:
         return _has_strings(kind.value_type)
     if pa.types.is_struct(kind) or pa.types.is_union(kind):
         return any(_has_strings(kind.field(index).type) for index in range(kind.num_fields))
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+    is_string = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    return bool(is_string or _is_binary(kind))
 
 
 def read(source: Table, sink: TextWriter) -> None:
     """Put the strings of each row into `sink`, in the order of the columns."""
+    not_text: set[str] = set()
     for rows in source.rows(lambda schema: [field.name for field in schema if _has_strings(field.type)]):
         if isinstance(rows, Rejected):
             sink.report(rows)
             continue
-        for row in zip(*rows.columns, strict=True):
+        for column, kind in rows.not_text.items():
+            if column not in not_text:  # once
+                not_text.add(column)
+                detail = "it has bytes that are not UTF-8: write it as strings, or name the column of text by a rule"
+                sink.report(Rejected("not text", detail, f"column {column} ({kind})"))
+        for row in zip(*rows.columns, strict=True) if rows.columns else [()] * rows.number:
             try:
                 sink.add([string for value in row for string in paths.strings(value)])
                 sink.end()
@@ -272,6 +304,7 @@ def read(source: Table, sink: TextWriter) -> None:
 def read_records(source: Table, records: "Records") -> None:
     """Put each row into `records`."""
     names: list[str] = []
+    not_text: dict[str, str] = {}
 
     def choose(schema: pa.Schema) -> list[str]:
         names.extend(schema.names)
@@ -283,6 +316,7 @@ def read_records(source: Table, records: "Records") -> None:
         if isinstance(rows, Rejected):
             records.reject(rows)
             continue
+        not_text |= rows.not_text
         if records.lines and len(rows.columns) == 1 and records.lines.are_texts(rows.columns[0]):
             records.take_texts(rows.columns[0])
             continue
@@ -290,7 +324,8 @@ def read_records(source: Table, records: "Records") -> None:
             pairs = [(name, value) for name, value in zip(rows.names, row, strict=True) if value is not None]
             records.add(paths.make_object(pairs))
     if records.each is None:
-        records.keys = names  # also those that were not read
+        # Also those that were not read.
+        records.keys = [f"{name} ({not_text[name]}, not UTF-8)" if name in not_text else name for name in names]
 
 
 def read_delimited(source: Source, records: "Records", delimiter: str) -> None:

@@ -38,6 +38,8 @@ class TextWriter:
         """Of complete records."""
         self.column = 0
         """Of the rows that are added."""
+        self.has_text = False
+        """Whether any string was added since somebody set this to False, however short. Empty ones are none."""
         self.report = report
         """Called with each record that is rejected."""
         self._stream, self._min_chars, self._limits = stream, min_chars, limits
@@ -62,6 +64,7 @@ class TextWriter:
         Raises:
             Rejected: one is too long.
         """
+        self.has_text = self.has_text or any(strings)
         texts = [string for string in strings if self.column or len(string) >= self._min_chars]
         characters = sum(map(len, texts))
         longest = self._limits.longest_string
@@ -86,6 +89,7 @@ class TextWriter:
         if size <= 4 * self._limits.batch:
             self.add([stream.read().decode()])
             return
+        self.has_text = True
         self._begin_long()
         mark = self._stream.mark()
         pieces = iter(partial(stream.read, self._limits.chunk), b"")
@@ -107,6 +111,7 @@ class TextWriter:
     def add_json(self, record: bytes) -> None:
         """Add a complete record for which `json.is_document` holds, and keep its strings."""
         self.records += 1
+        self.has_text = self.has_text or json_values.has_string(record)
         self._json.append(record)  # cut later, many at once
         self._size += len(record)  # bytes, at least as many as characters
         if self._size > self._limits.batch:
