@@ -1,7 +1,8 @@
 """Turn the sharded checkpoint of a training into a Hugging Face model directory.
 
-Reads     outputs/<experiment_name>/run.json, the checkpoint it points to, data/model.json, data/license.json and the
-          files that they list; for the lineage data/splits/summary.json, data/extract.json and data/pack.json
+Reads     outputs/<experiment_name>/run.json, the checkpoint it points to, data/model.json, data/tokenizer.json,
+          data/license.json and the files that they list; for the lineage data/splits/summary.json, data/extract.json
+          and data/pack.json
 Writes    outputs/<experiment_name>/model/: config, tokenizer, generation config, safetensors (with an index if there
           are several), README.md (the model card), the license of the initial model, lineage.json
 Command   python -m stages.consolidate
@@ -34,7 +35,7 @@ from stages.checkpointing.pointer import RunPointer, resolve
 from stages.export import card
 from stages.export.evaluation import bits_per_byte
 from stages.export.lineage import InitialModel, Lineage
-from stages.model import headers
+from stages.model import headers, tokenizer
 from stages.model.dtypes import PRECISIONS
 from stages.model.files import (
     CARD,
@@ -197,6 +198,7 @@ def export(
         for file in [*copied, *terms.texts()]:
             shutil.copyfile(source / file, temporary / file)  # the content: files in HF_HOME are links into its blobs
         _write_config(temporary / CONFIG, model.architecture, dtype, reference)
+        tokenizer.check_exported(temporary, model)
         turns = _add_chat_template(temporary, pointer)
         _add_ends(temporary, reference, [model.eos_token_id, *turns])
         small = sorted({path.name for path in temporary.iterdir()} - {*digests.files, LINEAGE, CARD})

@@ -2,6 +2,7 @@
 
 Reads     a local directory, or a model of the Hugging Face Hub in HF_HOME (fetched where that lacks it)
 Writes    data/model.json: commit, size and SHA-256 of each file, what later stages need to know about the model
+          data/tokenizer.json: the tokenizer as AutoTokenizer loads it, with which `pack` encodes
           data/license.json: what its model card says of its license, and the files with the text of that
 Command   python -m stages.download
 
@@ -13,7 +14,7 @@ the digests that it lists. A download that was interrupted continues.
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 from tqdm import tqdm
@@ -23,10 +24,11 @@ from stages.base.errors import StageError, explained
 from stages.base.names import printable
 from stages.base.params_file import load_params
 from stages.base.record import FileEntry, RelativePath
-from stages.model import headers, hub, hub_cache
+from stages.model import headers, hub, hub_cache, tokenizer
 from stages.model.files import CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from stages.model.license import ModelLicense
 from stages.model.manifest import MANIFEST, ModelManifest
+from stages.model.manifest import TOKENIZER as TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,6 +58,8 @@ def main() -> None:
         model = describe(load_params(DownloadParams))
         terms = describe_license(model)
         terms.write()
+        loaded = tokenizer.load(model.directory())
+        publish.write_text(TOKENIZER_FILE, loaded.content)
         model.write()
     origin = "a local directory" if model.commit is None else f"commit {model.commit}"
     weights = f"{model.dtype} weights in {len(model.weights)} files" if model.weights else "random weights"
@@ -64,6 +68,7 @@ def main() -> None:
         f"download: {name} ({origin}): {model.architecture}, {model.num_parameters:,} parameters, "
         f"{weights}, {sum(entry.size for entry in model.files.values()):,} bytes"
     )
+    print(f"download: {tokenizer.compared_with_file(loaded, model.directory())}")
     if terms.problem:
         print(f"download: the license of {name} is unknown: {terms.problem}")
     if model.commit is not None and hub_cache.listing(model.model_name, model.commit) is None:
@@ -108,9 +113,9 @@ def describe(params: DownloadParams) -> ModelManifest:
                     f"({names})"
                 )
             meta.check_tied(model, stored, directory)
-        eos, bos, pad = _special_tokens(directory)
+        loaded = tokenizer.load(directory)
         config = model.config.get_text_config()  # a multimodal config has the decoder's values one level below
-        eos_token_id = _first(eos, getattr(config, "eos_token_id", None))
+        eos_token_id = _first(loaded.eos_token_id, getattr(config, "eos_token_id", None))
         if eos_token_id is None:
             raise StageError(
                 f"{params.model_name} has no EOS token, which must end each document: set eos_token in the "
@@ -125,8 +130,9 @@ def describe(params: DownloadParams) -> ModelManifest:
             files=_hash(params.model_name, source, hub.model_files(source)),
             weights=source.weights,
             eos_token_id=eos_token_id,
-            bos_token_id=_first(bos, getattr(config, "bos_token_id", None)),
-            pad_token_id=_first(pad, getattr(config, "pad_token_id", None)),
+            bos_token_id=_first(loaded.bos_token_id, getattr(config, "bos_token_id", None)),
+            pad_token_id=_first(loaded.pad_token_id, getattr(config, "pad_token_id", None)),
+            **loaded.fields(),
         )
         _check_trainable(manifest, is_quantized=bool(getattr(model.config, "quantization_config", None)))
     if sees_what_follows(directory):
@@ -207,15 +213,6 @@ def _check_generation_config(directory: Path) -> None:
     if path.is_file():
         with explained(lambda problem: StageError(f"{path} cannot be read: {problem}: correct it in a copy")):
             GenerationConfig.from_pretrained(directory, local_files_only=True)
-
-
-def _special_tokens(directory: Path) -> tuple[int | None, int | None, int | None]:
-    """The ids of EOS, BOS and padding in the tokenizer, which decides what `pack` writes; the config may differ."""
-    from transformers import AutoTokenizer
-
-    with explained(lambda problem: StageError(f"{directory}: the tokenizer cannot be loaded: {problem}")):
-        tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    return tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
 
 
 def _first(token_id: int | None, configured: int | list[int] | None) -> int | None:

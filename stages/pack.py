@@ -1,7 +1,6 @@
 """Turn text and conversations into rows of tokens for the model, a part of them held out for validation.
 
-Reads    data/corpus/, data/model.json, the model's tokenizer.json and tokenizer_config.json; for conversations its chat
-         template, or the file that `chat_template` names
+Reads    data/corpus/, data/model.json, data/tokenizer.json; for conversations the file that `chat_template` names
 Writes   data/tokens/train, data/tokens/validation: Hugging Face datasets, `input_ids` of seq_length tokens a row; with
          conversations also which tokens are trained, and which begin a document
          data/pack.json: documents, characters, bytes, tokens, rows, the share of unknown tokens, dropped characters;
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 from tqdm import tqdm
@@ -42,7 +41,6 @@ from stages.base.packed import (
 )
 from stages.base.params_file import load_params
 from stages.base.record import check_files
-from stages.model.files import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 from stages.model.manifest import ModelManifest
 from stages.tokenizing import comparison, conversations, encoding, fast_tokenizer, packing, vocabulary
 from stages.work import arrow, reuse, workers
@@ -281,21 +279,14 @@ def find_tokenizer_spec(params: PackParams) -> encoding.TokenizerSpec:
         )
     if params.fast_encoder:
         fast_tokenizer.check_installed()
-    if TOKENIZER not in model.files:
-        raise StageError(
-            f"{model.model_name} has no {TOKENIZER}: load its tokenizer with transformers' AutoTokenizer and "
-            "save it beside the model with save_pretrained"
-        )
-    names = [name for name in (TOKENIZER, TOKENIZER_CONFIG) if name in model.files]
-    path = model.verify(names) / TOKENIZER  # only these files: the weights decide no token, and take long to hash
-    config = publish.read_json(path.with_name(TOKENIZER_CONFIG)) if TOKENIZER_CONFIG in names else {}
-    with explained(lambda problem: StageError(f"{path}, or {TOKENIZER_CONFIG} beside it, is no tokenizer: {problem}")):
-        token_ids, unk_token_id, special_tokens = vocabulary.read(path, config, model.eos_token_id)
+    path = model.verify_tokenizer()
+    with explained(lambda problem: StageError(f"{path} is no tokenizer: {problem}")):
+        token_ids, unk_token_id, special_tokens = vocabulary.read(path, model.special_tokens, model.eos_token_id)
     if model.eos_token_id not in token_ids:
         raise StageError(f"{path} has no token {model.eos_token_id}, which {model.model_name} gives as its EOS token")
     return encoding.TokenizerSpec(
         path=path.resolve(),
-        sha256=model.files[TOKENIZER].sha256,
+        sha256=model.tokenizer.sha256,
         eos_token_id=model.eos_token_id,
         unk_token_id=unk_token_id,
         special_tokens=tuple(sorted(special_tokens)),
@@ -311,16 +302,13 @@ def find_chat_spec(params: PackParams) -> encoding.ChatSpec:
         StageError: the file is not there, or is none that DVC watches; or the template is no text, or none of Jinja.
     """
     model = ModelManifest.read()
-    directory = model.directory()
-    config = publish.read_json(directory / TOKENIZER_CONFIG) if TOKENIZER_CONFIG in model.files else {}
-    remedy = "correct it, or set chat_template to the file of another one"
-    with explained(lambda problem: StageError(f"the chat template cannot be read ({problem}): {remedy}")):
-        template = _read_template(params, model, config)
-    if template is not None:
+    templates, remedy = _find_templates(params, model), "correct it, or set chat_template to the file of another one"
+    for template in templates.values():
         _check_syntax(template, params.chat_template or f"the chat template of {model.model_name}", remedy)
-    found = {role: config.get(role) for role in vocabulary.ROLES}
-    variables = {role: each["content"] if isinstance(each, dict) else each for role, each in found.items() if each}
-    return encoding.ChatSpec(template, tuple(variables.items()), params.train_on, params.too_long, params.seq_length)
+    return encoding.ChatSpec(
+        templates.get("default"), tuple(model.special_tokens.items()), params.train_on, params.too_long,
+        params.seq_length,
+    )  # fmt: skip
 
 
 def _check_syntax(template: str, name: str, remedy: str) -> None:
@@ -335,24 +323,19 @@ def _check_syntax(template: str, name: str, remedy: str) -> None:
         raise StageError(f"{name}, line {error.lineno}: {one_line(error.message)}: {remedy}") from None
 
 
-def _read_template(params: PackParams, model: ModelManifest, config: dict[str, Any]) -> str | None:
-    if params.chat_template is not None:
-        path = Path(params.chat_template)
-        if not path.resolve().is_relative_to(TEMPLATES.resolve()) or not path.is_file():
-            raise StageError(
-                f"chat_template is {params.chat_template!r}: name a file in {TEMPLATES}/, which DVC watches; null: "
-                "the template of the model"
-            )
-        return path.read_text(encoding="utf-8")
-    if CHAT_TEMPLATE in model.files:
-        return (model.verify([CHAT_TEMPLATE]) / CHAT_TEMPLATE).read_text(encoding="utf-8")
-    # As older versions of transformers store it: one, or several with names.
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = next((each["template"] for each in template if each["name"] == "default"), None)
-    if not isinstance(template, str | None):
-        raise TypeError(f"it is a {type(template).__name__}, not text")
-    return template
+def _find_templates(params: PackParams, model: ModelManifest) -> dict[str, str]:
+    """The chat templates by name: the file that `chat_template` names, else all of the model."""
+    if params.chat_template is None:
+        return model.chat_templates
+    path = Path(params.chat_template)
+    if not path.resolve().is_relative_to(TEMPLATES.resolve()) or not path.is_file():
+        raise StageError(
+            f"chat_template is {params.chat_template!r}: name a file in {TEMPLATES}/, which DVC watches; null: "
+            "the template of the model"
+        )
+    remedy = "correct it, or set chat_template to the file of another one"
+    with explained(lambda problem: StageError(f"the chat template cannot be read ({problem}): {remedy}")):
+        return {"default": path.read_text(encoding="utf-8")}
 
 
 def read_corpus(params: PackParams) -> tuple[list[Part], bool]:

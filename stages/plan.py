@@ -1,6 +1,6 @@
 """Estimate what a training will need, before a GPU is booked for it, and show what the model will be fed.
 
-Reads    data/model.json and the config of the model, data/tokens/train, data/tokens/validation
+Reads    data/model.json, data/tokenizer.json and the config of the model, data/tokens/train, data/tokens/validation
 Writes   outputs/plan.json, outputs/rows.txt
 Command  python -m stages.plan
 
@@ -34,7 +34,6 @@ from stages.checkpointing.run import describe
 from stages.forward.rows import TokenRows
 from stages.launching.runtime import TrainRuntime, how_to_resume
 from stages.model.dtypes import BY_NAME
-from stages.model.files import TOKENIZER
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.planning import memory_plan
 from stages.planning.memory_plan import PeakMemory, Table
@@ -235,8 +234,7 @@ def preview(params: TrainParams, model: ModelManifest) -> str:
     from stages.forward.batch import Marks
     from stages.planning.preview import LEGEND, render
 
-    model.verify([TOKENIZER])  # a damaged one would be an error of no class
-    tokenizer = Tokenizer.from_file(str(model.directory() / TOKENIZER))
+    tokenizer = Tokenizer.from_file(str(model.verify_tokenizer()))
     special = {index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     special.add(model.eos_token_id)
     try:

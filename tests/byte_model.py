@@ -6,8 +6,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from stages.base.publish import write_text
 from stages.base.record import FileEntry
-from stages.model.manifest import ModelManifest
+from stages.model.manifest import TOKENIZER, ModelManifest
 
 EOS, SPELLING = 0, "<|endoftext|>"
 BOS, BOS_SPELLING = 1, "<|begin|>"
@@ -38,7 +39,9 @@ def make_model(tokenizer: Tokenizer | None = None, **changes: Any) -> ModelManif
         weights=[], tied_weights={}, layer_classes=[], module_classes=[], router_loss_coef=None,
         vocab_size=tokenizer.get_vocab_size(), max_seq_length=None,
         eos_token_id=EOS, bos_token_id=None, pad_token_id=None,
+        tokenizer=FileEntry.of_text(tokenizer.to_str()),
     )  # fmt: skip
     model = dataclasses.replace(model, **changes)
+    write_text(TOKENIZER, tokenizer.to_str())
     model.write()
     return model

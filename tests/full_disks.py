@@ -30,7 +30,7 @@ class Stage(NamedTuple):
 STAGES = {
     "organize": Stage(["organize"], ["data/splits"]),
     "extract": Stage(["extract"], ["data/corpus", "data/extract.json"]),
-    "download": Stage(["download"], ["data/license.json", "data/model.json"]),
+    "download": Stage(["download"], ["data/license.json", "data/model.json", "data/tokenizer.json"]),
     "pack": Stage(["pack"], ["data/tokens", "data/pack.json"]),
     "plan": Stage(["plan"], ["outputs/plan.json", "outputs/rows.txt"]),
     "train": Stage(

@@ -80,6 +80,7 @@ def manifest_of(directory: Path, with_weights: bool) -> ModelManifest:
         files={path.name: FileEntry.of(path) for path in directory.iterdir()},
         weights=hub.weight_files(directory) if with_weights else [],
         **others,
+        tokenizer=FileEntry.of_text(""),
     )
     return dataclasses.replace(manifest, max_seq_length=64)
 

@@ -395,6 +395,7 @@ def use_model(directory: Path, **fields: Any) -> None:
                "dtype": "", "num_parameters": 0, "weights": [], "tied_weights": {}, "layer_classes": [],
                "module_classes": [], "vocab_size": 0, "eos_token_id": 0}  # fmt: skip
     values["files"] = {name: FileEntry.of(directory / name) for name in ("config.json", "model.safetensors")}
+    values |= {"tokenizer": FileEntry.of_text(""), "special_tokens": {}, "chat_templates": {}}
     manifest = ModelManifest(**{**values, **fields})
     manifest.write()
     params = Path("params.yaml").read_text()

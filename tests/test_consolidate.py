@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -61,8 +62,9 @@ from stages.checkpointing.lock import try_delete_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.export import card, stream
 from stages.export.lineage import InitialModel, Lineage
+from stages.model import tokenizer
 from stages.model.license import ModelLicense
-from stages.model.manifest import MANIFEST, ModelManifest
+from stages.model.manifest import MANIFEST, TOKENIZER, ModelManifest
 from tests.models import LAYERS, SIZES, write_tokenizer
 from tests.project import REPO, flip_bit, start_stage, wait_for
 
@@ -103,6 +105,7 @@ def write_model_manifest() -> ModelManifest:
     params = download.DownloadParams(model_name="models/tiny", model_revision="main", initial_weights="auto")
     manifest = download.describe(params)
     download.describe_license(manifest).write()
+    publish.write_text(TOKENIZER, tokenizer.load(Path("models/tiny")).content)
     manifest.write()
     return manifest
 
@@ -745,8 +748,8 @@ def test_generated_text_ends_where_documents_and_turns_have_ended(
     assert ends() == (without if len(without) > 1 else without[0])
 
     # With conversations, and a template in the place of those that the model had.
-    tokenizer = publish.read_json(model / "tokenizer_config.json")
-    publish.write_json(model / "tokenizer_config.json", {**tokenizer, "chat_template": "old"})
+    own = publish.read_json(model / "tokenizer_config.json")
+    publish.write_json(model / "tokenizer_config.json", {**own, "chat_template": "old"})
     publish.write_json(model / "chat_template.json", {"chat_template": "old"})
     chats = ConversationMetrics(1, 9, 9, 0, {}, [], [5, 3])
     part, encoder = PartMetrics(1, 0, 0, 9, None, None, 0, 1, conversations=chats), EncoderMetrics("", 0, None)
@@ -1049,3 +1052,16 @@ def test_a_mistake_of_the_user_is_one_message() -> None:
     _, error = process.communicate()
     assert process.returncode == 2
     assert error == "error: data/model.json is missing: run `dvc repro download`\n"
+
+
+def test_a_tokenizer_that_encodes_in_another_way_than_in_the_training_is_refused() -> None:
+    config = CONFIGS["llama-tied"]
+    model = make_model(config)
+    trained = Tokenizer.from_file(str(TOKENIZER))
+    trained.add_tokens(["a b"])
+    publish.write_text(TOKENIZER, trained.to_str())
+    dataclasses.replace(model, tokenizer=FileEntry.of(TOKENIZER)).write()
+    make_checkpoint(trained_tensors(config))
+    with pytest.raises(StageError, match="the exported model would encode 'a b' with other tokens than it was trained"):
+        consolidate.main()
+    assert not Path("outputs/exp/model").exists()

@@ -27,7 +27,6 @@ from stages.base.dataset import Dataset
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.base.publish import read_json, sha256_file
-from stages.base.record import FileEntry
 from stages.extract import ExtractRuntime, extract
 from stages.formats import duplicates
 from stages.forward.rows import TokenRows
@@ -276,8 +275,9 @@ def test_trap_26_a_model_without_an_eos_token_is_refused() -> None:
     make_model(eos_token_id=5000)
     with pytest.raises(StageError, match="has no token 5000"):
         run()
-    make_model(files={})
-    with pytest.raises(StageError, match=r"no tokenizer.json: load its tokenizer .* save_pretrained"):
+    make_model()
+    Path("data/tokenizer.json").unlink()
+    with pytest.raises(StageError, match=r"data/tokenizer.json is missing: run `dvc repro -f -s download`"):
         run()
 
 
@@ -294,7 +294,7 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
     with pytest.raises(StageError, match=r"gives token \d+, but the model's vocab_size is 100"):
         run()
     make_model()
-    Path("model/tokenizer.json").write_text("{}")
+    Path("data/tokenizer.json").write_text("{}")
     with pytest.raises(StageError, match=r"tokenizer.json is damaged or was changed"):
         run()
 
@@ -415,12 +415,10 @@ def test_tokens_are_reused_if_text_tokenizer_and_code_are_the_same(monkeypatch: 
     assert encode() == 5
     tokenizer = byte_tokenizer()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    files = make_model(tokenizer).files
+    make_model(tokenizer)
     assert encode() == 5
     assert encode() == 0
-    config = Path("model/tokenizer_config.json")
-    config.write_text('{"pad_token": "ab"}')  # which is a special token then
-    make_model(tokenizer, files={**files, config.name: FileEntry.of(config)})
+    make_model(tokenizer, special_tokens={"pad_token": "ab"})  # which is a special token then
     assert encode() == 5
     assert encode() == 0
     monkeypatch.setattr(code, "digest_with_packages", lambda module: "of an edit")
@@ -685,9 +683,7 @@ def make_chat_model(template: str | None = CHATML) -> None:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CHAT])
     model = make_model(tokenizer)
     if template is not None:
-        path = Path("model/chat_template.jinja")
-        path.write_text(template)
-        dataclasses.replace(model, files={**model.files, path.name: FileEntry.of(path)}).write()
+        dataclasses.replace(model, chat_templates={"default": template}).write()
 
 
 def make_conversations(splits: list[list[str | dict[str, Any]]], batch_size: int = 1000) -> None:
@@ -818,10 +814,7 @@ def test_a_template_that_fails_is_named_with_its_line_or_with_a_remedy() -> None
 
 def test_records_of_raw_files_become_trained_conversations() -> None:
     make_chat_model(template=None)
-    path = Path("model/tokenizer_config.json")
-    path.write_text(json.dumps({"eos_token": SPELLING}))
-    model = ModelManifest.read()
-    dataclasses.replace(model, files={**model.files, path.name: FileEntry.of(path)}).write()
+    dataclasses.replace(ModelManifest.read(), special_tokens={"eos_token": SPELLING}).write()
     template = Path("models/templates/plain.jinja")
     template.parent.mkdir(parents=True)
     shutil.copy(REPO / template, template)
@@ -845,42 +838,6 @@ def test_records_of_raw_files_become_trained_conversations() -> None:
             (f"a note{SPELLING}", f"a note{SPELLING}"),
         ]
     )
-
-
-def test_templates_in_tokenizer_config_are_found() -> None:
-    make_chat_model(template=None)
-    make_conversations([[chat("a", "b")], [chat("a", "b")]])
-    path = Path("model/tokenizer_config.json")
-    model = ModelManifest.read()
-    for template in (CHATML, [{"name": "tool_use", "template": "{{ no }}"}, {"name": "default", "template": CHATML}]):
-        path.write_text(json.dumps({"chat_template": template, "eos_token": {"content": SPELLING}}))
-        dataclasses.replace(model, files={**model.files, path.name: FileEntry.of(path)}).write()
-        assert run(seq_length=64)["chat_template"] == CHATML
-
-
-@pytest.mark.parametrize(
-    ("config", "problem"),
-    [
-        (
-            {"chat_template": {"a": 1}},
-            "template cannot be read .TypeError: it is a dict, not text.: correct it",
-        ),
-        (
-            {"chat_template": [{"name": "default"}]},
-            "template cannot be read .KeyError: 'template'.: correct it",
-        ),
-        ({"bos_token": ["a"]}, "tokenizer.json, or tokenizer_config.json beside it, is no tokenizer: TypeError"),
-    ],
-)
-def test_a_tokenizer_config_of_other_types_is_refused(config: dict[str, Any], problem: str) -> None:
-    make_chat_model(template=None)
-    make_conversations([[chat("a", "b")], [chat("a", "b")]])
-    path = Path("model/tokenizer_config.json")
-    path.write_text(json.dumps(config))
-    model = ModelManifest.read()
-    dataclasses.replace(model, files={**model.files, path.name: FileEntry.of(path)}).write()
-    with pytest.raises(StageError, match=problem):
-        run(seq_length=64)
 
 
 def test_documents_that_are_all_on_one_side_are_not_copied() -> None:

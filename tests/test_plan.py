@@ -344,7 +344,7 @@ def test_a_tokenizer_that_was_changed_is_refused(
     training: Project, params: TrainParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(training.path)
-    (training / "models/nano/tokenizer.json").write_text("{")
+    (training / "data/tokenizer.json").write_text("{")
     with pytest.raises(StageError, match=r"tokenizer\.json"):
         plan.preview(params, ModelManifest.read())
 

@@ -114,6 +114,7 @@ def make_model(directory: Path, args: argparse.Namespace) -> ModelManifest:
         tied_weights=meta.tied_weights(model), layer_classes=meta.layer_classes(model),
         module_classes=meta.module_classes(model), router_loss_coef=None, vocab_size=args.vocab_size,
         max_seq_length=None, eos_token_id=0, bos_token_id=None, pad_token_id=None,
+        tokenizer=FileEntry.of_text(""),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ Types are checked on read, so that an old or edited file is one clear error and 
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -59,6 +60,12 @@ class FileEntry:
     def of(cls, path: Path) -> "FileEntry":
         """The entry of a file as it is now."""
         return cls(path.stat().st_size, publish.sha256_file(path))
+
+    @classmethod
+    def of_text(cls, text: str) -> "FileEntry":
+        """The entry of a file that has this text, in UTF-8."""
+        content = text.encode()
+        return cls(len(content), hashlib.sha256(content).hexdigest())
 
 
 def check_files(files: Mapping[Path, FileEntry | str], remedy: str, contents: bool = True) -> None:

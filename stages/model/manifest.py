@@ -4,7 +4,7 @@ It has no clock times and no paths of this machine, so that the same model gives
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -14,6 +14,8 @@ from stages.model import hub_cache
 from stages.model.files import CONFIG
 
 MANIFEST = Path("data/model.json")
+TOKENIZER = Path("data/tokenizer.json")
+"""The tokenizer that `AutoTokenizer` has loaded, as the library tokenizers writes it."""
 REMEDY = "put it back, or run `dvc repro -f -s download`"
 """About a file that is not the one that was downloaded."""
 ROUTER_LOSS_OFF = (
@@ -63,6 +65,12 @@ class ModelManifest(SealedRecord):
     eos_token_id: int
     bos_token_id: int | None
     pad_token_id: int | None
+    tokenizer: FileEntry
+    """Of `TOKENIZER`."""
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    """By their names in chat templates, such as `bos_token`."""
+    chat_templates: dict[str, str] = field(default_factory=dict)
+    """By name; `default` is the one for conversations, `tool_use` for those with tools, if it is there."""
 
     def directory(self) -> Path:
         """The directory of the model's files on this machine; no socket is opened.
@@ -101,3 +109,12 @@ class ModelManifest(SealedRecord):
         chosen = self.files if names is None else names  # callers that need one file do not wait for the weights
         check_files({source / name: self.files[name] for name in chosen}, REMEDY, contents)
         return source
+
+    def verify_tokenizer(self) -> Path:
+        """The file of the tokenizer, after it was compared with this manifest.
+
+        Raises:
+            DamagedFile: it is missing or was changed.
+        """
+        check_files({TOKENIZER: self.tokenizer}, "run `dvc repro -f -s download`")
+        return TOKENIZER

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from stages.model.tokenizer import TEXTS
 from stages.tokenizing import vocabulary
 from stages.tokenizing.fast_tokenizer import Failed, FastTokenizer
 
@@ -26,15 +27,6 @@ _COMPOSED = "".join(f"{{0}}{second}" for second in _SECOND)
 
 _AROUND = ("{}", " {} ", "a{}b", "{0}{0}", "\n{}\n", "  {}", "{}.")
 """An added token alone and among others: it may be a word only if it is one, and take the spaces around it."""
-
-TEXTS = (
-    "The 1 12 123 1234 12345 123456 1234567 12345678901234567890 3.14, 1,000,000 and x2 y33z.",
-    "I'm, you're, he'd, we'll, they've, it's, don't; I'M, YOU'RE, HE'D, WE'LL, THEY'VE, IT'S, DON'T 'tis 's",
-    "a  b   c    d\n\n\ne\r\n\r\nf \n g\t\th \n\n i   \n", "   \n", " \t\n\x0b\x0c\r", "camelCase HTTPServer aB Ab ABc",
-    "/usr/bin/\n// ...!?\n#$%&()*+,-./:;<=>@[\\]^_`{|}~\n\n}{\n",
-    "\u00e9\u00e8 e\u0301 \u6771\u4eac \ud55c \u05d0\u05b0 \u0661\u0662\u0663 \u00b2\u2163 \U0001f600\U0001f469\u200d",
-)  # fmt: skip
-"""What patterns divide in many ways."""
 
 
 class Differs(Exception):

@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
 from stages.base.errors import StageError
+from stages.model.tokenizer import TEXTS
 from stages.tokenizing import vocabulary, windows
-from stages.tokenizing.comparison import TEXTS, Comparison, Differs, encode
+from stages.tokenizing.comparison import Comparison, Differs, encode
 from stages.tokenizing.fast_tokenizer import Failed
 from stages.work import arrow
 

@@ -47,7 +47,7 @@ def read(path: Path, config: dict[str, Any], eos_token_id: int) -> Vocabulary:
 
     Args:
         path: A `tokenizer.json`.
-        config: The content of its tokenizer_config.json.
+        config: Tokens by the names of their roles; other keys are ignored.
         eos_token_id: Of a token that is special, even if both files have it as an ordinary one.
     """
     content, model = _parse(path.read_bytes())

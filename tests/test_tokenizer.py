@@ -1,0 +1,161 @@
+"""The tokens of the training are those that `AutoTokenizer` gives with the model before and after it."""
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from stages.base.errors import StageError
+from stages.base.publish import read_json, write_json, write_text
+from stages.base.record import FileEntry
+from stages.model.manifest import TOKENIZER, ModelManifest
+from stages.model.tokenizer import check_exported, compared_with_file, load
+from stages.pack import PackParams, find_tokenizer_spec
+from stages.tokenizing.comparison import Differs
+from stages.tokenizing.encoding import Encoder
+from tests.byte_model import make_model
+from tests.kinds import make, prose
+
+pytestmark = pytest.mark.usefixtures("empty_project")
+
+TEXTS = ["123 45", "  two spaces, Ünïcode", "\n I'll <extra> be <extra>.\t\n", *(prose(seed, 50) for seed in range(3))]
+FAMILIES = {
+    "qwen2": ("BPE of bytes, pattern", "Qwen2Tokenizer"),  # whose own pattern takes one digit at a time
+    "llama": ("BPE, byte fallback", "LlamaTokenizer"),
+    "gemma": ("BPE, byte fallback", "GemmaTokenizer"),
+    "gpt2": ("BPE of bytes, digits", "GPT2Tokenizer"),
+    "gpt_neox": ("BPE of bytes, prefix", "GPTNeoXTokenizer"),
+    "mistral": ("BPE, unknown", "LlamaTokenizerFast"),
+    "phi": ("BPE of bytes, added tokens", "CodeGenTokenizer"),
+    "cohere": ("BPE of bytes", "CohereTokenizer"),
+    "phi3": ("Unigram, NFKC", "T5Tokenizer"),
+    "olmo": ("WordPiece, BERT", "BertTokenizer"),
+    "granite": ("Unigram", "PreTrainedTokenizerFast"),
+}
+"""By type of the model: the kind of its tokenizer.json, and the class in tokenizer_config.json."""
+
+
+def write_model(family: str, kind: str, **tokenizer_config: Any) -> Path:
+    """A model without weights; an added token is named in tokenizer_config.json alone."""
+    directory = Path("model")
+    directory.mkdir()
+    tokenizer = Tokenizer.from_str(make(kind).to_str())
+    tokenizer.save(str(directory / "tokenizer.json"))
+    vocab_size = tokenizer.get_vocab_size()
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = {"model_type": family, "vocab_size": vocab_size + 8, "n_embd": 16, "n_layer": 2, "n_head": 2, **sizes}
+    config |= {"num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
+    (directory / "config.json").write_text(json.dumps(config))
+    added = {"content": "<extra>", "special": False}
+    added |= dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+    tokens = {"eos_token": "</s>", "unk_token": "<unk>", "added_tokens_decoder": {str(vocab_size): added}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokens | tokenizer_config))
+    return directory
+
+
+def packed(text: str, is_fast: bool) -> list[int]:
+    """The tokens that `pack` gives a document, without EOS."""
+    encoder = Encoder(find_tokenizer_spec(PackParams(64, 0))._replace(is_fast=is_fast))
+    ids = [token for piece in encoder.encode(pa.array([text])) for token in piece.tokens.tolist()]
+    assert ids.pop() == 0
+    return ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_exported_model_encodes_as_it_was_trained(family: str) -> None:
+    kind, name = FAMILIES[family]
+    directory = write_model(family, kind, tokenizer_class=name)
+    download_model(directory)
+    loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    expected = [loaded(text, add_special_tokens=False, split_special_tokens=True).input_ids for text in TEXTS]
+    for is_fast in (False, True):
+        try:
+            assert [packed(text, is_fast) for text in TEXTS] == expected
+        except Differs:  # the fast one then encodes nothing
+            assert is_fast
+
+
+def test_what_tokenizer_json_alone_gives_is_said() -> None:
+    directory = write_model("qwen2", "BPE of bytes, pattern", tokenizer_class="Qwen2Tokenizer")
+    sentence = compared_with_file(load(directory), directory)
+    assert re.fullmatch(
+        r"pack encodes as AutoTokenizer \(Qwen2Tokenizer\) does; tokenizer.json alone gives other tokens, as for "
+        r"'The 1 12 123 .*': do not use the trained model with programs that read only that file",
+        sentence,
+    )
+    added = [token.content for token in Tokenizer.from_str(load(directory).content).get_added_tokens_decoder().values()]
+    assert "<extra>" in added
+    shutil.rmtree(directory)
+    directory = write_model("llama", "BPE of bytes", added_tokens_decoder={})
+    assert compared_with_file(load(directory), directory).endswith("; tokenizer.json alone gives the same tokens")
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "extra_special_tokens": ["<x>"]}))
+    assert "other tokens, as for '<x>'" in compared_with_file(load(directory), directory)
+
+
+def test_an_export_that_encodes_in_another_way_is_refused() -> None:
+    directory = write_model("qwen2", "BPE of bytes, pattern", tokenizer_class="Qwen2Tokenizer")
+    download_model(directory)
+    manifest = ModelManifest.read()
+    check_exported(directory, manifest)
+    TOKENIZER.write_text(json.dumps(json.loads(TOKENIZER.read_text()), indent=1))  # the same, written in another way
+    manifest = dataclasses.replace(manifest, tokenizer=FileEntry.of(TOKENIZER))
+    check_exported(directory, manifest)
+    write_json(directory / "config.json", {**read_json(directory / "config.json"), "model_type": "llama"})
+    write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    with pytest.raises(StageError, match=r"the exported model would encode 'The 1 12 .* with other tokens than it was"):
+        check_exported(directory, manifest)
+
+
+def test_a_tokenizer_that_was_changed_since_the_download_is_refused() -> None:
+    download_model(write_model("llama", "BPE of bytes"))
+    TOKENIZER.write_text(TOKENIZER.read_text() + " ")
+    with pytest.raises(StageError, match=r"data/tokenizer.json is damaged or was changed: .*: run `dvc repro -f -s do"):
+        find_tokenizer_spec(PackParams(64, 0))
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (None, {}),
+        ("a", {"default": "a"}),
+        (
+            [{"name": "tools", "template": "b"}, {"name": "default", "template": "a"}],
+            {"tools": "b", "default": "a"},
+        ),
+    ],
+)
+def test_all_chat_templates_are_found(template: Any, expected: dict[str, str]) -> None:
+    directory = write_model("llama", "BPE of bytes", chat_template=template)
+    found = load(directory)
+    assert (found.chat_templates, found.special_tokens) == (expected, {"eos_token": "</s>", "unk_token": "<unk>"})
+    write_text(directory / "chat_template.jinja", "c")
+    assert load(directory).chat_templates == {"default": "c"}
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"chat_template": {"a": 1}}, "the chat template a is a int, not text: correct it in a copy"),
+        ({"chat_template": [{"name": "default"}]}, "the tokenizer cannot be loaded: .*'template'"),
+        ({"bos_token": ["a"]}, "the tokenizer cannot be loaded: "),
+    ],
+)
+def test_a_tokenizer_config_of_other_types_is_refused(config: dict[str, Any], problem: str) -> None:
+    with pytest.raises(StageError, match=problem):
+        load(write_model("llama", "BPE of bytes", **config))
+
+
+def download_model(directory: Path) -> None:
+    """Write the files of `download` that `pack` reads."""
+    loaded = load(directory)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    model = make_model(tokenizer, vocab_size=tokenizer.get_vocab_size() + 8)
+    dataclasses.replace(model, **loaded.fields()).write()
+    write_text(TOKENIZER, loaded.content)
