@@ -113,7 +113,7 @@ _MAX_TIMES = 2
 _REMEDIES = {
     "longer than a row": "raise seq_length",
     "the chat template": "correct the chat template",
-    "nothing of it is trained": "change train_on",
+    "nothing of it is trained": "map the role of its answers with `roles` in the rule, or change train_on",
     "train_on": "change train_on",
 }
 """By the beginning of the reason why conversations were refused."""

@@ -160,6 +160,7 @@ def test_a_path_that_costs_too_much_ends_the_file(record: Any, path: str, detail
         ("[{files: a, messages: []}]", "must have a message"),
         ("[{files: a, format: chatml}]", "input should be 'sharegpt' or 'alpaca'"),
         ("[{files: a, format: alpaca, text: $.a}]", "has both text and format: keep one"),
+        ("[{files: a, roles: {x: asistant}}]", "roles has 'asistant' for 'x': write user, assistant, system, "),
         ("[{files: a, text: $.a, system: $.b}]", "has system or history without messages, which they go before"),
     ],
 )
@@ -688,6 +689,12 @@ CONVERSATIONS: list[tuple[dict[str, Any], Any, Any]] = [
       "tools": "$.t"}, {"q": "Hi", "a": "Hello", "t": [TOOL]},
      {"prompt": CHAT[:1], "completion": CHAT[1:], "tools": [TOOL]}),
     ({"messages": "$.chats[0]"}, {"chats": [CHAT]}, {"messages": CHAT}),
+    ({"messages": "$.m"},
+     {"m": [{"role": name, "content": "a"} for name in ("User", "model", "Assistant", "ASSISTANT", "ai", "bot")]},
+     {"messages": [{"role": name, "content": "a"} for name in ("user", *["assistant"] * 5)]}),
+    ({"messages": "$.m", "roles": {"Narrator": "system", "x": "x", "ai": "user"}},
+     {"m": [{"role": name, "content": "a"} for name in ("Narrator", "x", "ai", "y")]},
+     {"messages": [{"role": name, "content": "a"} for name in ("system", "x", "user", "y")]}),
 ]  # fmt: skip
 
 
@@ -799,6 +806,21 @@ def test_columns_that_no_rule_used_are_named_once(name: str, rule: dict[str, Any
     named = f"columns that records.0 does not use: {', '.join(unused)}; "
     assert message.count(named) == bool(unused)
     assert message.count("does not use") == bool(unused)
+
+
+def test_roles_that_nobody_knows_are_named_with_the_rule_that_maps_them(capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [{"role": name, "content": "a"} for name in ("human", "agent", "Assistant", "developer")]
+    put({f"{name}.jsonl": jsonl({"messages": turns}) for name in "ab"})
+    extract_raw(num_splits=2, records=[{"files": "*"}])
+    expected = (
+        "warning: records.0: messages have roles that are not known: 'agent'. Add to the rule what they mean, such as "
+        "roles: {agent: assistant}, or roles: {agent: agent} if your template knows the name\n"
+    )
+    assert capsys.readouterr().out.count(expected) == 1
+    for role in ("assistant", "agent"):
+        extract_raw(num_splits=2, records=[{"files": "*", "roles": {"agent": role}}])
+        assert "warning" not in capsys.readouterr().out
+        assert [turn["role"] for turn in read_rows()[0]["messages"]] == ["user", role, "assistant", "developer"]
 
 
 def test_records_with_ever_new_keys_name_a_few_of_them() -> None:

@@ -15,19 +15,21 @@ from stages.base.names import printable
 from stages.formats import json as json_format
 from stages.formats import lines, paths
 from stages.formats.limits import Limits
-from stages.formats.rules import LEFT_OUT, MESSAGES, TEXT, TOOLS, UNUSED, Rule, Side, is_path
+from stages.formats.rules import KNOWN_ROLES, LEFT_OUT, MESSAGES, ROLE, TEXT, TOOLS, UNUSED, Rule, Side, is_path
 from stages.formats.source import Rejected
 from stages.formats.writer import TextWriter
 
 ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
-    "function_response": "tool", "observation": "tool",
+    "model": "assistant", "ai": "assistant", "bot": "assistant", "function_response": "tool", "observation": "tool",
+    **{role: role for role in KNOWN_ROLES},
 }  # fmt: skip
-"""What ShareGPT calls a role, and what templates do. Another name stays as it is."""
+"""What data calls a role, in any letter case, and what templates do. Another name stays as it is."""
 
 _OBJECTS = {dict, paths.Pairs}
 _TOO_SHORT = "fewer characters than min_chars"
 _KEY = "key "  # what the names of counts begin with that end in one of several keys of a text: the files that have it
+_NUM_ROLES = 5  # unknown ones that are named, of a file
 _NUM_KEYS, _MAX_KEY = 20, 100  # that are named where no record fits, and characters of each
 
 Row = tuple[int, str]
@@ -43,6 +45,21 @@ class LeftOut(Exception):
         super().__init__(reason)
         self.message = message
         """That it lies in, whose keys are named if no record fits."""
+
+
+class _Roles(dict[str, str]):
+    """The role of each name."""
+
+    def __init__(self, rule: Rule) -> None:
+        super().__init__({**ROLES, **(rule.roles or {})})
+        self.unknown: set[str] = set()
+        """The first names that are no role."""
+
+    def __missing__(self, name: str) -> str:
+        role = self.get(name.lower())
+        if role is None and len(self.unknown) < _NUM_ROLES:
+            self.unknown.add(name)
+        return name if role is None else role
 
 
 class Records:
@@ -62,14 +79,16 @@ class Records:
         self.num_records = 0
         self.counts: Counter[str] = Counter()
         """`records`, `documents`, `conversations`; `left out` and a reason, for each reason; `key` and a name, for
-        each of several keys of a text that a record has; `unused` and a column, for the first that no path uses."""
+        each of several keys of a text that a record has; `unused` and a column, for the first that no path uses;
+        `role` and a name, for the first that are no role."""
         alternatives = rule.alternatives()
         used = _columns(alternatives)
         self.columns = used if rule.each is None else paths.first_keys(rule.each)
         """The keys of a record that decide; None: all may."""
         self.lines = lines.find_reader(rule, limits)
         """What reads many lines at once, for rules that allow it."""
-        makers = [_maker(one, min_chars) for one in alternatives]
+        self._roles = _Roles(rule)
+        makers = [_maker(one, min_chars, self._roles) for one in alternatives]
         self._make = makers[0] if len(makers) == 1 else _first_present(alternatives, makers)
         self._find = None if rule.each is None else paths.compile(rule.each)
         self._no_text = _nothing_at(rule.text)
@@ -172,6 +191,8 @@ class Records:
         self.counts["records"] = self.num_records
         for key in self._wanted - self._unseen:
             self.counts[f"{_KEY}{key}"] = 1
+        for name in self._roles.unknown:
+            self.counts[f"{ROLE}{printable(name)[:_MAX_KEY]}"] = 1
         if self._rows:
             self.counts["conversations" if self._sink.column == MESSAGES else "documents"] += len(self._rows)
             self._sink.add(self._rows)
@@ -219,6 +240,12 @@ def find_warnings(index: int, rule: Rule, counts: Mapping[str, int], problems: I
         return
     for key in sorted(key for key in _several_keys(rule) if f"{_KEY}{key}" not in counts):
         yield f"{name}: no record in {rule.files!r} has the key {key!r} of {rule.text}: is it misspelled?"
+    if unknown := [each.removeprefix(ROLE) for each in counts if each.startswith(ROLE)][:_NUM_ROLES]:
+        yield (
+            f"{name}: messages have roles that are not known: {', '.join(map(repr, unknown))}. Add to the rule what "
+            f"they mean, such as roles: {{{unknown[0]}: assistant}}, or roles: {{{unknown[0]}: {unknown[0]}}} if your "
+            "template knows the name"
+        )
 
 
 def _first_present(alternatives: list[Rule], makers: list[Maker]) -> Maker:
@@ -240,11 +267,11 @@ def _columns(alternatives: Iterable[Rule]) -> list[str] | None:
     return None if None in found else [*dict.fromkeys(keys)]
 
 
-def _maker(rule: Rule, min_chars: int) -> Maker:
+def _maker(rule: Rule, min_chars: int, roles: _Roles) -> Maker:
     if rule.text is not None:
         return _text_maker(rule.text, min_chars)
     sides = {name: side for name in ("messages", "prompt", "completion") if (side := getattr(rule, name)) is not None}
-    makers = {name: _side_maker(side, name, rule) for name, side in sides.items()}
+    makers = {name: _side_maker(side, name, rule, roles) for name, side in sides.items()}
     if rule.system or rule.history:
         makers["messages"] = _with_beginning(rule, makers["messages"])
     tools_path = rule.tools or TOOLS
@@ -287,10 +314,10 @@ def _join(values: list[Any]) -> str | None:
     return "\n".join(filter(None, found)) if found else None
 
 
-def _side_maker(side: Side, name: str, rule: Rule) -> Callable[[Any], Any]:
+def _side_maker(side: Side, name: str, rule: Rule, roles: _Roles) -> Callable[[Any], Any]:
     """The function that makes messages, or the string of a prompt or completion, of a record."""
     if not isinstance(side, str):
-        turns = [_turn_maker(turn) for turn in side]
+        turns = [_turn_maker(turn, roles) for turn in side]
         return lambda record: [message for make in turns if (message := make(record)) is not None]
     find = paths.compile(side)
 
@@ -300,7 +327,7 @@ def _side_maker(side: Side, name: str, rule: Rule) -> Callable[[Any], Any]:
             values = [_from_json(values[0])]
         messages = values[0] if len(values) == 1 and type(values[0]) is list else values
         if messages and _OBJECTS.issuperset(map(type, messages)):
-            return [_rename(message, rule.role, rule.content) for message in messages]
+            return [_rename(message, rule.role, rule.content, roles) for message in messages]
         if name == "messages":
             raise LeftOut(f"no list of messages at {side}")
         text = _join(values)
@@ -337,7 +364,7 @@ def _is_pair(value: Any) -> bool:
     return type(value) is list and [*map(type, value)] == [str, str]
 
 
-def _turn_maker(turn: dict[str, Any]) -> Callable[[Any], dict[str, Any] | None]:
+def _turn_maker(turn: dict[str, Any], roles: _Roles) -> Callable[[Any], dict[str, Any] | None]:
     """The function that makes a message that is written in a rule; None: a system message without content."""
     finds = {key: paths.compile(part) for key, part in turn.items() if is_path(part)}
 
@@ -356,12 +383,12 @@ def _turn_maker(turn: dict[str, Any]) -> Callable[[Any], dict[str, Any] | None]:
             return None
         if missing and not (missing == "content" and message.get("tool_calls")):
             raise LeftOut(_nothing_at(turn[missing]))
-        return _rename(message, "role", "content")
+        return _rename(message, "role", "content", roles)
 
     return make
 
 
-def _rename(message: Mapping[str, Any], role: str, content: str) -> dict[str, Any]:
+def _rename(message: Mapping[str, Any], role: str, content: str, roles: _Roles) -> dict[str, Any]:
     """A message with the usual keys and the usual names of roles."""
     if type(message) is paths.Pairs:
         raise LeftOut("a key occurs twice in a message")
@@ -370,7 +397,7 @@ def _rename(message: Mapping[str, Any], role: str, content: str) -> dict[str, An
         raise LeftOut(f"a message without a string {role!r}", message)
     if type(text) is not str and not (text is None or type(text) is list):
         raise LeftOut(f"a {content!r} that is neither a string nor a list", message)
-    renamed: dict[str, Any] = {"role": ROLES.get(name, name)}
+    renamed: dict[str, Any] = {"role": roles[name]}
     if content in message:
         renamed["content"] = text
     if len(message) == len(renamed):  # most

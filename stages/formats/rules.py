@@ -24,6 +24,10 @@ LEFT_OUT = "left out "
 """What the names of counts begin with that end in a reason."""
 UNUSED = "unused "
 """What they begin with that end in a column of the records that the rule does not use."""
+ROLE = "role "
+"""What they begin with that end in a role that is not known."""
+KNOWN_ROLES = ("user", "assistant", "system", "developer", "tool", "function", "ipython")
+"""What templates call a role."""
 TOOLS = "$.tools"
 """Where the tools of a conversation are, unless a rule says otherwise."""
 
@@ -116,6 +120,8 @@ class Rule:
     """The key of a message that has the role."""
     content: str = "content"
     """The key of a message that has the content."""
+    roles: dict[str, str] | None = None
+    """What else is the name of a role, and the role."""
     format: Literal["sharegpt", "alpaca"] | None = None
     """The name of a preset, instead of all that."""
 
@@ -127,6 +133,9 @@ class Rule:
             raise ValueError("needs both prompt and completion, or neither")
         if (self.system or self.history) and self.messages is None:
             raise ValueError("has system or history without messages, which they go before: add messages")
+        for name, role in (self.roles or {}).items():
+            if role not in (*KNOWN_ROLES, name):
+                raise ValueError(f"roles has {role!r} for {name!r}: write {', '.join(KNOWN_ROLES)}, or {name!r} itself")
 
     def alternatives(self) -> list["Rule"]:
         """The rules without preset of which the first one that finds something in a record decides: one, or three."""
