@@ -755,6 +755,23 @@ def test_trap_27_a_file_is_rejected_once_and_not_once_a_part() -> None:
     ]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("value", [[{"text": "a", "n": number} for number in range(2000)], {"a": {"b": [1]}, "c": "d"}])
+def test_a_document_over_several_lines_is_one_hint(value: Any, encoding: str) -> None:
+    content = json.dumps(value, indent=1).encode(encoding)
+    for rules in (None, [{"files": "*", "text": "$.text"}]):
+        shutil.rmtree("data", ignore_errors=True)
+        put({"a.jsonl": content, "b.jsonl": '{"text": "b"}\n'})
+        metrics = extract_raw(num_splits=3, records=rules, max_rejected_files=1)
+        [rejection] = metrics["rejections"]
+        assert rejection["detail"] == "a JSON document over several lines, and no JSON Lines: rename it to end in .json"
+    assert rows() == ["b"]
+    shutil.rmtree("data")
+    put({"a.jsonl": '{\n{"text": "b"}\n'})  # only the first line is damaged
+    assert extract_raw(max_rejected_files=1)["rejected"] == {"invalid JSON": 1}
+    assert rows() == ["b"]
+
+
 def test_trap_27_a_file_that_changes_or_grows_is_refused_once() -> None:
     lines = "".join(f"{json.dumps(value)}\n" for value in numbered_lines(3000))
     put({"a.jsonl": lines})

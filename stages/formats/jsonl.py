@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from stages.formats import json
 from stages.formats.source import Pieces, Rejected, Source
 from stages.formats.writer import TextWriter
+from stages.splits.parts import is_one_document
 
 if TYPE_CHECKING:
     from stages.formats.limits import Limits
@@ -18,7 +19,12 @@ if TYPE_CHECKING:
 
 
 def read(source: Source, sink: TextWriter) -> None:
-    """Put the strings of each line into `sink`."""
+    """Put the strings of each line into `sink`.
+
+    Raises:
+        Rejected: it is one document over several lines.
+    """
+    _check_lines(source)
     stream, limits = source.stream(), source.limits
     # With a limit: a line may be longer than the memory.
     for number, begin in enumerate(iter(partial(stream.readline, limits.largest_held), b""), source.first_line):
@@ -38,7 +44,12 @@ def read(source: Source, sink: TextWriter) -> None:
 
 
 def read_records(source: Source, records: "Records") -> None:
-    """Put the document of each line into `records`, or the documents."""
+    """Put the document of each line into `records`, or the documents.
+
+    Raises:
+        Rejected: it is one document over several lines.
+    """
+    _check_lines(source)
     stream, limits = source.stream(), source.limits
     number = source.first_line
     while piece := stream.read(limits.chunk):
@@ -59,6 +70,12 @@ def read_records(source: Source, records: "Records") -> None:
             number += 1
             while (rest := stream.readline(limits.chunk)) and not rest.endswith(b"\n"):
                 pass
+
+
+def _check_lines(source: Source) -> None:
+    if source.first_line == 1 and is_one_document(source.begin):  # once, and not for each of its lines
+        detail = "a JSON document over several lines, and no JSON Lines: rename it to end in .json"
+        raise Rejected("invalid JSON", detail)
 
 
 def _read_lines(text: str, first: int, records: "Records", limits: "Limits") -> None:

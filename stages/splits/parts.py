@@ -8,6 +8,7 @@ row groups or record batches.
 
 import codecs
 import hashlib
+import json
 import os
 from collections.abc import Iterable
 from itertools import groupby
@@ -23,6 +24,7 @@ SMALLEST = 16 << 10
 """Bytes: files up to this size are never cut. 20 splits of one file need 320 KB."""
 
 _CHUNK = 1 << 20  # bytes read at once
+_HEAD = 1 << 16  # bytes in which the first two lines are looked at
 
 
 class Range(NamedTuple):
@@ -62,17 +64,32 @@ def tasks(file: Path, num_bytes: int, size: int) -> list[Range]:
 def measure(task: Range) -> list[Measured] | None:
     """Measure the parts in a range.
 
-    None: it is not UTF-8, or cannot be read.
+    None: it is not UTF-8, is no JSON Lines, or cannot be read.
     """
     try:
         with open(tree.open_regular(task.file), "rb") as file:
             if tables.is_table(task.file.name):
                 return _measure_table(file, task)
+            if task.start == 0 and is_one_document(file.read(_HEAD)):
+                return None  # so that it is rejected once, and not by each part
             start = _line_start(file, task.start, task.end)
             # A line that begins in this range may go beyond it, and one that began before may go beyond this range.
             return [_measure(file, start, _line_start(file, task.end) if start < task.end else start)]
     except (ValueError, OSError):
         return None
+
+
+def is_one_document(begin: bytes) -> bool:
+    """Whether a file begins as a JSON document over several lines does, and so is no JSON Lines."""
+    # Without NULs and byte order marks, so that it may be in UTF-16, too.
+    first, end, rest = begin[:_HEAD].translate(None, b"\0\xef\xbb\xbf\xff\xfe").partition(b"\n")
+    if not end or first.strip() not in (b"[", b"{", b"[{"):
+        return False
+    try:
+        json.loads(rest.partition(b"\n")[0])
+    except (ValueError, RecursionError):
+        return True
+    return False  # a damaged first line
 
 
 def join(path: str, measured: Iterable[Measured]) -> list[RawFile]:
