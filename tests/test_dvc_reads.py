@@ -172,3 +172,21 @@ def test_trap_31_dvc_passes_over_what_a_killed_stage_leaves() -> None:
             "outputs/a/logs/b",
         ):
             assert not ignore.is_ignored_file(str(REPO / name / file)), (name, file)
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hardlink", "copy"])
+def test_the_links_of_dvc_are_the_files(organized: Project, tmp_path: Path, kind: str) -> None:
+    """As docs/shared-disks.md and the doctor advise."""
+    for name in ("b.txt", "same.txt", "folder/c.txt"):
+        path = organized / "data/raw" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("a" if name == "same.txt" else name)
+    organized.run("dvc", "cache", "dir", "--local", str(tmp_path / "cache"))
+    organized.run("dvc", "config", "--local", "cache.type", kind)
+    organized.run("dvc", "add", "-q", "data/raw")
+    assert (organized / "data/raw/folder/c.txt").is_symlink() == (kind == "symlink")
+    (organized / "data/raw/outside.txt").symlink_to(organized / "params.yaml")
+    organized.run("python", "-m", "stages.organize")
+    summary = organized.json("data/splits/summary.json")
+    assert summary["files"] == 4
+    assert summary["passed_over"] == [{"path": "outside.txt", "reason": "link that leaves the directory"}]

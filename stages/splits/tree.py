@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
+from stages.base.errors import StageError, one_line
 from stages.splits.manifests import PassedOver
 
 NOT_REGULAR = "not a regular file"
@@ -30,8 +31,8 @@ def walk(root: Path, is_wanted: Callable[[str], bool]) -> tuple[list[str], list[
     """List all files at any depth whose name `is_wanted`; no file is opened, so nothing can block.
 
     A link to a file is read if the file is under `root` and is not read under another name: so the snapshots of a
-    Hugging Face cache are read through their links. Links to directories are not followed: everything under `root` is
-    found without them, and a loop cannot arise.
+    Hugging Face cache are read through their links. A link into the cache of this project's DVC is the file. Links to
+    directories are not followed: everything under `root` is found without them, and a loop cannot arise.
 
     Returns:
         The paths relative to `root`, sorted, and what was skipped, sorted. In a name that is not UTF-8 the invalid
@@ -66,9 +67,10 @@ def walk(root: Path, is_wanted: Callable[[str], bool]) -> tuple[list[str], list[
                 passed_over.append(PassedOver(path, NOT_REGULAR))
     real_root = os.path.realpath(root)  # raw_dir itself may be a link to another disk
     taken = {os.path.join(real_root, path) for path in files} if links else set()
+    cache = _dvc_cache() if links else None
     for path in sorted(links):  # of several links to one file the first in this order is read, on every machine
         target = os.path.realpath(root / path)
-        if reason := _objection(path, target, real_root, taken, is_wanted):
+        if reason := _objection(path, target, real_root, cache, taken, is_wanted):
             passed_over.append(PassedOver(path, reason))
         else:
             files.append(path)
@@ -77,11 +79,14 @@ def walk(root: Path, is_wanted: Callable[[str], bool]) -> tuple[list[str], list[
 
 
 # These reasons are values in summary.json, so they keep their words: another word would change the output.
-def _objection(path: str, target: str, real_root: str, taken: set[str], is_wanted: Callable[[str], bool]) -> str | None:
+def _objection(
+    path: str, target: str, real_root: str, cache: str | None, taken: set[str], is_wanted: Callable[[str], bool]
+) -> str | None:
     if not os.path.exists(target):
         return "broken link"  # its target is missing, or it leads back to itself
-    # With a slash at the end of both: `raw-old` is not inside `raw`, but a link to `raw` itself leaves nothing.
-    if not os.path.join(target, "").startswith(os.path.join(real_root, "")):
+    # Files with the same bytes are one there, and each of them is read, as if DVC had made copies.
+    is_cached = cache is not None and _is_in(target, cache)
+    if not (is_cached or _is_in(target, real_root)):
         return "link that leaves the directory"
     if os.path.isdir(target):
         return "link to a directory"
@@ -89,7 +94,25 @@ def _objection(path: str, target: str, real_root: str, taken: set[str], is_wante
         return NOT_REGULAR
     if not is_wanted(path):
         return OTHER_SUFFIX
-    return "link to a file that is already read" if target in taken else None
+    return "link to a file that is already read" if target in taken and not is_cached else None
+
+
+def _is_in(path: str, directory: str) -> bool:
+    # With a slash at the end of both: `raw-old` is not inside `raw`, but a link to `raw` itself leaves nothing.
+    return os.path.join(path, "").startswith(os.path.join(directory, ""))
+
+
+def _dvc_cache() -> str | None:
+    """The directory into which DVC links the files that it tracks (`cache.type`); None: there is no DVC here."""
+    if not os.path.isdir(".dvc"):
+        return None
+    from dvc.config import Config, ConfigError  # takes half a second
+
+    try:
+        config = Config(".dvc")
+    except ConfigError as error:
+        raise StageError(f"{one_line(error)}: correct .dvc/config") from None
+    return os.path.realpath(config["cache"].get("dir") or ".dvc/cache")
 
 
 def size(path: str) -> int:
