@@ -43,6 +43,7 @@ from stages.model.files import (
     CONFIG,
     GENERATION_CONFIG,
     LINEAGE,
+    MORE_TEMPLATES,
     OLD_CHAT_TEMPLATE,
     TOKENIZER_CONFIG,
     WEIGHTS_INDEX,
@@ -196,12 +197,14 @@ def export(
         # Read the files back as the download stage would: the model can be the start of another training.
         meta.check_headers(reference, headers.read(temporary, list(digests.files)))
         for file in [*copied, *terms.texts()]:
+            (temporary / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / file, temporary / file)  # the content: files in HF_HOME are links into its blobs
         _write_config(temporary / CONFIG, model.architecture, dtype, reference)
         tokenizer.check_exported(temporary, model)
         turns = _add_chat_template(temporary, pointer)
         _add_ends(temporary, reference, [model.eos_token_id, *turns])
-        small = sorted({path.name for path in temporary.iterdir()} - {*digests.files, LINEAGE, CARD})
+        written = {str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()}
+        small = sorted(written - {*digests.files, LINEAGE, CARD})
         others = {name: publish.sha256_file(temporary / name) for name in small}
         lineage = _lineage(pointer, checkpoint, model, source, digests, others)
         lineage.write(temporary / LINEAGE)  # over the copied file of that name, if the initial model has one
@@ -311,13 +314,16 @@ def _is_mtp(key: str, value: Any) -> bool:
 
 
 def _add_chat_template(directory: Path, pointer: RunPointer) -> list[int]:
-    """Write the chat template that conversations were rendered with; returns the tokens that ended turns in them."""
+    """Write the chat templates that conversations were rendered with; returns the tokens that ended turns in them."""
     if "pack" not in find_records(fingerprint(pointer.identity.data.train, pointer.identity.data.validation)):
         return []
     packed = PackMetrics.read(METRICS)
-    if packed.chat_template is None or packed.train.conversations is None:
+    if not packed.chat_templates or packed.train.conversations is None:
         return []
-    publish.write_text(directory / CHAT_TEMPLATE, packed.chat_template)
+    shutil.rmtree(directory / MORE_TEMPLATES, ignore_errors=True)
+    for name, template in packed.chat_templates.items():
+        file = CHAT_TEMPLATE if name == "default" else f"{MORE_TEMPLATES}/{name}.jinja"
+        publish.write_text(directory / file, template)
     # It alone: other programs look for one in the tokenizer's config first.
     path = directory / TOKENIZER_CONFIG
     if path.is_file() and "chat_template" in (config := publish.read_json(path)):

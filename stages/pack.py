@@ -71,6 +71,8 @@ class PackParams:
     """What becomes of a conversation that is longer than a row."""
     validation_fraction: Annotated[float, Field(gt=0, le=0.5)] | None = None
     """Of the documents, by a digest of their content: these are held out instead of entire splits."""
+    max_left_out: Annotated[float, Field(ge=0, le=1)] = 0.01
+    """Of the strings of a role, or of tools, the share that the chat template may leave out."""
 
     def check_splits(self, num_splits: int) -> None:
         """Check that there are splits to train on.
@@ -176,6 +178,8 @@ class PackedRows(NamedTuple):
                 refused=counts.refused,
                 first_refused=counts.first_refused,
                 terminators=sorted(counts.terminators, key=lambda token: (-counts.terminators[token], token)),
+                strings=dict(sorted(counts.strings.items())),
+                left_out=dict(sorted(counts.left_out.items())),
             ),
         )
 
@@ -230,6 +234,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             for name in (TRAIN.name, VALIDATION.name)
         )
         counts = train.counts + validation.counts
+        check_left_out(counts, params)
         name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
         encoder = EncoderMetrics(name, counts.num_slow, reason)
         metrics = PackMetrics(
@@ -241,7 +246,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
                 *(Dataset.read(directory / name, "pack").fingerprint for name in (TRAIN.name, VALIDATION.name))
             ),
             Origin.of("stages.pack", params),
-            spec.chat.template if spec.chat else None,
+            spec.chat.templates if spec.chat else {},
             {f"{part.directory} {part.source}": rows.metrics() for part, rows in written if part.source},
         )
         metrics.write(METRICS)
@@ -263,7 +268,31 @@ def conversations_text(counts: packing.Counts) -> str:
     """What became of the conversations, for people to read."""
     share = counts.num_trained / max(1, counts.num_tokens)
     refused = f", {sum(counts.refused.values())} refused (see {METRICS})" if counts.refused else ""
-    return f"; {counts.num_conversations} conversations, {share:.1%} of their tokens trained{refused}"
+    left_out = ", ".join(
+        f"{number} of {counts.strings[where]} strings of {where}" for where, number in sorted(counts.left_out.items())
+    )
+    return (
+        f"; {counts.num_conversations} conversations, {share:.1%} of their tokens trained{refused}"
+        + f", left out by the chat template: {left_out}" * bool(left_out)
+    )
+
+
+def check_left_out(counts: packing.Counts, params: PackParams) -> None:
+    """Check that the chat template writes what the conversations have.
+
+    Not their thoughts: many templates drop those of earlier turns, and such a turn is not trained.
+
+    Raises:
+        StageError: of one role, or of the tools, it leaves out more than `max_left_out`.
+    """
+    for where, number in sorted(counts.left_out.items()):
+        total = counts.strings[where]
+        if number > params.max_left_out * total and not where.endswith(" reasoning"):
+            raise StageError(
+                f"the chat template leaves out {number} of {total} strings of {where} ({number / total:.1%}), and "
+                f"max_left_out is {params.max_left_out:g}: set chat_template to the file of one that writes them, "
+                "leave them out of the data by a rule (docs/records.md), or raise max_left_out"
+            )
 
 
 def find_tokenizer_spec(params: PackParams) -> encoding.TokenizerSpec:
@@ -303,11 +332,12 @@ def find_chat_spec(params: PackParams) -> encoding.ChatSpec:
     """
     model = ModelManifest.read()
     templates, remedy = _find_templates(params, model), "correct it, or set chat_template to the file of another one"
-    for template in templates.values():
-        _check_syntax(template, params.chat_template or f"the chat template of {model.model_name}", remedy)
+    for name, template in templates.items():
+        of_model = f"the chat template{f' {name}' * (name != 'default')} of {model.model_name}"
+        _check_syntax(template, params.chat_template or of_model, remedy)
     return encoding.ChatSpec(
         templates.get("default"), tuple(model.special_tokens.items()), params.train_on, params.too_long,
-        params.seq_length,
+        params.seq_length, tuple((name, each) for name, each in templates.items() if name != "default"),
     )  # fmt: skip
 
 

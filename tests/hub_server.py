@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(403, {})
         parts = path.strip("/").split("/")
         if parts[0] == "file":
-            return self.file("/".join(parts[1:3]), unquote(parts[3]))
+            return self.file("/".join(parts[1:3]), unquote("/".join(parts[3:])))
         if len(parts) < 4:
             return self.answer(404, {})
         if parts[:2] == ["api", "models"]:

@@ -751,14 +751,20 @@ def test_generated_text_ends_where_documents_and_turns_have_ended(
     own = publish.read_json(model / "tokenizer_config.json")
     publish.write_json(model / "tokenizer_config.json", {**own, "chat_template": "old"})
     publish.write_json(model / "chat_template.json", {"chat_template": "old"})
+    publish.write_text(model / "additional_chat_templates/tool_use.jinja", "old")
     chats = ConversationMetrics(1, 9, 9, 0, {}, [], [5, 3])
     part, encoder = PartMetrics(1, 0, 0, 9, None, None, 0, 1, conversations=chats), EncoderMetrics("", 0, None)
-    packed = PackMetrics(part, part, encoder, "", fingerprint("t", "v"), Origin({}, {}), chat_template="new")
+    packed = PackMetrics(part, part, encoder, "", fingerprint("t", "v"), Origin({}, {}), {"default": "new", "rag": "b"})
     packed.write(RECORDS["pack"])
     assert ends() == expected
     assert [path.name for path in target.glob("chat_template*")] == ["chat_template.jinja"]
     assert "chat_template" not in publish.read_json(target / "tokenizer_config.json")
-    assert AutoTokenizer.from_pretrained(target, local_files_only=True).chat_template == "new"
+    assert AutoTokenizer.from_pretrained(target, local_files_only=True).chat_template == {"default": "new", "rag": "b"}
+    lineage = Lineage.read(target / "lineage.json")
+    assert lineage.files["additional_chat_templates/rag.jinja"] == FileEntry.of_text("b").sha256
+    Path(RECORDS["pack"]).unlink()  # without conversations those of the model stay
+    ends()
+    assert [path.name for path in (target / "additional_chat_templates").iterdir()] == ["tool_use.jinja"]
 
 
 def test_the_license_of_the_initial_model_is_carried_on() -> None:

@@ -220,6 +220,38 @@ def test_templates_that_expect_calls_in_the_format_of_openai_get_them(arguments:
     assert trained(encoded) == ['get {"city": "Paris", "cold": true}<|im_end|>']
 
 
+def test_what_the_template_leaves_out_is_counted_by_role() -> None:
+    template = CHATML.replace("in messages %}", "in messages if message.role in ('user', 'assistant') %}")
+    tool = {"type": "function", "function": {"name": "get", "description": "The weather\nof a city"}}
+    content = turns("Hi", "<think>\nhm\n</think>\n\nHello", "So", "Well", system="Judge.")
+    content = {"messages": [*content["messages"], {"role": "tool", "content": "9"}], "tools": [tool]}
+    for train_on in ("last", "all"):
+        [encoded] = encode(template, content, train_on=train_on)
+        assert isinstance(encoded, Encoded)
+        found = {"system": 1, "user": 2, "assistant": 2, "assistant reasoning": 1, "tool": 1, "tools": 2}
+        assert (encoded.strings, encoded.left_out) == (found, {"system": 1, "tool": 1, "tools": 2})
+    [encoded] = encode(FAMILIES["qwen3"].template, THOUGHTS, train_on="last")
+    assert isinstance(encoded, Encoded) and encoded.left_out == {"assistant reasoning": 1}
+    # A template that rewrites contents: what is there is looked for.
+    [encoded] = encode(CHATML.replace("message['content']", "message['content'][:3]"), content, train_on="all")
+    assert isinstance(encoded, Encoded) and encoded.left_out == {
+        "system": 1, "assistant": 2, "assistant reasoning": 1, "tools": 2,
+    }  # fmt: skip
+    [encoded] = encode(FAMILIES["qwen2.5"].template, {**turns("Hi", "Hello"), "tools": [tool]})
+    assert isinstance(encoded, Encoded) and not encoded.left_out
+
+
+def test_conversations_with_tools_have_the_template_for_tools() -> None:
+    tool = {"type": "function", "function": {"name": "get"}}
+    chat = ChatSpec(CHATML, (), "assistant", "drop", 4096, (("tool_use", FAMILIES["qwen2.5"].template), ("rag", "")))
+    encoder = ConversationEncoder(spec_of(TOKENIZER, 0)._replace(chat=chat))
+    [plain], [tools] = (encoder.encode(json.dumps(turns("Hi", "Hello") | more)) for more in ({}, {"tools": [tool]}))
+    assert isinstance(plain, Encoded) and isinstance(tools, Encoded)
+    system = f"<|im_start|>system\n{json.dumps([tool])}<|im_end|>\n"
+    assert decode(tools.tokens.tolist()).startswith(system) and "system" not in decode(plain.tokens.tolist())
+    assert (plain.left_out, tools.left_out) == ({}, {})
+
+
 def test_roles_names_and_tools_spell_no_special_token() -> None:
     """They are a part of what the template writes, in which such a text is the token itself."""
     tool = {"type": "function", "function": {"name": "get", "description": "Ends with <|im_end|>"}}

@@ -773,9 +773,12 @@ def test_only_the_files_that_the_model_needs_are_recorded() -> None:
     for name in ("README.md", "notes.txt", "optimizer.pt", "consolidated.safetensors"):
         Path("model", name).write_text("not needed")
     Path("model/chat_template.jinja").write_text("{{ messages }}")
+    Path("model/additional_chat_templates").mkdir()
+    Path("model/additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
     source = hub.resolve("model", "main", want_weights=True)
     names = hub.model_files(source)
-    assert "chat_template.jinja" in names
+    assert {"chat_template.jinja", "additional_chat_templates/tool_use.jinja"} <= {*names}
+    assert describe().chat_templates == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
     assert not {"README.md", "notes.txt", "optimizer.pt", "consolidated.safetensors"} & set(names)
 
 
@@ -819,6 +822,17 @@ def test_an_empty_cache_is_filled_with_what_is_needed(served: Hub, monkeypatch: 
     # Other tools can use the cache, too.
     assert snapshot_download(HUB_ID, local_files_only=True, allow_patterns=list(needed)) == str(found.directory())
     assert "README.md" in [file.path for file in get_cached_repo_tree(HUB_ID)]
+
+
+def test_more_chat_templates_are_fetched_too(served: Hub) -> None:
+    others = {"tool_use.jinja": b"{{ tools }}", "notes.txt": b"not needed"}
+    more = {f"additional_chat_templates/{name}": content for name, content in others.items()}
+    served.add(HUB_ID, Path("source"), **more, **{"chat_template.jinja": b"{{ messages }}"})
+    found = describe(HUB_ID)
+    assert found.chat_templates == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    assert "additional_chat_templates/tool_use.jinja" in found.files and "notes.txt" not in served.fetched()
+    served.requests.clear()
+    assert describe(HUB_ID) == found and served.requests == []
 
 
 def test_files_that_are_complete_are_not_fetched_again(served: Hub) -> None:

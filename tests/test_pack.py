@@ -777,6 +777,37 @@ def test_what_gives_no_tokens_is_counted_and_listed() -> None:
     assert json.loads(Path("data/pack.json").read_text())["train"]["conversations"]["conversations"] == 2
 
 
+def test_what_the_chat_template_leaves_out_is_refused_above_a_share() -> None:
+    template = CHATML.replace("in messages %}", "in messages if message.role != 'system' %}")
+    make_chat_model(template)
+    with_system = chat("a", "b")
+    with_system["messages"].insert(0, {"role": "system", "content": "Be brief."})
+    make_conversations([[with_system] * 3 + [chat("c", "d")], [chat("e", "f")]])
+    problem = (
+        r"the chat template leaves out 3 of 3 strings of system \(100.0%\), and max_left_out is 0.01: set chat_"
+        r"template to the file of one that writes them, leave them out of the data by a rule .*, or raise max_left_out"
+    )
+    with pytest.raises(StageError, match=problem):
+        run(seq_length=64)
+    assert not Path("data/pack.json").exists()
+    output = pack(PackParams(64, 1, max_left_out=1), PackRuntime(num_workers=1, reuse_gib=1))
+    assert "2 of 2 splits reused" in output
+    assert output.endswith(", left out by the chat template: 3 of 3 strings of system")
+    found = read_json(Path("data/pack.json"))["train"]["conversations"]
+    assert (found["strings"], found["left_out"]) == ({"assistant": 4, "system": 3, "user": 4}, {"system": 3})
+
+
+def test_all_chat_templates_of_the_model_are_kept() -> None:
+    make_chat_model()
+    templates = {"default": CHATML, "tool_use": "{{ tools }}" + CHATML, "rag": "a"}
+    dataclasses.replace(ModelManifest.read(), chat_templates=templates).write()
+    make_conversations([[chat("a", "b")], [chat("a", "b")]])
+    assert run(seq_length=64)["chat_templates"] == templates
+    dataclasses.replace(ModelManifest.read(), chat_templates={**templates, "rag": "{% for"}).write()
+    with pytest.raises(StageError, match=r"the chat template rag of model, line 1: .*: correct it, or set chat_templ"):
+        run(seq_length=64)
+
+
 def test_conversations_need_a_template_that_dvc_watches() -> None:
     make_chat_model(template=None)
     make_conversations([[chat("a", "b")], [chat("a", "b")]])
@@ -792,7 +823,7 @@ def test_conversations_need_a_template_that_dvc_watches() -> None:
     Path("models/templates").mkdir(parents=True)
     Path("models/templates/chat.jinja").write_text(CHATML)
     pack(PackParams(64, 1, chat_template="models/templates/chat.jinja"), PackRuntime(num_workers=1, reuse_gib=1))
-    assert json.loads(Path("data/pack.json").read_text())["chat_template"] == CHATML
+    assert json.loads(Path("data/pack.json").read_text())["chat_templates"] == {"default": CHATML}
 
 
 def test_a_template_that_fails_is_named_with_its_line_or_with_a_remedy() -> None:

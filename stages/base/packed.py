@@ -74,6 +74,10 @@ class ConversationMetrics:
     first_refused: list[RefusedConversation]
     terminators: list[int]
     """Ids of the special tokens that end trained turns, the most frequent first."""
+    strings: dict[str, int] = field(default_factory=dict)
+    """Of the conversations in the rows, by where they are: `system`, `assistant reasoning`, `tools`, ..."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Those of them that the chat template does not write, so that no token is theirs."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,8 @@ class PackMetrics(Record):
     fingerprint: str
     """Of the tokens, as `fingerprint` gives it."""
     origin: Origin
-    chat_template: str | None = None
-    """That the conversations were rendered with; null: there are none."""
+    chat_templates: dict[str, str] = field(default_factory=dict)
+    """By name, those that the conversations were rendered with, and others of the model; none: there are none."""
     sources: dict[str, PartMetrics] = field(default_factory=dict)
     """Of each source, named as in `train web`; none: the rows are of all files."""
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from stages.base.identity import Adoption, RunId, TokenFingerprints
 from stages.base.origin import Origin
-from stages.base.record import FileName, SealedRecord
+from stages.base.record import FileName, RelativePath, SealedRecord
 
 DataStage = Annotated[str, Field(pattern="^(organize|extract|pack)$")]
 
@@ -62,7 +62,7 @@ class Lineage(SealedRecord):
     """SHA-256 of the bytes of each tensor in these files."""
     encoder: str | None = None
     """The tokenizer library that encoded the data, as in data/pack.json; null: no such file of these tokens."""
-    files: dict[FileName, str] = field(default_factory=dict)
+    files: dict[RelativePath, str] = field(default_factory=dict)
     """SHA-256 of the other files: config, tokenizer."""
     splits: str | None = None
     """SHA-256 of data/splits/summary.json, which has those of the manifests, which have those of all raw files."""

@@ -19,11 +19,20 @@ from typing import Any
 from stages.base import command, publish
 from stages.base.errors import StageError, naming
 from stages.model import config, hub_cache
-from stages.model.files import CONFIG, GENERATION_CONFIG, LINEAGE, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WEIGHTS_INDEX
+from stages.model.files import (
+    CONFIG,
+    GENERATION_CONFIG,
+    LINEAGE,
+    MORE_TEMPLATES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    WEIGHTS,
+    WEIGHTS_INDEX,
+)
 from stages.model.license import is_license_file
 
 _PATTERNS = (
-    CONFIG, GENERATION_CONFIG, "chat_template*", LINEAGE, WEIGHTS_INDEX,
+    CONFIG, GENERATION_CONFIG, "chat_template*", f"{MORE_TEMPLATES}/*.jinja", LINEAGE, WEIGHTS_INDEX,
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
 )  # fmt: skip
 """All files of a model except its weights, so that no other format of them (pickles, GGUF) is fetched."""
@@ -196,7 +205,7 @@ def _fetch(repo: str, revision: str, patterns: tuple[str, ...]) -> Path:
     sizes = {
         file.rfilename: file.size or 0
         for file in model.siblings or ()
-        if "/" not in file.rfilename and (_matches(file.rfilename, patterns) or is_license_file(file.rfilename))
+        if _matches(name := file.rfilename, patterns) or ("/" not in name and is_license_file(name))
     }
     needed = sum(size for name, size in sizes.items() if not (snapshot / name).is_file())
     directory.mkdir(parents=True, exist_ok=True)
@@ -263,7 +272,8 @@ def _missing(repo: str, commit: str, patterns: tuple[str, ...], required: tuple[
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
+    # `*` matches a slash, too.
+    return any(fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
 
 
 def _refuse_directory(model_name: str) -> None:
@@ -281,7 +291,8 @@ def _refuse_directory(model_name: str) -> None:
 
 
 def _small_files(directory: Path) -> set[str]:
-    return {path.name for pattern in _PATTERNS for path in directory.glob(pattern) if path.is_file()}
+    found = (path for pattern in _PATTERNS for path in directory.glob(pattern) if path.is_file())
+    return {str(path.relative_to(directory)) for path in found}
 
 
 def _refuse_unreadable(directory: Path, want_weights: bool) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from stages.base import publish
 from stages.base.errors import StageError, explained
 from stages.base.names import is_file_name
+from stages.model.files import MORE_TEMPLATES
 
 _DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 """SHA-1 or SHA-256. A blob of another name has none."""
@@ -76,7 +77,7 @@ def commit(repo: str, revision: str) -> str | None:
 
 
 def listing(repo: str, commit: str) -> dict[str, str] | None:
-    """Git's SHA-1 of each file in the root of a repository; None where the cache has no list of them."""
+    """Git's SHA-1 of each file in the root of a repository, and of its chat templates; None where no list is cached."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -88,7 +89,7 @@ def listing(repo: str, commit: str) -> dict[str, str] | None:
             files = get_cached_repo_tree(repo, revision=commit, cache_dir=repository(repo).parent)
         except CachedRepoTreeNotFoundError:
             return None
-    return {file.path: file.blob_id for file in files if "/" not in file.path}
+    return {file.path: file.blob_id for file in files if "/" not in file.path.removeprefix(f"{MORE_TEMPLATES}/")}
 
 
 def check(repo: str, commit: str, name: str, sha256: str) -> None:

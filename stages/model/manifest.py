@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from stages.base.errors import StageError
-from stages.base.record import FileEntry, FileName, SealedRecord, check_files
+from stages.base.record import FileEntry, FileName, RelativePath, SealedRecord, check_files
 from stages.model import hub_cache
 from stages.model.files import CONFIG
 
@@ -45,7 +45,7 @@ class ModelManifest(SealedRecord):
     """PyTorch's name of the dtype that most bytes of the weights have; that of the config where there are none."""
     num_parameters: int
     """Tied weights are counted once."""
-    files: dict[FileName, FileEntry]
+    files: dict[RelativePath, FileEntry]
     """Every file that the model needs."""
     weights: list[FileName]
     """The safetensors files among them; empty: the run starts from random weights."""

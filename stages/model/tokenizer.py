@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from stages.base.errors import StageError, explained
+from stages.base.names import is_file_name
 from stages.base.record import FileEntry
 from stages.model.files import TOKENIZER
 from stages.model.manifest import ModelManifest
@@ -73,6 +74,8 @@ def load(directory: Path) -> ModelTokenizer:
     templates = tokenizer.chat_template or {}
     templates = templates if isinstance(templates, dict) else {"default": templates}
     for key, template in templates.items():
+        if not is_file_name(key):
+            raise StageError(f"{directory}: {key!r} is no name for a chat template: correct it in a copy")
         if not isinstance(template, str):
             raise StageError(
                 f"{directory}: the chat template {key} is a {type(template).__name__}, not text: correct it in a copy"

@@ -15,7 +15,6 @@ import secrets
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple
 
@@ -40,6 +39,10 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message. transformers takes the first of them, and gives it to the template under the other names too."""
 _KEPT = ("type", "id")
 """Keys in a call whose strings templates compare, so they are not marked."""
+_UNWRITTEN = (*_KEPT, "$id", "$schema", "format", "title")
+"""Keys in a tool that templates need not write."""
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""Others are counted together."""
 # The white space between belongs to no group of its own: where the closing tag is missing, each of them would be tried.
 _THOUGHTS = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
 _OPENING = re.compile(r"<\w+>\s*\Z")
@@ -79,6 +82,10 @@ class Encoded(NamedTuple):
     """(n,): ids with the bits `START`, `TRAINED` and `WHOLE`."""
     terminators: frozenset[int]
     """The ids of the special tokens that end its trained turns."""
+    strings: dict[str, int]
+    """How many strings it has, by where they are: `system`, `assistant reasoning`, `tools`, ..."""
+    left_out: dict[str, int]
+    """Those of them that the template does not write."""
 
 
 class _Conversation(NamedTuple):
@@ -138,11 +145,11 @@ class ConversationEncoder:
         self._ends = re.compile(rf"(?:{self._renamed.pattern})\s*\Z")
         self._mark = secrets.token_hex(8)
         self._marks = re.compile(rf"{self._mark}x(\d{{6}})")
+        self._templates = spec.chat.templates
+        self._prompts: dict[bool, str] = {}
+        """By whether there are no tools."""
         # A text with more characters has more tokens than a row.
         self._max_chars = max(map(len, vocab)) * self._chat.seq_length
-        template = self._chat.template or ""
-        self._has_generation = bool(_GENERATION.search(template))
-        self._template = _STRFTIME_NOW * ("strftime_now" in template) + template
 
     def encode(self, content: str) -> Iterator[Encoded | Refused]:
         """The tokens of a conversation, or why there are none; of one that is split, those of each part.
@@ -212,7 +219,7 @@ class ConversationEncoder:
     def _encode_text(self, prompt: str, completion: str) -> Encoded:
         """A prompt and what follows it: no template, and EOS at the end, as of any document."""
         text = prompt + completion + self._eos
-        return self._tokens(text, [(0 if self._chat.train_on == "all" else len(prompt), len(text))])
+        return self._tokens(text, [(0 if self._chat.train_on == "all" else len(prompt), len(text))], {}, {})
 
     def _encode(self, conversation: _Conversation, wanted: set[int]) -> Encoded:
         """Raises Refused, or _TooLong."""
@@ -222,6 +229,8 @@ class ConversationEncoder:
         marked, leaves = self._marked(conversation.messages)
         skeleton, _ = self._render(conversation._replace(messages=marked))
         pieces = self._pieces(full, skeleton, leaves)
+        written = None if pieces is None else {piece.leaf for piece in pieces}
+        counts = _count(conversation, leaves, full, written)
         if pieces is None:  # what the template writes depends on the contents
             if not generated and self._chat.train_on != "all":
                 raise Refused("the chat template rewrites contents, so which tokens are theirs is not known")
@@ -235,19 +244,19 @@ class ConversationEncoder:
         if self._chat.train_on == "all":
             if len(wanted) < len(conversation.messages):
                 raise Refused("train_on is all, and a message has train: false")
-            return self._tokens(rendering.text, [(0, len(rendering.text))])
+            return self._tokens(rendering.text, [(0, len(rendering.text))], *counts)
         if generated:
             spans = [
                 (rendering.place(start), rendering.place(end))
                 for start, end in _chosen(generated, conversation.messages, wanted)
             ]
         else:
-            spans = [*self._spans(rendering, leaves, wanted)]
+            spans = [*self._spans(rendering, leaves, wanted, conversation.tools)]
         text = rendering.text
         for number, (start, end) in enumerate(spans):
             text, end = self._terminated(text, start, end)
             spans[number] = (start, end)
-        return self._tokens(text, spans)
+        return self._tokens(text, spans, *counts)
 
     def _render_as_read(self, conversation: _Conversation) -> tuple[_Conversation, str, list[_Place]]:
         """The conversation in the form that the template reads, and what `_render` gives for it.
@@ -272,10 +281,12 @@ class ConversationEncoder:
         # It imports no torch, unlike transformers' tokenizers, and half a second is not for --help.
         from transformers.utils import chat_template_utils
 
-        if self._chat.template is None:
+        # As `apply_chat_template` chooses.
+        name = "tool_use" if conversation.tools is not None and "tool_use" in self._templates else "default"
+        if (template := self._templates.get(name)) is None:
             raise StageError(
-                "the model has no chat template, which conversations need: set chat_template to the file of one, such "
-                "as models/templates/plain.jinja"
+                "the model has no chat template, or none named default, which conversations need: set chat_template to "
+                "the file of one, such as models/templates/plain.jinja"
             )
         messages = [{key: value for key, value in each.items() if key != "train"} for each in conversation.messages]
         render: Any = chat_template_utils.render_jinja_template  # which is annotated as if it returned a string
@@ -284,7 +295,8 @@ class ConversationEncoder:
             # In a worker of Dask, without limits; but `pack` tries each template in its own process first.
             with limited(SECONDS, BYTES):
                 texts, generated = render(
-                    [messages], conversation.tools, None, self._template, self._has_generation,
+                    [messages], conversation.tools, None, _STRFTIME_NOW * ("strftime_now" in template) + template,
+                    bool(_GENERATION.search(template)),
                     add_generation_prompt=add_generation_prompt, **variables,
                 )  # fmt: skip
         except Exception as error:  # of any kind: it is a program of the model's authors
@@ -358,17 +370,21 @@ class ConversationEncoder:
         """The text of the template with the new names of special tokens."""
         return self._special.sub(lambda match: self._names[match[0]], text)
 
-    @cached_property
-    def _prompt(self) -> str:
+    def _prompt(self, tools: list[dict[str, Any]] | None) -> str:
         """What the template writes before a turn of the assistant, as far as it can be known."""
-        user = _Conversation([{"role": "user", "content": "."}], None, None)
-        try:
-            with_prompt, without = (self._render(user, add_generation_prompt=add)[0] for add in (True, False))
-        except Refused:
-            return ""
-        return self._rename(with_prompt[len(without) :]) if with_prompt.startswith(without) else ""
+        user = _Conversation([{"role": "user", "content": "."}], None, tools)
+        if (found := self._prompts.get(tools is None)) is None:
+            try:
+                with_prompt, without = (self._render(user, add_generation_prompt=add)[0] for add in (True, False))
+            except Refused:
+                with_prompt = without = ""
+            found = self._rename(with_prompt[len(without) :]) if with_prompt.startswith(without) else ""
+            self._prompts[tools is None] = found
+        return found
 
-    def _spans(self, rendering: "_Rendering", leaves: list[_Leaf], wanted: set[int]) -> Iterator[tuple[int, int]]:
+    def _spans(
+        self, rendering: "_Rendering", leaves: list[_Leaf], wanted: set[int], tools: list[dict[str, Any]] | None
+    ) -> Iterator[tuple[int, int]]:
         """Where the contents of the messages are: from the first string of each to its last."""
         positions: dict[int, list[int]] = defaultdict(list)
         for position, piece in enumerate(rendering.pieces):
@@ -383,10 +399,11 @@ class ConversationEncoder:
             if kinds[0] == "reasoning" and (opening := _OPENING.search(before)):
                 start -= len(opening[0])
             elif kinds[0] == "call":  # the model must write what precedes the name of the function, too
-                place = before.rfind(self._prompt)
-                if not self._prompt or place < 0:
+                prompt = self._prompt(tools)
+                place = before.rfind(prompt)
+                if not prompt or place < 0:
                     raise Refused("it is not known where a tool call begins: use a chat template with {% generation %}")
-                start -= len(before) - place - len(self._prompt)
+                start -= len(before) - place - len(prompt)
             if kinds[-1] == "call":
                 after = rendering.starts[own[-1] + 2]
                 end = next((match.start() for match in self._renamed.finditer(rendering.text, end, after)), end)
@@ -408,7 +425,9 @@ class ConversationEncoder:
         # Of two in a row, as in Command, the one that ends a generation.
         return text, end + len(self._eos) * text.startswith(self._eos, end)
 
-    def _tokens(self, text: str, spans: list[tuple[int, int]]) -> Encoded:
+    def _tokens(
+        self, text: str, spans: list[tuple[int, int]], strings: dict[str, int], left_out: dict[str, int]
+    ) -> Encoded:
         """Encode a rendering; a token is trained where any of its characters is."""
         if len(text) > self._max_chars:
             raise _TooLong(f"{len(text):,} characters")
@@ -434,7 +453,7 @@ class ConversationEncoder:
         ids |= np.where(is_trained, TRAINED, 0).astype(np.uint32)
         ids[0] |= START | WHOLE
         last = [names[-1] for span in spans if (names := self._renamed.findall(text, *span))]
-        return Encoded(ids, frozenset(self._ids[name] for name in last))
+        return Encoded(ids, frozenset(self._ids[name] for name in last), strings, left_out)
 
 
 class _Rendering:
@@ -539,6 +558,49 @@ def _keys(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _keys(item)
+
+
+def _count(
+    conversation: _Conversation, leaves: list[_Leaf], full: str, written: set[int | None] | None
+) -> tuple[dict[str, int], dict[str, int]]:
+    """The strings of a conversation, and those that its rendering lacks, by where they are.
+
+    Args:
+        conversation: As the template got it.
+        leaves: The strings of its messages.
+        full: Its rendering.
+        written: The leaves that are in it; None: nothing says so, so they are looked for.
+    """
+    strings: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
+    for number, leaf in enumerate(leaves):
+        role = conversation.messages[leaf.message]["role"]
+        where = role if role in _ROLES else "other roles"
+        where += "" if leaf.kind == "content" else f" {leaf.kind}"
+        strings[where] += 1
+        left_out[where] += not (_is_in(leaf.text, full) if written is None else number in written)
+    for text in _strings_of(conversation.tools):
+        strings["tools"] += 1
+        left_out["tools"] += not _is_in(text, full)
+    return strings, +left_out
+
+
+def _is_in(text: str, full: str) -> bool:
+    """Whether a rendering has a string, by `tojson`, as it is, or each of its lines."""
+    return json.dumps(text, ensure_ascii=False)[1:-1] in full or all(line.strip() in full for line in text.splitlines())
+
+
+def _strings_of(value: Any) -> Iterator[str]:
+    """The strings in tools that a template must write."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if key not in _UNWRITTEN:
+                yield from _strings_of(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings_of(item)
 
 
 def _check_leaves(pieces: list[_Piece], leaves: list[_Leaf], wanted: set[int]) -> None:

@@ -56,6 +56,13 @@ class ChatSpec(NamedTuple):
     too_long: TooLong
     seq_length: int
     """Tokens of a row."""
+    more_templates: tuple[tuple[str, str], ...] = ()
+    """The model's others, by name."""
+
+    @property
+    def templates(self) -> dict[str, str]:
+        """All of them by name; `tool_use` is for conversations with tools, `default` for the others."""
+        return {**({} if self.template is None else {"default": self.template}), **dict(self.more_templates)}
 
 
 class TokenizerSpec(NamedTuple):

@@ -128,6 +128,10 @@ class Counts:
     refused: dict[str, int] = field(default_factory=dict)
     """Conversations, or parts of one, that give no tokens, by reason."""
     first_refused: list[RefusedConversation] = field(default_factory=list)
+    strings: dict[str, int] = field(default_factory=dict)
+    """Of the conversations, by where they are: `system`, `assistant reasoning`, `tools`, ..."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Those of them that the chat template does not write."""
     terminators: dict[int, int] = field(default_factory=dict)
     """The tokens that end trained turns, and how many conversations have each."""
     held_out: str = ""
@@ -229,6 +233,8 @@ def _conversations(conversations: Iterable[str], spec: TokenizerSpec) -> Iterato
                 num_conversations=1,
                 num_tokens=len(encoded.tokens),
                 num_trained=int(np.count_nonzero(encoded.tokens & TRAINED)),
+                strings=encoded.strings,
+                left_out=encoded.left_out,
                 terminators=dict.fromkeys(sorted(encoded.terminators), 1),
             )
             yield encoded.tokens, counts
