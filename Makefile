@@ -13,6 +13,8 @@ setup: ## Install the locked environment that fits this machine into .venv
 
 # With --allow-missing, DVC needs no raw files if dvc.lock has results of them.
 repro: setup ## Run the pipeline, on a sample corpus if data/raw is empty; ARGS=--allow-missing: without raw files
+	@[ -e .git ] || grep -qs 'no_scm = true' .dvc/config.local .dvc/config || \
+		{ echo "error: without git, DVC needs: .venv/bin/dvc config --local core.no_scm true" >&2; exit 1; }
 ifeq ($(filter --allow-missing,$(ARGS)),)
 	@$(PY) -m scripts.sample_corpus
 endif

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -242,6 +243,51 @@ def test_a_cache_that_lacks_a_file_is_refused_offline(
     (snapshot / name).unlink()
     with pytest.raises(hub.Lacking, match=f"lacks .*{name}"):
         describe(HUB_ID)
+
+
+def test_a_cache_without_the_branch_names_the_commit_that_is_there(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    cached(write_model(Path("source")), home)
+    (home / "hub/models--someone--tiny/refs/main").unlink()
+    with pytest.raises(hub.Lacking, match=rf"at revision 'main'.* has commit {COMMIT}: set model_revision to it"):
+        describe(HUB_ID)
+    params = DownloadParams(model_name=HUB_ID, model_revision=COMMIT, initial_weights="auto")
+    assert download.describe(params).commit == COMMIT
+
+
+def test_weights_that_the_owner_alone_may_read_are_named_so() -> None:
+    with tempfile.TemporaryDirectory() as name:  # which another user can reach
+        directory = Path(name)
+        directory.chmod(0o755)
+        save_file({"a": torch.ones(1)}, directory / WEIGHTS)
+        (directory / WEIGHTS).chmod(0)
+        is_root = os.geteuid() == 0
+        if is_root:  # root may read everything
+            os.seteuid(65534)
+        try:
+            with pytest.raises(StageError, match=rf"{WEIGHTS} cannot be read \(Permission denied\).*chmod"):
+                headers.read(directory, [WEIGHTS])
+        finally:
+            if is_root:
+                os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"extra.weight": torch.ones(1)}, "delete the extra tensors in a copy of the files"),
+        ({"lm_head.weight": None}, "set tie_word_embeddings: true in the config.json of a copy, if the output"),
+        ({"model.norm.weight": None}, "fetch all safetensors files of this revision again$"),
+        ({"model.norm.weight": torch.ones(3)}, "correct config.json in a copy, or fetch it and the weights again$"),
+    ],
+)
+def test_weights_that_do_not_fit_have_a_remedy(change: dict[str, torch.Tensor | None], remedy: str) -> None:
+    write_model(Path("model"), LlamaConfig(**SIZES, **LAYERS, tie_word_embeddings=False), max_shard_size="1GB")
+    path = Path("model", WEIGHTS)
+    tensors = {name: tensor for name, tensor in {**load_file(path), **change}.items() if tensor is not None}
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(StageError, match=f"(?m)the weights do not fit the config of LlamaForCausalLM: .*{remedy}"):
+        describe()
 
 
 def resolve_in_a_process(endpoint: str, token: str) -> subprocess.CompletedProcess[str]:

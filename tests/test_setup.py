@@ -360,3 +360,22 @@ def test_a_package_that_is_missing_offline_is_named(install_offline):
     process = install_offline("absent==1 --hash=sha256:{digest}\n")
     assert process.returncode != 0
     assert "absent was not found" in process.stderr
+
+
+def test_make_repro_without_git_names_the_setting_of_dvc(tmp_path):
+    for name in ("Makefile", ".dvc/config"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPO / name, tmp_path / name)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for name in ("python", "dvc"):
+        (tmp_path / ".venv/bin" / name).write_text("#!/bin/sh\necho $0 $@\n")
+        (tmp_path / ".venv/bin" / name).chmod(0o755)
+    make = ["make", "--old-file", "setup", "repro"]
+    done = subprocess.run(make, cwd=tmp_path, capture_output=True, text=True)
+    assert "without git, DVC needs: .venv/bin/dvc config --local core.no_scm true" in done.stderr
+    assert (done.returncode, "dvc repro" in done.stdout) == (2, False)
+    (tmp_path / ".dvc/config.local").write_text("[core]\n    no_scm = true\n")
+    assert "dvc repro" in subprocess.run(make, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    (tmp_path / ".dvc/config.local").unlink()
+    (tmp_path / ".git").touch()  # of a worktree
+    assert "dvc repro" in subprocess.run(make, cwd=tmp_path, capture_output=True, text=True, check=True).stdout

@@ -22,9 +22,13 @@ def read(project: Path = Path()) -> Found[Config]:
             repo.index.check_graph()
             config = repo.config
     except DvcException as problem:
+        if "is not a git repository" in str(problem):
+            raise StageError(
+                f"dvc: {project.absolute()} has no .git: run `dvc config --local core.no_scm true`, or `git init`"
+            ) from None
         raise StageError(
             f"dvc: {one_line(problem)}: run the doctor in the root of the project, resolve merge "
-            "conflicts, or `git checkout .dvc dvc.yaml dvc.lock` (without git: `dvc config --local core.no_scm true`)"
+            "conflicts, or `git checkout .dvc dvc.yaml dvc.lock`"
         ) from None
     locks = project / ".dvc/tmp/rwlock"
     if locks.exists() and not locks.stat().st_size:

@@ -47,6 +47,11 @@ def _read_file(directory: Path, name: str) -> list[StoredTensor]:
     if not path.is_file():
         raise StageError(f"{path} is missing, though {WEIGHTS_INDEX} names it: fetch it again")
     try:
+        path.open("rb").close()  # safe_open calls each of its failures a missing file
+    except PermissionError as error:
+        remedy = f"`chmod a+r {path.resolve()}`, as its owner"
+        raise StageError(f"{path} cannot be read ({error.strerror}): allow it by {remedy}") from None
+    try:
         # No tensor is made, so the framework does not matter: numpy's dtypes have no bfloat16, torch is slow to import.
         with safe_open(path, framework="np") as file:
             slices = [(key, file.get_slice(key)) for key in file.offset_keys()]

@@ -156,6 +156,8 @@ def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tup
         f"model_name is {repo!r}: there is no such directory, and the model cache {cache} (HF_HOME sets it) lacks "
         f"{', '.join(missing[:5])} of the Hub's model at revision {revision!r}"
     )
+    if commit is None and (others := hub_cache.commits(repo)):  # of a cache that was copied without refs/
+        problem += f", but has commit {' and '.join(others[:5])}: set model_revision to it"
     remedy = f"run `hf download {repo} --revision {revision}` on a machine with internet and bring its HF_HOME here"
     variable = hub_cache.offline_variable()
     if variable is not None:

@@ -76,6 +76,11 @@ def commit(repo: str, revision: str) -> str | None:
     return found if is_file_name(found) and snapshot(repo, found).is_dir() else None
 
 
+def commits(repo: str) -> list[str]:
+    """The commits of which the cache has at least some files, in order."""
+    return sorted(path.name for path in (repository(repo) / "snapshots").glob("*") if path.is_dir())
+
+
 def listing(repo: str, commit: str) -> dict[str, str] | None:
     """Git's SHA-1 of each file in the root of a repository, and of its chat templates; None where no list is cached."""
     from huggingface_hub import get_cached_repo_tree

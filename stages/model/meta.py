@@ -275,7 +275,22 @@ def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> di
         *_some("of another type", mistyped),
     ]
     if problems:
-        raise StageError(f"the weights do not fit the config of {type(model).__name__}; fetch both again", *problems)
+        remedies = []
+        if missing:
+            output = model.get_output_embeddings()
+            names = {name for name, parameter in model.named_parameters() if output and parameter is output.weight}
+            if names.issuperset(missing):
+                remedies = [
+                    f"set tie_word_embeddings: true in the {CONFIG} of a copy, if the output shares the weights of the "
+                    "embedding"
+                ]
+            remedies += ["fetch all safetensors files of this revision again"]
+        if unexpected:  # the same would be fetched again
+            remedies += ["delete the extra tensors in a copy of the files, if the model needs none of them"]
+        if misshapen:
+            remedies += [f"correct {CONFIG} in a copy, or fetch it and the weights again"]
+        fit = f"the weights do not fit the config of {type(model).__name__}"
+        raise StageError(f"{fit}: {', or '.join(remedies)}" if remedies else fit, *problems)
     return found
 
 
