@@ -5,7 +5,9 @@ import re
 import signal
 import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.faults import environment
 from tests.project import BIN, LAUNCH, REPO, Project, is_alive, ranks_of, wait_for
 from tests.ranks import Ranks
 from tests.trainings import Given, result, weights
+from tests.two_nodes import CAN_UNSHARE, ON_TWO_NODES
 
 STARTS = r"run \w+ starts at step 0: there is no checkpoint to continue from\n"
 """What the first launch prints before anything else."""
@@ -72,6 +75,19 @@ def test_a_signal_to_one_node_saves_on_all_and_they_compute_what_one_does(nodes:
     assert result(project) == reference
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not CAN_UNSHARE, reason="this machine allows no network namespaces")
+@pytest.mark.parametrize("names", ["", "127.0.1.1 n1\n127.0.1.1 n2\n"], ids=["unknown", "of loopback, as on Debian"])
+def test_no_name_of_a_node_has_to_resolve(nodes: Given, tmp_path: Path, names: str) -> None:
+    project, reference = nodes
+    project.set(runtime={"timeout_minutes": 0.5})
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n{names}")
+    output = project.run(*ON_TWO_NODES, str(hosts), *LAUNCH, **ALLOCATION)
+    assert "training with 2 ranks on 2 nodes (CPU, network cable1)" in output
+    assert result(project) == reference
+
+
 @pytest.mark.parametrize(
     ("allocated", "values", "expected"),
     [
@@ -107,13 +123,23 @@ def test_what_starts_the_ranks_follows_from_the_allocation(
         assert torchrun.num_nodes(runtime.launcher, runtime.num_nodes) == expected
 
 
-def test_where_the_nodes_find_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_NODEID", "0")
-    assert torchrun._endpoint(None)[0] == ""  # the address of the launcher, which srun gives to the tasks
-    assert torchrun._endpoint("head")[0] == "head"
-    assert torchrun._endpoint("head:29500") == ("head", 29500)
+def test_where_the_nodes_find_the_first_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+    for given, expected in (("", r"127\.0\.0\.1:\d+"), ("head", r"head:\d+"), ("head:29500", "head:29500")):
+        (directory := tmp_path / (given or "none")).mkdir()
+        with ThreadPoolExecutor(3) as nodes:
+            find = partial(torchrun.find_endpoint, directory, given, num_nodes=3)
+            endpoints = {*nodes.map(find, range(3))}
+        assert len(endpoints) == 1  # the port that the first node has found free, not the launcher
+        assert re.fullmatch(expected, endpoints.pop())
     with pytest.raises(StageError, match="ports are numbers up to 65535"):
-        torchrun._endpoint("head:70000")
+        torchrun._checked("head:70000")
+
+
+def test_a_first_node_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torchrun, "_START_SECONDS", 0.1)
+    with pytest.raises(SystemExit, match="RendezvousTimeoutError: the first node has not started"):
+        torchrun.find_endpoint(tmp_path, "head", 1, num_nodes=2)
 
 
 def test_the_interface_is_the_one_that_reaches_the_first_node() -> None:

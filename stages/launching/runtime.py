@@ -57,8 +57,8 @@ class TrainRuntime(CheckpointRuntime):
     nproc_per_node: PositiveInt | None
     """Ranks on each node; null: one per GPU, or 2 where there is none."""
     rdzv_endpoint: Annotated[str, Field(pattern=r"^[^:\s]+(:\d{1,5})?$")] | None
-    """`host` or `host:port` where the other nodes reach the first one; null: the address that srun has given them, and
-    a free port."""
+    """`host` or `host:port` where the other nodes reach the first one; null: the address that it has towards the last
+    one, and a free port of it."""
     log_freq: PositiveInt
     """Optimizer steps between two lines of output."""
     timeout_minutes: PositiveFloat

@@ -141,13 +141,18 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
+def own_address(host: str) -> str:
+    """The address that this machine has on the way to `host`; an OSError where there is no way."""
+    family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of UDP: it chooses the route, and sends nothing
+        return str(probe.getsockname()[0])
+
+
 def interface_towards(host: str) -> str | None:
     """The interface through which this machine reaches `host`, or at which it is `host`; None: not to be trusted."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of UDP: it chooses the route, and sends nothing
-            own = str(probe.getsockname()[0])
+        own = own_address(host)
     except OSError:
         return None
     # A name of this machine may have the address of loopback here, and another one on the other machines.

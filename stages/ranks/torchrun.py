@@ -1,7 +1,7 @@
 """torchrun starts the ranks, ends all when one fails, and passes signals on: here, or with srun on nodes of Slurm.
 
-On one machine torchrun and the ranks find each other through files, bind sockets to 127.0.0.1 alone, and look up no
-name. On several nodes the first one has torchrun's store, at the address that srun gives to the tasks.
+On one machine torchrun and the ranks find each other through files, and bind sockets to 127.0.0.1 alone. On several
+nodes the first one has torchrun's store, which the ranks use too, and says in a file where it is. No name is looked up.
 
 A rank that decides itself to end says so (`handoff.tell_launcher`). Otherwise torchrun's report is shown.
 """
@@ -16,13 +16,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from stages.base import process
+from stages.base import process, publish
 from stages.base.command import USER_ERROR
 from stages.base.errors import StageError
 from stages.base.shared_disk import refresh
@@ -36,6 +37,12 @@ CRASHED = 1
 _LOG = "torchrun-"
 """A file in the directory of the ranks with what torchrun prints, and the name of the node."""
 
+_ENDPOINT = "TRAINING_ENDPOINT"
+"""Environment variable of torchrun on one of several nodes, with `runtime.rdzv_endpoint`, which may be empty."""
+
+_START_SECONDS = 15 * 60
+"""A node waits for the others for so long, as torchrun does."""
+
 _OF_TASKS = ("SLURM_CPU", "SLURM_GPU", "SLURM_HINT", "SLURM_NTASKS_PER", "SLURM_TRES_PER_TASK", "SRUN_CPUS_PER_TASK")
 """What the tasks of the job get, which srun would read as its options: torchrun must have its whole node."""
 
@@ -48,12 +55,9 @@ if ! [ -d "${handoff.DIRECTORY}" ]; then
         "disk that all nodes share (set CHECKPOINT_ROOT)" >&2
     exit {USER_ERROR}
 fi
-export PET_RDZV_ENDPOINT="${{ENDPOINT_HOST:-$SLURM_LAUNCH_NODE_IPADDR}}:$ENDPOINT_PORT"
-export PET_RDZV_CONF="is_host=$((SLURM_NODEID == 0))"
-export {handoff.PARENT}=$$
 {_START}
 """
-"""The same on one node of several. Options of torchrun that differ between them are variables, which it reads too."""
+"""The same on one node of several."""
 
 
 class Ranks(NamedTuple):
@@ -150,7 +154,7 @@ def run(
         ranks: How many, and where.
         directory: That they share for this start.
         timeout_minutes: After a signal, the ranks have so long to save.
-        endpoint: On several nodes `host` or `host:port` where all of them reach the first one.
+        endpoint: On several nodes `host` or `host:port` where all of them reach the first one; None: found by itself.
         stopping: Set when the ranks are to save and exit.
 
     Returns:
@@ -168,14 +172,14 @@ def run(
     environment.setdefault("OMP_NUM_THREADS", num_threads)
     environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", num_threads)
     torchrun = [
-        sys.executable, "-m", "torch.distributed.run" if ranks.num_nodes else "stages.ranks.torchrun",
-        f"--nnodes={ranks.num_nodes or 1}",
-        f"--nproc-per-node={ranks.num_local}", "--rdzv-backend=c10d", f"--log-dir={directory}",
+        sys.executable, "-m", "stages.ranks.torchrun",
+        f"--nnodes={ranks.num_nodes or 1}", f"--nproc-per-node={ranks.num_local}", f"--log-dir={directory}",
         f"--signals-to-handle={','.join(sorted(number.name for number in STOP_SIGNALS))}",
     ]  # fmt: skip
     if ranks.num_nodes is None:
         at_death = signal.SIGKILL
         torchrun += [
+            "--rdzv-backend=c10d",
             f"--rdzv-endpoint={directory / 'rendezvous'}",
             "--rdzv-conf=store_type=file",
             "--local-addr=127.0.0.1",
@@ -183,10 +187,10 @@ def run(
         command = ["sh", "-c", _START, "sh", *torchrun, "-m", module]
     else:
         at_death = signal.SIGTERM  # at which srun kills its tasks
-        host, port = _endpoint(endpoint)
         environment = {name: value for name, value in environment.items() if not name.startswith(_OF_TASKS)}
-        environment |= {"ENDPOINT_HOST": host, "ENDPOINT_PORT": str(port)}
-        torchrun += [f"--rdzv-id={secrets.token_hex(4)}"]
+        environment[_ENDPOINT] = _checked(endpoint)
+        # Not c10d: it gives the ranks the full name of the first node, which need not resolve elsewhere.
+        torchrun += ["--rdzv-backend=static", f"--rdzv-id={secrets.token_hex(4)}"]
         srun = [
             "srun", f"--nodes={ranks.num_nodes}", f"--ntasks={ranks.num_nodes}", "--ntasks-per-node=1", "--relative=0",
             "--cpu-bind=none", "--overlap", "--export=ALL", "--quiet", "--kill-on-bad-exit=1", "--wait=0",
@@ -247,19 +251,50 @@ def _reports(directory: Path, num_nodes: int) -> Iterator[str]:
             yield text[max(text.find("=" * 20), 0) :].rstrip()
 
 
-def _endpoint(text: str | None) -> tuple[str, int]:
-    """Host and port of torchrun's store; an empty host: the address of this machine, which srun gives to the tasks.
+def _checked(endpoint: str | None) -> str:
+    """`runtime.rdzv_endpoint`, or "" where it is None.
 
     Raises:
         StageError: the port is none.
     """
-    host, _, port = (text or "").partition(":")
-    if int(port or 0) > 65535:
-        raise StageError(f"runtime.rdzv_endpoint is {text}: ports are numbers up to 65535")
-    if not host and os.environ.get("SLURM_NODEID") != "0":  # as in `salloc` on a login node
-        names = subprocess.run(["scontrol", "show", "hostnames"], capture_output=True, text=True)
-        host = names.stdout.partition("\n")[0]
-    return host, int(port or _free_port())
+    if int((endpoint or "").partition(":")[2] or 0) > 65535:
+        raise StageError(f"runtime.rdzv_endpoint is {endpoint}: ports are numbers up to 65535")
+    return endpoint or ""
+
+
+def find_endpoint(directory: Path, given: str, node: int, num_nodes: int) -> str:
+    """Host and port of torchrun's store, which the first node writes into `directory` for all.
+
+    The first node alone knows its free ports. But it may be 127.0.1.1 to itself, and the launcher may be on a login
+    node. So the last node says which address it has towards srun, and the first one which address it has towards that.
+
+    Args:
+        directory: That the nodes share for this start.
+        given: `host`, `host:port`, or "".
+        node: The number of this node.
+        num_nodes: How many there are.
+    """
+    from stages.ranks.process_group import own_address
+
+    last, first = directory / "last-node", directory / "first-node"
+    host, _, port = given.partition(":")
+    if not host and node == num_nodes - 1:
+        publish.write_text(last, own_address(os.environ["SLURM_LAUNCH_NODE_IPADDR"]))
+    if node == 0:
+        host = host or own_address(_wait_for(last))
+        publish.write_text(first, f"{f'[{host}]' if ':' in host else host}:{port or _free_port()}")
+    return _wait_for(first)
+
+
+def _wait_for(path: Path) -> str:
+    """The text of a file that another node writes."""
+    end = time.monotonic() + _START_SECONDS
+    while not path.exists():
+        if time.monotonic() > end:
+            sys.exit(f"RendezvousTimeoutError: the {path.name.replace('-', ' ')} has not started in {_START_SECONDS} s")
+        time.sleep(0.1)
+        refresh([path.parent])
+    return path.read_text(encoding="utf-8")
 
 
 def _free_port() -> int:
@@ -275,10 +310,20 @@ def _num_cpus() -> int:
     return min(own, int(os.environ.get("SLURM_CPUS_ON_NODE", own)))
 
 
-if __name__ == "__main__":  # torchrun of one machine
+def _main() -> None:
+    """Run torchrun on this node."""
+    os.environ[handoff.PARENT] = str(os.getpid())
+    if (given := os.environ.get(_ENDPOINT)) is not None:
+        node, num_nodes = (int(os.environ[name]) for name in ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"))
+        endpoint = find_endpoint(Path(os.environ[handoff.DIRECTORY]), given, node, num_nodes)
+        # Options of torchrun that differ between the nodes are variables, which it reads too.
+        os.environ |= {"PET_NODE_RANK": str(node), "PET_RDZV_ENDPOINT": endpoint}
     from torch.distributed.run import main
 
     # It records the full name of the machine with its events. Where /etc/hosts lacks it, nameservers would be asked.
     socket.getfqdn = lambda name="": name or socket.gethostname()
-    os.environ[handoff.PARENT] = str(os.getpid())
     main()
+
+
+if __name__ == "__main__":
+    _main()
