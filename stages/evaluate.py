@@ -124,7 +124,7 @@ def measure_on_ranks(request: Request, runtime: EvaluateRuntime) -> Measurements
     with torchrun.shared_directory(ranks) as directory:
         request.write(directory / REQUEST)
         # The ranks die with this process, also with one that is killed.
-        if not (status := torchrun.run("stages.report.measure", ranks, directory, runtime.timeout_minutes)):
+        if not (status := torchrun.run("stages.report.measure", ranks, directory)):
             return Measurements.read(directory / MEASUREMENTS)
     if status == torchrun.CRASHED:  # else the ranks have printed the reason
         if_killed = f"if a rank was killed by signal 9 because memory ran out, use {remedies(request, ranks.total)}"

@@ -161,9 +161,7 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
             decision = begin(run, how_to_resume(runtime, is_restart=True))
         Launch(run.params, runtime, run.identity, decision).hand_over()
         with torchrun.shared_directory(ranks, run.directory) as directory:
-            status = torchrun.run(
-                "stages.train", ranks, directory, runtime.timeout_minutes, runtime.rdzv_endpoint, stopping
-            )
+            status = torchrun.run("stages.train", ranks, directory, runtime.rdzv_endpoint, stopping)
         if status != torchrun.CRASHED or stopping.is_set():
             break
     if status == torchrun.CRASHED:

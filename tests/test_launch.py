@@ -3,12 +3,14 @@
 import errno
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -113,6 +115,55 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
     process = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert process.stdout == "stop\n"
+
+
+def test_any_number_of_signals_while_a_launcher_exits_leave_its_status() -> None:
+    code = """
+import sys, threading
+from stages.base import command
+from stages.ranks.signals import INTERRUPTED, on_stop_signals
+def main():
+    stopping = threading.Event()
+    on_stop_signals(stopping.set)
+    print("ready", flush=True)
+    stopping.wait()
+    sys.exit(INTERRUPTED)
+command.run(main)
+"""
+    numbers = [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    for _ in range(5):
+        process = subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE)
+        assert process.stdout and process.stdout.readline()
+        while process.poll() is None:
+            for number in numbers:
+                process.send_signal(number)
+            time.sleep(0.0005)
+        process.stdout.close()
+        assert process.returncode == INTERRUPTED
+
+
+@pytest.mark.slow
+def test_a_save_after_a_signal_may_take_as_long_as_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before torch 2.12, torchrun kills its ranks 30 seconds after a signal."""
+    (tmp_path / "slow_save.py").write_text("""
+import sys, time
+from stages.ranks import handoff
+from stages.ranks.signals import INTERRUPTED, StopSignal
+with handoff.rank():
+    stop = StopSignal()
+    stop.training_starts()
+    while not stop.received:
+        time.sleep(0.1)
+    time.sleep(35)
+    sys.exit(INTERRUPTED)
+""")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPO}")
+    stopping, ranks = threading.Event(), torchrun.Ranks(1)
+    with torchrun.shared_directory(ranks) as directory, ThreadPoolExecutor() as thread:
+        status = thread.submit(torchrun.run, "slow_save", ranks, directory, stopping=stopping)
+        wait_for(lambda: handoff.was_training(directory))
+        stopping.set()
+        assert status.result() == INTERRUPTED
 
 
 def test_a_machine_that_is_none_of_the_nodes_does_not_count_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,8 @@ def raise_on_interrupt() -> Iterator[list[int]]:
         sys.unraisablehook = hook
         if not received:  # after an interrupt the others are ignored until the process ends
             for each, handler in handlers.items():
-                signal.signal(each, handler)
+                if signal.getsignal(each) is stop:  # else the block has a use for the signal that does not end with it
+                    signal.signal(each, handler)
 
 
 @contextmanager

@@ -63,7 +63,7 @@ class TrainRuntime(CheckpointRuntime):
     """Optimizer steps between two lines of output."""
     timeout_minutes: PositiveFloat
     """How long a rank may take for one thing: after 0.9 of it rank 0 names the rank and ends all. After the full time
-    the others take rank 0 itself for lost. After a signal, the ranks have so long to save."""
+    the others take rank 0 itself for lost."""
     max_restarts: NonNegativeInt
     """How often the ranks are restarted after one of them crashed or hung. An error that would recur, and a
     signal to stop, end the training at once."""

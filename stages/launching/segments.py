@@ -160,7 +160,7 @@ def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> dict[str, 
         watcher.start()
         try:
             with torchrun.shared_directory(ranks) as directory:
-                torchrun.run("stages.train", ranks, directory, again.timeout_minutes, stopping=stopping)
+                torchrun.run("stages.train", ranks, directory, stopping=stopping)
         finally:
             done.set()
             watcher.join()

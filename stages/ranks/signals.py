@@ -1,5 +1,6 @@
 """Signals that ask a training to stop, and how a rank remembers them."""
 
+import atexit
 import os
 import signal
 import threading
@@ -20,6 +21,8 @@ def on_stop_signals(stop: Callable[[], None]) -> None:
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: stop())
+            # Python takes its handlers away before the process has ended, which the next signal would then kill.
+            atexit.register(signal.signal, number, signal.SIG_IGN)
 
 
 class StopSignal:

@@ -18,10 +18,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from stages.base import process, publish
 from stages.base.command import USER_ERROR
@@ -29,7 +31,7 @@ from stages.base.errors import StageError
 from stages.base.shared_disk import refresh
 from stages.ranks import handoff
 from stages.ranks.gpus import num_devices
-from stages.ranks.signals import INTERRUPTED, STOP_SIGNALS
+from stages.ranks.signals import INTERRUPTED, on_stop_signals
 
 CRASHED = 1
 """Exit status where a rank crashed or hung."""
@@ -144,18 +146,16 @@ def shared_directory(ranks: Ranks, parent: Path | None = None) -> Iterator[Path]
 
 
 def run(
-    module: str, ranks: Ranks, directory: Path, timeout_minutes: float, endpoint: str | None = None,
-    stopping: threading.Event | None = None,
-) -> int:  # fmt: skip
+    module: str, ranks: Ranks, directory: Path, endpoint: str | None = None, stopping: threading.Event | None = None
+) -> int:
     """Run a module as so many ranks, until all have ended.
 
     Args:
         module: What each rank runs.
         ranks: How many, and where.
         directory: That they share for this start.
-        timeout_minutes: After a signal, the ranks have so long to save.
         endpoint: On several nodes `host` or `host:port` where all of them reach the first one; None: found by itself.
-        stopping: Set when the ranks are to save and exit.
+        stopping: Set when the ranks are to save and exit, however long that takes; the watchdog ends those that hang.
 
     Returns:
         An exit status. Why it is not 0 is printed, by the ranks or here.
@@ -165,7 +165,6 @@ def run(
         handoff.DIRECTORY: str(directory),
         handoff.STDERR: "0",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if ranks.num_nodes is None else "0",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(60 * timeout_minutes)),
     }
     # Several ranks with one thread per core each would compete for the cores; so would their compilers.
     num_threads = str(max(1, _num_cpus() // ranks.num_local))
@@ -174,7 +173,7 @@ def run(
     torchrun = [
         sys.executable, "-m", "stages.ranks.torchrun",
         f"--nnodes={ranks.num_nodes or 1}", f"--nproc-per-node={ranks.num_local}", f"--log-dir={directory}",
-        f"--signals-to-handle={','.join(sorted(number.name for number in STOP_SIGNALS))}",
+        "--signals-to-handle=SIGQUIT",  # not those of `_ask_ranks_to_stop`
     ]  # fmt: skip
     if ranks.num_nodes is None:
         at_death = signal.SIGKILL
@@ -310,8 +309,33 @@ def _num_cpus() -> int:
     return min(own, int(os.environ.get("SLURM_CPUS_ON_NODE", own)))
 
 
+def _ask_ranks_to_stop(woken: int) -> None:
+    """After a signal, ask the ranks to save; before there are any, end this process.
+
+    torchrun would ask them too, but kill them after a while, which before torch 2.12 is 30 seconds.
+    """
+    os.read(woken, 1)
+    asked: set[psutil.Process] = set()
+    while True:
+        ranks = set(psutil.Process().children())
+        if not ranks | asked:
+            handoff.tell_launcher(INTERRUPTED)
+            os._exit(INTERRUPTED)
+        for rank in ranks - asked:  # also those that torchrun starts only now
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(signal.SIGUSR1)
+        asked |= ranks
+        time.sleep(0.1)
+
+
 def _main() -> None:
     """Run torchrun on this node."""
+    # Not Python's handlers, which wait until the main thread has found the other nodes: a thread that is woken at once.
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
+    on_stop_signals(lambda: None)
+    threading.Thread(target=_ask_ranks_to_stop, args=(woken,), daemon=True).start()
     os.environ[handoff.PARENT] = str(os.getpid())
     if (given := os.environ.get(_ENDPOINT)) is not None:
         node, num_nodes = (int(os.environ[name]) for name in ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"))
