@@ -38,6 +38,7 @@ from stages.checkpointing.pointer import RunPointer, resolve
 from stages.checkpointing.saver import Saver, load
 from stages.export.stream import ShardedTensors, TensorSpec, write_safetensors
 from stages.launching.runtime import TrainRuntime
+from stages.ranks.watchdog import Heartbeat
 from tests.project import REPO, Project, flip_bit, wait_for
 from tests.ranks import Ranks
 from tests.trainings import Given, checkpoint_manifest, train_state
@@ -208,6 +209,27 @@ def test_the_bytes_of_a_tensor_are_in_the_order_of_its_elements(mesh: DeviceMesh
         write_safetensors(weights, specs, path, num_workers=1, dtypes=dict.fromkeys(specs, torch.float32))
         assert torch.equal(load_file(path / "model.safetensors")["transposed"], model.get_buffer("transposed"))
         shutil.rmtree(path)
+
+
+def test_a_save_and_a_load_go_on_with_each_tensor_and_each_part_of_a_file(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """So the watchdog does not take a slow disk for a rank that hangs."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(700, 700, bias=False) for _ in range(3)))  # 2 MB each
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = LambdaLR(optimizer, lambda _: 1.0)
+    model(torch.ones(1, 700)).sum().backward()
+    optimizer.step()
+    runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
+    heartbeat = Heartbeat()
+    for asynchronous in (False, True):
+        heartbeat.pieces, path = 0, tmp_path / str(asynchronous) / step_name(1)
+        runtime = dataclasses.replace(runtime, async_checkpoint=asynchronous)
+        with Saver(runtime, timeout_minutes=30, goes_on=heartbeat.goes_on) as saver:
+            saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest())
+        num_tensors, num_mib = 3 + 2 * 3 + 3, size_of(path) >> 20  # weights, two moments, steps
+        assert heartbeat.pieces >= num_tensors + num_mib
+        heartbeat.pieces = 0
+        load(path, model, optimizer, scheduler, heartbeat.goes_on)
+        assert heartbeat.pieces == num_tensors
 
 
 def test_the_plan_of_a_save_is_kept_for_the_next(

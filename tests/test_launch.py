@@ -1,6 +1,7 @@
 """The launcher: what it does with a run that is finished, and with one that cannot continue."""
 
 import errno
+import json
 import os
 import re
 import signal
@@ -27,10 +28,10 @@ from stages.checkpointing.run import describe
 from stages.checkpointing.state import TrainMetrics
 from stages.launching import remedies, runtime
 from stages.launching.runtime import TrainRuntime
-from stages.ranks import handoff, torchrun
+from stages.ranks import handoff, torchrun, watchdog
 from stages.ranks.signals import INTERRUPTED
 from stages.ranks.torch_errors import LostConnection, explain_torch_errors
-from stages.ranks.watchdog import Heartbeat, watched
+from stages.ranks.watchdog import Heartbeat, Note, watched
 from stages.training.params import TrainParams
 from tests.faults import environment
 from tests.project import LAUNCH, REPO, Project, flip_bit, wait_for
@@ -185,6 +186,26 @@ def test_a_watchdog_survives_an_error_of_its_store(mesh: DeviceMesh, monkeypatch
             time.sleep(0.5)
         beat = owner._beat
         wait_for(lambda: owner._beat > beat + 2, seconds=5)
+
+
+def test_ranks_that_wait_for_one_that_still_writes_are_not_ended(
+    mesh: DeviceMesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = watchdog._Watchdog(Heartbeat(), limit=60, dump_stacks=False)
+    found._store = store = mock.Mock()
+
+    def watch(pieces: int) -> None:
+        notes = [Note(0, "n1", 7, "saving", 0, False, 1), Note(1, "n2", 7, "saving", pieces, False, pieces)]
+        store.multi_get.return_value = map(json.dumps, notes)
+        found._watch()
+
+    for pieces in range(200):  # of a second each
+        watch(pieces)
+    store.set.assert_not_called()
+    for _ in range(60):
+        watch(pieces)
+    store.set.assert_called_once_with("signal 0", "9")
+    assert "rank 1 on node n2 made no progress" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -195,12 +195,13 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def sha256_file(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
+def sha256_file(path: Path, goes_on: Callable[[], None] = lambda: None) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal; `goes_on` is called after every part of it."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
+            goes_on()
     return digest.hexdigest()
 
 

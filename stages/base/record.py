@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +57,9 @@ class FileEntry:
     sha256: str
 
     @classmethod
-    def of(cls, path: Path) -> "FileEntry":
-        """The entry of a file as it is now."""
-        return cls(path.stat().st_size, publish.sha256_file(path))
+    def of(cls, path: Path, goes_on: Callable[[], None] = lambda: None) -> "FileEntry":
+        """The entry of a file as it is now; `goes_on` is called as it is read."""
+        return cls(path.stat().st_size, publish.sha256_file(path, goes_on))
 
     @classmethod
     def of_text(cls, text: str) -> "FileEntry":

@@ -65,12 +65,38 @@ _Tensors = dict[str, dict[str, Any]]
 """Of the model and of the optimizer, by their names."""
 
 
-class _ModelPlanner(dcp.DefaultSavePlanner):
+class _Planner(dcp.DefaultSavePlanner):
+    """torch's planner, which says before each tensor that the save goes on."""
+
+    def __init__(self, goes_on: Callable[[], None]) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._goes_on = goes_on
+
+    def resolve_data(self, write_item: Any) -> Any:
+        """The tensor that is written next."""
+        self._goes_on()
+        return super().resolve_data(write_item)
+
+
+class _ModelPlanner(_Planner):
     """torch keeps the plan of a save for the next one by the name of the planner's class."""
 
 
-class _OptimizerPlanner(dcp.DefaultSavePlanner):
+class _OptimizerPlanner(_Planner):
     """The same for the other save of a checkpoint."""
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    """torch's planner, which says after each tensor that the load goes on."""
+
+    def __init__(self, goes_on: Callable[[], None]) -> None:
+        super().__init__()
+        self._goes_on = goes_on
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        """The tensor has been read."""
+        self._goes_on()
+        super().commit_tensor(read_item, tensor)
 
 
 _PLANNERS = {MODEL: _ModelPlanner, OPTIMIZER: _OptimizerPlanner}
@@ -100,7 +126,7 @@ class Saver:
 
     def __init__(
         self, runtime: CheckpointRuntime, timeout_minutes: float, report: Callable[[str], None] = print,
-        confirm_lock: Callable[[], None] = lambda: None,
+        confirm_lock: Callable[[], None] = lambda: None, goes_on: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """A collective.
 
@@ -109,8 +135,10 @@ class Saver:
             timeout_minutes: Of the process group.
             report: Called on rank 0 with what goes wrong and does not end the training.
             confirm_lock: Raises an error where the lock of the run's directory is lost; called on rank 0.
+            goes_on: Called as bytes are written and hashed.
         """
         self._keep, self._report, self._confirm_lock = runtime.keep_checkpoints, report, confirm_lock
+        self._goes_on = goes_on
         # The same on all ranks, and soon over, as nothing is noted for the watchdog meanwhile.
         self._pauses = [*_pauses(60 * timeout_minutes / 4)]
         # A collective itself: every rank must create its groups in the same order.
@@ -241,7 +269,8 @@ class Saver:
 
         def write() -> tuple[dict[str, FileEntry], dict[str, Any]]:
             # Each rank hashes what it wrote: its files are still in its page cache, and all of them do it at once.
-            return _entries(temporary, temporary.glob(f"*/__{dist.get_rank()}_*.distcp")), small.rng
+            own = temporary.glob(f"*/__{dist.get_rank()}_*.distcp")
+            return _entries(temporary, own, self._goes_on), small.rng
 
         # A barrier as well: rank 0 lists the directory only when all ranks have written their files.
         written = gather_on_rank0(write, self._group)
@@ -258,7 +287,7 @@ class Saver:
             _write_small(temporary, small, list(rng))
             files = {name: entry for part in shards for name, entry in part.items()}
             rest = (path for path in temporary.rglob("*") if str(path.relative_to(temporary)) not in files)
-            files |= _entries(temporary, rest)
+            files |= _entries(temporary, rest, self._goes_on)
             files = dict(sorted(files.items()))
             manifest = dataclasses.replace(small.manifest, files=files, previous=_previous(small.previous))
             # The order is what makes it safe against a power cut: all files are on the disk before the manifest names
@@ -278,22 +307,25 @@ class Saver:
         torch.serialization.set_crc32_options(False)  # of this thread; the manifest has the SHA-256 of each file
         # Nothing is copied ahead, so that the tensors are in the same order whether they are on a GPU or staged.
         writer = dcp.FileSystemWriter(directory, sync_files=True, per_thread_copy_ahead=0)
-        planner = _PLANNERS[directory.name](enable_plan_caching=True)
+        planner = _PLANNERS[directory.name](self._goes_on)
         try:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
         except CheckpointException as error:
             raise _save_error(directory, error) from None
 
 
-def load(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> TrainState:
+def load(
+    directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler,
+    goes_on: Callable[[], None] = lambda: None,
+) -> TrainState:  # fmt: skip
     """Fill model, optimizer, scheduler and random number generators from a verified checkpoint; returns its state.
 
     The number of ranks may differ from the one that saved it; the generators are then left as they are, as there is
-    no state for each rank.
+    no state for each rank. `goes_on` is called as bytes are read.
     """
     optimizer_state = get_optimizer_state_dict(model, optimizer)
     tensors = {MODEL: _model_state(model), OPTIMIZER: optimizer_state["state"]}
-    run_on_all_ranks(lambda: _read_tensors(directory, tensors))
+    run_on_all_ranks(lambda: _read_tensors(directory, tensors, goes_on))
     set_optimizer_state_dict(model, optimizer, optimizer_state)
     with understood(directory / SCHEDULER):
         scheduler.load_state_dict(torch.load(directory / SCHEDULER, weights_only=True))
@@ -307,7 +339,7 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRS
     return state
 
 
-def _read_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
+def _read_tensors(checkpoint: Path, tensors: dict[str, Any], goes_on: Callable[[], None]) -> None:
     """Read into `tensors` in place; each rank reads the parts that it needs, whoever saved them.
 
     Each by itself: otherwise torch has rank 0 collect what all ranks want to read, and send it back unchanged.
@@ -316,7 +348,7 @@ def _read_tensors(checkpoint: Path, tensors: dict[str, Any]) -> None:
         with warnings.catch_warnings(), paused_collector():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             for kind, part in tensors.items():
-                dcp.load(part, storage_reader=Reader(checkpoint / kind), no_dist=True)
+                dcp.load(part, storage_reader=Reader(checkpoint / kind), planner=_LoadPlanner(goes_on), no_dist=True)
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
         raise StageError(f"could not read {checkpoint}: {cause}") from None
@@ -355,8 +387,8 @@ def _previous(checkpoint: Path | None) -> Previous | None:
     return None
 
 
-def _entries(checkpoint: Path, paths: Iterable[Path]) -> dict[str, FileEntry]:
-    return {str(path.relative_to(checkpoint)): FileEntry.of(path) for path in paths if path.is_file()}
+def _entries(checkpoint: Path, paths: Iterable[Path], goes_on: Callable[[], None]) -> dict[str, FileEntry]:
+    return {str(path.relative_to(checkpoint)): FileEntry.of(path, goes_on) for path in paths if path.is_file()}
 
 
 def _save_error(directory: Path, error: CheckpointException) -> StageError:

@@ -87,7 +87,7 @@ class Rank:
                 self.params, model, run.seq_length, run.total_steps, mesh,
                 initialize=start is None, note=heartbeat.note,
             )  # fmt: skip
-            self.saver = saver.Saver(runtime, runtime.timeout_minutes, print_line, confirm_lock)
+            self.saver = saver.Saver(runtime, runtime.timeout_minutes, print_line, confirm_lock, heartbeat.goes_on)
             state, history, speed = (None, History(sources=self.sources), "") if start is None else self.resume(start)
         self.tracker = trackers.start_tracker(runtime.tracker if is_rank0() else "none", run, self.trainer.step)
         self.profiler = Profiler(runtime.profile_steps if is_rank0() else None,
@@ -261,7 +261,8 @@ class Rank:
             Its state, its history, and the content of its speed.tsv, "" if it is of another run.
         """
         trainer = self.trainer
-        state = saver.load(path, trainer.model, trainer.optimizer, trainer.scheduler)
+        self.heartbeat.note(f"reading {path.name}")
+        state = saver.load(path, trainer.model, trainer.optimizer, trainer.scheduler, self.heartbeat.goes_on)
         history = History((path / HISTORY).read_text(encoding="utf-8"), self.sources)
         manifest = CheckpointManifest.read(path)
         load_scaler_state(trainer.scaler, state.loss_scaler.scale, state.loss_scaler.good_steps)

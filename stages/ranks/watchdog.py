@@ -2,6 +2,7 @@
 
 A rank that hangs keeps the others waiting in the next collective, and from outside all of them look alike. But all
 ranks write the same notes in the same order, so the one with the fewest notes is the one that the others wait for.
+Within a note, what takes long because of its bytes counts their pieces; as long as one rank goes on, none hangs.
 Each publishes its newest note in the store of the process group, whoever has started it, and ends when rank 0 asks for
 it there. The thread that does this runs while its rank waits for another one, or for a file. If rank 0 itself is
 stopped, the others end at the timeout of the process group.
@@ -44,12 +45,18 @@ class Heartbeat:
     def __init__(self) -> None:
         self.number, self.activity = 0, ""
         """How many notes there were, and the newest one."""
+        self.pieces = 0
+        """Of files, that were read or written; not as many on all ranks."""
         self.note("start")
 
     def note(self, activity: str) -> None:
         """This rank starts another activity."""
         self.number, self.activity = self.number + 1, activity
         _LOG.debug(activity)
+
+    def goes_on(self) -> None:
+        """The activity makes progress; called from any thread."""
+        self.pieces += 1
 
 
 class Note(NamedTuple):
@@ -59,6 +66,7 @@ class Note(NamedTuple):
     node: str
     number: int
     activity: str
+    pieces: int
     has_ended: bool
     beat: int
     """How often the rank has published."""
@@ -106,8 +114,8 @@ class _Watchdog:
         self._store = dist.PrefixStore(f"watchdog {name}", _get_default_store()).clone()  # type: ignore[attr-defined]
         self._beat = 0
         self._num_obeyed = 0
-        self._idle: dict[tuple[int, int], float] = {}
-        """Seconds since a rank has written its note of a number."""
+        self._idle: dict[tuple[int, int, int], float] = {}
+        """Seconds since a rank has written its note of a number, or gone on with it."""
         self._silent: dict[tuple[int, int], int] = {}
         """How often the beat of a rank was found to be the same."""
         self.ended = threading.Event()
@@ -117,7 +125,8 @@ class _Watchdog:
     def _publish(self, has_ended: bool) -> None:
         self._beat += 1
         rank, node = dist.get_rank(), os.environ.get("SLURMD_NODENAME", os.uname().nodename)
-        note = Note(rank, node, self._heartbeat.number, self._heartbeat.activity, has_ended, self._beat)
+        now = self._heartbeat
+        note = Note(rank, node, now.number, now.activity, now.pieces, has_ended, self._beat)
         self._store.set(f"note {rank}", json.dumps(note))
 
     def _run(self) -> None:
@@ -145,11 +154,12 @@ class _Watchdog:
         # Without those that have ended, whose notes no longer change while others still save.
         notes = [note for note in (Note(*json.loads(text)) for text in texts) if not note.has_ended]
         # Counted in intervals of this loop, not by a clock, which would also count while this process is suspended.
-        keys = [(note.rank, note.number) for note in notes]
+        keys = [(note.rank, note.number, note.pieces) for note in notes]
         self._idle = {key: self._idle.get(key, -self._interval) + self._interval for key in keys}
         beats = [(note.rank, note.beat) for note in notes]
         self._silent = {key: self._silent.get(key, -1) + 1 for key in beats}
-        if self._num_obeyed or max(self._idle.values(), default=0) < self._limit:
+        # The shortest: while one rank still writes its share, the others wait for it.
+        if self._num_obeyed or min(self._idle.values(), default=0) < self._limit:
             return
         stopped = [note for note in notes if self._silent[note.rank, note.beat] >= _SILENT]
         print(f"error: {describe(notes, stopped, max(self._idle.values()))}", file=sys.stderr, flush=True)
