@@ -11,9 +11,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -264,6 +265,21 @@ def test_nodes_do_not_share_compiled_code(params: TrainParams, tmp_path: Path, m
         set_environment(params, num_nodes=2)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
     set_environment(params, num_nodes=2)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("ext4", ".compile"), ("nfs4", "compile-17"), ("lustre", "compile-17")])
+def test_jobs_of_one_node_that_share_a_disk_do_not_share_compiled_code(
+    params: TrainParams, empty_project: Path, monkeypatch: pytest.MonkeyPatch, kind: str, expected: str
+) -> None:
+    mounts = [SimpleNamespace(mountpoint="/", fstype=kind, opts="rw")]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setattr(tempfile, "tempdir", str(empty_project))
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    set_environment(params)
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).name == expected
 
 
 def test_the_launcher_sets_the_environment_of_the_ranks(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:

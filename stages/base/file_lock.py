@@ -11,10 +11,9 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
-
 from stages.base.errors import StageError, naming
 from stages.base.names import printable
+from stages.base.shared_disk import mounted
 
 
 def open_lock(path: Path) -> IO[str]:
@@ -84,13 +83,7 @@ def is_of_another_node(status: str) -> bool:
 
 def local_locks(path: Path) -> str | None:
     """The file system and the mount option which make the locks of `path` exclude only processes of this node."""
-    path = path.resolve()
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
-    if not mounts:
-        return None
-    # Of several on one directory the last one is on top.
-    mount = max(reversed(mounts), key=lambda mount: len(mount.mountpoint))
-    kind, options = mount.fstype, mount.opts.split(",")
+    kind, options = mounted(path)
     # NFSv3, that is: version 4 ignores these options.
     wanted = {"nfs": ("nolock", "local_lock=all", "local_lock=flock"), "lustre": ("localflock",), "cifs": ("nobrl",)}
     local = [option for option in wanted.get(kind, ()) if option in options]

@@ -12,6 +12,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
+_OF_ONE_NODE = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"}
+
 
 def refresh(directories: Iterable[Path]) -> None:
     """Have the file system ask its server again what is in some directories. Missing ones are no error."""
@@ -48,3 +52,19 @@ def find_size(path: Path, expected: int | None = None) -> int | None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+
+def mounted(path: Path) -> tuple[str, list[str]]:
+    """The file system of a path, which need not exist, and its mount options; "" where that is not known."""
+    path = path.resolve()
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    if not mounts:
+        return "", []
+    # Of several on one directory the last one is on top.
+    mount = max(reversed(mounts), key=lambda mount: len(mount.mountpoint))
+    return mount.fstype, mount.opts.split(",")
+
+
+def may_be_shared(path: Path) -> bool:
+    """Whether other nodes may have the disk of a path too: not where its file system is known to be of one node."""
+    return mounted(path)[0] not in _OF_ONE_NODE

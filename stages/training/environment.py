@@ -12,10 +12,12 @@ from pathlib import Path
 
 from stages.base.errors import StageError
 from stages.base.outputs import OUTPUTS
+from stages.base.shared_disk import may_be_shared
 from stages.training.params import TrainParams
 
 COMPILE_CACHE = OUTPUTS / ".compile"
-"""Compiled code, for all later launches on one machine. By default it is below /tmp, which may not outlive that."""
+"""Compiled code, for all later launches on one machine, if the disk is its own. By default it is below /tmp, which may
+not outlive that."""
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -30,14 +32,14 @@ def set_environment(params: TrainParams, num_nodes: int = 1) -> None:
     Raises:
         StageError: another user of this node could put code into the cache of compiled code.
     """
-    if num_nodes > 1:
-        # On a disk that nodes share, one finds files that another is still writing, or has removed (ESTALE).
+    # Like the checkpoints, the cache is not in the copy that `dvc exp run --temp` deletes.
+    cache = Path(os.environ.get("DVC_ROOT", "."), COMPILE_CACHE).resolve()
+    # On a disk that nodes share, one finds files that another is still writing, or has removed (ESTALE). They may be
+    # of one training, or of jobs of one node each.
+    if is_private := num_nodes > 1 or may_be_shared(cache):
         job = os.environ.get("SLURM_JOB_ID", f"user-{os.getuid()}")
         cache = Path(tempfile.gettempdir(), f"compile-{job}")
-    else:
-        # Like the checkpoints, the cache is not in the copy that `dvc exp run --temp` deletes.
-        cache = Path(os.environ.get("DVC_ROOT", "."), COMPILE_CACHE).resolve()
-    if os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache)) == str(cache) and num_nodes > 1:
+    if os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache)) == str(cache) and is_private:
         _make_private(cache)
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
     if not any(name in os.environ for name in _ALLOCATOR):
