@@ -24,7 +24,7 @@ from stages.base.record import DamagedFile
 from stages.base.shared_disk import refresh
 from stages.checkpointing.decision import begin, decide, find
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name, verify
-from stages.checkpointing.lock import writer_lock
+from stages.checkpointing.lock import wait_for_ranks, writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.checkpointing.run import Run, describe, differences
 from stages.checkpointing.state import CostColumns, TrainMetrics, TrainState
@@ -157,6 +157,7 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
     status = torchrun.CRASHED
     for restart in range(runtime.max_restarts + 1):
         if restart:
+            wait_for_ranks(run.directory, print_line, stopping.is_set)  # that of a node that was lost may still write
             print(f"restart {restart} of {runtime.max_restarts}", file=sys.stderr, flush=True)
             decision = begin(run, how_to_resume(runtime, is_restart=True))
         Launch(run.params, runtime, run.identity, decision).hand_over()

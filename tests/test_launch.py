@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -24,6 +25,7 @@ from stages import launch
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.checkpointing.layout import list_checkpoints, step_name
+from stages.checkpointing.lock import rank_lock
 from stages.checkpointing.run import describe
 from stages.checkpointing.state import TrainMetrics
 from stages.launching import remedies, runtime
@@ -102,6 +104,47 @@ def test_16_no_thread_is_started_before_a_rank_blocks_the_signals() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "4"}  # as on a machine with four cores for each rank
     process = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=environment, capture_output=True, text=True)
     assert process.stdout == "1\n"
+
+
+def test_a_rank_of_another_launcher_ignores_what_is_ignored_from_the_start() -> None:
+    code = """
+import os, signal, time
+from stages.ranks.signals import StopSignal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+stop = StopSignal()
+stop.training_starts()
+for number in (signal.SIGHUP, signal.SIGUSR1):
+    os.kill(os.getpid(), number)
+    time.sleep(0.3)
+    print(stop.received)
+"""
+    process = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert process.stdout == "False\nTrue\n"
+
+
+def test_a_restart_waits_for_the_last_rank(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a node which srun has lost may still write, until the node ends it."""
+    monkeypatch.chdir(training.path)
+    run, own = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
+    rank, has_ended, statuses = ExitStack(), threading.Event(), iter((torchrun.CRASHED, 0))
+
+    def end() -> None:
+        has_ended.set()
+        rank.close()
+
+    def start(*_: object) -> int:
+        if status := next(statuses):
+            rank.enter_context(rank_lock(run.directory))
+            threading.Timer(1, end).start()
+        else:
+            assert has_ended.is_set()
+        return status
+
+    monkeypatch.setattr(torchrun, "run", start)
+    monkeypatch.setattr(launch, "on_stop_signals", lambda stop: None)
+    monkeypatch.setattr(launch, "set_environment", lambda *_: None)
+    monkeypatch.setenv(handoff.LAUNCH, "")
+    assert launch._train(run, replace(own, max_restarts=1, nproc_per_node=1), lambda status: None) == 0
 
 
 def test_a_signal_that_is_ignored_from_the_start_stays_ignored() -> None:

@@ -83,15 +83,7 @@ def writer_lock(
             reported = message
             time.sleep(_POLL_SECONDS)  # polled: a third launcher may get the lock first, and then this one must fail
         set_status(lock, "starting")  # others may poll while this waits for the ranks
-        # Released at once: it only shows that all ranks have ended, and the new ones are about to lock it themselves.
-        with _open(directory, _RANKS) as ranks:
-            start, reported = time.monotonic(), ""
-            while not try_exclusive(ranks):
-                if not reported and time.monotonic() > start + 2:
-                    reported = f"waiting until the last rank of the training before has ended ({ranks.name} is locked)"
-                    report(f"{reported}; that of a lost node has when the file server releases its lock")
-                time.sleep(_POLL_SECONDS)
-
+        wait_for_ranks(directory, report)
         set_status(lock, "running")
 
         def update(status: str) -> None:
@@ -100,6 +92,23 @@ def writer_lock(
                 set_status(lock, status)
 
         yield update
+
+
+def wait_for_ranks(
+    directory: Path, report: Callable[[str], None], is_stopping: Callable[[], bool] = lambda: False
+) -> None:
+    """Wait until the last rank of an earlier start has ended, or until `is_stopping`."""
+    # Released at once: it only shows that all ranks have ended, and the new ones are about to lock it themselves.
+    with _open(directory, _RANKS) as ranks:
+        start, is_reported = time.monotonic(), False
+        while not try_exclusive(ranks) and not is_stopping():
+            if not is_reported and time.monotonic() > start + 2:
+                is_reported = True
+                report(
+                    f"waiting until the last rank of the training before has ended ({ranks.name} is locked); that of a "
+                    "lost node has when the file server releases its lock"
+                )
+            time.sleep(_POLL_SECONDS)
 
 
 @contextmanager

@@ -16,13 +16,17 @@ STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
 """Those that ask a training to save and exit."""
 
 
+def _heeded() -> set[signal.Signals]:
+    """Those that are not ignored from the start, as SIGHUP is under `nohup`."""
+    return {number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+
+
 def on_stop_signals(stop: Callable[[], None]) -> None:
-    """Call `stop` at each of them; not at those that are ignored from the start, as SIGHUP under `nohup`."""
-    for number in STOP_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: stop())
-            # Python takes its handlers away before the process has ended, which the next signal would then kill.
-            atexit.register(signal.signal, number, signal.SIG_IGN)
+    """Call `stop` at each of them that is not ignored."""
+    for number in _heeded():
+        signal.signal(number, lambda number, frame: stop())
+        # Python takes its handlers away before the process has ended, which the next signal would then kill.
+        atexit.register(signal.signal, number, signal.SIG_IGN)
 
 
 class StopSignal:
@@ -37,7 +41,8 @@ class StopSignal:
         self.received = False
         self._is_training = False
         self._lock = threading.Lock()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self._signals = _heeded()  # a signal that is ignored would be waited for too, once it is blocked
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         threading.Thread(target=self._wait, daemon=True).start()
 
     def training_starts(self) -> None:
@@ -50,7 +55,7 @@ class StopSignal:
 
     def _wait(self) -> None:
         while True:
-            signal.sigwait(STOP_SIGNALS)
+            signal.sigwait(self._signals)
             with self._lock:
                 self.received = True
                 if not self._is_training:
