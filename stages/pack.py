@@ -541,7 +541,7 @@ def encode_missing(
             for result in islice(results, len(parts)):  # in their order, so these are the split's own
                 encoded.append(result)
                 bar.update(result.counts.num_read)
-            counts = sum((part.counts for part in encoded), packing.Counts())
+            counts = packing.Counts.total(part.counts for part in encoded)
             files = [(part.target, result.sha256) for part, result in zip(parts, encoded, strict=True)]
             sha256 = packing.join(files, split.tokens)
             # Again, as the tokens are stored under it: another run of extract may have replaced the corpus.
@@ -567,7 +567,7 @@ def write_rows(
     max_batch_tokens: int,
 ) -> tuple[PackedRows, Shard]:
     """Write the rows of some splits, and remove the files of their tokens."""
-    counts, num_reused = packing.Counts(), 0
+    counts, num_reused = [], 0
     # One shard: a row may begin in one split and end in the next.
     with arrow.StreamWriter(target, features) as stream:
         writer = (
@@ -578,11 +578,12 @@ def write_rows(
         for split, of_split, is_reused in splits:
             writer.add_file(split.tokens, spec)
             split.tokens.unlink()  # the store keeps them
-            counts += of_split
+            counts.append(of_split)
             num_reused += is_reused
         shard = writer.close()
     num_padding = writer.num_padding if isinstance(writer, packing.MarkedRowWriter) else None
-    return PackedRows(shard.rows, writer.num_tokens, num_padding, counts, num_reused), shard
+    total = packing.Counts.total(counts)
+    return PackedRows(shard.rows, writer.num_tokens, num_padding, total, num_reused), shard
 
 
 def too_few(part: Part, rows: PackedRows, params: PackParams) -> str:

@@ -8,13 +8,12 @@ In a corpus with conversations, all tokens have bits beside their ids (stages/to
 """
 
 import hashlib
-import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cache
 from hashlib import blake2b
-from itertools import chain, groupby, pairwise
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,12 +143,21 @@ class Counts:
         return len(digests) - len(np.unique(digests))
 
     def __add__(self, other: "Counts") -> "Counts":
-        def add(one: Any, another: Any) -> Any:
-            if isinstance(one, dict):
-                return dict(Counter(one) + Counter(another))
-            return [*one, *another][:NUM_REFUSED] if isinstance(one, list) else operator.add(one, another)
+        return Counts.total((self, other))
 
-        return Counts(*(add(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)))
+    @classmethod
+    def total(cls, parts: Iterable["Counts"]) -> "Counts":
+        """The counts of all parts at once: one after the other would copy the digests of all earlier ones each time."""
+
+        def add(values: list[Any]) -> Any:
+            if isinstance(values[0], dict):
+                return dict(sum(map(Counter, values), Counter()))
+            if isinstance(values[0], list):
+                return [*islice(chain.from_iterable(values), NUM_REFUSED)]
+            return "".join(values) if isinstance(values[0], str) else sum(values)
+
+        every = [cls(), *parts]
+        return cls(*(add([getattr(part, each.name) for part in every]) for each in fields(cls)))
 
 
 class Encoded(NamedTuple):
