@@ -210,6 +210,17 @@ def test_bytes_that_are_no_text_are_named_with_their_column_and_type(name: str) 
     assert extract_file(name, content, {"files": "*", "text": "$.id"}) == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize("rule", [None, {"files": "*", "text": "$..text"}])
+def test_a_rejection_names_its_row(rule: dict[str, Any] | None) -> None:
+    table = pa.table({"text": ["a", "b", "x" * 99, "c", "y" * 99]})
+    rules = (rule,) if rule else ()
+    content = encode("a.parquet", table, rows=4)
+    rows = extract_file("a.parquet", content, *rules, limits=Limits(longest_string=50), max_rejected_files=1)
+    assert rows == ["a", "b", "c"]
+    rejections = json.loads(Path("data/extract.json").read_text())["rejections"]
+    assert [each["position"] for each in rejections] == ["row group 1, row 3", "row group 2, row 1"]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_table_without_rows_is_no_error(name: str) -> None:
     empty = encode(name, pa.table({"text": pa.array([], pa.string())}))
@@ -619,7 +630,7 @@ def test_the_limit_of_memory_is_lifted_again(monkeypatch: pytest.MonkeyPatch) ->
     def items() -> Any:
         for _ in range(2):
             seen.append(resource.getrlimit(resource.RLIMIT_DATA)[0])
-            yield tables.Rows("", [], [], 0, {})
+            yield tables.Rows("", 1, [], [], 0, {})
         raise ValueError
 
     bounded = tables._bounded(items(), 1 << 30)

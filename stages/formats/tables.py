@@ -39,14 +39,22 @@ Choose = Callable[[pa.Schema], list[str]]
 class Rows(NamedTuple):
     """Consecutive rows of a table."""
 
-    position: str
-    """Of the first one."""
+    place: str
+    """The row group or record batch."""
+    first: int
+    """The number of the first row in it, from 1."""
     names: list[str]
     columns: list[list[Any]]
     number: int
     """Of the rows, which may have no column."""
     not_text: dict[str, str]
     """Columns with bytes that are not UTF-8, and their types."""
+
+    def each(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """The position and the values of each row."""
+        rows = zip(*self.columns, strict=True) if self.columns else [()] * self.number
+        for number, row in enumerate(rows, self.first):
+            yield f"{self.place}, row {number}", row
 
 
 class Table:
@@ -215,7 +223,7 @@ def _rows(piece: pa.RecordBatch, name: str, first: int) -> "Iterator[Rows | Reje
         for row in range(piece.num_rows):
             yield from _rows(piece.slice(row, 1), name, first + row)
     else:
-        yield Rows(position, piece.schema.names, columns, piece.num_rows, not_text)
+        yield Rows(name, first + 1, piece.schema.names, columns, piece.num_rows, not_text)
 
 
 def _values(column: pa.Array, refuse: Callable[[], object]) -> list[Any]:
@@ -293,12 +301,12 @@ def read(source: Table, sink: TextWriter) -> None:
                 not_text.add(column)
                 detail = "it has bytes that are not UTF-8: write it as strings, or name the column of text by a rule"
                 sink.report(Rejected("not text", detail, f"column {column} ({kind})"))
-        for row in zip(*rows.columns, strict=True) if rows.columns else [()] * rows.number:
+        for position, row in rows.each():
             try:
                 sink.add([string for value in row for string in paths.strings(value)])
                 sink.end()
             except Rejected as rejected:
-                sink.reject(Rejected(rejected.reason, rejected.detail, rows.position))
+                sink.reject(Rejected(rejected.reason, rejected.detail, position))
 
 
 def read_records(source: Table, records: "Records") -> None:
@@ -312,15 +320,16 @@ def read_records(source: Table, records: "Records") -> None:
         return [name for name in names if records.columns is None or name in records.columns]
 
     for rows in source.rows(choose):
-        records.position = rows.position.__str__
         if isinstance(rows, Rejected):
+            records.position = (rows.position or "").__str__
             records.reject(rows)
             continue
         not_text |= rows.not_text
         if records.lines and len(rows.columns) == 1 and records.lines.are_texts(rows.columns[0]):
             records.take_texts(rows.columns[0])
             continue
-        for row in zip(*rows.columns, strict=True) if rows.columns else [()] * rows.number:
+        for position, row in rows.each():
+            records.position = position.__str__
             pairs = [(name, value) for name, value in zip(rows.names, row, strict=True) if value is not None]
             records.add(paths.make_object(pairs))
     if records.each is None:
