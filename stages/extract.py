@@ -295,6 +295,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     rejections = f"{num_rejections} rejections in {counts['rejected_files']} of them" * bool(num_rejections)
     num_left_out = sum(number for name, number in counts.items() if rules.LEFT_OUT in name)
     left_out = f"{num_left_out} records left out by rules; " * bool(num_left_out)
+    # Not the empty ones, which are all equal: all but the first come from the store in any run.
+    used = [result.is_reused for result, part in zip(results, parts, strict=True) if part.files]
     unused = "".join(
         f"columns that records.{index} does not use: {', '.join(columns[:NUM_PRINTED])}; "
         for index in range(len(params.records or ()))
@@ -303,7 +305,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     return (
         f"extract: {counts['strings']} strings{lengths.describe(counts)}, {counts['characters'] / 1e6:.1f} M "
         f"characters, from {counts['files']} files; {left_out}{unused}{rejections or 'nothing rejected'} "
-        f"(see {METRICS}); {sum(result.is_reused for result in results)} of {len(results)} splits reused"
+        f"(see {METRICS}); {sum(used)} of {len(used)} splits reused"
     )
 
 

@@ -107,6 +107,13 @@ def test_an_edited_file_redoes_its_split() -> None:
     assert after == fresh_result()
 
 
+def test_empty_splits_are_not_counted_as_reused() -> None:
+    put({"a.txt": "a", "b.txt": "b"})
+    organize_raw(20)
+    assert extract(PARAMS, RUNTIME).endswith("; 0 of 2 splits reused")
+    assert extract(PARAMS, RUNTIME).endswith("; 2 of 2 splits reused")
+
+
 def test_rejected_files_are_reused_with_their_reasons() -> None:
     put_numbered(8)
     put({"bad.json": "[", "worse.yaml": "{", "wörse.json": '["\ud800'.encode(errors="surrogatepass")})
