@@ -970,7 +970,7 @@ def test_the_preview_shows_what_the_rules_make_of_a_file() -> None:
     assert '--- 1: a conversation\n{\n  "messages": [\n    {\n      "role": "user",' in show("c/chat.jsonl", *rules)
     assert show("a.jsonl").startswith("a.jsonl: no rule: each string is a document")
     assert "\n--- 1: a document\ntext 0\n" in show("a.jsonl")
-    assert show("d.txt", *rules).endswith("x... (4003 characters)")
+    assert show("d.txt", *rules).endswith("x... (5000 characters)")
     assert "rejected: invalid JSON at line 1" in show("e.jsonl")
     assert '\nrecords:\n- {files: "c/*.jsonl", messages: $.messages}\n--- 1: a doc' in show("c/chat.jsonl")
     assert show("a.jsonl", Rule(files="*", text="$.body")).endswith(
@@ -980,6 +980,18 @@ def test_the_preview_shows_what_the_rules_make_of_a_file() -> None:
         with pytest.raises(StageError, match="is no raw file below data/raw that is read"):
             show(name)
     assert not CORPUS.exists()
+
+
+def test_the_preview_measures_a_text_of_any_length() -> None:
+    put({"a.txt": "é" * 3000, "b.txt": "é" * 30_000, "c.json": '["ab", "abc"]'})
+
+    def show(name: str, min_chars: int) -> str:
+        return preview(Path(name), "data/raw", (), fallback_encoding=None, min_chars=min_chars)
+
+    assert show("a.txt", 3000).endswith("é... (3000 characters)")
+    assert show("b.txt", 20_000).endswith("é... (30000 characters)")
+    assert show("b.txt", 30_001).endswith("no rows: 1 strings have fewer characters than min_chars (30001)")
+    assert show("c.json", 4).endswith("no rows: 2 strings have fewer characters than min_chars (4)")
 
 
 def test_a_preview_of_a_file_that_grows_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +18,7 @@ from stages.formats.source import Changed, Rejected
 from stages.formats.writer import TextWriter
 from stages.splits import suffixes, tree
 from stages.splits.manifests import RawFile
+from stages.work import arrow
 
 _NUM_ROWS = 5
 _LONGEST = 1000  # characters of a text that are shown
@@ -65,22 +68,31 @@ class _Preview(TextWriter):
 
     def __init__(self, min_chars: int) -> None:
         self.column = TEXT
-        self.rows: list[tuple[int, str]] = []
+        self.rows: list[tuple[int, str, int]] = []
+        """The column, the beginning, and the characters of all of it."""
         self.rejected: list[Rejected] = []
         self.report = self.rejected.append
-        self._min_chars = min_chars
+        self._min_chars, self._num_short = min_chars, 0
 
     def use(self, column: int) -> None:
         self.column = column
 
     def add(self, strings: list[str]) -> None:
-        kept = (string for string in strings if self.column == MESSAGES or len(string) >= self._min_chars)
-        self.rows += [(self.column, string) for string in kept]
+        for string in strings:
+            self._add(string, len(string))
+
+    def _add(self, begin: str, size: int) -> None:
+        if self.column != MESSAGES and size < self._min_chars:
+            self._num_short += 1
+            return
+        self.rows.append((self.column, begin, size))
         if len(self.rows) >= _NUM_ROWS:
             raise _Enough
 
     def add_text(self, stream: BinaryIO, size: int) -> None:
-        self.add([stream.read(4 * _LONGEST).decode(errors="ignore") + "..." * (size > 4 * _LONGEST)])
+        begin = stream.read(4 * _LONGEST)
+        rest = iter(partial(stream.read, LIMITS.chunk), b"")
+        self._add(begin.decode(errors="ignore"), sum(map(arrow.count_characters, chain([begin], rest))))
 
     def add_json(self, record: bytes) -> None:
         for strings in json_values.strings([record], LIMITS.chunk):
@@ -102,11 +114,12 @@ class _Preview(TextWriter):
             f"rejected: {each.reason}" + f" at {each.position}" * bool(each.position) + f": {each.detail}"
             for each in self.rejected[:_NUM_ROWS]
         ]
-        return [*shown, *problems] or ["no rows"]
+        short = f": {self._num_short} strings have fewer characters than min_chars ({self._min_chars})"
+        return [*shown, *problems] or ["no rows" + short * (self._num_short > 0)]
 
 
-def _show(number: int, column: int, row: str) -> str:
+def _show(number: int, column: int, row: str, size: int) -> str:
     if column == MESSAGES:
         return f"--- {number}: a conversation\n{json.dumps(json.loads(row), indent=2, ensure_ascii=False)}"
-    more = f"... ({len(row)} characters)" * (len(row) > _LONGEST)
+    more = f"... ({size} characters)" * (size > _LONGEST)
     return f"--- {number}: a document\n{row[:_LONGEST]}{more}"
