@@ -34,6 +34,8 @@ WRITTEN = (splits.SPLITS, *map(Path, ("data/corpus", "data/tokens", "data/.reuse
 
 IN_NO_SOURCE = "in none of sources"
 """Why a file is skipped."""
+NUM_LISTED = 10_000
+"""Files of each kind that the summary lists, which later stages read as a whole; it counts all."""
 _NUM_PRINTED = 5
 """Kinds of skipped files that the stage prints; all files are in the summary."""
 
@@ -77,6 +79,7 @@ def organize(
     target: Path = splits.SPLITS,
     files_per_task: int = 4096,
     smallest_part: int = parts.SMALLEST,
+    num_listed: int = NUM_LISTED,
 ) -> str:
     """Write the manifests and the summary; return a line that describes them.
 
@@ -134,12 +137,13 @@ def organize(
             formats=count_formats(files),
             splits=[write_split(directory, index, member) for index, member in enumerate(members)],
             sources=params.sources or [],
-            names_not_utf8=[printable(path) for path in map(path_of, files) if not is_utf8(path)],
+            names_not_utf8=[printable(path) for path in map(path_of, files) if not is_utf8(path)][:num_listed],
             duplicate_files=len(duplicates),
-            duplicates=duplicates,
+            duplicates=duplicates[:num_listed],
             passed_over_counts=reasons,
             passed_over=[
-                splits.PassedOver(printable(item.path), item.reason) for item in sorted(passed_over, key=tree.by_path)
+                splits.PassedOver(printable(item.path), item.reason)
+                for item in sorted(passed_over, key=tree.by_path)[:num_listed]
             ],
             origin=Origin.of("stages.organize", params),
         ).write(directory / splits.SUMMARY)

@@ -15,8 +15,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stages.base import publish
 from stages.base.errors import StageError
-from stages.organize import WRITTEN, OrganizeParams, OrganizeRuntime, organize
+from stages.organize import NUM_LISTED, WRITTEN, OrganizeParams, OrganizeRuntime, organize
 from stages.splits import assignment, parts, tree
 from stages.splits import manifests as splits
 from stages.work import reuse
@@ -276,6 +277,19 @@ def test_trap_04_links_are_followed_only_to_other_files_inside(root: Path) -> No
         "up": "link that leaves the directory",
         "zero.txt": "link that leaves the directory",
     }
+
+
+def test_the_summary_of_many_skipped_files_stays_small(root: Path) -> None:
+    for number in range(50):
+        (root / f"{number:02}.png").write_text("")
+        (root / f"{number:02}.txt").write_text("same")
+    result = run(root, deduplicate=True, num_listed=7)
+    content = json.loads(result[splits.SUMMARY])
+    assert content["passed_over_counts"] == {"other suffix": 50}
+    assert [each["path"] for each in content["passed_over"]] == [f"{number:02}.png" for number in range(7)]
+    assert (content["duplicate_files"], len(content["duplicates"])) == (49, 7)
+    # As read by later stages: no list of names makes it larger than they read.
+    assert NUM_LISTED * 4 * 255 < publish.LARGEST
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])

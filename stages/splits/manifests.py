@@ -90,7 +90,7 @@ class PassedOver:
 
 @dataclass(frozen=True)
 class Summary(Record):
-    """`data/splits/summary.json`. Paths in it are `printable`."""
+    """`data/splits/summary.json`. Paths in it are `printable`; of each kind it lists the first ones."""
 
     STAGE: ClassVar[str] = "organize"
 
