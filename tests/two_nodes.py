@@ -15,7 +15,7 @@ ADDRESSES = ("10.9.0.3", "10.9.0.2")
 CAN_UNSHARE = subprocess.run(["unshare", "-rnum", "true"], capture_output=True, check=False).returncode == 0
 """Whether this machine allows such namespaces."""
 
-ON_TWO_NODES = ("unshare", "-rnum", "python", __file__)
+ON_TWO_NODES = ("unshare", "-rnum", "--kill-child", "python", __file__)
 """What comes before HOSTS and the command."""
 
 
@@ -34,8 +34,8 @@ def main() -> None:
         for arguments in ("link set lo up", f"addr add {address}/24 dev cable{number}", f"link set cable{number} up"):
             run(*on_node(node.pid), "ip", *arguments.split())
     fake = {"FAKE_NODES": " ".join(str(node.pid) for node in nodes), "FAKE_LAUNCH_ADDRESS": ADDRESSES[0]}
-    first = nodes[0].pid
-    sys.exit(subprocess.run((*on_node(first), *command), env={**os.environ, **fake}, check=False).returncode)
+    command = ["setpriv", "--pdeathsig", "KILL", *on_node(nodes[0].pid), *command]  # none is left where a test fails
+    sys.exit(subprocess.run(command, env={**os.environ, **fake}, check=False).returncode)
 
 
 def on_node(pid: int) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """torchrun starts the ranks, ends all when one fails, and passes signals on: here, or with srun on nodes of Slurm.
 
 On one machine torchrun and the ranks find each other through files, and bind sockets to 127.0.0.1 alone. On several
-nodes the first one has torchrun's store, which the ranks use too, and says in a file where it is. No name is looked up.
+nodes the first one has torchrun's store, which the ranks use too, and says in a file where it is. No name has to
+resolve.
 
 A rank that decides itself to end says so (`handoff.tell_launcher`). Otherwise torchrun's report is shown.
 """
