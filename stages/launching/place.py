@@ -70,9 +70,8 @@ def differences(manifest: CheckpointManifest, before: Place | None, here: Place)
     """What of the training before a checkpoint would make other bits here, such as `threads: 4 there, 2 here`."""
     if before is None:
         return ["it is not recorded where it was trained"]
-    hidden = {"commit": None, "date": ""}
     there, ours = (
-        {**dataclasses.asdict(dataclasses.replace(place, **hidden)), "packages": versions}
+        {**dataclasses.asdict(dataclasses.replace(place, commit=None, date="")), "packages": versions}
         for place, versions in ((before, manifest.packages), (here, packages()))
     )
     return [f"{name}: {old} there, {new} here" for name, old, new in compare(there, ours)]
