@@ -1,6 +1,7 @@
 """Which attention functions keep documents apart, and compute what the model should: tested on tiny random models."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from stages.forward import attention, document_mask
 from stages.forward.attention import varlen_attention
 from stages.forward.batch import make_batch
 from stages.forward.document_mask import choose_attention
+from stages.forward.isolated import isolated
 from stages.forward.loss import loss_sum
 from stages.forward.small_copy import rounding, small_config
 from tests.models import CONFIGS, CountedGraphs
@@ -282,6 +284,64 @@ def test_auto_is_tested_without_document_mask_too(tmp_path: Path, monkeypatch: p
     assert choose_attention("auto", tmp_path, True, 1024, torch.float32, "cuda").name == "sdpa"
     monkeypatch.setattr(document_mask, "refusal", lambda *args: "fails")
     assert choose(tmp_path, mask=False) == "eager"
+
+
+def test_a_kernel_that_breaks_its_process_breaks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a sticky error of CUDA does: all that the process computes later fails with it."""
+    broken: list[str] = []
+
+    def find_fault(small: Any, name: str, *_: Any) -> None:
+        if name == "varlen":
+            broken.append("CUDA error: misaligned address")
+        if broken:
+            raise RuntimeError(broken[0])
+
+    def in_another_process(device: str, function: Callable[..., Any], *args: Any) -> Any:
+        assert device == "cuda"
+        broken.clear()
+        return function(*args)
+
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    monkeypatch.setattr(document_mask, "_find_fault", find_fault)
+    monkeypatch.setattr(document_mask, "isolated", in_another_process, raising=False)
+    assert choose_attention("auto", tmp_path, True, 1024, torch.bfloat16, "cuda") == ("flex", None, ())
+    with pytest.raises(StageError, match=r"fails .*misaligned address.*: use auto, or flex or sdpa or eager or padded"):
+        choose_attention("varlen", tmp_path, True, 1024, torch.bfloat16, "cuda")
+
+
+def test_on_gpus_a_function_is_tested_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isolated("cpu", os.getpid) == os.getpid() != isolated("cuda", os.getpid)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert isolated("cuda", torch.get_float32_matmul_precision) == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    with pytest.raises(RuntimeError, match="the process that computes it was ended"):
+        isolated("cuda", os._exit, 1)
+
+
+def test_varlen_has_torchs_own_kernels_where_those_of_flash_attention_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def activate(names: Any = None) -> tuple[str, ...]:
+        active[:] = ["FA3"] if names is None else names
+        return tuple(active)
+
+    fails = False
+
+    def find_fault(small: Any, name: str, *_: Any) -> str | None:
+        return "computes gradients that differ" if [*active, fails] == ["FA3", True] else None
+
+    active: list[str] = []
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    monkeypatch.setattr(document_mask, "_find_fault", find_fault)
+    monkeypatch.setattr(document_mask, "activate_kernels", activate)
+    monkeypatch.setattr(document_mask, "deactivate_kernels", active.clear)
+    assert choose_attention("auto", tmp_path, True, 1024, torch.float32, "cpu") == ("varlen", None, ("FA3",))
+    fails = True
+    expected = ("varlen", "FA3 computes gradients that differ", ())
+    assert choose_attention("auto", tmp_path, True, 1024, torch.float32, "cpu") == expected
+    assert not active, "sdpa would call them too"
 
 
 @pytest.mark.parametrize("name", ["falcon", "bloom"])

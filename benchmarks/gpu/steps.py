@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.gpu.results import print_result
 from stages.base.packed import TRAIN
 from stages.base.params_file import load_params
+from stages.forward.attention import activate_kernels
 from stages.forward.batch import make_batch
 from stages.forward.distributed import all_reduce_sum, device_type
 from stages.forward.rows import TokenRows
@@ -109,6 +110,8 @@ def measure(params: TrainParams, num_steps: int) -> dict[str, Any]:
     mesh = device_mesh(params.fsdp.mesh_shape(num_ranks, int(os.environ["LOCAL_WORLD_SIZE"])), timeout_minutes=10)
     torch.manual_seed(params.seed)
     on_gpu = device_type() == "cuda"
+    if params.attention == "varlen":
+        activate_kernels()
     model = sharded_model.build(manifest, params, mesh, initialize=bool(manifest.weights) or not on_gpu).train()
     if on_gpu and not manifest.weights:
         fill(model)

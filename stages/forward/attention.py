@@ -8,7 +8,7 @@ call of the model: so this works with any architecture that looks its attention 
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -94,15 +94,26 @@ def varlen_attention(
 AttentionInterface.register("varlen", varlen_attention)
 
 
-def activate_kernels() -> None:
-    """Have `varlen` call Flash Attention 3 or 4, where one is installed and made for this GPU; else torch's own."""
+def activate_kernels(names: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Have `varlen` call Flash Attention 3 or 4, where one is installed and made for this GPU; else torch's own.
+
+    Args:
+        names: The one to call, or none: torch's own; None: the first that can be activated.
+
+    Returns:
+        What is active now, as `names`.
+    """
+    deactivate_kernels()
     activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
     if activate is None or not torch.cuda.is_available():
-        return
-    for name in {9: ("FA3", "FA4"), 10: ("FA4",)}.get(torch.cuda.get_device_capability()[0], ()):
+        return ()
+    if names is None:
+        names = {9: ("FA3", "FA4"), 10: ("FA4",)}.get(torch.cuda.get_device_capability()[0], ())
+    for name in names:
         with suppress(ImportError, RuntimeError, ValueError):  # not installed, or built for another torch
             activate(name)
-            return
+            return (name,)
+    return ()
 
 
 def deactivate_kernels() -> None:

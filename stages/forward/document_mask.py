@@ -24,6 +24,7 @@ from stages.base.errors import StageError, one_line
 from stages.forward.attention import activate_kernels, deactivate_kernels
 from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
 from stages.forward.batch import make_batch
+from stages.forward.isolated import isolated
 from stages.forward.loss import logits
 from stages.forward.padded import padded_batches
 from stages.forward.small_copy import VOCAB_SIZE, random_model, rounding, small_config
@@ -45,7 +46,9 @@ class AttentionChoice(NamedTuple):
     name: Attention
     """Not `auto`."""
     reason: str | None
-    """Why `padded`, where `auto` would have preferred another."""
+    """Why not what is preferred: why `padded`, or why `varlen` with torch's own kernels."""
+    kernels: tuple[str, ...] = ()
+    """Of Flash Attention, which `varlen` calls, for `activate_kernels`; none: torch's own."""
 
 
 def choose_attention(
@@ -71,10 +74,12 @@ def choose_attention(
     reasons: dict[str, str] = {}
     order = _order(seq_length if document_mask else 0, dtype, device)
     for name in order if attention == "auto" else (attention,):
-        reason = refusal(small, name, document_mask, dtype, device)
-        if reason is None:
-            return AttentionChoice(name, _list(reasons) if name == "padded" != attention else None)
-        reasons[name] = reason
+        not_used = None
+        for kernels in _kernels(name):
+            reason = refusal(small, name, document_mask, dtype, device, kernels)
+            if reason is None:
+                return AttentionChoice(name, _list(reasons) if name == "padded" != attention else not_used, kernels)
+            reasons[name], not_used = reason, f"{' '.join(kernels)} {reason}"
         if attention == "auto" and not document_mask and name == "eager":
             # A model that cannot be tested: nothing is asked of its own code that it might ignore.
             return AttentionChoice("eager", None)
@@ -105,6 +110,13 @@ def _order(mask_length: int, dtype: torch.dtype, device: str) -> tuple[Attention
     return *fastest, "eager", "padded"
 
 
+def _kernels(attention: Attention) -> list[tuple[str, ...]]:
+    """What to try an attention function with, for `activate_kernels`: torch's own last."""
+    found = activate_kernels() if attention == "varlen" else ()
+    deactivate_kernels()  # sdpa would call them too
+    return [found, ()] if found else [()]
+
+
 def _list(reasons: dict[str, str]) -> str:
     """One sentence for all that have the same reason."""
     names: dict[str, list[str]] = {}
@@ -114,8 +126,9 @@ def _list(reasons: dict[str, str]) -> str:
 
 
 def refusal(
-    small: PreTrainedConfig | None, attention: Attention, document_mask: bool, dtype: torch.dtype, device: str
-) -> str | None:
+    small: PreTrainedConfig | None, attention: Attention, document_mask: bool, dtype: torch.dtype, device: str,
+    kernels: tuple[str, ...] = (),
+) -> str | None:  # fmt: skip
     """Why a model cannot be trained with an attention function, as the end of a sentence; None: it can.
 
     Args:
@@ -124,21 +137,31 @@ def refusal(
         document_mask: As for `choose_attention`.
         dtype: As for `choose_attention`.
         device: As for `choose_attention`.
+        kernels: Of Flash Attention, which `varlen` is to call; none: torch's own.
     """
     if small is None:  # padding needs nothing of a model, and so no test
         return None if attention == "padded" else "cannot be tested, as no small copy of the model computes"
     if attention == "flex" and device == "cpu":
         return "has no backward pass on CPUs"  # which torch reports after a minute of compiling
-    if attention == "varlen":
-        activate_kernels()
     try:
-        reason = _find_fault(small, attention, document_mask, dtype, device)
+        return isolated(device, _test, small, attention, document_mask, dtype, device, kernels)
+    except RuntimeError as error:
+        return f"fails ({error})"
+
+
+def _test(
+    small: PreTrainedConfig, attention: Attention, document_mask: bool, dtype: torch.dtype, device: str,
+    kernels: tuple[str, ...],
+) -> str | None:  # fmt: skip
+    """As `refusal`, in this process."""
+    try:
+        activate_kernels(kernels)
+        return _find_fault(small, attention, document_mask, dtype, device)
     except Exception as error:  # of any architecture, of a compiler, or of a package that is not installed
         # The first sentence: libraries go on with advice to whoever calls them.
-        reason = f"fails ({type(error).__name__}: {one_line(error).partition('. ')[0]})"
-    if reason and attention == "varlen":
-        deactivate_kernels()  # sdpa would call them too
-    return reason
+        return f"fails ({type(error).__name__}: {one_line(error).partition('. ')[0]})"
+    finally:
+        deactivate_kernels()
 
 
 def sees_what_follows(directory: Path) -> bool:

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from stages.base.errors import StageError, one_line
 from stages.forward.batch import make_batch
+from stages.forward.isolated import isolated
 from stages.forward.loss import obstacle_to_fuse
 from stages.forward.small_copy import VOCAB_SIZE, small_config
 
@@ -42,7 +43,10 @@ def choose_loss(
     if loss == "plain":
         return LossChoice("plain", None)
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    reason = _obstacle(config, dtype, device)
+    try:
+        reason = isolated(device, _obstacle, config, dtype, device)
+    except RuntimeError as error:
+        reason = f"a small copy of it cannot be tested ({error})"
     if loss == "fused" and reason:
         architecture = (config.architectures or [config.model_type])[0]
         raise StageError(f"loss fused is not possible with {architecture}: {reason}; use loss auto or plain")

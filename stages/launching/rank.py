@@ -119,6 +119,8 @@ class Rank:
             share = self.trainer.train_loader.padding(mesh.size()).share
             reason = f", because {self.trainer.attention.reason}" if self.trainer.attention.reason else ""
             print_line(f"attention: padded{reason}; {share:.0%} of the tokens that are computed are padding")
+        elif self.trainer.attention.reason:
+            print_line(f"attention: varlen with torch's own kernels, because {self.trainer.attention.reason}")
         if self.trainer.loss.reason:
             print_line(f"loss: {self.trainer.loss.name}, because {self.trainer.loss.reason}")
         if (steps := self.runtime.profile_steps) and steps[0] > self.run.total_steps:

@@ -408,15 +408,12 @@ def rows_attention(model: "PreTrainedModel", request: Request, seq_length: int) 
     from stages.forward.distributed import run_on_rank0
     from stages.forward.document_mask import choose_attention
 
-    attention = run_on_rank0(
-        lambda: (
-            choose_attention(
-                "auto", request.directory, request.document_mask, seq_length, model.dtype, model.device.type
-            ).name
+    attention, _, kernels = run_on_rank0(
+        lambda: choose_attention(
+            "auto", request.directory, request.document_mask, seq_length, model.dtype, model.device.type
         )
     )
-    if attention == "varlen":
-        activate_kernels()
+    activate_kernels(kernels)
     own = model.config._attn_implementation
     if implementation := IMPLEMENTATIONS[attention]:
         model.set_attn_implementation(implementation)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LambdaLR
 
 from stages.base.packed import TRAIN, VALIDATION
+from stages.forward.attention import activate_kernels
 from stages.forward.distributed import all_reduce_sum, device_type, run_on_rank0
 from stages.forward.document_mask import choose_attention
 from stages.forward.loss_probe import choose_loss
@@ -88,6 +89,7 @@ class Trainer:
                 params.attention, directory, params.document_mask, seq_length, dtype, device_type()
             )
         )  # fmt: skip
+        activate_kernels(self.attention.kernels)
         self.loss = run_on_rank0(lambda: choose_loss(params.loss, directory, dtype, device_type()))
         self.chosen = dataclasses.replace(params, attention=self.attention.name, loss=self.loss.name)
         """The parameters, with the attention and the loss that were chosen."""
