@@ -57,6 +57,11 @@ def predictions(batch: dict[str, Tensor]) -> list[tuple[list[int], int]]:
     return sorted(found)
 
 
+def same(batch: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Whether two batches are equal in all that they have."""
+    return batch.keys() == other.keys() and all(torch.equal(batch[name], other[name]) for name in batch)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_each_label_is_predicted_from_the_same_tokens_as_in_packed_rows(num_ranks: int, document_mask: bool) -> None:
@@ -69,6 +74,9 @@ def test_each_label_is_predicted_from_the_same_tokens_as_in_packed_rows(num_rank
     assert [each["input_ids"].tolist() for each in batches] == [
         each["input_ids"].tolist() for each in padded_batches(batch, 128, num_ranks)
     ]
+    for rank in range(num_ranks):
+        own = padded_batches(batch, 128, num_ranks, rank=rank)
+        assert all(itertools.starmap(same, zip(own, batches[rank::num_ranks], strict=True)))
 
 
 def test_documents_of_similar_lengths_share_a_forward_pass() -> None:
@@ -225,6 +233,24 @@ def test_padding_on_the_left_would_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(document_mask, "padded_batches", on_the_left)
     with pytest.raises(document_mask.StageError, match="padded lets tokens attend to what stands behind them"):
         choose(save(tmp_path, MAMBA2))
+
+
+def test_a_rank_pads_its_own_share_alone(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def count(*given: Any, **named: Any) -> list[dict[str, Tensor]]:
+        batches = padded_batches(*given, **named)
+        made.append(len(batches))
+        return batches
+
+    monkeypatch.chdir(training.path)
+    monkeypatch.setattr("stages.training.loader.padded_batches", count)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
+    training.set(batch_size=1, total_batch_size=16, attention="padded")
+    loader = BatchLoader(TokenRows(TRAIN), load_params(TrainParams), eos_token_id=0)
+    batches = loader._make(0).batches
+    assert made == [len(batches)], "the passes of the other ranks are not made"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -26,7 +26,7 @@ from stages.base.errors import StageError
 from stages.base.record import DamagedFile
 from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.checkpointing.state import STATE, TrainState
-from stages.launching.verification import check_together
+from stages.launching.verification import check_once, check_together
 from tests.project import flip_bit
 from tests.ranks import Ranks
 from tests.trainings import Given, names, published, result
@@ -229,6 +229,37 @@ def test_30_a_verification_longer_than_the_watchdogs_limit_notes_progress(mesh: 
         digest = hashlib.sha256(bytes(10 << 20)).hexdigest()
         check_together({slow: digest}, "", lambda: notes.append(time.monotonic()), round_bytes=1 << 20)
     assert len(notes) >= 10
+
+
+def test_tokens_are_read_once_unless_their_size_or_times_change(
+    mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    open_file = Path.open
+
+    def watch(path: Path, *given: Any, **named: Any) -> Any:
+        read.extend([path.name] * (path.suffix == ".arrow"))
+        return open_file(path, *given, **named)
+
+    paths = [tmp_path / "0.arrow", tmp_path / "1.arrow"]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+    files = {path: hashlib.sha256(path.name.encode()).hexdigest() for path in paths}
+    monkeypatch.setattr(Path, "open", watch)
+    for _ in range(3):  # launches
+        check_once(files, tmp_path / "record", "pack again", lambda: None)
+    assert sorted(read) == ["0.arrow", "1.arrow"]
+    times = paths[0].stat()
+    paths[0].write_bytes(b"0.Arrow")
+    os.utime(paths[0], ns=(times.st_atime_ns, times.st_mtime_ns))  # as `cp -p` would
+    for _ in range(2):
+        with pytest.raises(DamagedFile, match=r"0.arrow is damaged or was changed: .*: pack again"):
+            check_once(files, tmp_path / "record", "pack again", lambda: None)
+    (tmp_path / "record").write_text("{")
+    paths[0].write_bytes(b"0.arrow")
+    read.clear()
+    check_once(files, tmp_path / "record", "pack again", lambda: None)
+    assert sorted(read) == ["0.arrow", "1.arrow"]
 
 
 def test_30_a_file_with_an_unreadable_block_counts_as_damaged(

@@ -17,8 +17,9 @@ sequence. A hundred documents of 20 tokens need 8 times the memory of two of 102
 
 
 def padded_batches(
-    batch: dict[str, Tensor], max_tokens: int, num_ranks: int = 1, multiple: int = 1, mask: bool = False
-) -> list[dict[str, Tensor]]:
+    batch: dict[str, Tensor], max_tokens: int, num_ranks: int = 1, multiple: int = 1, mask: bool = False,
+    rank: int | None = None,
+) -> list[dict[str, Tensor]]:  # fmt: skip
     """The documents of packed rows, sorted by length and cut into forward passes.
 
     It depends on the rows alone. Where all ranks give it the rows of all of them, as they can, each of them knows the
@@ -31,25 +32,30 @@ def padded_batches(
         multiple: Of which the length of the sequences is one; a divisor of `max_tokens`.
         mask: Whether to add `attention_mask`, with which attention needs memory for a mask: for the router loss of a
             mixture of experts, which is a mean over tokens.
+        rank: Whose batches to make; None: those of all ranks, one after another in each round.
 
     Returns:
-        A multiple of `num_ranks` batches, each with `input_ids` and `labels` (N, L) int64, padded with some token and
-        with -100, and with `mask` an `attention_mask` (N, L) int64, 0 at padding. All labels of the rows are in it
-        once. What stands behind the last label of a document is left out, and so is a document without labels: neither
-        can change the loss. The last batches may repeat one, without its labels.
+        A multiple of `num_ranks` batches, or with `rank` as many on each, each with `input_ids` and `labels` (N, L)
+        int64, padded with some token and with -100, and with `mask` an `attention_mask` (N, L) int64, 0 at padding. All
+        labels of the rows are in it once. What stands behind the last label of a document is left out, and so is a
+        document without labels: neither can change the loss. The last batches may repeat one, without its labels.
     """
     input_ids, labels = (batch[name].flatten() for name in ("input_ids", "labels"))
     starts, lengths = _documents(batch)
     min_tokens = min(_MIN_TOKENS, batch["input_ids"].shape[1])
+    parts = _parts(lengths.tolist(), max_tokens, num_ranks, min_tokens)
+    numbers = range(-(-len(parts) // num_ranks) * num_ranks)
     batches = []
-    for part in _parts(lengths.tolist(), max_tokens, num_ranks, min_tokens):
+    for number in numbers if rank is None else numbers[rank::num_ranks]:
+        part = parts[min(number, len(parts) - 1)]  # past the end the last one again, without its labels
         length = -(-int(lengths[part.start]) // multiple) * multiple
         place = torch.arange(length)
         is_token = place < lengths[part, None]  # (N, L)
         source = torch.where(is_token, starts[part, None] + place, 0)
-        made = {"input_ids": input_ids[source], "labels": labels[source].masked_fill_(~is_token, -100)}
+        is_label = is_token & (number < len(parts))
+        made = {"input_ids": input_ids[source], "labels": labels[source].masked_fill_(~is_label, -100)}
         batches.append(made | ({"attention_mask": is_token.long()} if mask else {}))
-    return extended(batches, -(-len(batches) // num_ranks) * num_ranks)
+    return batches
 
 
 def extended(batches: list[dict[str, Tensor]], number: int) -> list[dict[str, Tensor]]:

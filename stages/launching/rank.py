@@ -34,7 +34,7 @@ from stages.launching.remedies import remedies
 from stages.launching.runtime import TrainRuntime, how_to_resume, read_launch
 from stages.launching.start_line import start_line
 from stages.launching.timers import Timers, memory_gib
-from stages.launching.verification import check_together, verify_weights
+from stages.launching.verification import VERIFIED, check_once, check_together, verify_weights
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.ranks import handoff
 from stages.ranks.process_group import device_mesh, process_group
@@ -70,7 +70,7 @@ class Rank:
         model = ModelManifest.read()
         # Before they are opened: pyarrow may fail in any way at damaged ones.
         digests = PackedTokens.read(TRAIN).digests | PackedTokens.read(VALIDATION).digests
-        check_together(digests, REMEDY, lambda: heartbeat.note("verifying the tokens"))
+        check_once(digests, run.directory / VERIFIED, REMEDY, lambda: heartbeat.note("verifying the tokens"))
         self.adopted: Adoption | None = None
         self.saved_step: int | None = None
         self.saved_at = time.monotonic()

@@ -139,7 +139,7 @@ class BatchLoader:
         for step in range(1 + min(20, _SAMPLE // (self._params.total_batch_size * self._rows.seq_length))):
             batch = self._batch(self._step_rows(step))
             num_tokens += count_tokens(batch)
-            padded = self._padded(batch, self._params.batch_size, num_ranks)
+            padded = self._padded(batch, self._params.batch_size, num_ranks, None)
             shapes += [made["input_ids"].shape for made in padded]
         num_sequences, length = max(shapes)
         return Padding(1 - num_tokens / sum(map(math.prod, shapes)), (num_sequences, length))
@@ -159,12 +159,14 @@ class BatchLoader:
         lengths = self._params.attention in NEED_LENGTHS
         return read_batch(self._rows, indices, self._eos_token_id, self._params.document_mask, lengths)
 
-    def _padded(self, batch: dict[str, Tensor], batch_size: int, num_ranks: int) -> list[dict[str, Tensor]]:
-        """The forward passes of all ranks, of padded documents; `batch` has the rows of all ranks."""
+    def _padded(
+        self, batch: dict[str, Tensor], batch_size: int, num_ranks: int, rank: int | None
+    ) -> list[dict[str, Tensor]]:
+        """The forward passes of a rank, or of all, of padded documents; `batch` has the rows of all ranks."""
         max_tokens = batch_size * self._rows.seq_length
         multiple = 16 if self._params.precision == "fp8" else 1  # of tokens, as `check_precision` asks of rows
-        return padded_batches(batch, max_tokens, num_ranks, multiple, mask=self._router_loss)
+        return padded_batches(batch, max_tokens, num_ranks, multiple, self._router_loss, rank)
 
     def _own_padded(self, indices: NDArray[np.int64], batch_size: int) -> list[dict[str, Tensor]]:
-        num_ranks = dist.get_world_size()
-        return self._padded(self._batch(indices), batch_size, num_ranks)[dist.get_rank() :: num_ranks]
+        # All rows are read, as their documents are dealt out by length; only the own ones are padded.
+        return self._padded(self._batch(indices), batch_size, dist.get_world_size(), dist.get_rank())
