@@ -12,16 +12,20 @@ import argparse
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from stages.base import command, outputs
 from stages.base.errors import StageError
 from stages.base.outputs import ExperimentName
 from stages.base.params_file import load_params
 from stages.model.files import CONFIG
+
+if TYPE_CHECKING:
+    from stages.tokenizing.conversations import ConversationEncoder
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,12 @@ def main() -> None:
             model, tokenizer = generation.load(directory)
             torch.manual_seed(args.seed)
             streamer = TextStreamer(tokenizer, skip_prompt=args.chat, skip_special_tokens=True)  # such as the EOS
+            encoder = chat_encoder(directory, model.generation_config.eos_token_id) if args.chat else None
             messages: list[dict[str, str]] = []
             for prompt in prompts:
-                if args.chat:
+                if encoder:
                     messages.append({"role": "user", "content": prompt})
-                    tokens = generation.encode_chat(tokenizer, messages)  # (1, T)
+                    tokens = torch.tensor([encode_chat(encoder, messages)])  # (1, T)
                 else:
                     tokens = generation.encode(tokenizer, prompt)
                 check_length(tokens.shape[1], generation.max_length(model), args.max_new_tokens)
@@ -85,6 +90,55 @@ def main() -> None:
         raise StageError(f"the prompt is not UTF-8 at position {error.start}: convert it, as with iconv") from None
     except BrokenPipeError:  # nobody reads on, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+
+
+def chat_encoder(directory: Path, eos_token_id: int | list[int] | None) -> "ConversationEncoder":
+    """What encodes the turns as `pack` does: a special token that the user types is text.
+
+    Raises:
+        StageError: the model has no chat template, or no EOS token.
+    """
+    from stages.model import tokenizer
+    from stages.tokenizing import encoding, vocabulary
+    from stages.tokenizing.conversations import ConversationEncoder
+
+    loaded = tokenizer.load(directory)
+    if "default" not in loaded.chat_templates:
+        raise StageError("--chat: the model has no chat template, as it was not trained on conversations")
+    ends = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    eos = ends[0] if loaded.eos_token_id is None else loaded.eos_token_id
+    if eos is None:
+        raise StageError(
+            "--chat: the model names no EOS token, so nothing ends an answer: set eos_token_id in its config"
+        )
+    more = tuple((name, each) for name, each in loaded.chat_templates.items() if name != "default")
+    chat = encoding.ChatSpec(
+        loaded.chat_templates["default"], tuple(loaded.special_tokens.items()), "assistant", "drop", sys.maxsize, more
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary, "tokenizer.json")
+        path.write_text(loaded.content, encoding="utf-8")
+        found = vocabulary.read(path, loaded.special_tokens, eos)
+        special_tokens = tuple(sorted(found.special_tokens))
+        spec = encoding.TokenizerSpec(
+            path, "", eos, found.unk_token_id, special_tokens, max(found.token_ids) + 1, chat=chat
+        )
+        return ConversationEncoder(spec)
+
+
+def encode_chat(encoder: "ConversationEncoder", messages: list[dict[str, str]]) -> list[int]:
+    """The tokens of a conversation and of what precedes the next turn of the assistant.
+
+    Raises:
+        StageError: the template refuses these messages, or what they spell cannot be kept text.
+    """
+    from stages.tokenizing.conversations import Refused
+
+    try:
+        ids: list[int] = encoder.encode_prompt(messages).tolist()
+    except Refused as refused:
+        raise StageError(f"--chat: {refused}") from None
+    return ids
 
 
 def given(prompt: str | None) -> str:

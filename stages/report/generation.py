@@ -51,21 +51,6 @@ def encode(tokenizer: Any, text: str) -> Tensor:
     return torch.tensor([ids], dtype=torch.long)
 
 
-def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> Tensor:
-    """The tokens of a conversation and of what precedes the next turn of the assistant: (1, T) int64.
-
-    Raises:
-        StageError: the model has no chat template, or it refuses these messages.
-    """
-    if tokenizer.chat_template is None:
-        raise StageError("--chat: the model has no chat template, as it was not trained on conversations")
-    try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # of any kind: it is a program of the model's authors
-        raise StageError(f"--chat: the chat template fails: {one_line(error)}") from None
-    return torch.tensor([tokenizer(text, add_special_tokens=False).input_ids], dtype=torch.long)
-
-
 def max_length(model: "PreTrainedModel") -> int:
     """Tokens of prompt and continuation together. With learned positions there is no embedding for more."""
     limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from stages.base.errors import StageError, one_line
 from stages.base.process import limited
@@ -226,21 +226,14 @@ class ConversationEncoder:
         if self._special.search("\n".join(_names(conversation))):
             raise Refused("a role, a name or a tool spells a special token")
         conversation, full, generated = self._render_as_read(conversation)
-        marked, leaves = self._marked(conversation.messages)
-        skeleton, _ = self._render(conversation._replace(messages=marked))
-        pieces = self._pieces(full, skeleton, leaves)
+        pieces, leaves, rendering = self._divided(conversation, full)
         written = None if pieces is None else {piece.leaf for piece in pieces}
         counts = _count(conversation, leaves, full, written)
         if pieces is None:  # what the template writes depends on the contents
             if not generated and self._chat.train_on != "all":
                 raise Refused("the chat template rewrites contents, so which tokens are theirs is not known")
-            if any(self._special.search(leaf.text) for leaf in leaves):
-                raise Refused("a content spells a special token, and the chat template rewrites contents")
-            rendering = _Rendering([_Piece(full, None)], self._rename)
-        else:
-            rendering = _Rendering(pieces, self._rename)
-            if self._chat.train_on != "all":
-                _check_leaves(pieces, leaves, wanted)
+        elif self._chat.train_on != "all":
+            _check_leaves(pieces, leaves, wanted)
         if self._chat.train_on == "all":
             if len(wanted) < len(conversation.messages):
                 raise Refused("train_on is all, and a message has train: false")
@@ -257,6 +250,28 @@ class ConversationEncoder:
             text, end = self._terminated(text, start, end)
             spans[number] = (start, end)
         return self._tokens(text, spans, *counts)
+
+    def encode_prompt(self, messages: list[dict[str, Any]]) -> NDArray[np.uint32]:
+        """The ids of a conversation and of what precedes the next turn of the assistant, (n,).
+
+        Raises:
+            Refused: the template fails, or a content would give a special token.
+        """
+        conversation = _conversation({"messages": messages})
+        full, _ = self._render(conversation, add_generation_prompt=True)
+        _, _, rendering = self._divided(conversation, full, add_generation_prompt=True)
+        return np.array(self._encoded(rendering.text).ids, np.uint32)
+
+    def _divided(
+        self, conversation: _Conversation, full: str, add_generation_prompt: bool = False
+    ) -> tuple[list[_Piece] | None, list[_Leaf], "_Rendering"]:
+        """A rendering in pieces, None where the template rewrites contents; the strings; the special tokens in it."""
+        marked, leaves = self._marked(conversation.messages)
+        skeleton, _ = self._render(conversation._replace(messages=marked), add_generation_prompt)
+        pieces = self._pieces(full, skeleton, leaves)
+        if pieces is None and any(self._special.search(leaf.text) for leaf in leaves):
+            raise Refused("a content spells a special token, and the chat template rewrites contents")
+        return pieces, leaves, _Rendering(pieces or [_Piece(full, None)], self._rename)
 
     def _render_as_read(self, conversation: _Conversation) -> tuple[_Conversation, str, list[_Place]]:
         """The conversation in the form that the template reads, and what `_render` gives for it.
@@ -429,18 +444,8 @@ class ConversationEncoder:
         self, text: str, spans: list[tuple[int, int]], strings: dict[str, int], left_out: dict[str, int]
     ) -> Encoded:
         """Encode a rendering; a token is trained where any of its characters is."""
-        if len(text) > self._max_chars:
-            raise _TooLong(f"{len(text):,} characters")
-        try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        except Exception as error:  # the only class that `tokenizers` raises
-            raise Refused(f"the tokenizer cannot encode it: {one_line(error)}") from None
+        encoding = self._encoded(text)
         ids = np.array(encoding.ids, np.uint32)
-        if len(ids) > self._chat.seq_length:
-            raise _TooLong(f"{len(ids):,} tokens, and seq_length is {self._chat.seq_length:,}")
-        written = sum(self._ids[name] in self._counted for name in self._renamed.findall(text))
-        if np.isin(ids, [*self._counted]).sum() != written:
-            raise Refused("a content gives a special token")
         covered = np.zeros(len(text) + 1, np.int64)
         for start, end in spans:
             covered[start + 1 : end + 1] = 1
@@ -454,6 +459,22 @@ class ConversationEncoder:
         ids[0] |= START | WHOLE
         last = [names[-1] for span in spans if (names := self._renamed.findall(text, *span))]
         return Encoded(ids, frozenset(self._ids[name] for name in last), strings, left_out)
+
+    def _encoded(self, text: str) -> Encoding:
+        """Encode a rendering: it has the special tokens of the template, and no others."""
+        if len(text) > self._max_chars:
+            raise _TooLong(f"{len(text):,} characters")
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the only class that `tokenizers` raises
+            raise Refused(f"the tokenizer cannot encode it: {one_line(error)}") from None
+        ids = np.array(encoding.ids, np.uint32)
+        if len(ids) > self._chat.seq_length:
+            raise _TooLong(f"{len(ids):,} tokens, and seq_length is {self._chat.seq_length:,}")
+        written = sum(self._ids[name] in self._counted for name in self._renamed.findall(text))
+        if np.isin(ids, [*self._counted]).sum() != written:
+            raise Refused("a content gives a special token")
+        return encoding
 
 
 class _Rendering:
