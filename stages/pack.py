@@ -206,11 +206,13 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     Raises:
         StageError: the parameters do not fit the model or the corpus, or there are too few tokens for a row.
     """
-    # All three raise what is wrong with the parameters, the model or the corpus, before a token is encoded.
-    spec = find_tokenizer_spec(params)
-    parts, has_conversations = read_corpus(params)
-    if has_conversations:
-        spec = spec._replace(chat=find_chat_spec(params))
+    # All of these raise what is wrong with the parameters, the model or the corpus, before a token is encoded.
+    model = ModelManifest.read()
+    spec = find_tokenizer_spec(params, model)
+    corpus = Dataset.read(CORPUS, "extract", contents=True)
+    parts = find_parts(params, corpus)
+    if "messages" in corpus.features:
+        spec = spec._replace(chat=find_chat_spec(params, model))
     store = reuse.Store(reuse.root(), packing.Counts)
     reason = None
     with publish.directory(TOKENS) as directory:  # one directory for both parts, so that both appear at once
@@ -241,7 +243,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             train.metrics(),
             validation.metrics(),
             encoder,
-            Dataset.read(CORPUS, "extract").fingerprint,
+            corpus.fingerprint,
             fingerprint(
                 *(Dataset.read(directory / name, "pack").fingerprint for name in (TRAIN.name, VALIDATION.name))
             ),
@@ -295,13 +297,12 @@ def check_left_out(counts: packing.Counts, params: PackParams) -> None:
             )
 
 
-def find_tokenizer_spec(params: PackParams) -> encoding.TokenizerSpec:
+def find_tokenizer_spec(params: PackParams, model: ModelManifest) -> encoding.TokenizerSpec:
     """The model's tokenizer, checked against the model manifest and the parameters.
 
     Raises:
         StageError: it is missing or was changed, or the model does not allow such long rows.
     """
-    model = ModelManifest.read()
     if model.max_seq_length is not None and params.seq_length > model.max_seq_length:
         raise StageError(
             f"seq_length is {params.seq_length}, {model.model_name} allows at most {model.max_seq_length}: lower it"
@@ -324,13 +325,12 @@ def find_tokenizer_spec(params: PackParams) -> encoding.TokenizerSpec:
     )
 
 
-def find_chat_spec(params: PackParams) -> encoding.ChatSpec:
+def find_chat_spec(params: PackParams, model: ModelManifest) -> encoding.ChatSpec:
     """How conversations become tokens: by the file that `chat_template` names, else by the model's own template.
 
     Raises:
         StageError: the file is not there, or is none that DVC watches; or the template is no text, or none of Jinja.
     """
-    model = ModelManifest.read()
     templates, remedy = _find_templates(params, model), "correct it, or set chat_template to the file of another one"
     for name, template in templates.items():
         of_model = f"the chat template{f' {name}' * (name != 'default')} of {model.model_name}"
@@ -368,13 +368,12 @@ def _find_templates(params: PackParams, model: ModelManifest) -> dict[str, str]:
         return {"default": path.read_text(encoding="utf-8")}
 
 
-def read_corpus(params: PackParams) -> tuple[list[Part], bool]:
-    """The verified shards of the corpus by what becomes of them, and whether it may have conversations.
+def find_parts(params: PackParams, dataset: Dataset) -> list[Part]:
+    """The shards of the corpus by what becomes of them.
 
     Raises:
-        StageError: a shard was changed, or there is no text, none to train on, or none to validate on.
+        StageError: there is no text, none to train on, or none to validate on.
     """
-    dataset = Dataset.read(CORPUS, "extract", contents=True)
     if not dataset.num_rows:
         raise StageError(f"{CORPUS} contains no text: put files with text into raw_dir, or lower min_chars")
     sources: dict[str | None, list[Shard]] = {}
@@ -385,7 +384,7 @@ def read_corpus(params: PackParams) -> tuple[list[Part], bool]:
         return [
             *(Part(TRAIN.name, source, shards, train) for source, shards in sources.items()),
             *(Part(VALIDATION.name, source, shards, validation) for source, shards in sources.items()),
-        ], "messages" in dataset.features
+        ]
     num_splits = len(dataset.shards) // len(sources)
     params.check_splits(num_splits)
     num_train = num_splits - params.validation_splits  # entire splits, so no line of a file gives rows to both sides
@@ -396,7 +395,7 @@ def read_corpus(params: PackParams) -> tuple[list[Part], bool]:
                 f"there is no text{of_source}: extract made no row of its files, and {RECORDS['extract']} says why"
             )
     divided = [divide(source, shards, num_train) for source, shards in sources.items()]
-    return [*(train for train, _ in divided), *(held_out for _, held_out in divided)], "messages" in dataset.features
+    return [*(train for train, _ in divided), *(held_out for _, held_out in divided)]
 
 
 def divide(source: str | None, shards: list[Shard], num_train: int) -> tuple[Part, Part]:

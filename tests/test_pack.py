@@ -56,7 +56,7 @@ pytestmark = pytest.mark.usefixtures("empty_project")
 
 
 def spec_of_model() -> TokenizerSpec:
-    return find_tokenizer_spec(PackParams(seq_length=4, validation_splits=0))
+    return find_tokenizer_spec(PackParams(seq_length=4, validation_splits=0), ModelManifest.read())
 
 
 def make_corpus(splits: list[list[str]], batch_size: int = 1000) -> None:
@@ -314,6 +314,23 @@ def test_trap_03_too_little_text_is_refused(splits: list[list[str]], arguments: 
     with pytest.raises(StageError, match=message):
         run(**arguments)
     assert not list(Path("data").glob("tokens/*"))
+
+
+def test_the_corpus_that_is_recorded_is_the_one_that_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model()
+    make_corpus([["train " * 50], ["validation"]])
+    encode()
+    read = Dataset.read(CORPUS, "extract").fingerprint
+    close = packing.RowWriter.close
+
+    def close_late(self: packing.RowWriter) -> Any:
+        make_corpus([["of another extract " * 50], ["validation"]])
+        return close(self)
+
+    monkeypatch.setattr(packing.RowWriter, "close", close_late)
+    assert encode() == 0
+    assert Dataset.read(CORPUS, "extract").fingerprint != read
+    assert read_json(Path("data/pack.json"))["source"] == read
 
 
 def test_a_damaged_corpus_is_refused() -> None:
@@ -649,7 +666,9 @@ def test_a_worker_encodes_with_one_thread(fast_encoder: bool) -> None:
 import psutil, pyarrow
 from stages.tokenizing.encoding import Encoder
 from stages.pack import PackParams, find_tokenizer_spec
-spec = find_tokenizer_spec(PackParams(seq_length=4, validation_splits=0, fast_encoder={fast_encoder}))
+from stages.model.manifest import ModelManifest
+params = PackParams(seq_length=4, validation_splits=0, fast_encoder={fast_encoder})
+spec = find_tokenizer_spec(params, ModelManifest.read())
 encoder, process = Encoder(spec), psutil.Process()
 before = process.num_threads()
 list(encoder.encode(pyarrow.array([f"text {{number}}" for number in range(1000)])))

@@ -62,7 +62,7 @@ def write_model(family: str, kind: str, **tokenizer_config: Any) -> Path:
 
 def packed(text: str, is_fast: bool) -> list[int]:
     """The tokens that `pack` gives a document, without EOS."""
-    encoder = Encoder(find_tokenizer_spec(PackParams(64, 0))._replace(is_fast=is_fast))
+    encoder = Encoder(find_tokenizer_spec(PackParams(64, 0), ModelManifest.read())._replace(is_fast=is_fast))
     ids = [token for piece in encoder.encode(pa.array([text])) for token in piece.tokens.tolist()]
     assert ids.pop() == 0
     return ids
@@ -117,7 +117,7 @@ def test_a_tokenizer_that_was_changed_since_the_download_is_refused() -> None:
     download_model(write_model("llama", "BPE of bytes"))
     TOKENIZER.write_text(TOKENIZER.read_text() + " ")
     with pytest.raises(StageError, match=r"data/tokenizer.json is damaged or was changed: .*: run `dvc repro -f -s do"):
-        find_tokenizer_spec(PackParams(64, 0))
+        find_tokenizer_spec(PackParams(64, 0), ModelManifest.read())
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def check_model(params: DownloadParams, full: bool, environment: Mapping[str, st
 
 def check_tokenizer(params: PackParams) -> Found[None]:
     """What `pack` needs of the model that the manifest describes."""
-    spec = find_tokenizer_spec(params)
+    spec = find_tokenizer_spec(params, ModelManifest.read())
     yield ok(f"pack can encode with {spec.path.name}, in rows of {params.seq_length}")
 
 
