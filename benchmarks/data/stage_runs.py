@@ -91,7 +91,7 @@ def run_pack(work: Path, project: Path, num_processes: int) -> Timing:
     write_params(work, project, num_processes, seq_length=SEQ_LENGTH, validation_splits=1, model_name=model)
     os.chdir(work)
     Path("data").mkdir()
-    for name in ("corpus", "model.json"):
+    for name in ("corpus", "model.json", "tokenizer.json"):
         Path("data", name).symlink_to(project / "data" / name)
     start = time.perf_counter()
     pack.pack(load_params(pack.PackParams), load_params(pack.PackRuntime, "runtime"))
