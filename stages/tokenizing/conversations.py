@@ -36,7 +36,8 @@ SECONDS, BYTES = 5.0, 1 << 30
 """That a template may need for one conversation: thousands of times what they do."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message. transformers takes the first of them, and gives it to the template under the other names too."""
+"""Keys of a message. The template gets the first of them under the first two names, as newer versions of transformers do
+it."""
 _KEPT = ("type", "id")
 """Keys in a call whose strings templates compare, so they are not marked."""
 _UNWRITTEN = (*_KEPT, "$id", "$schema", "format", "title")
@@ -357,7 +358,7 @@ class ConversationEncoder:
         for number, message in enumerate(messages):
             new = dict(message)
             if isinstance(reasoning := message.get("reasoning_content"), str):
-                new["reasoning_content"] = mark(number, reasoning, "reasoning")
+                new["reasoning_content"] = new["thinking"] = mark(number, reasoning, "reasoning")
             if "content" in message:
                 new["content"] = mark_content(number, message["content"], message["role"])
             if calls := message.get("tool_calls"):
@@ -511,7 +512,7 @@ def _normalized(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its reasoning, if there is any, under one name."""
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     rest = {key: value for key, value in message.items() if key not in _REASONING}
-    return rest if reasoning is None else rest | {"reasoning_content": reasoning}
+    return rest if reasoning is None else rest | {"reasoning_content": reasoning, "thinking": reasoning}
 
 
 def _objects(message: dict[str, Any]) -> dict[str, Any]:
