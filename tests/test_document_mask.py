@@ -21,8 +21,9 @@ from stages.forward.attention import varlen_attention
 from stages.forward.batch import make_batch
 from stages.forward.document_mask import choose_attention
 from stages.forward.isolated import isolated
-from stages.forward.loss import loss_sum
-from stages.forward.small_copy import rounding, small_config
+from stages.forward.loss import logits, loss_sum
+from stages.forward.rope import fix_tables
+from stages.forward.small_copy import random_model, rounding, small_config
 from tests.models import CONFIGS, CountedGraphs
 from tests.project import Project
 from tests.ranks import Ranks
@@ -390,3 +391,54 @@ def test_training_starts_with_the_test(training: Project, ranks: Ranks) -> None:
     assert "attention sdpa does not work with OPTForCausalLM in float32 on this cpu" in output
     assert "it lets tokens attend to other documents: use auto, or varlen" in output
     assert "Traceback" not in output
+
+
+LONG = {"rope_theta": 1e4, "original_max_position_embeddings": 16}
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0}
+TABLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "longrope": ("llama", {"rope_type": "longrope", **FACTORS}),
+    "dynamic": ("llama", {"rope_type": "dynamic", "factor": 4.0}),
+    "phimoe": (
+        "phimoe",
+        {"rope_type": "longrope", **FACTORS, "short_mscale": 1.1, "long_mscale": 1.3},
+    ),
+}  # fmt: skip
+
+
+def rope_config(name: str) -> PreTrainedConfig:
+    """Of a model whose original context are 16 tokens."""
+    architecture, rope = TABLES[name]
+    small = {**SMALL, "num_hidden_layers": 2, "max_position_embeddings": 16 if name == "dynamic" else 64}
+    if architecture == "phimoe":
+        small |= {"num_local_experts": 2, "num_experts_per_tok": 2}
+    return AutoConfig.for_model(architecture, **small, rope_parameters={**LONG, **rope})
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_long_document_changes_no_other(name: str) -> None:
+    model = random_model(rope_config(name), "eager", torch.float32, "cpu")
+    rows = torch.randint(1, 101, (2, 64))  # row 0: documents of 8; row 1: one of 64
+    rows[0, 7::8] = 0
+    rows[1] = rows[1].clamp(min=1)
+
+    def beside() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            alone, both = (logits(model, make_batch(each, 0, document_mask=True)) for each in (rows[:1], rows))
+        return alone[0], both[0]
+
+    assert not torch.allclose(*beside(), atol=1e-3), "as transformers computes it"
+    handles = fix_tables(model, 64)
+    fixed, both = beside()
+    assert torch.allclose(fixed, both, atol=1e-5)
+    with torch.no_grad():  # the table is that of rows of 64
+        longest = logits(model, make_batch(rows[1:], 0, document_mask=True))
+        for handle in handles:
+            handle.remove()
+        assert torch.equal(longest, logits(model, make_batch(rows[1:], 0, document_mask=True)))
+    assert not torch.allclose(*beside(), atol=1e-3), "undone"
+    assert not fix_tables(random_model(config_of("llama"), "eager", torch.float32, "cpu"), 64)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_attention_is_chosen_for_models_whose_table_depends_on_the_length(name: str) -> None:
+    assert document_mask.refusal(small_config(rope_config(name)), "sdpa", True, torch.float32, "cpu") is None

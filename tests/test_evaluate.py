@@ -227,6 +227,20 @@ def test_losses_before_and_after_training_are_on_the_same_rows(eval_rows: int | 
         assert before == evaluate.make_loss(loss, len(indices), tokens, TEXT)
 
 
+def test_the_loss_does_not_depend_on_which_rows_are_measured_together() -> None:
+    """The second row has the only document that is longer than the original context of the model."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    values = {**LLAMA.to_dict(), "rope_parameters": {**rope, "factor": 4.0, "original_max_position_embeddings": 16}}
+    write_model(LlamaConfig(**values))
+    losses = []
+    for eval_batch_size in (1, 7):
+        write_params(eval_batch_size=eval_batch_size, eval_samples=0)
+        validation = run_stage().validation
+        assert validation is not None
+        losses.append(validation.loss)
+    assert losses[0] == pytest.approx(losses[1], abs=2e-5)
+
+
 def test_the_two_kinds_of_mask_give_different_losses() -> None:
     """Otherwise the tests above would pass with either."""
     assert abs(reference_loss(document_mask=True)[0] - reference_loss(document_mask=False)[0]) > 1e-3

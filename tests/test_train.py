@@ -512,3 +512,19 @@ def test_a_step_has_one_collective_of_numbers(training: Project, ranks: Ranks) -
     collectives = [line.split() for line in (training / "collectives").read_text().splitlines()]
     sums = [size for name, size in collectives if name == "all_reduce"]
     assert sums.count("32") == 9 + 3  # before each step, before each validation and the end
+
+
+def test_the_table_of_positions_is_that_of_seq_length(training: Project, ranks: Ranks) -> None:
+    """As if the model had no other, though no document is longer than its original context."""
+    path, losses = training / "models/nano/config.json", []
+    config = training.json("models/nano/config.json")
+    for short in (1.0, 4.0):
+        rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [short] * 4, "long_factor": [4.0] * 4,
+                "factor": 4.0, "original_max_position_embeddings": 24}  # fmt: skip
+        path.write_text(json.dumps({**config, "rope_parameters": rope}))
+        training.run("python", "-m", "stages.download")
+        training.set(max_steps=1)
+        ranks.run(training)
+        losses.append((newest_checkpoint(training, 1) / "history.tsv").read_text())
+        shutil.rmtree(training / "outputs")
+    assert losses[0] == losses[1]

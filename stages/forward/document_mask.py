@@ -27,6 +27,7 @@ from stages.forward.batch import make_batch
 from stages.forward.isolated import isolated
 from stages.forward.loss import logits
 from stages.forward.padded import padded_batches
+from stages.forward.rope import fix_tables
 from stages.forward.small_copy import VOCAB_SIZE, random_model, rounding, small_config
 from stages.forward.transfer import to_device
 
@@ -188,6 +189,7 @@ def _find_fault(
 ) -> str | None:
     dtype = torch.float32 if attention == "padded" else dtype
     model = random_model(small, IMPLEMENTATIONS[attention], dtype, device)
+    fix_tables(model, _LENGTH)
 
     def compute(rows: Tensor, document_mask: bool = document_mask) -> Tensor:
         """The logits of rows, with the attention that is tested: (B, T, V)."""
@@ -226,6 +228,7 @@ def _find_fault(
             return "computes logits that do not depend on what stands before"
 
     reference = random_model(small, "eager", dtype, device)
+    fix_tables(reference, _LENGTH)
     # eval(): dropout would differ. Gradients of the logits' sum with random factors.
     factors = torch.randn(*rows.shape, VOCAB_SIZE).to(device)
     found = compute(rows)

@@ -399,7 +399,7 @@ def load(request: Request, is_sharded: bool, dtype: "torch.dtype | None" = None)
 
 @contextmanager
 def rows_attention(model: "PreTrainedModel", request: Request, seq_length: int) -> Iterator[Attention]:
-    """Have a model use the fastest attention function for rows of documents; yields its name.
+    """Have a model compute rows of documents, with the fastest attention function; yields its name.
 
     Not that of the training: it may not work in the dtype of the exported weights. All that are accepted give the same
     loss, up to rounding. A collective.
@@ -407,6 +407,7 @@ def rows_attention(model: "PreTrainedModel", request: Request, seq_length: int) 
     from stages.forward.attention import activate_kernels
     from stages.forward.distributed import run_on_rank0
     from stages.forward.document_mask import choose_attention
+    from stages.forward.rope import fix_tables
 
     attention, _, kernels = run_on_rank0(
         lambda: choose_attention(
@@ -417,7 +418,10 @@ def rows_attention(model: "PreTrainedModel", request: Request, seq_length: int) 
     own = model.config._attn_implementation
     if implementation := IMPLEMENTATIONS[attention]:
         model.set_attn_implementation(implementation)
+    handles = fix_tables(model, seq_length)
     yield attention
+    for handle in handles:
+        handle.remove()
     model.set_attn_implementation(own)  # to generate text, one token after another
 
 

@@ -21,6 +21,7 @@ from stages.forward.attention import activate_kernels
 from stages.forward.distributed import all_reduce_sum, device_type, run_on_rank0
 from stages.forward.document_mask import choose_attention
 from stages.forward.loss_probe import choose_loss
+from stages.forward.rope import fix_tables
 from stages.forward.rows import TokenRows
 from stages.model.manifest import ModelManifest
 from stages.training import sharded_model
@@ -104,6 +105,7 @@ class Trainer:
         self.model = sharded_model.build(
             manifest, self.chosen, mesh, initialize=initialize, note=lambda: note("making the weights")
         )
+        fix_tables(self.model, seq_length)
         self.optimizer = make_optimizer(self.model, params)
         self.scaler = make_grad_scaler(params.precision, next(self.model.parameters()).device)
         self.scheduler = LambdaLR(self.optimizer, lambda step: lr_ratio(params, total_steps, step))
