@@ -97,6 +97,7 @@ def describe(params: DownloadParams) -> ModelManifest:
 
     # torch and transformers take seconds to import: not for --help
     from stages.forward.document_mask import sees_what_follows
+    from stages.forward.load_probe import changed_by_loading
     from stages.model import meta
 
     _check_generation_config(directory)
@@ -139,6 +140,12 @@ def describe(params: DownloadParams) -> ModelManifest:
         raise StageError(
             f"model_name is {params.model_name!r}: in {manifest.architecture}, with this {CONFIG}, a token sees those "
             "after it, as in an encoder: it would learn to copy the next one. Use a model that generates text"
+        )
+    if changed := changed_by_loading(directory):
+        raise StageError(
+            f"model_name is {params.model_name!r}: as transformers loads {manifest.architecture}, it overwrites "
+            f"{changed[0]}, so the trained model would not be the one that is loaded: set pad_token_id to null in the "
+            f"{CONFIG} of a copy, or use another model"
         )
     return manifest
 

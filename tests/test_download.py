@@ -1,5 +1,6 @@
 """Finding and checking a model: from a directory or the cache, without a socket, or with a clear error."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -20,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Glm4MoeConfig,
     GPT2Config,
@@ -506,6 +508,21 @@ def test_weights_that_transformers_drops_are_named(capsys: pytest.CaptureFixture
         "download: 2 tensors with 12 values are dropped, as Glm4MoeForCausalLM does not have them: they are neither "
         "trained nor exported (model.layers.46.eh_proj.weight, model.layers.46.enorm.weight)\n"
     )
+
+
+@pytest.mark.parametrize("pad_token_id", [1, None])
+def test_a_model_that_does_not_load_as_it_was_trained_is_refused(pad_token_id: int | None) -> None:
+    """Youtu overwrites the row of the padding token, which the output shares."""
+    config = AutoConfig.for_model(
+        "youtu", **SIZES, **LAYERS, num_key_value_heads=2, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8,
+        v_head_dim=8, qk_nope_head_dim=8, pad_token_id=pad_token_id,
+    )  # fmt: skip
+    write_model(Path("model"), config)
+    refused = pytest.raises(
+        StageError, match=r"overwrites model\.embed_tokens\.weight.*set pad_token_id to null in the config\.json"
+    )
+    with refused if pad_token_id else contextlib.nullcontext():
+        describe()
 
 
 def test_a_tied_parameter_stored_twice_must_be_the_same() -> None:
