@@ -36,8 +36,8 @@ SECONDS, BYTES = 5.0, 1 << 30
 """That a template may need for one conversation: thousands of times what they do."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message. The template gets the first of them under the first two names, as newer versions of transformers do
-it."""
+"""Keys of a message. The template gets the first of them under the first two names, as in newer versions of
+transformers."""
 _KEPT = ("type", "id")
 """Keys in a call whose strings templates compare, so they are not marked."""
 _UNWRITTEN = (*_KEPT, "$id", "$schema", "format", "title")
