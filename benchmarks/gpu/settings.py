@@ -62,7 +62,10 @@ def matrix(batch_sizes: list[int], precision: str) -> Settings:
 def large_settings(precision: str) -> Settings:
     """Of a model whose activations are computed again; the largest batch that 140 GB have memory for is the first."""
     best = {**best_setting([4], precision), "activation_checkpointing": "full"}
-    return _named(precision, best, {**best, "deterministic": True}, {**best, "batch_size": 1})
+    single = {**best, "batch_size": 1}
+    return _named(
+        precision, best, {**single, "activation_checkpointing": "selective_op"}, {**best, "deterministic": True}, single
+    )
 
 
 def _named(precision: str, *settings: dict[str, Any]) -> Settings:
