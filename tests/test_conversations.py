@@ -133,12 +133,19 @@ def test_which_turns_are_trained(values: dict[str, Any], content: dict[str, Any]
     assert trained(encoded) == [f"{answer}<|im_end|>" for answer in expected]
 
 
-def test_a_turn_may_say_that_it_is_not_trained() -> None:
+@pytest.mark.parametrize(
+    ("key", "value"), [("train", False), ("weight", 0), ("weight", 0.0), ("loss", False), ("loss_mask", 0)]
+)
+def test_a_turn_may_say_that_it_is_not_trained(key: str, value: Any) -> None:
+    """As the formats of OpenAI and Mistral (`weight`), of ms-swift (`loss`) and others do."""
     content = json.loads(json.dumps(LONG))
-    content["messages"][2]["train"] = False
+    content["messages"][2][key] = value
+    content["messages"][4][key], content["messages"][6][key] = 1, None
     [encoded] = encode(CHATML, content)
     assert trained(encoded) == ["second<|im_end|>", "third<|im_end|>"]
-    assert refusal(encode(CHATML, content, train_on="all")) == "train_on is all, and a message has train: false"
+    assert refusal(encode(CHATML, content, train_on="all")) == (
+        "train_on is all, and a message has train: false, or a weight of 0"
+    )
 
 
 def test_all_tokens_are_trained_where_that_is_asked_for() -> None:

@@ -38,6 +38,8 @@ SECONDS, BYTES = 5.0, 1 << 30
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message. The template gets the first of them under the first two names, as in newer versions of
 transformers."""
+_FLAGS = ("train", "weight", "loss", "loss_mask")
+"""Keys of a message that is not trained where they are false or 0, as several formats have it."""
 _KEPT = ("type", "id")
 """Keys in a call whose strings templates compare, so they are not marked."""
 _UNWRITTEN = (*_KEPT, "$id", "$schema", "format", "title")
@@ -184,7 +186,7 @@ class ConversationEncoder:
             found = [index for index in found if index >= conversation.num_prompt]
         elif train_on in ("last", "completion"):
             found = found[-1:]
-        return {index for index in found if messages[index].get("train", True)}
+        return {index for index in found if not any(messages[index].get(flag) in (False, 0) for flag in _FLAGS)}
 
     def _split(self, conversation: _Conversation, wanted: set[int]) -> Iterator[Encoded | Refused]:
         """Cut a conversation before turns of the user into parts that fit into a row; the last ones are the longest.
@@ -237,7 +239,7 @@ class ConversationEncoder:
             _check_leaves(pieces, leaves, wanted)
         if self._chat.train_on == "all":
             if len(wanted) < len(conversation.messages):
-                raise Refused("train_on is all, and a message has train: false")
+                raise Refused("train_on is all, and a message has train: false, or a weight of 0")
             return self._tokens(rendering.text, [(0, len(rendering.text))], *counts)
         if generated:
             spans = [
@@ -304,7 +306,7 @@ class ConversationEncoder:
                 "the model has no chat template, or none named default, which conversations need: set chat_template to "
                 "the file of one, such as models/templates/plain.jinja"
             )
-        messages = [{key: value for key, value in each.items() if key != "train"} for each in conversation.messages]
+        messages = [{key: value for key, value in each.items() if key not in _FLAGS} for each in conversation.messages]
         render: Any = chat_template_utils.render_jinja_template  # which is annotated as if it returned a string
         variables = dict(self._chat.variables)
         try:
