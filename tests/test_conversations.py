@@ -207,6 +207,10 @@ def test_calls_of_tools_are_trained_with_their_tags() -> None:
     messages[1] = {**messages[1], "tool_calls": [{"function": {"name": "get", "arguments": "Paris"}}]}
     [other] = encode(FAMILIES["qwen2.5"].template, {"messages": messages})
     assert '"arguments": "Paris"' in trained(other)[0]
+    # And in its old format there is one call.
+    messages[1] = {"role": "assistant", "content": None, "function_call": as_text["function"]}
+    [old] = encode(FAMILIES["qwen2.5"].template, {"messages": messages, "tools": [call]})
+    assert trained(old) == [called, "Cold.<|im_end|>"]
     odd = {"messages": [{"role": "user", "content": "Hi", "tool_calls": 5}, {"role": "assistant", "content": "Hello"}]}
     assert trained(encode(CHATML, odd)[0]) == ["Hello<|im_end|>"]
 
@@ -246,6 +250,23 @@ def test_what_the_template_leaves_out_is_counted_by_role() -> None:
     }  # fmt: skip
     [encoded] = encode(FAMILIES["qwen2.5"].template, {**turns("Hi", "Hello"), "tools": [tool]})
     assert isinstance(encoded, Encoded) and not encoded.left_out
+
+
+@pytest.mark.parametrize("other", ["''", "'<image>'", "(part.image_url or {}).url"])
+def test_parts_other_than_text_are_counted_where_the_template_does_not_write_them(other: str) -> None:
+    """A template for text passes over a picture: answers about it would be trained without it."""
+    written = "{% for part in message.content %}{{ part.text if part.type == 'text' else " + other + " }}{% endfor %}"
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}{% if message.content is string %}"
+        "{{ message.content }}{% else %}" + written + "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    )
+    picture = {"type": "image_url", "image_url": {"url": "https://example.org/1.png"}}
+    parts = [picture, {"type": "text", "text": "What is this?"}, {"type": "image"}]
+    messages = [{"role": "user", "content": parts}, *turns("", "A cat.", "Its colour?", "Grey.")["messages"][1:]]
+    [encoded] = encode(template, {"messages": messages})
+    assert isinstance(encoded, Encoded)
+    assert encoded.strings == {"user": 2, "user parts other than text": 2, "assistant": 2}
+    assert encoded.left_out == {"user parts other than text": 1 if "url" in other else 2}
 
 
 def test_conversations_with_tools_have_the_template_for_tools() -> None:

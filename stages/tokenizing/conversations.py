@@ -511,9 +511,11 @@ def _conversation(parsed: dict[str, Any]) -> _Conversation:
 
 
 def _normalized(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning, if there is any, under one name."""
+    """The message with its reasoning, if there is any, under one name, and with a single call in a list."""
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     rest = {key: value for key, value in message.items() if key not in _REASONING}
+    if isinstance(rest.get("function_call"), dict) and not rest.get("tool_calls"):  # OpenAI's old format
+        rest["tool_calls"] = [{"type": "function", "function": rest.pop("function_call")}]
     return rest if reasoning is None else rest | {"reasoning_content": reasoning, "thinking": reasoning}
 
 
@@ -603,6 +605,14 @@ def _count(
         where += "" if leaf.kind == "content" else f" {leaf.kind}"
         strings[where] += 1
         left_out[where] += not (_is_in(leaf.text, full) if written is None else number in written)
+    for message in conversation.messages:
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            if isinstance(part, dict) and not isinstance(part.get("text"), str):  # such as a picture
+                where = f"{message['role'] if message['role'] in _ROLES else 'other roles'} parts other than text"
+                texts = [*_strings_of(part)]
+                strings[where] += 1
+                # Without a string it is a place for what is elsewhere, which no template can write.
+                left_out[where] += not (texts and all(_is_in(text, full) for text in texts))
     for text in _strings_of(conversation.tools):
         strings["tools"] += 1
         left_out["tools"] += not _is_in(text, full)
