@@ -83,7 +83,7 @@ def test_strings_of_every_type_are_found() -> None:
         pa.UnionArray.from_dense(pa.array([0], pa.int8()), pa.array([0], pa.int32()), [pa.array(["j"]), pa.array([1])]),
     ]
     table = pa.table(columns, [f"column{number}" for number in range(len(columns))])
-    assert extract_file("a.arrow", encode("a.arrow", table)) == [*"abcdefgh", '"i"', "j"]
+    assert extract_file("a.arrow", encode("a.arrow", table)) == [*"abcdefghij"]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -105,6 +105,24 @@ def test_trap_33_paths_lead_into_nested_columns(name: str) -> None:
         assert extract_file(name, content, rule, max_rejected_files=1) == rows, path
     [rule] = json.loads(Path("data/extract.json").read_text())["rules"]
     assert (rule["records"], rule["left_out"]) == (3, {"no string at $[?@.y == 1].x": 2})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_column_of_json_has_its_values(name: str) -> None:
+    """As `datasets` writes columns of several types, and DuckDB those of its type JSON: a string has no quotes."""
+    cells = ['"a b"', "5", None, "null", '{"k": ["c", "d"], "k": "e", "n": NaN}', r'"\ud800"', '"cut', "[" * 100_000]
+    column = pa.array(cells, pa.json_())
+    turns = [{"role": "user", "content": "Hi", "at": {"x": 1}}, {"role": "assistant", "content": "Hello", "at": "y"}]
+    content = encode(name, pa.table({"col": column, "in": pa.StructArray.from_arrays([column], ["j"])}))
+    texts = ["a b", "c", "d", "e", "\ufffd", '"cut', "[" * 100_000]
+    found = extract_file(name, content)
+    assert sorted(found) == sorted(2 * texts)
+    rows = ["a b", "c\nd\ne", *texts[4:]]
+    for path in ("$.col", "$.in.j"):
+        assert extract_file(name, content, {"files": "*", "text": path}) == rows
+    assert extract_file(name, content, {"files": "*", "text": "$.col.k[*]"}) == ["c\nd"]
+    chat = pa.ListArray.from_arrays([0, 2], pa.array(map(json.dumps, turns), pa.json_()))
+    assert extract_file(name, encode(name, pa.table({"messages": chat})), {"files": "*"}) == [{"messages": turns}]
 
 
 def test_trap_33_both_columns_of_a_name_are_kept() -> None:

@@ -7,6 +7,7 @@ way to leave one out.
 import csv
 import io
 import os
+import re
 import resource
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 _ROWS_AT_ONCE = 512  # as Python objects
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _PAGE = resource.getpagesize()
+_SURROGATES = re.compile(r"\\(?:u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(u[dD][89a-fA-F]\w\w)|.)", re.DOTALL)
+"""Escapes in JSON; the group is half a pair, without the other half."""
 
 Choose = Callable[[pa.Schema], list[str]]
 """The columns to read, given the schema."""
@@ -228,9 +231,9 @@ def _rows(piece: pa.RecordBatch, name: str, first: int) -> "Iterator[Rows | Reje
 
 def _values(column: pa.Array, refuse: Callable[[], object]) -> list[Any]:
     """The values of a column as JSON has them, where it can. `refuse` is called for bytes that are not UTF-8."""
+    convert = _converter(column.type, refuse)
     if isinstance(column.type, pa.BaseExtensionType):
         column = column.storage
-    convert = _converter(column.type, refuse)
     try:
         values: list[Any] = column.to_pylist()
     except (pa.ArrowInvalid, KeyError):  # for which pyarrow blames a missing package
@@ -240,6 +243,8 @@ def _values(column: pa.Array, refuse: Callable[[], object]) -> list[Any]:
 
 def _converter(kind: pa.DataType, refuse: Callable[[], object]) -> Callable[[Any], Any] | None:
     """What makes a value of `to_pylist` one of JSON, which is not null; None: it is one."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _parsed if kind.extension_name == "arrow.json" else _converter(kind.storage_type, refuse)
     if pa.types.is_struct(kind):
         fields = {field.name: _converter(field.type, refuse) for field in kind}
         return lambda value: {
@@ -261,6 +266,14 @@ def _converter(kind: pa.DataType, refuse: Callable[[], object]) -> Callable[[Any
     if _is_binary(kind):
         return lambda value: _text(value, refuse)
     return None
+
+
+def _parsed(text: str) -> Any:
+    """The value of a cell of type JSON; what is not valid stays text."""
+    try:
+        return json.decode(_SURROGATES.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text))
+    except (ValueError, RecursionError):
+        return text
 
 
 def _is_binary(kind: pa.DataType) -> bool:
