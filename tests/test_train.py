@@ -329,6 +329,18 @@ def test_plan_names_the_share_of_the_validations(
         assert f"about {share:.0%} of the compute" in capsys.readouterr().out
 
 
+def test_a_loss_that_is_not_finite_before_the_first_step_is_that_of_the_initial_weights(
+    training: Project, monkeypatch: pytest.MonkeyPatch, mesh: DeviceMesh, one_thread: None
+) -> None:
+    """No learning rate has caused it."""
+    monkeypatch.chdir(training.path)
+    one = make_rank(mesh, max_unread=0)
+    with torch.no_grad():
+        next(one.trainer.model.parameters()).fill_(math.nan)
+    with pytest.raises(StageError, match=r"^the validation loss is nan before the first step: the initial weights"):
+        one.train()
+
+
 def test_a_loss_that_is_not_finite_names_no_checkpoint_where_there_is_none(training: Project, ranks: Ranks) -> None:
     output = ranks.run(training, "nan rank 1 at step 1", status=2)
     assert "step 2: the gradient norm is nan" in output

@@ -170,6 +170,12 @@ class Rank:
             self.metrics.console.line(
                 f"step {step}: validation loss {validation_loss:.4f} ({num_rows:,} rows)" + of_source
             )
+            if step == 0 and not math.isfinite(validation_loss):  # on all ranks; no lr, which the next error would name
+                raise StageError(
+                    f"the validation loss is {validation_loss} before the first step: the initial weights are not "
+                    f"finite, or too large for precision {self.params.precision}: use other weights, or precision bf16 "
+                    "or fp32"
+                )
         if self.runtime.debug and step:
             rows = self.trainer.train_loader.step_indices(step - 1).tolist()
             now, peak = memory_gib()
