@@ -114,7 +114,7 @@ _MAX_TIMES = 2
 
 _REMEDIES = {
     "longer than a row": "raise seq_length",
-    "the chat template": "correct the chat template",
+    "the chat template": "correct the chat template, or the conversations",
     "nothing of it is trained": "map the role of its answers with `roles` in the rule, or change train_on",
     "train_on": "change train_on",
 }
@@ -269,7 +269,12 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
 def conversations_text(counts: packing.Counts) -> str:
     """What became of the conversations, for people to read."""
     share = counts.num_trained / max(1, counts.num_tokens)
-    refused = f", {sum(counts.refused.values())} refused (see {METRICS})" if counts.refused else ""
+    refused = ""
+    if counts.refused:
+        most = max(counts.refused, key=lambda reason: counts.refused[reason])
+        reason = next((each.reason for each in counts.first_refused if each.reason.startswith(most)), most)
+        number = sum(counts.refused.values())
+        refused = f", {number} refused ({counts.refused[most]} of them as this one: {reason}; see {METRICS})"
     left_out = ", ".join(
         f"{number} of {counts.strings[where]} strings of {where}" for where, number in sorted(counts.left_out.items())
     )

@@ -792,6 +792,11 @@ def test_what_gives_no_tokens_is_counted_and_listed() -> None:
     first, second = metrics["first_refused"]
     assert re.fullmatch("longer than a row: 1.. tokens, and seq_length is 64", first[0])
     assert json.dumps(long).startswith(first[1]) and second[1].startswith('{"messages": [{"role": "user"')
+    make_conversations([[chat("a", "b"), *[long] * 3, chat("nobody answers")], [chat("a", "b")]])
+    output = pack(PackParams(64, 1), PackRuntime(num_workers=1, reuse_gib=1))
+    reason = r"longer than a row: 1.. tokens, and seq_length is 64"
+    assert re.search(rf" trained, 4 refused \(3 of them as this one: {reason}; see data/pack.json\)$", output)
+    make_conversations([[chat("a", "b"), long, chat("nobody answers")], [chat("a", "b")]])
     encode(seq_length=160)  # another length is another result
     assert json.loads(Path("data/pack.json").read_text())["train"]["conversations"]["conversations"] == 2
 
@@ -855,7 +860,10 @@ def test_a_template_that_fails_is_named_with_its_line_or_with_a_remedy() -> None
             "{% for each in messages %}\n{{ each.content }\n{% endfor %}",
             r"^models/templates/own\.jinja, line 2: .*'}'.*",
         ),
-        ("{{ raise_exception('no') }}", r"refused, 1 \(the chat template fails: no\): correct the chat template$"),
+        (
+            "{{ raise_exception('no') }}",
+            r"\(the chat template fails: no\): correct the chat template, or the conversations$",
+        ),
     ):
         template.write_text(text)
         with pytest.raises(StageError, match=message):
