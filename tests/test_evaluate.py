@@ -408,8 +408,8 @@ def test_the_attention_is_one_that_works_in_the_exported_dtype(monkeypatch: pyte
     monkeypatch.setattr(
         document_mask,
         "refusal",
-        lambda config, name, mask, dtype, device: (
-            "needs bf16" if name == "varlen" and dtype == torch.float32 else refusal(config, name, mask, dtype, device)
+        lambda config, name, mask, dtype, *args: (
+            "needs bf16" if name == "varlen" and dtype == torch.float32 else refusal(config, name, mask, dtype, *args)
         ),
     )
     model, _ = measure.load(request(), is_sharded=False)

@@ -60,10 +60,16 @@ def test_proposed_numbers_of_rows_are_accepted(params: TrainParams, num_ranks: i
     with pytest.raises(StageError) as error:
         plan.check_num_ranks(changed, num_ranks)
     _, _, proposals = str(error.value).partition(": use ")
-    found = re.findall(r"\d+", proposals.partition(", or another")[0])
+    found = re.fullmatch(
+        r"total_batch_size (\d+)(?: or (\d+))?(?: or batch_size (\d+))?(?: or (\d+) ranks)? \(.*\)", proposals
+    )
     assert found
-    for total in found:
+    for total in filter(None, found.groups()[:2]):
         plan.check_num_ranks(dataclasses.replace(changed, total_batch_size=int(total)), num_ranks)
+    if found[3]:
+        plan.check_num_ranks(dataclasses.replace(changed, batch_size=int(found[3])), num_ranks)
+    if found[4]:
+        plan.check_num_ranks(changed, int(found[4]))
 
 
 def test_ranks_that_cannot_be_grouped_are_refused(params: TrainParams) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from stages.forward import attention
 from stages.forward.attention_names import IMPLEMENTATIONS
 from stages.forward.loss import fuse
 from stages.forward.sharded_weights import (
@@ -72,6 +73,7 @@ def build(
 def prepare(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> PreTrainedModel:
     """Build and shard the model on the meta device: all of `build` that needs no memory."""
     params.check_compile(manifest)
+    assert attention.varlen_attention, "its import makes it known to transformers"
     model = meta.build(manifest.directory(), IMPLEMENTATIONS.get(params.attention))
     # Found before sharding, because fully_shard gives them other classes.
     layers = [module for module in model.modules() if type(module).__name__ in manifest.layer_classes]
