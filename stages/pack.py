@@ -114,7 +114,7 @@ _MAX_TIMES = 2
 
 _REMEDIES = {
     "longer than a row": "raise seq_length",
-    "the chat template": "correct the chat template, or the conversations",
+    "the chat template": "set chat_template to the file of one that writes them, or correct the conversations",
     "nothing of it is trained": "map the role of its answers with `roles` in the rule, or change train_on",
     "train_on": "change train_on",
 }
@@ -237,6 +237,11 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         )
         counts = train.counts + validation.counts
         check_left_out(counts, params)
+        # Those that are longer than a row are dropped on purpose (`too_long`).
+        lost = {reason: number for reason, number in counts.refused.items() if not reason.startswith("longer than")}
+        share = sum(lost.values()) / max(1, counts.num_conversations + sum(counts.refused.values()))
+        if share > params.max_left_out:
+            print(f"pack: warning: {share:.0%} of the conversations are refused, so not trained: {remedies(lost)}")
         name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
         encoder = EncoderMetrics(name, counts.num_slow, reason)
         metrics = PackMetrics(
@@ -590,6 +595,13 @@ def write_rows(
     return PackedRows(shard.rows, writer.num_tokens, num_padding, total, num_reused), shard
 
 
+def remedies(refused: Iterable[str]) -> str:
+    """What to do where conversations were refused for these reasons."""
+    reasons = [*refused]
+    found = [remedy for begin, remedy in _REMEDIES.items() if any(each.startswith(begin) for each in reasons)]
+    return " or ".join(dict.fromkeys(found)) or "correct them"
+
+
 def too_few(part: Part, rows: PackedRows, params: PackParams) -> str:
     """The error message for a part without a single row."""
     name = f"{part.directory} of source {part.source}" if part.source else part.directory
@@ -597,11 +609,7 @@ def too_few(part: Part, rows: PackedRows, params: PackParams) -> str:
     if rows.counts.refused:
         first = {refused.reason.partition(":")[0]: refused.reason for refused in reversed(rows.counts.first_refused)}
         reasons = ", ".join(f"{count} ({first.get(reason, reason)})" for reason, count in rows.counts.refused.items())
-        found = [
-            remedy for begin, remedy in _REMEDIES.items() if any(each.startswith(begin) for each in rows.counts.refused)
-        ]
-        remedies = " or ".join(dict.fromkeys(found)) or "correct them"
-        return f"{message}conversations were refused, {reasons}: {remedies}"
+        return f"{message}conversations were refused, {reasons}: {remedies(rows.counts.refused)}"
     if part.directory == TRAIN.name:
         return message + "lower seq_length, or add raw files"
     if part.side:

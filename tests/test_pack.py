@@ -783,12 +783,16 @@ def test_rows_of_conversations_are_the_same_for_any_pieces(monkeypatch: pytest.M
     assert content() == clean
 
 
-def test_what_gives_no_tokens_is_counted_and_listed() -> None:
+def test_what_gives_no_tokens_is_counted_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
     make_chat_model()
     long = chat("question", "x" * 100)
     make_conversations([[chat("a", "b"), long, chat("nobody answers")], [chat("a", "b")]])
     metrics = run(seq_length=64)["train"]["conversations"]
     assert metrics["refused"] == {"longer than a row": 1, "nothing of it is trained": 1}
+    warning = (
+        "pack: warning: 25% of the conversations are refused, so not trained: map the role of its answers with `roles`"
+    )
+    assert warning in capsys.readouterr().out
     first, second = metrics["first_refused"]
     assert re.fullmatch("longer than a row: 1.. tokens, and seq_length is 64", first[0])
     assert json.dumps(long).startswith(first[1]) and second[1].startswith('{"messages": [{"role": "user"')
@@ -862,7 +866,8 @@ def test_a_template_that_fails_is_named_with_its_line_or_with_a_remedy() -> None
         ),
         (
             "{{ raise_exception('no') }}",
-            r"\(the chat template fails: no\): correct the chat template, or the conversations$",
+            r"\(the chat template fails: no\): set chat_template to the file of one that writes them, or "
+            "correct the conversations$",
         ),
     ):
         template.write_text(text)

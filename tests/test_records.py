@@ -930,6 +930,11 @@ def test_rules_are_part_of_what_decides_a_split(capsys: pytest.CaptureFixture[st
             '{files: "*.jsonl", prompt: $.prompt, completion: $.chosen}',
         ),
         ("a.jsonl", jsonl({"chosen": CHAT, "rejected": CHAT[:1]}), '{files: "*.jsonl", messages: $.chosen}'),
+        (
+            "a.json",
+            json.dumps([{"instruction": "a", "input": "", "output": "b"}]),
+            '{files: "*.json", format: alpaca}',
+        ),
         ("a.jsonl", jsonl({"messages": {"title": "a"}, "role": 1}), None),
         ("a.jsonl", jsonl({"messages": [{"text": "a"}]}), None),
         ("a.txt", jsonl({"messages": CHAT}), None),

@@ -320,6 +320,7 @@ def test_a_resumed_training_has_the_threads_with_which_it_began(fresh: Given, ra
     assert "without interruption: variables.MKL_CBWR: nothing there, 'COMPATIBLE' here\n" in output
     place = TrainState.read(project.checkpoints() / step_name(12) / STATE).metrics.place
     assert place and place.threads == 3
+    assert output.count("each rank computes with 3 threads, as until now, and not with 1\n") == 1
 
 
 @pytest.mark.parametrize(

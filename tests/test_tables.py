@@ -225,6 +225,8 @@ def test_bytes_that_are_no_text_are_named_with_their_column_and_type(name: str) 
     assert json.loads(Path("data/extract.json").read_text())["rejected"] == {"not text": 1}
     with pytest.raises(StageError, match=r"no string at \$\.image: the keys are image \(binary, not UTF-8\), id"):
         extract_file(name, encode(name, table.slice(0, 2)), {"files": "*", "text": "$.image"})
+    with pytest.raises(StageError, match=r"not text at column image \(binary\)"):  # one row of three fits
+        extract_file(name, content, {"files": "*", "text": "$.image"})
     assert extract_file(name, content, {"files": "*", "text": "$.id"}) == ["a", "b", "c"]
 
 

@@ -312,14 +312,18 @@ def read(source: Table, sink: TextWriter) -> None:
         for column, kind in rows.not_text.items():
             if column not in not_text:  # once
                 not_text.add(column)
-                detail = "it has bytes that are not UTF-8: write it as strings, or name the column of text by a rule"
-                sink.report(Rejected("not text", detail, f"column {column} ({kind})"))
+                sink.report(_not_text(column, kind))
         for position, row in rows.each():
             try:
                 sink.add([string for value in row for string in paths.strings(value)])
                 sink.end()
             except Rejected as rejected:
                 sink.reject(Rejected(rejected.reason, rejected.detail, position))
+
+
+def _not_text(column: str, kind: str) -> Rejected:
+    detail = "it has bytes that are not UTF-8: write them as UTF-8, or name the column that has the text by a rule"
+    return Rejected("not text", detail, f"column {column} ({kind})")
 
 
 def read_records(source: Table, records: "Records") -> None:
@@ -348,6 +352,10 @@ def read_records(source: Table, records: "Records") -> None:
     if records.each is None:
         # Also those that were not read.
         records.keys = [f"{name} ({not_text[name]}, not UTF-8)" if name in not_text else name for name in names]
+    for column, kind in not_text.items() if records.num_rows else ():  # else no record fits, which names them
+        problem = _not_text(column, kind)
+        records.position = str(problem.position).__str__
+        records.reject(problem)
 
 
 def read_delimited(source: Source, records: "Records", delimiter: str) -> None:

@@ -18,6 +18,7 @@ from stages.checkpointing.layout import CheckpointManifest
 from stages.checkpointing.run import compare, packages
 from stages.checkpointing.state import Place
 from stages.forward.distributed import run_on_rank0
+from stages.launching.console import print_line
 
 _VARIABLES = re.compile(
     r"ATEN_CPU_CAPABILITY|MKL_(CBWR|ENABLE_INSTRUCTIONS|DEBUG_CPU_TYPE)|OPENBLAS_CORETYPE|NVIDIA_TF32_OVERRIDE|"
@@ -58,10 +59,13 @@ def fix_threads(before: Place | None) -> None:
         return
 
     def choose() -> int:
-        if before and before.threads and before.ranks == dist.get_world_size():
-            return before.threads
         wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # of the outermost level
-        return int(wanted) if wanted.isdecimal() and int(wanted) else torch.get_num_threads()
+        number = int(wanted) if wanted.isdecimal() and int(wanted) else torch.get_num_threads()
+        if not (before and before.threads and before.ranks == dist.get_world_size()):
+            return number
+        if before.threads != number:
+            print_line(f"each rank computes with {before.threads} threads, as until now, and not with {number}")
+        return before.threads
 
     torch.set_num_threads(run_on_rank0(choose))  # of MKL too, which would use fewer than OpenMP on few cores
 

@@ -21,7 +21,7 @@ from stages.training.schedule import ScheduleParams
 
 
 def _refuse_no_clipping(value: object) -> object:
-    if value in (None, 0, math.inf):  # as other trainers have it
+    if value in (None, 0, math.inf, "inf"):  # as other trainers have it
         raise ValueError("no clipping is written as a limit that no gradient reaches: 1.0e+9")
     return value
 

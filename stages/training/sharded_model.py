@@ -73,7 +73,7 @@ def build(
 def prepare(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> PreTrainedModel:
     """Build and shard the model on the meta device: all of `build` that needs no memory."""
     params.check_compile(manifest)
-    assert attention.varlen_attention, "its import makes it known to transformers"
+    assert callable(attention.varlen_attention), "its import makes it known to transformers"
     model = meta.build(manifest.directory(), IMPLEMENTATIONS.get(params.attention))
     # Found before sharding, because fully_shard gives them other classes.
     layers = [module for module in model.modules() if type(module).__name__ in manifest.layer_classes]
