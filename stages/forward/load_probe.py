@@ -17,15 +17,15 @@ def changed_by_loading(directory: Path) -> list[str]:
     As Youtu does with the row of the padding token in the embedding, which it shares with the output. Nothing also
     where no small copy can be tested. Seeds the random number generator of torch.
     """
-    with suppress(Exception), tempfile.TemporaryDirectory() as copy:  # of any architecture
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        small = small_config(config)
-        if small is None:
-            return []
-        if getattr(config.get_text_config(), "pad_token_id", None) is None:
-            small.pad_token_id = small.get_text_config().pad_token_id = None
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    small = small_config(config)
+    if small is None:
+        return []
+    if getattr(config.get_text_config(), "pad_token_id", None) is None:
+        small.pad_token_id = small.get_text_config().pad_token_id = None
+    logging.disable_progress_bar()  # it would be printed without a terminal too
+    with suppress(Exception), tempfile.TemporaryDirectory() as copy:  # of any architecture, which need not be storable
         model = random_model(small, "eager", torch.float32, "cpu")
-        logging.disable_progress_bar()  # it would be printed without a terminal too
         model.save_pretrained(copy)
         loaded = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32, local_files_only=True).state_dict()
         return [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, loaded[name])]
