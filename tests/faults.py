@@ -58,7 +58,8 @@ def inject(text: str) -> None:
 def environment(text: str) -> dict[str, str]:
     """The environment of a launcher whose ranks have the faults of `text`."""
     site = Path(__file__).with_name("faults_site")
-    return {"FAULT": text, "FAULT_REPO": str(site.parent.parent), "PYTHONPATH": str(site)}
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]  # where packages may lie that Python lacks
+    return {"FAULT": text, "FAULT_REPO": str(site.parent.parent), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _cause(what: str) -> None:

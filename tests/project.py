@@ -21,8 +21,9 @@ BIN = Path(sys.executable).parent
 LAUNCH = ("python", "-m", "stages.launch")
 
 _NODES = len(list(Path("/dev").glob("nvidia[0-9]*")))  # their numbers are those of the machine, not of this container
-GPUS = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(_NODES))))
-"""Those of this machine, for tests/gpu; all other tests train on CPUs, wherever they run."""
+GPUS = os.environ.setdefault("TEST_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(_NODES)))))
+"""Those of this machine, for tests/gpu; all other tests train on CPUs, wherever they run. In a variable, so that the
+workers of pytest-xdist know them too: they are started when the next line has hidden them."""
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and what tests start would inherit that

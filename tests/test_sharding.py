@@ -38,6 +38,7 @@ from stages.forward import sharded_weights, units
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import count_labels, make_batch
 from stages.forward.distributed import all_reduce_sum
+from stages.forward.small_copy import small_config
 from stages.launching.runtime import TrainRuntime
 from stages.model import meta
 from stages.ranks.process_group import device_mesh, process_group
@@ -619,6 +620,20 @@ def test_a_wrapped_module_may_contain_embeddings(mesh: DeviceMesh, params: Train
     assert units == ["", "model", "model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
     groups = [module._get_fsdp_state()._fsdp_param_group for module in (model.model, model.model.embed_tokens)]
     assert [len(group.fsdp_params) for group in groups] == [1, 1]  # the last norm, and the embedding
+
+
+@pytest.mark.parametrize(("name", "is_gathered"), [("llama", False), ("inkling_text", True)])
+def test_an_embedding_with_a_norm_in_it_has_its_weights_in_the_backward_pass(
+    mesh: DeviceMesh, params: TrainParams, tmp_path: Path, name: str, is_gathered: bool
+) -> None:
+    """Without them it ends in a segmentation fault, on two ranks or more."""
+    small = small_config(transformers.AutoConfig.for_model(name, tie_word_embeddings=False))
+    assert small
+    small.save_pretrained(tmp_path)
+    model = meta.build(tmp_path)
+    sharding.shard(model, [], params, mesh)
+    embedding: Any = model.get_input_embeddings()
+    assert embedding._get_fsdp_state()._fsdp_param_group.unshard_in_backward == is_gathered
 
 
 @pytest.mark.parametrize(("strategy", "are_freed"), [("auto", set()), ("fsdp", {"embed", "layers.0", "layers.1"})])
