@@ -113,7 +113,7 @@ def chat_encoder(directory: Path, eos_token_id: int | list[int] | None) -> "Conv
         )
     more = tuple((name, each) for name, each in loaded.chat_templates.items() if name != "default")
     chat = encoding.ChatSpec(
-        loaded.chat_templates["default"], tuple(loaded.special_tokens.items()), "assistant", "drop", sys.maxsize, more
+        loaded.chat_templates["default"], tuple(loaded.special_tokens.items()), "assistant", sys.maxsize, more
     )
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary, "tokenizer.json")
@@ -132,7 +132,7 @@ def encode_chat(encoder: "ConversationEncoder", messages: list[dict[str, str]]) 
     Raises:
         StageError: the template refuses these messages, or what they spell cannot be kept text.
     """
-    from stages.tokenizing.conversations import Refused
+    from stages.tokenizing.chat_template import Refused
 
     try:
         ids: list[int] = encoder.encode_prompt(messages).tolist()

@@ -42,7 +42,7 @@ from stages.base.packed import (
 from stages.base.params_file import load_params
 from stages.base.record import check_files
 from stages.model.manifest import ModelManifest
-from stages.tokenizing import comparison, conversations, encoding, fast_tokenizer, packing, vocabulary
+from stages.tokenizing import chat_template, comparison, encoding, fast_tokenizer, packing, vocabulary
 from stages.work import arrow, reuse, workers
 
 CORPUS = Path("data/corpus")
@@ -67,7 +67,6 @@ class PackParams:
     """The file of a chat template, below models/templates/; null: the model's own."""
     train_on: encoding.TrainOn = "assistant"
     """Which tokens of a conversation are trained."""
-    too_long: encoding.TooLong = "drop"
     """What becomes of a conversation that is longer than a row."""
     validation_fraction: Annotated[float, Field(gt=0, le=0.5)] | None = None
     """Of the documents, by a digest of their content: these are held out instead of entire splits."""
@@ -237,7 +236,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         )
         counts = train.counts + validation.counts
         check_left_out(counts, params)
-        # Those that are longer than a row are dropped on purpose (`too_long`).
+        # Those that are longer than a row are dropped on purpose.
         lost = {reason: number for reason, number in counts.refused.items() if not reason.startswith("longer than")}
         share = sum(lost.values()) / max(1, counts.num_conversations + sum(counts.refused.values()))
         if share > params.max_left_out:
@@ -346,8 +345,8 @@ def find_chat_spec(params: PackParams, model: ModelManifest) -> encoding.ChatSpe
         of_model = f"the chat template{f' {name}' * (name != 'default')} of {model.model_name}"
         _check_syntax(template, params.chat_template or of_model, remedy)
     return encoding.ChatSpec(
-        templates.get("default"), tuple(model.special_tokens.items()), params.train_on, params.too_long,
-        params.seq_length, tuple((name, each) for name, each in templates.items() if name != "default"),
+        templates.get("default"), tuple(model.special_tokens.items()), params.train_on, params.seq_length,
+        tuple((name, each) for name, each in templates.items() if name != "default"),
     )  # fmt: skip
 
 
@@ -357,7 +356,7 @@ def _check_syntax(template: str, name: str, remedy: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        with suppress(MemoryError, TimeoutError), process.limited(conversations.SECONDS, conversations.BYTES):
+        with suppress(MemoryError, TimeoutError), process.limited(chat_template.SECONDS, chat_template.BYTES):
             render_jinja_template([], chat_template=template)
     except jinja2.TemplateSyntaxError as error:
         raise StageError(f"{name}, line {error.lineno}: {one_line(error.message)}: {remedy}") from None

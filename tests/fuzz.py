@@ -150,8 +150,8 @@ def template() -> Check:
     content = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
 
     def check(data: bytes) -> None:
-        chat = ChatSpec(data.decode(errors="ignore"), (), "assistant", "drop", 64)
-        [*conversations.ConversationEncoder(spec._replace(chat=chat)).encode(content)]
+        chat = ChatSpec(data.decode(errors="ignore"), (), "assistant", 64)
+        conversations.ConversationEncoder(spec._replace(chat=chat)).encode(content)
 
     check(b"{{ messages }}")  # with the imports, which take seconds
     return check

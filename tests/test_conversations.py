@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from stages.base.errors import StageError
-from stages.tokenizing.conversations import ID_MASK, START, TRAINED, WHOLE, ConversationEncoder, Encoded, Refused
+from stages.tokenizing.chat_template import Refused
+from stages.tokenizing.conversations import ID_MASK, START, TRAINED, WHOLE, ConversationEncoder, Encoded
 from stages.tokenizing.encoding import ChatSpec
 from tests.chat_templates import CHATML, FAMILIES, SPECIAL, Family
 from tests.kinds import spec_of
+from tests.project import REPO
 
 pytestmark = pytest.mark.usefixtures("empty_project")
 
@@ -39,13 +41,13 @@ TOKENIZER = make_tokenizer()
 @cache
 def make_encoder(template: str | None, **values: Any) -> ConversationEncoder:
     """With the defaults of params.yaml."""
-    chat = {"train_on": "assistant", "too_long": "drop", "seq_length": 4096, **values}
+    chat = {"train_on": "assistant", "seq_length": 4096, **values}
     variables = (("bos_token", "<bos>"), ("eos_token", EOS))
     return ConversationEncoder(spec_of(TOKENIZER, 0)._replace(chat=ChatSpec(template, variables, **chat)))
 
 
-def encode(template: str | None, content: dict[str, Any], **values: Any) -> list[Encoded | Refused]:
-    return [*make_encoder(template, **values).encode(json.dumps(content))]
+def encode(template: str | None, content: dict[str, Any], **values: Any) -> Encoded | Refused:
+    return make_encoder(template, **values).encode(json.dumps(content))
 
 
 def trained(encoded: Encoded | Refused) -> list[str]:
@@ -59,10 +61,9 @@ def decode(tokens: Any) -> str:
     return TOKENIZER.decode([token & ID_MASK for token in tokens], skip_special_tokens=False)
 
 
-def refusal(encoded: list[Encoded | Refused]) -> str:
-    [refused] = encoded
-    assert isinstance(refused, Refused)
-    return str(refused)
+def refusal(encoded: Encoded | Refused) -> str:
+    assert isinstance(encoded, Refused)
+    return str(encoded)
 
 
 def turns(*contents: str, system: str | None = None) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def test_exactly_what_the_assistant_wrote_is_trained(name: str, contents: list[s
     family = FAMILIES[name]
     if family.keeps_thoughts is False:  # see the tests of thoughts
         contents = [content.replace("<think>", "").replace("</think>", "") + "." for content in contents]
-    [encoded] = encode(family.template, turns(*contents, system=system if family.has_system else None))
+    encoded = encode(family.template, turns(*contents, system=system if family.has_system else None))
     answers = contents[1::2]
     for text, answer, end in zip(trained(encoded), answers, ends(family, len(answers)), strict=True):
         assert text.endswith(end)
@@ -105,7 +106,7 @@ def test_exactly_what_the_assistant_wrote_is_trained(name: str, contents: list[s
 
 
 def test_a_conversation_is_a_document_that_stays_whole() -> None:
-    [encoded] = encode(CHATML, turns("Hi", "Hello"))
+    encoded = encode(CHATML, turns("Hi", "Hello"))
     assert isinstance(encoded, Encoded)
     first, *rest = encoded.tokens.tolist()
     assert first & (START | WHOLE) == START | WHOLE and not any(token & (START | WHOLE) for token in rest)
@@ -129,7 +130,7 @@ LONG = turns("one", "first", "two", "second", "three", "third", system="Be brief
     ],
 )  # fmt: skip
 def test_which_turns_are_trained(values: dict[str, Any], content: dict[str, Any], expected: list[str]) -> None:
-    [encoded] = encode(CHATML, content, **values)
+    encoded = encode(CHATML, content, **values)
     assert trained(encoded) == [f"{answer}<|im_end|>" for answer in expected]
 
 
@@ -141,7 +142,7 @@ def test_a_turn_may_say_that_it_is_not_trained(key: str, value: Any) -> None:
     content = json.loads(json.dumps(LONG))
     content["messages"][2][key] = value
     content["messages"][4][key], content["messages"][6][key] = 1, None
-    [encoded] = encode(CHATML, content)
+    encoded = encode(CHATML, content)
     assert trained(encoded) == ["second<|im_end|>", "third<|im_end|>"]
     assert refusal(encode(CHATML, content, train_on="all")) == (
         "train_on is all, and a message has train: false, or a weight of 0"
@@ -149,14 +150,14 @@ def test_a_turn_may_say_that_it_is_not_trained(key: str, value: Any) -> None:
 
 
 def test_all_tokens_are_trained_where_that_is_asked_for() -> None:
-    [encoded] = encode(CHATML, turns("Hi", "Hello"), train_on="all")
+    encoded = encode(CHATML, turns("Hi", "Hello"), train_on="all")
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     assert trained(encoded) == [text.removeprefix("<|im_start|>")]  # nothing precedes the first token
 
 
 def test_a_plain_prompt_needs_no_template() -> None:
     content = {"prompt": "The sky is <|im_end|>", "completion": " blue."}
-    [encoded] = encode(None, content)
+    encoded = encode(None, content)
     assert trained(encoded) == [f" blue.{EOS}"]
     assert isinstance(encoded, Encoded) and encoded.terminators == {0}
     with pytest.raises(StageError, match=r"has no chat template.*set chat_template"):
@@ -168,11 +169,11 @@ THOUGHTS = turns("1", "<think>\nhm\n</think>\n\none", "2", "<think>\nwell\n</thi
 
 def test_thoughts_are_trained_where_they_stay() -> None:
     assert "leaves out the reasoning" in refusal(encode(FAMILIES["qwen3"].template, THOUGHTS))
-    [encoded] = encode(FAMILIES["qwen3"].template, THOUGHTS, train_on="last")
+    encoded = encode(FAMILIES["qwen3"].template, THOUGHTS, train_on="last")
     assert trained(encoded) == ["<think>\nwell\n</think>\n\ntwo<|im_end|>"]
-    [encoded] = encode(CHATML, THOUGHTS)
+    encoded = encode(CHATML, THOUGHTS)
     assert trained(encoded) == [f"{message['content']}<|im_end|>" for message in THOUGHTS["messages"][1::2]]
-    [encoded] = encode(FAMILIES["qwen3"].template, turns("1", "one"))  # what the template adds is not trained
+    encoded = encode(FAMILIES["qwen3"].template, turns("1", "one"))  # what the template adds is not trained
     assert trained(encoded) == ["one<|im_end|>"]
     assert "<think>\n\n</think>\n\none" in decode(encoded.tokens.tolist())  # type: ignore[union-attr]
 
@@ -180,9 +181,9 @@ def test_thoughts_are_trained_where_they_stay() -> None:
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
 def test_thoughts_may_have_a_key_of_their_own(key: str) -> None:
     content = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "one", key: "hm"}]}
-    [encoded] = encode(FAMILIES["qwen3"].template, content)
+    encoded = encode(FAMILIES["qwen3"].template, content)
     assert trained(encoded) == ["<think>\nhm\n</think>\n\none<|im_end|>"]
-    [encoded] = encode(FAMILIES["gpt-oss"].template, content)
+    encoded = encode(FAMILIES["gpt-oss"].template, content)
     assert trained(encoded) == ["hm<|end|><|start|>assistant<|channel|>final<|message|>one<|return|>"]
     assert "leaves out the reasoning" in refusal(encode(CHATML, content))
 
@@ -195,24 +196,24 @@ def test_calls_of_tools_are_trained_with_their_tags() -> None:
         {"role": "tool", "content": '{"t": 3}'},
         {"role": "assistant", "content": "Cold."},
     ]
-    [encoded] = encode(FAMILIES["qwen2.5"].template, {"messages": messages, "tools": [call]})
+    encoded = encode(FAMILIES["qwen2.5"].template, {"messages": messages, "tools": [call]})
     called = '<tool_call>\n{"name": "get", "arguments": {"city": "Pa\\"ris", "days": 2}}\n</tool_call><|im_end|>'
     assert trained(encoded) == [called, "Cold.<|im_end|>"]
     assert "leaves out the call" in refusal(encode(CHATML, {"messages": messages}))
     # In OpenAI's format the arguments are a string of JSON.
     as_text = {**call, "function": {"name": "get", "arguments": '{"city":"Pa\\"ris","days":2}'}}
     messages[1] = {"role": "assistant", "content": None, "tool_calls": [as_text]}
-    [again] = encode(FAMILIES["qwen2.5"].template, {"messages": messages, "tools": [call]})
+    again = encode(FAMILIES["qwen2.5"].template, {"messages": messages, "tools": [call]})
     assert trained(again) == [called, "Cold.<|im_end|>"]
     messages[1] = {**messages[1], "tool_calls": [{"function": {"name": "get", "arguments": "Paris"}}]}
-    [other] = encode(FAMILIES["qwen2.5"].template, {"messages": messages})
+    other = encode(FAMILIES["qwen2.5"].template, {"messages": messages})
     assert '"arguments": "Paris"' in trained(other)[0]
     # And in its old format there is one call.
     messages[1] = {"role": "assistant", "content": None, "function_call": as_text["function"]}
-    [old] = encode(FAMILIES["qwen2.5"].template, {"messages": messages, "tools": [call]})
+    old = encode(FAMILIES["qwen2.5"].template, {"messages": messages, "tools": [call]})
     assert trained(old) == [called, "Cold.<|im_end|>"]
     odd = {"messages": [{"role": "user", "content": "Hi", "tool_calls": 5}, {"role": "assistant", "content": "Hello"}]}
-    assert trained(encode(CHATML, odd)[0]) == ["Hello<|im_end|>"]
+    assert trained(encode(CHATML, odd)) == ["Hello<|im_end|>"]
 
 
 @pytest.mark.parametrize("arguments", ["{{ call.function.arguments }}", "{{ '' + call.function.arguments }}"])
@@ -227,7 +228,7 @@ def test_templates_that_expect_calls_in_the_format_of_openai_get_them(arguments:
     )
     call = {"id": "1", "type": "function", "function": {"name": "get", "arguments": given}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
-    [encoded] = encode(template, {"messages": [{"role": "user", "content": "?", "tool_calls": None}, answer]})
+    encoded = encode(template, {"messages": [{"role": "user", "content": "?", "tool_calls": None}, answer]})
     assert trained(encoded) == ['get {"city": "Paris", "cold": true}<|im_end|>']
 
 
@@ -237,18 +238,18 @@ def test_what_the_template_leaves_out_is_counted_by_role() -> None:
     content = turns("Hi", "<think>\nhm\n</think>\n\nHello", "So", "Well", system="Judge.")
     content = {"messages": [*content["messages"], {"role": "tool", "content": "9"}], "tools": [tool]}
     for train_on in ("last", "all"):
-        [encoded] = encode(template, content, train_on=train_on)
+        encoded = encode(template, content, train_on=train_on)
         assert isinstance(encoded, Encoded)
         found = {"system": 1, "user": 2, "assistant": 2, "assistant reasoning": 1, "tool": 1, "tools": 2}
         assert (encoded.strings, encoded.left_out) == (found, {"system": 1, "tool": 1, "tools": 2})
-    [encoded] = encode(FAMILIES["qwen3"].template, THOUGHTS, train_on="last")
+    encoded = encode(FAMILIES["qwen3"].template, THOUGHTS, train_on="last")
     assert isinstance(encoded, Encoded) and encoded.left_out == {"assistant reasoning": 1}
     # A template that rewrites contents: what is there is looked for.
-    [encoded] = encode(CHATML.replace("message['content']", "message['content'][:3]"), content, train_on="all")
+    encoded = encode(CHATML.replace("message['content']", "message['content'][:3]"), content, train_on="all")
     assert isinstance(encoded, Encoded) and encoded.left_out == {
         "system": 1, "assistant": 2, "assistant reasoning": 1, "tools": 2,
     }  # fmt: skip
-    [encoded] = encode(FAMILIES["qwen2.5"].template, {**turns("Hi", "Hello"), "tools": [tool]})
+    encoded = encode(FAMILIES["qwen2.5"].template, {**turns("Hi", "Hello"), "tools": [tool]})
     assert isinstance(encoded, Encoded) and not encoded.left_out
 
 
@@ -263,7 +264,7 @@ def test_parts_other_than_text_are_counted_where_the_template_does_not_write_the
     picture = {"type": "image_url", "image_url": {"url": "https://example.org/1.png"}}
     parts = [picture, {"type": "text", "text": "What is this?"}, {"type": "image"}]
     messages = [{"role": "user", "content": parts}, *turns("", "A cat.", "Its colour?", "Grey.")["messages"][1:]]
-    [encoded] = encode(template, {"messages": messages})
+    encoded = encode(template, {"messages": messages})
     assert isinstance(encoded, Encoded)
     assert encoded.strings == {"user": 2, "user parts other than text": 2, "assistant": 2}
     assert encoded.left_out == {"user parts other than text": 1 if "url" in other else 2}
@@ -271,9 +272,9 @@ def test_parts_other_than_text_are_counted_where_the_template_does_not_write_the
 
 def test_conversations_with_tools_have_the_template_for_tools() -> None:
     tool = {"type": "function", "function": {"name": "get"}}
-    chat = ChatSpec(CHATML, (), "assistant", "drop", 4096, (("tool_use", FAMILIES["qwen2.5"].template), ("rag", "")))
+    chat = ChatSpec(CHATML, (), "assistant", 4096, (("tool_use", FAMILIES["qwen2.5"].template), ("rag", "")))
     encoder = ConversationEncoder(spec_of(TOKENIZER, 0)._replace(chat=chat))
-    [plain], [tools] = (encoder.encode(json.dumps(turns("Hi", "Hello") | more)) for more in ({}, {"tools": [tool]}))
+    plain, tools = (encoder.encode(json.dumps(turns("Hi", "Hello") | more)) for more in ({}, {"tools": [tool]}))
     assert isinstance(plain, Encoded) and isinstance(tools, Encoded)
     system = f"<|im_start|>system\n{json.dumps([tool])}<|im_end|>\n"
     assert decode(tools.tokens.tolist()).startswith(system) and "system" not in decode(plain.tokens.tolist())
@@ -288,7 +289,7 @@ def test_roles_names_and_tools_spell_no_special_token() -> None:
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"<|im_end|>": 1}}}]}
     assert refusal(encode(FAMILIES["qwen2.5"].template, {"messages": [*turns("Hi")["messages"], call]})) == reason
     other = {"messages": [{"role": "user", "content": "Hi", "raw": "<|im_end|>"}, *turns("", "Hello")["messages"][1:]]}
-    assert trained(encode(CHATML, other)[0]) == ["Hello<|im_end|>"]
+    assert trained(encode(CHATML, other)) == ["Hello<|im_end|>"]
     role = {"messages": [{"role": "<|im_start|>", "content": "a"}, *turns("Hi", "Hello")["messages"]]}
     assert refusal(encode(CHATML, role)) == reason
 
@@ -298,9 +299,9 @@ def test_a_character_that_the_vocabulary_lacks_is_no_special_token() -> None:
     tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ["<unk>", EOS, *SPECIAL]])
-    spec = spec_of(tokenizer, 1)._replace(chat=ChatSpec(CHATML, (), "assistant", "drop", 4096))
+    spec = spec_of(tokenizer, 1)._replace(chat=ChatSpec(CHATML, (), "assistant", 4096))
     assert spec.unk_token_id == 0
-    [encoded] = ConversationEncoder(spec).encode(json.dumps(turns("Hi 東", "ana 東")))
+    encoded = ConversationEncoder(spec).encode(json.dumps(turns("Hi 東", "ana 東")))
     assert isinstance(encoded, Encoded)
     ids = [token & ID_MASK for token in encoded.tokens.tolist() if token & TRAINED]
     assert [tokens[number] for number in ids] == [*"ana ", "<unk>", "<|im_end|>"]
@@ -343,7 +344,7 @@ def test_a_template_that_does_not_end_is_refused_within_seconds(template: str) -
 def test_thoughts_without_an_end_take_no_time() -> None:
     content = "<think>" + " " * 4000 + "x"
     start = time.monotonic()
-    [encoded] = encode(CHATML, turns("Hi", content), seq_length=10_000)
+    encoded = encode(CHATML, turns("Hi", content), seq_length=10_000)
     assert time.monotonic() - start < 5  # it took 25, and twice the white space takes eight times as long
     assert trained(encoded) == [f"{content}<|im_end|>"]
 
@@ -353,46 +354,17 @@ def test_an_answer_of_nothing_is_refused() -> None:
     assert refusal(encode(CHATML, turns("Hi"))) == "nothing of it is trained"
 
 
-def test_a_long_conversation_is_dropped_or_divided_before_a_turn_of_the_user() -> None:
-    [whole] = encode(CHATML, LONG)
+def test_a_long_conversation_is_dropped() -> None:
+    whole = encode(CHATML, LONG)
     assert isinstance(whole, Encoded)
     length = len(whole.tokens)
-    assert encode(CHATML, LONG, seq_length=length)[0].tokens.tolist() == whole.tokens.tolist()  # type: ignore[union-attr]
+    assert encode(CHATML, LONG, seq_length=length).tokens.tolist() == whole.tokens.tolist()  # type: ignore[union-attr]
     assert refusal(encode(CHATML, LONG, seq_length=length - 1)).startswith(f"longer than a row: {length:,} tokens")
-    parts = encode(CHATML, LONG, seq_length=length - 1, too_long="split_turns")
-    assert [trained(part) for part in parts] == [["first<|im_end|>"], ["second<|im_end|>", "third<|im_end|>"]]
-    for part in parts:  # each with the system message
-        assert decode(part.tokens.tolist()).startswith("<|im_start|>system\nBe brief.<|im_end|>")  # type: ignore[union-attr]
-    # With `last`, what nothing trained follows is no part.
-    [part] = encode(CHATML, LONG, seq_length=length - 1, too_long="split_turns", train_on="last")
-    assert trained(part) == ["third<|im_end|>"]
-    long_turn = turns("one", "first", "two", "s" * 200, "three", "third")
-    first, second, third = encode(CHATML, long_turn, seq_length=120, too_long="split_turns")
-    assert (trained(first), str(second), trained(third)) == (
-        ["first<|im_end|>"], "longer than a row: a single turn", ["third<|im_end|>"],
-    )  # fmt: skip
-
-
-def test_a_conversation_that_begins_with_the_assistant_is_divided_too() -> None:
-    content = turns("one", "first" * 9, "two", "second" * 9)
-    content["messages"].insert(0, {"role": "assistant", "content": "Welcome."})
-    parts = encode(CHATML, content, seq_length=150, too_long="split_turns")
-    welcome, first, second = (f"{text}<|im_end|>" for text in ("Welcome.", "first" * 9, "second" * 9))
-    assert [trained(part) for part in parts] == [[welcome, first], [second]]
-    content["messages"][-1]["train"] = content["messages"][2]["train"] = False
-    [part] = encode(CHATML, content, seq_length=150, too_long="split_turns")
-    assert trained(part) == [welcome]
-    all_of = encode(CHATML, LONG, seq_length=90, too_long="split_turns", train_on="all")
-    assert len(all_of) > 1 and all(isinstance(part, Encoded) for part in all_of)
-    alone = {"messages": [{"role": "assistant", "content": "a" * 200}]}
-    assert refusal(encode(CHATML, alone, seq_length=99, too_long="split_turns")) == (
-        "longer than a row: no turn of the user to split it at"
-    )
 
 
 def test_the_date_is_always_the_same() -> None:
     for name, date in (("llama3", "26 Jul 2024"), ("gpt-oss", "2024-07-26")):
-        [encoded] = encode(FAMILIES[name].template, turns("Hi", "Hello"))
+        encoded = encode(FAMILIES[name].template, turns("Hi", "Hello"))
         assert date in decode(encoded.tokens.tolist())  # type: ignore[union-attr]
 
 
@@ -400,11 +372,11 @@ def test_content_in_parts_is_found() -> None:
     template = CHATML.replace("message['content']", "message['content'][0]['text'] + message['content'][1]['text']")
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]
-    [encoded] = encode(template, {"messages": messages})
+    encoded = encode(template, {"messages": messages})
     assert trained(encoded) == ["Hello<|im_end|>"]
     joined = CHATML.replace("message['content']", "message['content'] | join")
     spelled = [*turns("Hi", "Hello")["messages"], {"role": "user", "content": ["a<|im_end|>", "b"]}]
-    [encoded] = encode(joined, {"messages": spelled})
+    encoded = encode(joined, {"messages": spelled})
     assert isinstance(encoded, Encoded)
     assert decode(encoded.tokens.tolist()).endswith("a<|im_end|>b<|im_end|>\n")
     assert [token & ID_MASK for token in encoded.tokens.tolist()].count(TOKENIZER.token_to_id("<|im_end|>")) == 3
@@ -422,9 +394,9 @@ def test_a_content_is_never_the_python_of_it(parts: list[Any], generation: bool)
     answer = {"role": "assistant", "content": "Hi"}
     in_parts = {"messages": [{"role": "user", "content": parts}, answer]}
     assert "writes a content that is a list as Python does" in refusal(encode(template, in_parts))
-    [encoded] = encode(template, {"messages": [{"role": "user", "content": None}, answer]})
+    encoded = encode(template, {"messages": [{"role": "user", "content": None}, answer]})
     assert isinstance(encoded, Encoded) and "None" not in decode(encoded.tokens.tolist())
-    [encoded] = encode(template, {"messages": [*turns("Hello", "Hi", "So")["messages"], {"role": "assistant"}]})
+    encoded = encode(template, {"messages": [*turns("Hello", "Hi", "So")["messages"], {"role": "assistant"}]})
     assert trained(encoded)[0] == "Hi<|im_end|>"
 
 
@@ -433,8 +405,8 @@ def test_tokens_across_a_border_are_trained_where_a_part_of_them_is() -> None:
     vocabulary = tokenizer.get_vocab()
     model = models.BPE({**vocabulary, "ĊH": len(vocabulary)}, [("Ċ", "H")])
     tokenizer.model = model
-    spec = spec_of(tokenizer, 0)._replace(chat=ChatSpec(CHATML, (), "assistant", "drop", 4096))
-    [encoded] = ConversationEncoder(spec).encode(json.dumps(turns("Hi", "Hello")))
+    spec = spec_of(tokenizer, 0)._replace(chat=ChatSpec(CHATML, (), "assistant", 4096))
+    encoded = ConversationEncoder(spec).encode(json.dumps(turns("Hi", "Hello")))
     assert isinstance(encoded, Encoded)
     ids = [token & ID_MASK for token in encoded.tokens.tolist() if token & TRAINED]
     assert tokenizer.decode(ids, skip_special_tokens=False) in ("Hello<|im_end|>", "\nHello<|im_end|>")
@@ -444,7 +416,7 @@ def test_an_eos_token_that_text_may_contain_is_refused() -> None:
     characters = [EOS, *SPECIAL, "\n", "a"]
     tokenizer = Tokenizer(models.BPE({text: number for number, text in enumerate(characters)}, []))
     spec = spec_of(tokenizer, characters.index("\n"))._replace(
-        special_tokens=("\n",), chat=ChatSpec(CHATML, (), "assistant", "drop", 4096)
+        special_tokens=("\n",), chat=ChatSpec(CHATML, (), "assistant", 4096)
     )
     with pytest.raises(StageError, match="is a character that text may contain"):
         ConversationEncoder(spec)
@@ -452,6 +424,19 @@ def test_an_eos_token_that_text_may_contain_is_refused() -> None:
 
 def test_masks_are_of_the_full_rendering() -> None:
     encoder = make_encoder(FAMILIES["qwen3"].template, train_on="last")
-    [encoded] = encoder.encode(json.dumps(THOUGHTS))
+    encoded = encoder.encode(json.dumps(THOUGHTS))
     assert isinstance(encoded, Encoded)
     assert np.count_nonzero(encoded.tokens & TRAINED) == len("<think>\nwell\n</think>\n\ntwo") + 1
+
+
+def test_the_template_for_base_models_reads_lists_of_parts_and_no_content() -> None:
+    plain = (REPO / "models/templates/plain.jinja").read_text()
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "this?"}, {"type": "image"}]
+    content = turns("", "A cat.") | {"tools": None}
+    content["messages"][0]["content"] = parts
+    encoded = encode(plain, content)
+    assert isinstance(encoded, Encoded)
+    assert decode(encoded.tokens.tolist()) == f"User: What is this?\nAssistant: A cat.{EOS}\n"
+    assert encoded.left_out == {"user parts other than text": 1}
+    content["messages"][0]["content"] = None
+    assert trained(encode(plain, content)) == [f" A cat.{EOS}"]

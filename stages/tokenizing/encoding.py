@@ -41,8 +41,6 @@ Encode = Callable[[Sequence[str]], Sequence[NDArray[Any]]]
 TrainOn = Literal["assistant", "last", "completion", "all"]
 """assistant: all turns of the assistant | last: the last one | completion: what follows the prompt, or the last turn |
 all: every token, those of the template too."""
-TooLong = Literal["drop", "split_turns"]
-"""What becomes of a conversation that is longer than a row."""
 
 
 class ChatSpec(NamedTuple):
@@ -53,7 +51,6 @@ class ChatSpec(NamedTuple):
     variables: tuple[tuple[str, str], ...]
     """The special tokens by the names that templates use, such as `bos_token`."""
     train_on: TrainOn
-    too_long: TooLong
     seq_length: int
     """Tokens of a row."""
     more_templates: tuple[tuple[str, str], ...] = ()

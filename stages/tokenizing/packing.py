@@ -26,7 +26,8 @@ from stages.base.dataset import Shard
 from stages.base.errors import StageError
 from stages.base.packed import RefusedConversation
 from stages.base.record import WRITTEN, compare
-from stages.tokenizing.conversations import ID_MASK, START, TRAINED, WHOLE, ConversationEncoder, Refused
+from stages.tokenizing.chat_template import Refused
+from stages.tokenizing.conversations import ID_MASK, START, TRAINED, WHOLE, ConversationEncoder
 from stages.tokenizing.encoding import Encoder, TokenizerSpec, Tokens
 from stages.work import arrow
 
@@ -230,22 +231,22 @@ def _marked(batch: pa.RecordBatch, spec: TokenizerSpec) -> Iterator[tuple[Tokens
 def _conversations(conversations: Iterable[str], spec: TokenizerSpec) -> Iterator[tuple[Tokens, Counts]]:
     encoder = _make_conversation_encoder(spec)
     for conversation in conversations:
-        for encoded in encoder.encode(conversation):
-            if isinstance(encoded, Refused):
-                reason = str(encoded)
-                refused = [RefusedConversation(reason, conversation[:100])]
-                yield np.empty(0, spec.dtype), Counts(refused={reason.partition(":")[0]: 1}, first_refused=refused)
-                continue
-            counts = Counts(
-                num_documents=1,
-                num_conversations=1,
-                num_tokens=len(encoded.tokens),
-                num_trained=int(np.count_nonzero(encoded.tokens & TRAINED)),
-                strings=encoded.strings,
-                left_out=encoded.left_out,
-                terminators=dict.fromkeys(sorted(encoded.terminators), 1),
-            )
-            yield encoded.tokens, counts
+        encoded = encoder.encode(conversation)
+        if isinstance(encoded, Refused):
+            reason = str(encoded)
+            refused = [RefusedConversation(reason, conversation[:100])]
+            yield np.empty(0, spec.dtype), Counts(refused={reason.partition(":")[0]: 1}, first_refused=refused)
+            continue
+        counts = Counts(
+            num_documents=1,
+            num_conversations=1,
+            num_tokens=len(encoded.tokens),
+            num_trained=int(np.count_nonzero(encoded.tokens & TRAINED)),
+            strings=encoded.strings,
+            left_out=encoded.left_out,
+            terminators=dict.fromkeys(sorted(encoded.terminators), 1),
+        )
+        yield encoded.tokens, counts
 
 
 def join(parts: Iterable[tuple[Path, str]], target: Path) -> str:
