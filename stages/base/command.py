@@ -49,7 +49,6 @@ def run(main: Callable[[], None], after_interrupt: str = "run it again") -> None
         main: The stage; it may handle the signals in a way of its own.
         after_interrupt: What to do then, for the message.
     """
-    _open_standard_streams()
     if sys.flags.optimize > 1:
         sys.exit(_fail("Python runs with -OO or PYTHONOPTIMIZE=2, and transformers needs docstrings: run it without"))
     if problem := _other_code():
@@ -90,21 +89,6 @@ def _fail(message: str) -> int:
         for line in message.splitlines():
             print(f"error: {line}", file=sys.stderr)
     return USER_ERROR
-
-
-def _open_standard_streams() -> None:
-    """Open those that are closed: a file of the stage would get the number of one, and libraries write into these.
-
-    A closed stderr becomes stdout, so that errors still have words.
-    """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.dup2(1 if name == "stderr" else os.open(os.devnull, os.O_RDWR), number)
-            os.set_inheritable(number, True)  # for workers and ranks
-        if number and getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.dup(number), "w", buffering=1, errors="backslashreplace"))
 
 
 def _is_lost(stream: TextIO) -> bool:
