@@ -88,7 +88,7 @@ def prepare(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> P
             # a layer would fall apart into several graphs, an error shows it, not the time alone.
             layer.compile(fullgraph=True)
     if params.loss == "fused":
-        fuse(model)
+        fuse(model, params.compile)
     sharding.shard(model, params.fsdp.wrapped_classes(manifest), params, mesh)
     return model
 
