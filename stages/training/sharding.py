@@ -29,45 +29,43 @@ def shard(model: nn.Module, wrapped_classes: list[str], params: TrainParams, mes
     fsdp = params.fsdp.resolved()
     layers = modules_to_wrap(model, wrapped_classes)
     first, last = ([module for module in modules if module not in layers] for modules in untied_embeddings(model))
-    wrapped = {*first, *layers, *last}
-    inner = [module for module in model.modules() if module in wrapped]  # modules that contain others come before them
-    # Their backward pass needs no weights: a fused head has made its gradients already, an embedding only adds up.
-    # Inkling's has a norm in it, whose weight the backward pass needs.
-    forward_only: list[nn.Module] = [
-        module
-        for module in (*first, *last)
-        if isinstance(module, (nn.Embedding, LossHead)) and not any(module.children())
-    ]
-    # The backward pass starts with these: gathering the weights again took 2 % of a step of the benchmark.
-    start = [module for module in (*last, model) if module not in forward_only]
     # In a group of one rank nothing is gathered. What is kept instead is a copy in the dtype of the computation, which
     # with one rank would be made twice a step; `strategy: fsdp` still frees it.
     is_alone = mesh.size(mesh.ndim - 1) == 1 and fsdp.strategy != "fsdp"
-    reshards = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and not is_alone
+    frees = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and not is_alone
+    # Of each unit: are its weights freed after the forward pass, and gathered in the backward pass?
+    units: dict[nn.Module, tuple[bool, bool]] = dict.fromkeys([*first, *layers], (frees, True))
+    # The backward pass starts with these: gathering the weights again took 2 % of a step of the benchmark.
+    units |= dict.fromkeys([*last, model], (False, True))
+    for module in (*first, *last):
+        # A fused head has made its gradients already, an embedding only adds up: their backward pass needs no weights.
+        # Inkling's embedding has a norm in it, whose weight the backward pass needs.
+        if isinstance(module, (nn.Embedding, LossHead)) and not any(module.children()):
+            units[module] = not is_alone, False
+    inner = [module for module in model.modules() if module in units and module is not model]
     for module in [*reversed(inner), model]:  # modules inside others first, as fully_shard requires
+        is_freed, is_gathered = units[module]
         fully_shard(
             module,
             mesh=mesh,
             mp_policy=mixed_precision_policy(params.precision),
-            reshard_after_forward=(module in forward_only and not is_alone) or (reshards and module not in start),
+            reshard_after_forward=is_freed,
             offload_policy=CPUOffloadPolicy() if _offloads(fsdp, mesh) else OffloadPolicy(),
         )
-    units = [module for module in [*inner, model] if isinstance(module, FSDPModule)]
-    for unit in units:
-        unit.set_unshard_in_backward(unit not in forward_only)
-    if mesh.size() > 1:
-        # Sum gradients over the ranks: `train_step` divides by the number of labels. An average that is scaled back
-        # would be another pass over them, and inexact where the number of ranks is not a power of two. The second call
-        # replaces PREMUL_SUM, a reduction of NCCL only, by a plain sum.
-        for unit in units:
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
+        assert isinstance(module, FSDPModule)
+        module.set_unshard_in_backward(is_gathered)
+        if mesh.size() > 1:
+            # Sum gradients over the ranks: `train_step` divides by the number of labels. An average that is scaled back
+            # would be another pass over them, and inexact where the number of ranks is not a power of two. The second
+            # call replaces PREMUL_SUM, a reduction of NCCL only, by a plain sum.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        if fsdp.backward_prefetch == "NONE":  # with itself as the only one to prefetch, it prefetches no other
+            module.set_modules_to_backward_prefetch([module])
     if fsdp.forward_prefetch:
-        for layer, following in pairwise(units[:-1]):
-            layer.set_modules_to_forward_prefetch([following])
-    if fsdp.backward_prefetch == "NONE":
-        for unit in units:  # with itself as the only one to prefetch, it prefetches no other
-            unit.set_modules_to_backward_prefetch([unit])
+        for module, following in pairwise(inner):
+            assert isinstance(module, FSDPModule) and isinstance(following, FSDPModule)
+            module.set_modules_to_forward_prefetch([following])
 
 
 def materialize(model: nn.Module, params: TrainParams, mesh: DeviceMesh) -> None:
