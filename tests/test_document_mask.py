@@ -105,6 +105,14 @@ def with_shifted_window(*args: Any, sliding_window: int | None = None, **kwargs:
     return varlen_attention(*args, sliding_window=sliding_window and sliding_window + 1, **kwargs)
 
 
+def without_sinks(*args: Any, s_aux: Any = None, **kwargs: Any) -> Any:
+    return varlen_attention(*args, **kwargs)
+
+
+def with_half_the_scale(*args: Any, scaling: float, **kwargs: Any) -> Any:
+    return varlen_attention(*args, scaling=scaling / 2, **kwargs)
+
+
 def without_gradient(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
     return varlen_attention(module, query, key.detach(), *args, **kwargs)
 
@@ -113,6 +121,17 @@ def of_other_heads(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any)
     return varlen_attention(module, query, key.flip(1), *args, **kwargs)
 
 
+def with_values_of_other_heads(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return varlen_attention(module, query, key, value.flip(1), *args, **kwargs)
+
+
+def with_a_small_leak(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """A thousandth of the first token of all rows."""
+    output, _ = varlen_attention(module, query, key, value, *args, **kwargs)
+    return output + 1e-3 * value[:, :1, :1].transpose(1, 2), None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "function", "reason"),
     [
@@ -120,17 +139,22 @@ def of_other_heads(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any)
         ("gemma3_text", without_window, "computes logits that differ by"),
         ("olmo3", with_shifted_window, "computes logits that differ by"),
         ("gemma2", without_soft_cap, "computes logits that differ by"),
+        ("gpt_oss", without_sinks, "computes logits that differ by"),
+        ("flint", without_sinks, "computes logits that differ by"),
+        ("llama", with_half_the_scale, "computes logits that differ by"),
         ("llama", of_other_heads, "computes logits that differ by"),
+        ("llama", with_values_of_other_heads, "computes logits that differ by"),
+        ("llama", with_a_small_leak, "lets tokens attend to other documents"),
         ("llama", without_gradient, "computes gradients that differ by"),
         ("gemma2", varlen_attention, "the model's attention has soft caps"),
         ("gpt_oss", varlen_attention, "the model's attention has attention sinks"),
     ],
 )
 def test_what_an_attention_function_leaves_out_is_seen(
-    monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., Any], reason: str
+    monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., Any], reason: str, dtype: torch.dtype
 ) -> None:
     monkeypatch.setitem(AttentionInterface._global_mapping, "varlen", function)
-    assert reason in str(refusal(name))
+    assert reason in str(refusal(name, dtype=dtype))
 
 
 @pytest.mark.parametrize(

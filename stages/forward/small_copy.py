@@ -20,6 +20,10 @@ WINDOW = 5
 _CHUNK = 8
 _SOFT_CAP = 1.0
 """The scores of the small model are about as large, so that they are seen to be capped."""
+_LARGEST_SINK = 16.0
+"""Of the heads of the small model. Its scores are about as large where queries and keys have biases: beside them, sinks
+as small as at initialization are not seen to be missing. Heads with small ones attend also where there are no biases.
+"""
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 _WIDTHS = (
     *("intermediate_size", "ffn_dim", "moe_intermediate_size", "shared_expert_intermediate_size"),
@@ -62,8 +66,10 @@ def random_model(
     )
     torch.manual_seed(0)  # the initialization may draw numbers, or not
     with torch.no_grad():
-        for param in model.parameters():
-            if param.dim() > 1:
+        for name, param in model.named_parameters():
+            if name.endswith("sinks"):
+                param.copy_(torch.linspace(0, _LARGEST_SINK, len(param)))
+            elif param.dim() > 1:
                 param.normal_(std=param.shape[-1] ** -0.5)
             else:  # nothing is zero, as some gates are at initialization
                 param.copy_(torch.where(param == 0, torch.empty_like(param).uniform_(0.5, 1.5), param))
