@@ -20,7 +20,7 @@ from stages.model import meta
 from stages.training.activation_checkpointing import checkpoint_activations
 from tests.models import CONFIGS, MIXTRAL, CountedGraphs
 
-KINDS = ("none", "selective_op", "selective", "full")
+KINDS = ("none", "selective_op", "full")
 CONFIG = transformers.LlamaConfig(
     vocab_size=101, hidden_size=64, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4,
     num_key_value_heads=2,

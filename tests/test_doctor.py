@@ -143,7 +143,8 @@ def test_a_project_that_can_train_has_no_errors(ready: Project, monkeypatch: pyt
     [
         ({"batch_size": 3}, "total_batch_size 8 is not a multiple of batch_size 3 x 2 ranks"),
         ({"num_splits": 1}, "validation_splits is 1 of num_splits = 1 splits, which leaves none to train on"),
-        ({"attention": "flash_attention_2"}, "attention flash_attention_2 needs flash_attn, which is not installed"),
+        ({"attention": "flash_attention_2"}, "there is no such value any more: use varlen, the same kernel in torch,"),
+        ({"activation_checkpointing": "selective"}, "there is no such value any more: use selective_op"),
         ({"attention": "flex"}, "attention flex does not work with"),
         ({"precision": "fp8"}, "precision fp8 needs GPUs"),
         ({"optimizer": "adamw_8bit"}, "needs torchao, which is not installed"),
@@ -160,8 +161,8 @@ def test_a_project_that_can_train_has_no_errors(ready: Project, monkeypatch: pyt
 def test_what_a_stage_refuses_is_an_error(
     ready: Project, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any], message: str
 ) -> None:
-    found = {name: importlib.util.find_spec(name) for name in ("wandb", "torchao", "flash_attn", "distributed")}
-    found.update(wandb=None, torchao=None, flash_attn=None)
+    found = {name: importlib.util.find_spec(name) for name in ("wandb", "torchao", "distributed")}
+    found.update(wandb=None, torchao=None)
     monkeypatch.setattr("importlib.util.find_spec", found.__getitem__)
     monkeypatch.setattr("stages.tokenizing.fast_tokenizer.DIRECTORY", ready / "missing")
     ready.set(**values)

@@ -180,17 +180,12 @@ def test_activation_checkpointing_changes_no_gradient(
     manifest = manifest_of(tmp_path, with_weights=True)
     batch = make_batch(torch.randint(1, 101, (2, 16)), eos_token_id=0, document_mask=True)
     gradients = []
-    for kind in ("none", "full", "selective"):
+    for kind in ("none", "full", "selective_op"):
         changed = dataclasses.replace(params, activation_checkpointing=kind)
         model = sharded_model.build(manifest, changed, mesh, initialize=True)
         model.train()
         loss_sum(model, batch).backward()
         gradients.append([full_value(param.grad) for param in model.parameters()])
-        layers = [module for module in model.modules() if type(module).__name__ in manifest.layer_classes]
-        checkpointed = [layer.gradient_checkpointing for layer in layers]
-        assert checkpointed == [
-            kind == "full" or (kind == "selective" and index % 2 == 0) for index in range(len(layers))
-        ]
     for plain, full, selective in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, full)
         torch.testing.assert_close(plain, selective)

@@ -65,7 +65,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 RESUMED: dict[str, dict[str, Any]] = {
-    "bf16": {"precision": "bf16", "activation_checkpointing": "selective", "loss": "fused"},
+    "bf16": {"precision": "bf16", "activation_checkpointing": "full", "loss": "fused"},
     "fp16": {"precision": "fp16"},
     "varlen": {"attention": "varlen", "precision": "bf16"},
     "fp16 fused": {"precision": "fp16", "loss": "fused"},

@@ -37,7 +37,7 @@ def main_settings(batch_sizes: list[int], precision: str) -> Settings:
         {**best, **usual},
         {**best, **usual, "document_mask": False},
         *({**eager, "attention": attention, "loss": loss} for attention, loss in product(ATTENTION, LOSS)),
-        *({**eager, "activation_checkpointing": kind} for kind in ("selective_op", "selective", "full")),
+        *({**eager, "activation_checkpointing": kind} for kind in ("selective_op", "full")),
         *({**best, "activation_checkpointing": kind} for kind in ("selective_op", "full")),
         *({**chosen, "precision": "fp16"} for chosen in (best, eager)),
         *([{**best, "precision": "fp8"}] if importlib.util.find_spec("torchao") else []),

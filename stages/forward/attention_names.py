@@ -2,22 +2,21 @@
 
 from typing import Literal
 
-Attention = Literal["auto", "varlen", "flex", "sdpa", "flash_attention_2", "eager", "padded"]
+Attention = Literal["auto", "varlen", "flex", "sdpa", "eager", "padded"]
 """auto: the first that works with the model (stages/forward/document_mask.py) | varlen: flash kernels of torch, given
 the lengths of the documents | flex: compiled for the model's own mask, also with soft caps | sdpa: torch's
-`scaled_dot_product_attention`, with a mask of (T, T) values where documents are kept apart | flash_attention_2: the
-package flash_attn | eager: matrix products, the slowest | padded: each document is a sequence of its own, padded, for
-models whose layers cannot be told where documents end."""
+`scaled_dot_product_attention`, with a mask of (T, T) values where documents are kept apart | eager: matrix products,
+the slowest | padded: each document is a sequence of its own, padded, for models whose layers cannot be told where
+documents end."""
 
 IMPLEMENTATIONS: dict[str, str | None] = {
     "varlen": "varlen",
     "flex": "flex_attention",
     "sdpa": "sdpa",
-    "flash_attention_2": "flash_attention_2",
     "eager": "eager",
     "padded": None,
 }
 """What transformers calls them; None: the model's own choice. `varlen` is registered by stages/forward/attention.py."""
 
-NEED_LENGTHS = frozenset({"varlen", "flash_attention_2"})
+NEED_LENGTHS = frozenset({"varlen"})
 """Those that need the lengths of the documents: `make_batch(lengths=True)`."""

@@ -16,7 +16,7 @@ _OF_PARAMETERS = {
         "deterministic: set it to false, or use another model or attention"
     ),
     r"cached during selective activation checkpoint has been mutated": (
-        "activation_checkpointing selective_op: use full or selective: a layer of this model overwrites a result that "
+        "activation_checkpointing selective_op: use full: a layer of this model overwrites a result that "
         "would be kept"
     ),
     r"^torch\._dynamo\.exc\.(Unsupported|UserError)": (

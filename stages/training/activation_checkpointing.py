@@ -24,8 +24,8 @@ def checkpoint_activations(model: PreTrainedModel, layers: list[Any], kind: str)
     Args:
         model: Any model of transformers.
         layers: Its layers, not compiled yet.
-        kind: full: all layers keep only their inputs | selective: every second layer does | selective_op: all layers
-            also keep the results of attention and of every second matrix product.
+        kind: full: all layers keep only their inputs | selective_op: they also keep the results of attention and of
+            every second matrix product.
 
     Raises:
         StageError: the architecture does not support it.
@@ -37,7 +37,7 @@ def checkpoint_activations(model: PreTrainedModel, layers: list[Any], kind: str)
         hasattr(layer, "gradient_checkpointing") for layer in layers
     ):
         raise StageError(f"activation_checkpointing {kind}: {type(model).__name__} does not support it, use none")
-    for layer in layers[::2] if kind == "selective" else layers:
+    for layer in layers:
         # Not by transformers, some releases of which checkpoint the call of a layer: outside of what is compiled, so
         # torch would not see its operations, and outside of FSDP's hooks, which would run again with it.
         layer.forward = _checkpointed(layer.forward, {"context_fn": _contexts} if kind == "selective_op" else {})

@@ -26,6 +26,17 @@ def _refuse_no_clipping(value: object) -> object:
     return value
 
 
+def _gone(former: str, instead: str) -> BeforeValidator:
+    """Name what to use in the place of a value that there was."""
+
+    def check(value: object) -> object:
+        if value == former:
+            raise ValueError(f"there is no such value any more: use {instead}")
+        return value
+
+    return BeforeValidator(check)
+
+
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Norm = Annotated[PositiveFloat, BeforeValidator(_refuse_no_clipping)]
@@ -79,12 +90,12 @@ class TrainParams(ScheduleParams):
     """Whether GPUs multiply fp32 matrices in TF32, with 10 instead of 23 bits after the point."""
     deterministic: bool
     """Whether GPUs give the same bits in every run, by slower algorithms. CPUs always do."""
-    activation_checkpointing: Literal["none", "full", "selective", "selective_op"]
-    """full: keep only the inputs of each layer and recompute the rest in the backward pass | selective: the same in
-    every second layer | selective_op: also keep the results of attention and of every second matrix product."""
+    activation_checkpointing: Annotated[Literal["none", "full", "selective_op"], _gone("selective", "selective_op")]
+    """full: keep only the inputs of each layer and recompute the rest in the backward pass | selective_op: also keep
+    the results of attention and of every second matrix product."""
     document_mask: bool
     """Whether tokens attend within their own document only."""
-    attention: Attention
+    attention: Annotated[Attention, _gone("flash_attention_2", "varlen, the same kernel in torch, or auto")]
     """The attention function; each of them gives the same results up to rounding, or is refused for the model."""
     loss: Literal["auto", "fused", "plain"]
     """fused: the LM head computes it, some tokens at a time | plain: from the logits of all tokens | auto:
@@ -162,7 +173,6 @@ class TrainParams(ScheduleParams):
         for name, value, needing, package, other in (
             ("optimizer", self.optimizer, "adamw_8bit", "torchao", "adamw"),
             ("precision", self.precision, "fp8", "torchao", "bf16"),
-            ("attention", self.attention, "flash_attention_2", "flash_attn", "auto"),
         ):
             if value == needing and importlib.util.find_spec(package) is None:
                 raise StageError(

@@ -331,11 +331,6 @@ def test_the_loss_of_a_training_is_that_of_the_cpu(training: Project, loss: str)
         ("varlen", "float16"),
         ("flex", "float32"),
         ("sdpa", "bfloat16"),
-        pytest.param(
-            "flash_attention_2",
-            "bfloat16",
-            marks=pytest.mark.skipif(not importlib.util.find_spec("flash_attn"), reason="needs flash_attn"),
-        ),
     ],
 )
 def test_documents_are_computed_as_if_each_were_alone(training: Project, attention: str, dtype: str) -> None:
