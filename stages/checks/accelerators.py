@@ -55,7 +55,7 @@ def check_training(params: TrainParams, seq_length: int, model: ModelManifest) -
     if params.attention != "auto":
         choose_attention(params.attention, directory, params.document_mask, seq_length, dtype, device_type())
     if params.loss != "auto":
-        choose_loss(params.loss, directory, dtype, device_type())
+        choose_loss(params.loss, directory)
     if params.compile:
         yield from check_compiler()
     yield ok(f"precision {params.precision}, attention {params.attention} and loss {params.loss} work here")

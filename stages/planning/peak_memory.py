@@ -39,7 +39,7 @@ from stages.training import sharded_model
 from stages.training.loader import BatchLoader, Padding
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
-from stages.training.precision import compute_dtype, make_grad_scaler
+from stages.training.precision import make_grad_scaler
 from stages.training.step import train_step
 
 ERRORS = (
@@ -86,7 +86,7 @@ def choose(manifest: ModelManifest, params: TrainParams) -> Chosen:
     # Those that have no form for CPUs mostly need as much memory as the one that `auto` finds here.
     wanted = params.attention if params.attention in ("varlen", "sdpa", "eager", "padded") else "auto"
     attention = choose_attention(wanted, manifest.directory(), params.document_mask, _LONG, torch.float32, "cpu")
-    loss = choose_loss(params.loss, manifest.directory(), compute_dtype(params.precision), "cpu")
+    loss = choose_loss(params.loss, manifest.directory())
     # A GPU may have `flex`, or a kernel that the model gives the lengths to, for what a CPU has only these for.
     is_upper_bound = attention.name in ("eager", "padded") and attention.name != params.attention
     chosen = dataclasses.replace(params, compile=False, attention=attention.name, loss=loss.name)

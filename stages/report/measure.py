@@ -377,14 +377,14 @@ def load(request: Request, is_sharded: bool, dtype: "torch.dtype | None" = None)
     import torch.distributed as dist
 
     from stages.forward import frozen_model
-    from stages.forward.distributed import device_type, is_rank0, run_on_rank0
+    from stages.forward.distributed import is_rank0, run_on_rank0
     from stages.forward.loss import fuse
     from stages.forward.loss_probe import choose_loss
     from stages.ranks.process_group import device_mesh
     from stages.report import generation
 
     dtype = dtype or computed_dtype(request)
-    loss = run_on_rank0(lambda: choose_loss("auto", request.directory, dtype, device_type()))
+    loss = run_on_rank0(lambda: choose_loss("auto", request.directory))
     if is_rank0() and loss.reason:
         print(f"evaluate: loss {loss.name}, because {loss.reason}")
     if is_sharded:

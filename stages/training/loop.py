@@ -91,7 +91,7 @@ class Trainer:
             )
         )  # fmt: skip
         activate_kernels(self.attention.kernels)
-        self.loss = run_on_rank0(lambda: choose_loss(params.loss, directory, dtype, device_type()))
+        self.loss = run_on_rank0(lambda: choose_loss(params.loss, directory))
         self.chosen = dataclasses.replace(params, attention=self.attention.name, loss=self.loss.name)
         """The parameters, with the attention and the loss that were chosen."""
         # Dropout must differ between ranks, which train on different rows. Times the number of ranks: seed + rank would
