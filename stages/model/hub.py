@@ -1,9 +1,8 @@
 """From a model's name to the directory of its files: a local one, or a snapshot in the model cache.
 
-The cache comes first: where it has all that is needed, no socket is opened. The price is that a branch such as `main`
-stays at the commit that was fetched first. For a newer one, set `model_revision` to the commit, or run `hf download`.
-
-What the cache lacks is fetched by huggingface_hub: files that are complete stay, one that was cut off begins again.
+huggingface_hub looks into the cache first: where it has all that is needed, no socket is opened. The price is that a
+branch such as `main` stays at the commit that was fetched first. For a newer one, set `model_revision` to the commit,
+or run `hf download`. What the cache lacks is fetched: complete files stay, one that was cut off begins again.
 """
 
 import os
@@ -12,7 +11,6 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -138,32 +136,40 @@ def _snapshot(repo: str, revision: str, patterns: tuple[str, ...], required: tup
 
     Where the cache has no list of the repository's files, those in `required` suffice.
     """
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HTTPError, IncompleteSnapshotError, LocalEntryNotFoundError
+    from huggingface_hub.utils import filter_repo_objects
 
+    cache, found = hub_cache.repository(repo).parent, None
     try:
-        validate_repo_id(repo)
+        found = snapshot_download(
+            repo, revision=revision, cache_dir=cache, allow_patterns=[*patterns], local_files_only=True
+        )
     except HFValidationError:
         _refuse_directory(repo)
         raise StageError(f"model_name is {repo!r}: there is no such directory, and it is not a valid Hub id") from None
-    commit = hub_cache.commit(repo, revision)
-    missing = list(required) if commit is None else _missing(repo, commit, patterns, required)
-    if commit is not None and not missing:
-        return hub_cache.snapshot(repo, commit)
+    except IncompleteSnapshotError as error:
+        found = error.snapshot_path
+    except (LocalEntryNotFoundError, ValueError):  # of a branch whose commit cannot be read
+        pass
+    missing, others = [*required], hub_cache.commits(repo)
+    if found and Path(found).name in others:
+        snapshot, others = Path(found), []
+        listed = hub_cache.listing(repo, snapshot.name)
+        expected = required if listed is None else filter_repo_objects(listed, allow_patterns=[*patterns])
+        missing = [name for name in expected if not (snapshot / name).is_file()]
+        if not missing:
+            return snapshot
     _refuse_directory(repo)
-    cache = hub_cache.repository(repo).parent
     problem = (
         f"model_name is {repo!r}: there is no such directory, and the model cache {cache} (HF_HOME sets it) lacks "
         f"{', '.join(missing[:5])} of the Hub's model at revision {revision!r}"
     )
-    if commit is None and (others := hub_cache.commits(repo)):  # of a cache that was copied without refs/
+    if others:  # of a cache that was copied without refs/
         problem += f", but has commit {' and '.join(others[:5])}: set model_revision to it"
     remedy = f"run `hf download {repo} --revision {revision}` on a machine with internet and bring its HF_HOME here"
-    variable = hub_cache.offline_variable()
-    if variable is not None:
+    if variable := hub_cache.offline_variable():
         raise Lacking(f"{problem}; {variable} forbids fetching it: {remedy}")
-    from huggingface_hub.errors import HTTPError
-
     try:
         with naming(hub_cache.repository(repo)):
             return _fetch(repo, revision, patterns)
@@ -179,7 +185,7 @@ def _fetch(repo: str, revision: str, patterns: tuple[str, ...]) -> Path:
     Nothing is fetched for the sake of the license alone, so a cache without it is complete.
     """
     from huggingface_hub import HfApi, constants, snapshot_download
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils import filter_repo_objects, tqdm
 
     # Xet needs other servers than the Hub's, which firewalls refuse more often: huggingface_hub then tries for minutes.
     if "HF_HUB_DISABLE_XET" not in os.environ:
@@ -204,12 +210,9 @@ def _fetch(repo: str, revision: str, patterns: tuple[str, ...]) -> Path:
     except (KeyError, TypeError) as error:  # the library checks no types
         raise ValueError from error
     directory, snapshot = hub_cache.repository(repo), hub_cache.snapshot(repo, commit)
-    sizes = {
-        file.rfilename: file.size or 0
-        for file in model.siblings or ()
-        if _matches(name := file.rfilename, patterns) or ("/" not in name and is_license_file(name))
-    }
-    needed = sum(size for name, size in sizes.items() if not (snapshot / name).is_file())
+    sizes = {file.rfilename: file.size or 0 for file in model.siblings or ()}
+    names = [*filter_repo_objects(sizes, allow_patterns=[*patterns]), *filter(is_license_file, sizes)]
+    needed = sum(sizes[name] for name in names if not (snapshot / name).is_file())
     directory.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(directory).free
     if needed > free:
@@ -221,14 +224,14 @@ def _fetch(repo: str, revision: str, patterns: tuple[str, ...]) -> Path:
     # In a thread, because after Ctrl-C it waits for all files that it has begun.
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(
-            snapshot_download, repo, revision=commit, cache_dir=directory.parent, allow_patterns=list(sizes),
+            snapshot_download, repo, revision=commit, cache_dir=directory.parent, allow_patterns=names,
             tqdm_class=Progress,
         )  # fmt: skip
         try:
             job.result()
         finally:
             stop.set()
-    if not all((snapshot / name).is_file() for name in sizes):
+    if not all((snapshot / name).is_file() for name in names):
         raise ConnectionError  # then it returns what is there
     if revision != commit:
         publish.write_text(directory / "refs" / revision, commit)  # without a line end, as the library writes it
@@ -266,18 +269,6 @@ def _explained(error: Exception, repo: str, remedy: str) -> str:
     return f"the Hub answered {status} ({name}): {remedy}"
 
 
-def _missing(repo: str, commit: str, patterns: tuple[str, ...], required: tuple[str, ...]) -> list[str]:
-    """The names of the files that a cached snapshot lacks."""
-    listing = hub_cache.listing(repo, commit)
-    expected = required if listing is None else [name for name in listing if _matches(name, patterns)]
-    return [name for name in expected if not (hub_cache.snapshot(repo, commit) / name).is_file()]
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    # `*` matches a slash, too.
-    return any(fnmatchcase(name, pattern) and name.count("/") == pattern.count("/") for pattern in patterns)
-
-
 def _refuse_directory(model_name: str) -> None:
     """Refuse a name that can only mean a directory, and not a model of the Hub."""
     path = Path(model_name)
@@ -304,17 +295,19 @@ def _refuse_unreadable(directory: Path, want_weights: bool) -> None:
 
     A tree that was copied without what its links lead to has such names, as a cache without its blobs.
     """
-    patterns = (*_PATTERNS, WEIGHTS) if want_weights else tuple(name for name in _PATTERNS if name != WEIGHTS_INDEX)
-    for path in sorted(directory.iterdir()):
-        is_other_directory = path.is_dir() and not path.suffix  # such as tokenizer/ of a pipeline of models
-        if _matches(path.name, patterns) and not path.is_file() and not is_other_directory:
+    from huggingface_hub.utils import filter_repo_objects
+
+    patterns = [*_PATTERNS, WEIGHTS] if want_weights else [name for name in _PATTERNS if name != WEIGHTS_INDEX]
+    for name in sorted(filter_repo_objects(os.listdir(directory), allow_patterns=patterns)):
+        path = directory / name
+        if path.is_file():
+            if name != WEIGHTS and (size := path.stat().st_size) > publish.LARGEST:
+                raise StageError(f"{path} has {size:,} bytes, and at most {publish.LARGEST:,} are read: fetch it again")
+        elif not path.is_dir() or path.suffix:  # others are such as tokenizer/ of a pipeline of models
+            why = "a directory, a pipe or the like: fetch it again"
             if path.is_symlink():
                 why = f"a link to {os.readlink(path)}: copy the model with what its links lead to (`cp -rL`)"
-            else:
-                why = "a directory, a pipe or the like: fetch it again"
             raise StageError(f"{path} is no file that can be read, but {why}, or delete it")
-        if path.is_file() and _matches(path.name, _PATTERNS) and (size := path.stat().st_size) > publish.LARGEST:
-            raise StageError(f"{path} has {size:,} bytes, and at most {publish.LARGEST:,} are read: fetch it again")
 
 
 def _refuse_weights(model_name: str, source: Path, commit: str | None) -> None:

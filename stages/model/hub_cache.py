@@ -14,9 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from stages.base import publish
-from stages.base.errors import StageError, explained
-from stages.base.names import is_file_name
+from stages.base.errors import StageError
 from stages.model.files import MORE_TEMPLATES
 
 _DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
@@ -69,13 +67,6 @@ def snapshot(repo: str, commit: str) -> Path:
     return repository(repo) / "snapshots" / commit
 
 
-def commit(repo: str, revision: str) -> str | None:
-    """The commit of a revision of which the cache has at least some files; else None."""
-    ref = repository(repo) / "refs" / revision
-    found = publish.read_bytes(ref).decode(errors="replace").strip() if ref.is_file() else revision
-    return found if is_file_name(found) and snapshot(repo, found).is_dir() else None
-
-
 def commits(repo: str) -> list[str]:
     """The commits of which the cache has at least some files, in order."""
     return sorted(path.name for path in (repository(repo) / "snapshots").glob("*") if path.is_dir())
@@ -86,14 +77,10 @@ def listing(repo: str, commit: str) -> dict[str, str] | None:
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    trees = repository(repo) / "trees"
-    if os.path.lexists(path := trees / f"{commit}.json"):
-        publish.read_bytes(path)  # which the library would do without limits
-    with explained(lambda problem: StageError(f"{trees} has no list of the files of {commit} ({problem}): delete it")):
-        try:
-            files = get_cached_repo_tree(repo, revision=commit, cache_dir=repository(repo).parent)
-        except CachedRepoTreeNotFoundError:
-            return None
+    try:
+        files = get_cached_repo_tree(repo, revision=commit, cache_dir=repository(repo).parent)
+    except CachedRepoTreeNotFoundError:
+        return None
     return {file.path: file.blob_id for file in files if "/" not in file.path.removeprefix(f"{MORE_TEMPLATES}/")}
 
 
@@ -111,28 +98,22 @@ def check(repo: str, commit: str, name: str, sha256: str) -> None:
     """
     path = snapshot(repo, commit) / name
     files = listing(repo, commit)
-    if files is not None:
-        if name not in files:  # it would count as a part of the commit
-            raise StageError(f"{path} is not a file of {repo} at commit {commit}: delete it, or use a local copy")
-        expected = files[name]
-    elif path.is_symlink():
-        expected = Path(os.readlink(path)).name
-    else:
-        return  # of a copy without links and list, which has no digests
-    if _DIGEST.fullmatch(expected) and expected not in _digests(path, sha256):
+    if files is not None and name not in files:  # it would count as a part of the commit
+        raise StageError(f"{path} is not a file of {repo} at commit {commit}: delete it, or use a local copy")
+    # Without list and links, as in a copy, nothing is known of it.
+    expected = path.resolve().name if files is None else files[name]
+    if _DIGEST.fullmatch(expected) and expected != sha256 and expected not in _git_digests(path, sha256):
         raise StageError(
             f"{path.resolve()} is damaged: it is {name} of {repo}, for which the Hub lists the digest {expected}. "
             "Delete it, and run `python -m stages.download` on a machine with internet, or put a good copy in its place"
         )
 
 
-def _digests(path: Path, sha256: str) -> Iterator[str]:
-    """The digests under which the Hub lists a file, or the cache has it, those first that are computed without reading.
+def _git_digests(path: Path, sha256: str) -> Iterator[str]:
+    """Those of a file in git: of a large one as a pointer, and of a small one as it is.
 
-    A large file is in git as a pointer, which has its SHA-256 and size. Mirrors that are no git servers have the SHA-1
-    of a small file without the header that git puts before it.
+    Mirrors that are no git servers have the SHA-1 of a small file without the header that git puts before it.
     """
-    yield sha256
     size = path.stat().st_size
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n" % (sha256.encode(), size)
     yield hashlib.sha1(b"blob %d\0" % len(pointer) + pointer, usedforsecurity=False).hexdigest()
