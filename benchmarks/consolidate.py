@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 
 from benchmarks import tables
 from stages.base import publish
-from stages.export import stream
+from stages.export import mapped
 
 NUM_RANKS = 4
 MATRIX = (4096, 4096)
@@ -148,9 +148,9 @@ def prepare(program: str, checkpoint: Path, output: Path) -> Callable[[], object
         def ours() -> None:
             with ThreadPoolExecutor(number) as threads:  # as `record.check_files` does
                 list(threads.map(publish.sha256_file, shards.glob("*.distcp")))
-            weights = stream.ShardedTensors(shards)
+            weights = mapped.ShardedTensors(shards)
             tensors = specs(shards)
-            stream.write_safetensors(
+            mapped.write_safetensors(
                 weights, tensors, output, number, dict.fromkeys(tensors, dtype), max_shard_bytes=5e9
             )
 
@@ -169,10 +169,10 @@ def prepare(program: str, checkpoint: Path, output: Path) -> Callable[[], object
     return lambda: consolidate_safetensors_files(str(checkpoint / "hf"), str(output), files_of, number)
 
 
-def specs(shards: Path) -> dict[str, stream.TensorSpec]:
+def specs(shards: Path) -> dict[str, mapped.TensorSpec]:
     """The tensors of the model, by name."""
     entries: dict[str, Any] = dcp.FileSystemReader(shards / "model").read_metadata().state_dict_metadata
-    return {name: stream.TensorSpec(tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
+    return {name: mapped.TensorSpec(tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
 
 
 def peak() -> float:

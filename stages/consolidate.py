@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from stages.export.stream import Digests, TensorSpec
+    from stages.export.mapped import Digests, TensorSpec
 
 _OUTDATED_CONFIG_KEYS = {"torch_dtype", "_name_or_path"}
 """An older name of `dtype`, and where somebody's copy of the initial model was."""
@@ -74,7 +74,7 @@ class ConsolidateParams:
     export_dtype: Literal["bf16", "fp16", "fp32"] | None
     """Dtype of the stored weights; null: that of the initial model."""
     max_shard_size: Annotated[ByteSize, Field(gt=0)]
-    """Tensors share a file up to this size, such as 5GB; a larger tensor has a file of its own."""
+    """Tensors share a file up to this size, such as 5GB; a larger one, or the experts of a layer, have their own."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class ConsolidateRuntime:
     """What changes no result."""
 
     num_workers: PositiveInt | None
-    """Threads that read, cast and hash; null: one per core."""
+    """Threads that hash; null: one per core."""
 
 
 def main() -> None:
@@ -165,13 +165,13 @@ def export(
     # Here, not above: they take seconds, and --help and the checks of `main` need neither.
     import torch
 
-    from stages.export import stream
+    from stages.export import mapped
     from stages.model import meta
 
     dtype = export_dtype(params, model)
     # All inputs are verified before the first byte is written: an error names its cause, and leaves no output.
     manifest = layout.verify(checkpoint, names=[f"{MODEL}/{METADATA}", history.HISTORY])
-    weights = stream.ShardedTensors(checkpoint)
+    weights = mapped.ShardedTensors(checkpoint)
     layout.verify(checkpoint, names=[f"{MODEL}/{file}" for file in weights.files])
     # Not the old index: it would name the files of the initial model's weights.
     copied = [file for file in model.files if file not in model.weights and file != WEIGHTS_INDEX]
@@ -180,7 +180,7 @@ def export(
     reference = meta.build(source)
     tied = meta.tied_weights(reference)
     expected = {
-        name: stream.TensorSpec(tuple(tensor.shape), tensor.dtype)
+        name: mapped.TensorSpec(tuple(tensor.shape), tensor.dtype)
         for name, tensor in reference.state_dict().items()
         if name not in tied  # stored once, as save_pretrained does; loading ties them again
     }
@@ -190,7 +190,7 @@ def export(
     num_workers = runtime.num_workers or len(os.sched_getaffinity(0))
     # The directory gets its final name after its last file, so a killed run leaves no model that looks finished.
     with publish.directory(target) as temporary:
-        digests = stream.write_safetensors(
+        digests = mapped.write_safetensors(
             weights, expected, temporary, num_workers, meta.stored_dtypes(source, getattr(torch, dtype)),
             params.max_shard_size, meta.stored_as(reference),
         )  # fmt: skip

@@ -36,7 +36,7 @@ from stages.checkpointing.layout import (
 from stages.checkpointing.lock import rank_lock, read_lock, try_delete_lock, try_writer_lock, writer_lock
 from stages.checkpointing.pointer import RunPointer, resolve
 from stages.checkpointing.saver import Saver, load
-from stages.export.stream import ShardedTensors, TensorSpec, write_safetensors
+from stages.export.mapped import ShardedTensors, TensorSpec, write_safetensors
 from stages.launching.runtime import TrainRuntime
 from stages.ranks.watchdog import Heartbeat
 from tests.project import REPO, Project, flip_bit, wait_for

@@ -28,7 +28,7 @@ from stages.checkpointing import metadata, retention, saver
 from stages.checkpointing.layout import CheckpointManifest, verify
 from stages.checkpointing.pointer import RunPointer
 from stages.checkpointing.state import TrainState
-from stages.export.stream import ShardedTensors
+from stages.export.mapped import ShardedTensors
 from stages.launching.runtime import TrainRuntime
 from stages.model.license import ModelLicense
 from stages.splits import manifests as splits

@@ -89,8 +89,9 @@ def explained(make: Callable[[str], StageError]) -> Iterator[None]:
         if isinstance(error, SystemError) and "without setting an exception" in str(error):
             raise MemoryError from None  # which C code has lost
         is_panic = type(error).__module__ == "pyo3_runtime"  # of Rust, which makes no Exception of it
-        if not (isinstance(error, Exception) or is_panic) or (isinstance(error, OSError) and error.errno is not None):
-            raise  # also: of a disk
+        is_of_system = isinstance(error, OSError) and error.errno is not None  # of a disk, for one
+        if not (isinstance(error, Exception) or is_panic) or is_of_system or is_out_of_memory(error):
+            raise
         # The first sentence: libraries go on with advice to whoever calls them.
         problem = f"{type(error).__name__}: {one_line(error).partition('. ')[0]}"
         raise make(problem) from None

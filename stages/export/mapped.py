@@ -1,0 +1,295 @@
+"""From the shards of a checkpoint to safetensors files, which torch loads the tensors into.
+
+A model that was sharded because it is large need not fit in the memory of the machine that exports it. Each tensor of a
+file is mapped into memory, and torch.distributed.checkpoint copies one stored piece after the other into it, and casts
+it. So one piece is in memory at a time, and what is written is in the page cache, which the system frees.
+
+torch leaves a part of a tensor that is in no shard as it was. Here all names, shapes, dtypes and parts are checked
+before anything is written.
+"""
+
+import hashlib
+import json
+import math
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from tqdm import tqdm
+
+from stages.base.errors import StageError, explained, naming
+from stages.base.publish import write_json
+from stages.checkpointing import metadata
+from stages.checkpointing.layout import METADATA, MODEL
+from stages.model.dtypes import BY_NAME
+from stages.model.files import WEIGHTS_INDEX
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        """PyTorch's name, such as `float32`."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+class ShardedTensors:
+    """The tensors of the model in a checkpoint of torch.distributed.checkpoint."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        """Read what `.metadata` says of them."""
+        self.directory = checkpoint / MODEL
+        self._reader = metadata.Reader(self.directory)
+        self._listed: Any = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(self._listed, is_coordinator=True)
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the files that have a part of them."""
+        return sorted({place.relative_path for place in self._listed.storage_data.values()})
+
+    def check(self, expected: Mapping[str, TensorSpec]) -> None:
+        """Compare names, shapes and dtypes with `expected`, and check that the shards contain all of each tensor.
+
+        Only metadata is read.
+
+        Raises:
+            StageError: naming the tensors that are missing, not expected, different, or incomplete.
+        """
+        problems = [f"{name} is missing" for name in expected.keys() - self._listed.state_dict_metadata.keys()]
+        problems += [f"{name} is not expected" for name in self._listed.state_dict_metadata.keys() - expected.keys()]
+        with metadata.understood(self.directory / METADATA):
+            for name in expected.keys() & self._listed.state_dict_metadata.keys():
+                problems += self._differences(name, expected[name])
+        if problems:
+            raise StageError(f"{self.directory}: the tensors are not those of the model", *sorted(problems))
+
+    def _differences(self, name: str, expected: TensorSpec) -> Iterator[str]:
+        entry, end = self._listed.state_dict_metadata[name], 0
+        shape, dtype, size = tuple(entry.size), entry.properties.dtype, math.prod(entry.size)
+        if (shape, dtype) != (expected.shape, expected.dtype):
+            yield f"{name} is {list(shape)} {dtype} instead of {list(expected.shape)} {expected.dtype}"
+            return
+        # FSDP shards in rows: each chunk begins where the one before ends.
+        for chunk in sorted(entry.chunks, key=lambda chunk: (*chunk.offsets, *chunk.sizes)):
+            is_rows = tuple(chunk.sizes[1:]) == shape[1:] and not any(chunk.offsets[1:])
+            first = math.prod((*chunk.offsets[:1], *shape[1:])) if shape else 0
+            if MetadataIndex(name, chunk.offsets) in self._listed.storage_data and is_rows and first == end:
+                end += math.prod(chunk.sizes)
+        if end != size:
+            yield f"{name} is incomplete: the shards do not contain element {end} of {size}"
+
+    def load(self, name: str, content: memoryview, dtype: torch.dtype, goes_on: Callable[[int], object]) -> None:
+        """Have torch copy a tensor into `content`, one stored piece after the other, cast to `dtype`.
+
+        `goes_on` is called with the number of bytes of each piece.
+
+        Raises:
+            StageError: a value is beyond the range of the dtype, or a file is not what `.metadata` says.
+        """
+        entry = self._listed.state_dict_metadata[name]
+        target = torch.frombuffer(content, dtype=dtype).view(entry.size)
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(
+            {name: target if dtype == entry.properties.dtype else _in_range(name, target)}, self._listed
+        )
+        for item in planner.create_local_plan().items:
+            self._read(item, planner)
+            goes_on(math.prod(item.lengths) * dtype.itemsize)
+
+    def _read(self, item: ReadItem, planner: LoadPlanner) -> None:
+        name, path = (
+            item.storage_index.fqn,
+            self.directory / self._listed.storage_data[item.storage_index].relative_path,
+        )
+        damaged = f"{path} is damaged: {name} is not where {METADATA} says"
+        with explained(lambda problem: StageError(f"{damaged} ({problem})")):
+            self._reader.read_data(LoadPlan([item]), planner)
+
+
+def _in_range(name: str, tensor: Tensor) -> Tensor:
+    """A tensor that refuses values beyond the range of its dtype.
+
+    torch makes infinities of them, without an error, and the model then computes NaN. NaN and infinities that are in
+    the checkpoint already are kept.
+    """
+
+    class InRange(Tensor):
+        def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+            low, high = torch.aminmax(source)
+            largest, limit = max(-low.item(), high.item()), torch.finfo(self.dtype).max
+            if not math.isfinite(largest):  # NaN, if any value is
+                largest = torch.nan_to_num(source, 0.0, 0.0, 0.0).abs().max().item()
+            if largest > limit:
+                raise StageError(
+                    f"{name} has the value {largest:g}, beyond the {limit:g} of {self.dtype}: set export_dtype to a "
+                    "dtype with a wider range (bf16, fp32)"
+                )
+            return self.as_subclass(Tensor).copy_(source, non_blocking)
+
+    return tensor.as_subclass(InRange)
+
+
+class Digests(NamedTuple):
+    """The SHA-256 of what was written."""
+
+    files: dict[str, str]
+    tensors: dict[str, str]
+    """Of the bytes of each tensor."""
+
+
+def write_safetensors(
+    tensors: ShardedTensors,
+    specs: Mapping[str, TensorSpec],
+    directory: Path,
+    num_workers: int,
+    dtypes: Mapping[str, torch.dtype],
+    max_shard_bytes: float = math.inf,
+    parts: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None,
+) -> Digests:
+    """Write the tensors in `specs` as `model.safetensors`, or as several files with an index.
+
+    The bytes depend on the tensors and the arguments alone, not on how many ranks wrote the checkpoint.
+
+    Args:
+        tensors: Of a checkpoint; `check` has passed.
+        specs: Shape and dtype of each tensor in the checkpoint, in the model's order.
+        directory: An existing directory.
+        num_workers: Threads that hash tensors.
+        dtypes: In which each of `specs` is written; floating-point tensors alone may have another one than there.
+        max_shard_bytes: Tensors share a file up to this size; a larger tensor of `specs` has a file of its own.
+        parts: For each tensor the names and shapes of those that are written in its place, in the order of its
+            elements and in one file; None: it alone.
+
+    Raises:
+        StageError: a value is beyond the range of its dtype, or a file is not what `.metadata` says.
+    """
+    stored = {
+        name: {
+            part: TensorSpec(shape, dtypes[name])
+            for part, shape in (parts[name] if parts else {name: spec.shape}).items()
+        }
+        for name, spec in specs.items()
+    }
+    groups = _split(stored, max_shard_bytes)
+    numbers = [f"-{number:05d}-of-{len(groups):05d}" for number in range(1, len(groups) + 1)]
+    files = {
+        f"model{number}.safetensors": group
+        for number, group in zip(numbers if len(groups) > 1 else [""], groups, strict=True)
+    }
+    total = sum(_num_bytes(tensor) for tensor in stored.values())
+    of_files, of_tensors = {}, {}
+    hashing: deque[Future[Any]] = deque()
+    with (
+        tqdm(total=total, desc="consolidate", unit="B", unit_scale=True, disable=None) as progress,
+        ThreadPoolExecutor(num_workers) as pool,
+        ThreadPoolExecutor(1) as in_order,  # the digest of a file needs its tensors in their order
+    ):
+        try:
+            for file, group in files.items():
+                output = _Output(directory / file, group, dtypes)
+                of_files[file] = hashlib.sha256(output.header)
+                for name, tensor in output.group.items():
+                    content, end = output.map(name), 0
+                    if content:
+                        tensors.load(name, content, dtypes[name], progress.update)
+                    for part, spec in tensor.items():
+                        begin, end = end, end + spec.num_bytes
+                        of_tensors[part] = pool.submit(_sha256, content[begin:end])
+                        hashing.append(of_tensors[part])
+                    hashing.append(in_order.submit(of_files[file].update, content))
+                    while len(hashing) > 2 * num_workers:  # each has a mapping, and that a file descriptor
+                        hashing.popleft().result()
+        except BaseException:  # Ctrl-C, too
+            pool.shutdown(wait=False, cancel_futures=True)
+            in_order.shutdown(wait=False, cancel_futures=True)
+            raise
+    if len(groups) > 1:
+        weight_map = {part: file for file, group in files.items() for tensor in group.values() for part in tensor}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_json(directory / WEIGHTS_INDEX, index)
+    return Digests(
+        {file: digest.hexdigest() for file, digest in of_files.items()},
+        {name: digest.result() for name, digest in of_tensors.items()},
+    )
+
+
+def _sha256(content: memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+_Stored = Mapping[str, TensorSpec]
+"""A tensor of the checkpoint, as those that are written in its place, in the order of its elements."""
+
+
+def _num_bytes(tensor: _Stored) -> int:
+    return sum(spec.num_bytes for spec in tensor.values())
+
+
+def _split(stored: Mapping[str, _Stored], max_shard_bytes: float) -> list[dict[str, _Stored]]:
+    """Groups of tensors, in the model's order, one for each file."""
+    groups: list[dict[str, _Stored]] = [{}]
+    size = 0
+    for name, tensor in stored.items():
+        # A group has at least one tensor, so one that is larger than the limit gets a file of its own.
+        if groups[-1] and size + _num_bytes(tensor) > max_shard_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += _num_bytes(tensor)
+    return groups
+
+
+class _Output:
+    """A safetensors file: the length of the header (8 bytes), the header, then tensor after tensor."""
+
+    def __init__(self, path: Path, group: Mapping[str, _Stored], dtypes: Mapping[str, torch.dtype]) -> None:
+        """Write the header, which contains the offsets of all tensors, and reserve the space of these."""
+        # Readers map the file into memory and use a tensor where it is, which needs an address that is a multiple of
+        # the item size. So the data starts at a multiple of 8, and wider dtypes come first, as safetensors itself
+        # orders them.
+        self.path, self.group = path, dict(sorted(group.items(), key=lambda item: -dtypes[item[0]].itemsize))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers before version 5 requires
+        end, self._places = 0, {}
+        for name, tensor in self.group.items():
+            self._places[name] = end
+            for part, spec in tensor.items():
+                begin, end = end, end + spec.num_bytes
+                code = BY_NAME[spec.dtype_name].code
+                header[part] = {"dtype": code, "shape": list(spec.shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # JSON may end with spaces
+        self.header = len(text).to_bytes(8, "little") + text
+        with naming(path), path.open("xb") as file:
+            file.write(self.header)
+            file.flush()
+            # Not truncate: where the disk has no room for a mapped page, the process is killed (SIGBUS).
+            os.posix_fallocate(file.fileno(), 0, len(self.header) + end)
+
+    def map(self, name: str) -> memoryview:
+        """The bytes of a tensor in the file: what is written to them is in it."""
+        place, size = len(self.header) + self._places[name], _num_bytes(self.group[name])
+        if not size:
+            return memoryview(b"")
+        before = place % mmap.ALLOCATIONGRANULARITY  # a mapping begins at a page
+        with self.path.open("r+b") as file:
+            return memoryview(mmap.mmap(file.fileno(), before + size, offset=place - before))[before:]
