@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 import yaml
+from huggingface_hub import EvalResult, ModelCardData
 
 from stages.export.evaluation import perplexity
 from stages.export.lineage import Lineage
@@ -49,8 +50,8 @@ def readme(
             config and tokenizer.
         losses: Of the weights before they were rounded to `dtype`; None: there are none of this step.
     """
-    # sort_keys=False keeps the order. No date: the same training gives the same bytes.
-    metadata = yaml.safe_dump(_metadata(lineage, dtype, is_random, terms, losses), sort_keys=False)
+    # No date: the same training gives the same bytes.
+    metadata = _metadata(lineage, dtype, is_random, terms, losses).to_yaml()
     name, source, data = lineage.params["experiment_name"], _source(lineage), lineage.data
     inputs = (
         'tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True, '
@@ -60,7 +61,7 @@ def readme(
     )
     start = "random weights, with the config and tokenizer of" if is_random else "the weights of"
     return f"""---
-{metadata.rstrip()}
+{metadata}
 ---
 
 # {name}
@@ -110,28 +111,32 @@ def _is_chat(lineage: Lineage) -> bool:
 
 def _metadata(
     lineage: Lineage, dtype: str, is_random: bool, terms: ModelLicense, losses: Losses | None
-) -> dict[str, Any]:
-    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    given, model = ({} if is_random else terms.metadata), lineage.model
-    metadata["license"] = given.get("license", "unknown")
-    metadata |= {key: given[key] for key in ("license_name", "license_link", "language") if key in given}
-    if not is_random:
-        # The Hub links to it, so a local directory cannot be it; but what that was trained from, here, can.
-        base = model.name if model.commit else given.get("base_model") if model.lineage else None
-        if base:
-            metadata |= {"base_model": base, "base_model_relation": "finetune"}
-    metadata["tags"] = ["corpus-to-checkpoint"]
-    if losses and (metrics := losses.metrics()):
-        result = {
-            "task": {"type": "text-generation", "name": "Text Generation"},
-            "dataset": {"type": "text", "name": "held-out text of the corpus", "revision": lineage.data.validation},
-            "metrics": [
-                {"type": kind, "name": text + _rounded(dtype), "value": value}
-                for kind, (text, value) in metrics.items()
-            ],
-        }
-        metadata["model-index"] = [{"name": lineage.params["experiment_name"], "results": [result]}]
-    return metadata
+) -> ModelCardData:
+    given: dict[str, Any] = {} if is_random else terms.metadata
+    model, name = lineage.model, lineage.params["experiment_name"]
+    # The Hub links to it, so a local directory cannot be it; but what that was trained from, here, can.
+    base = None if is_random else model.name if model.commit else given.get("base_model") if model.lineage else None
+    results = [
+        EvalResult(
+            task_type="text-generation", task_name="Text Generation",
+            dataset_type="text", dataset_name="held-out text of the corpus", dataset_revision=lineage.data.validation,
+            metric_type=kind, metric_name=text + _rounded(dtype), metric_value=value,
+        )
+        for kind, (text, value) in (losses.metrics() if losses else {}).items()
+    ]  # fmt: skip
+    return ModelCardData(
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=given.get("license", "unknown"),
+        license_name=given.get("license_name"),
+        license_link=given.get("license_link"),
+        language=given.get("language"),
+        base_model=base,
+        base_model_relation="finetune" if base else None,
+        tags=["corpus-to-checkpoint"],
+        model_name=name if results else None,
+        eval_results=results or None,
+    )
 
 
 def _source(lineage: Lineage) -> str:
