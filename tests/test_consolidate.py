@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -610,23 +609,6 @@ print(max(measured) - before >> 10)
     assert 32 <= int(process.stdout) < 32 + 200  # MiB, of 384
 
 
-def test_few_tensors_are_mapped_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each needs a file descriptor, and a mixture of experts has ten thousands."""
-    tensors = {str(number): torch.zeros(1, 1) for number in range(60)}
-    save_rows(tmp_path, tensors)
-    num_open: list[int] = []
-    load = mapped.ShardedTensors.load
-
-    def observed(*arguments: Any) -> None:
-        num_open.append(len(os.listdir("/proc/self/fd")))
-        load(*arguments)
-
-    monkeypatch.setattr(mapped.ShardedTensors, "load", observed)
-    monkeypatch.setattr(mapped.hashlib, "sha256", slow_sha256)
-    exported_rows(tmp_path, tensors, num_workers=1)
-    assert max(num_open) - num_open[0] < 10
-
-
 def test_a_file_has_its_space_before_it_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a full disk is an error: where it has no room for a page that is mapped, it kills the process."""
     tensors = {"a": torch.zeros(8, 1 << 16)}
@@ -642,11 +624,6 @@ def test_a_file_has_its_space_before_it_is_mapped(tmp_path: Path, monkeypatch: p
     exported_rows(tmp_path, tensors)
     [status] = found
     assert status.st_blocks * 512 >= status.st_size > 2 << 20
-
-
-def slow_sha256(content: bytes) -> Any:
-    time.sleep(0.02)
-    return hashlib.new("sha256", content)
 
 
 def test_weights_are_stored_in_export_dtype() -> None:

@@ -1,8 +1,8 @@
 """From the shards of a checkpoint to safetensors files, which torch loads the tensors into.
 
-A model that was sharded because it is large need not fit in the memory of the machine that exports it. Each tensor of a
-file is mapped into memory, and torch.distributed.checkpoint copies one stored piece after the other into it, and casts
-it. So one piece is in memory at a time, and what is written is in the page cache, which the system frees.
+A model that was sharded because it is large need not fit in the memory of the machine that exports it. Each file is
+mapped into memory, and torch.distributed.checkpoint copies one stored piece after the other into it, and casts it. So
+one piece is in memory at a time, and what is written is in the page cache, which the system frees.
 
 torch leaves a part of a tensor that is in no shard as it was. Here all names, shapes, dtypes and parts are checked
 before anything is written.
@@ -13,7 +13,6 @@ import json
 import math
 import mmap
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -197,38 +196,26 @@ def write_safetensors(
         for number, group in zip(numbers if len(groups) > 1 else [""], groups, strict=True)
     }
     total = sum(_num_bytes(tensor) for tensor in stored.values())
-    of_files, of_tensors = {}, {}
-    hashing: deque[Future[Any]] = deque()
+    of_files: dict[str, Future[str]] = {}
+    of_tensors: dict[str, Future[str]] = {}
     with (
         tqdm(total=total, desc="consolidate", unit="B", unit_scale=True, disable=None) as progress,
         ThreadPoolExecutor(num_workers) as pool,
-        ThreadPoolExecutor(1) as in_order,  # the digest of a file needs its tensors in their order
     ):
-        try:
-            for file, group in files.items():
-                output = _Output(directory / file, group, dtypes)
-                of_files[file] = hashlib.sha256(output.header)
-                for name, tensor in output.group.items():
-                    content, end = output.map(name), 0
-                    if content:
-                        tensors.load(name, content, dtypes[name], progress.update)
-                    for part, spec in tensor.items():
-                        begin, end = end, end + spec.num_bytes
-                        of_tensors[part] = pool.submit(_sha256, content[begin:end])
-                        hashing.append(of_tensors[part])
-                    hashing.append(in_order.submit(of_files[file].update, content))
-                    while len(hashing) > 2 * num_workers:  # each has a mapping, and that a file descriptor
-                        hashing.popleft().result()
-        except BaseException:  # Ctrl-C, too
-            pool.shutdown(wait=False, cancel_futures=True)
-            in_order.shutdown(wait=False, cancel_futures=True)
-            raise
+        for file, group in files.items():
+            content, places = _create(directory / file, group)
+            for name, tensor in group.items():
+                slices = [places[part] for part in tensor]
+                if _num_bytes(tensor):
+                    tensors.load(name, content[slices[0].start : slices[-1].stop], dtypes[name], progress.update)
+                of_tensors |= {part: pool.submit(_sha256, content[places[part]]) for part in tensor}
+            of_files[file] = pool.submit(_sha256, content)
     if len(groups) > 1:
         weight_map = {part: file for file, group in files.items() for tensor in group.values() for part in tensor}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(directory / WEIGHTS_INDEX, index)
     return Digests(
-        {file: digest.hexdigest() for file, digest in of_files.items()},
+        {file: digest.result() for file, digest in of_files.items()},
         {name: digest.result() for name, digest in of_tensors.items()},
     )
 
@@ -259,37 +246,24 @@ def _split(stored: Mapping[str, _Stored], max_shard_bytes: float) -> list[dict[s
     return groups
 
 
-class _Output:
-    """A safetensors file: the length of the header (8 bytes), the header, then tensor after tensor."""
-
-    def __init__(self, path: Path, group: Mapping[str, _Stored], dtypes: Mapping[str, torch.dtype]) -> None:
-        """Write the header, which contains the offsets of all tensors, and reserve the space of these."""
-        # Readers map the file into memory and use a tensor where it is, which needs an address that is a multiple of
-        # the item size. So the data starts at a multiple of 8, and wider dtypes come first, as safetensors itself
-        # orders them.
-        self.path, self.group = path, dict(sorted(group.items(), key=lambda item: -dtypes[item[0]].itemsize))
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers before version 5 requires
-        end, self._places = 0, {}
-        for name, tensor in self.group.items():
-            self._places[name] = end
-            for part, spec in tensor.items():
-                begin, end = end, end + spec.num_bytes
-                code = BY_NAME[spec.dtype_name].code
-                header[part] = {"dtype": code, "shape": list(spec.shape), "data_offsets": [begin, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # JSON may end with spaces
-        self.header = len(text).to_bytes(8, "little") + text
-        with naming(path), path.open("xb") as file:
-            file.write(self.header)
-            file.flush()
-            # Not truncate: where the disk has no room for a mapped page, the process is killed (SIGBUS).
-            os.posix_fallocate(file.fileno(), 0, len(self.header) + end)
-
-    def map(self, name: str) -> memoryview:
-        """The bytes of a tensor in the file: what is written to them is in it."""
-        place, size = len(self.header) + self._places[name], _num_bytes(self.group[name])
-        if not size:
-            return memoryview(b"")
-        before = place % mmap.ALLOCATIONGRANULARITY  # a mapping begins at a page
-        with self.path.open("r+b") as file:
-            return memoryview(mmap.mmap(file.fileno(), before + size, offset=place - before))[before:]
+def _create(path: Path, group: Mapping[str, _Stored]) -> tuple[memoryview, dict[str, slice]]:
+    """Create a safetensors file; return its mapped content, and where in it each tensor is."""
+    # Readers map the file into memory and use a tensor where it is, which needs an address that is a multiple of the
+    # item size. So the data starts at a multiple of 8, and wider dtypes come first, as safetensors itself orders them.
+    specs = [(name, spec) for tensor in group.values() for name, spec in tensor.items()]
+    specs.sort(key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers before version 5 requires
+    end = 0
+    for name, spec in specs:
+        begin, end = end, end + spec.num_bytes
+        code = BY_NAME[spec.dtype_name].code
+        header[name] = {"dtype": code, "shape": list(spec.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # JSON may end with spaces
+    start = 8 + len(text)
+    with naming(path), path.open("x+b") as file:
+        # Not truncate: where the disk has no room for a mapped page, the process is killed (SIGBUS).
+        os.posix_fallocate(file.fileno(), 0, start + end)
+        content = memoryview(mmap.mmap(file.fileno(), start + end))
+    content[:start] = len(text).to_bytes(8, "little") + text
+    return content, {name: slice(*(start + place for place in header[name]["data_offsets"])) for name, _ in specs}
