@@ -1,22 +1,18 @@
-"""Measure the finished model, and report what it learned.
+"""Measure what the finished model has learned.
 
-Reads     outputs/<experiment_name>/model/, outputs/history.tsv, data/tokens/validation, data/model.json,
-          data/pack.json, and for the report the records of all stages, outputs/speed.tsv and outputs/rows.txt
+Reads     outputs/<experiment_name>/model/, outputs/history.tsv, data/tokens/validation, data/pack.json, data/model.json
+          and, for samples, the weights of the initial model
 Writes    outputs/evaluation.json: the losses before training, after it, and of the exported weights; samples of text
           outputs/metrics.json: those of the exported weights on all held-out rows
-          outputs/report/: the page that opens without a network, and its pictures
 Command   python -m stages.evaluate
 
-One process per GPU of this machine measures the model, or as many as train on CPUs (stages/report/measure.py). What
-they found is kept in data/.reuse. Nothing is written where the exported weights have another loss than those that were
-trained, by more than rounding explains: `consolidate` has proved that they are those of the checkpoint, rounded.
+One process per GPU of this machine measures the model, or as many as train on CPUs (stages/evaluation/measure.py).
+Nothing is written where the exported weights have another loss than those that were trained, by more than rounding
+explains: `consolidate` has proved that they are those of the checkpoint, rounded.
 """
 
-import dataclasses
 import math
 import os
-import sys
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,20 +20,19 @@ from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from stages.base import code, command, history, outputs, publish
+from stages.base import command, history, outputs, publish
 from stages.base.errors import StageError
 from stages.base.history import Row
 from stages.base.outputs import ExperimentName
 from stages.base.packed import METRICS, REMEDY, VALIDATION, PackedTokens, PackMetrics, PartMetrics
 from stages.base.params_file import load_params
 from stages.base.record import check_files
+from stages.evaluation.request import LossSum, Measurements, Request, Trained, ask_ranks, stored_dtype
 from stages.export.evaluation import Evaluation, Loss, bits_per_byte, perplexity
 from stages.export.lineage import Lineage
 from stages.model.dtypes import PRECISIONS
 from stages.model.files import CARD, LINEAGE
 from stages.model.manifest import ModelManifest
-from stages.report.measure import MEASUREMENTS, REQUEST, LossSum, Measurements, Request, Trained, remedies, stored_dtype
-from stages.work import reuse
 
 BATCH_TOKENS = 8192
 """Of a forward pass, unless a row is longer. More would hardly be faster, and a GPU may hold the whole model here."""
@@ -65,8 +60,6 @@ class EvaluateParams:
     """Rows per forward pass."""
     eval_samples: NonNegativeInt
     """How many texts the model continues; 0 for none."""
-    raw_dir: str
-    """Where the raw files are, for the report: what `organize` records is the same on each machine."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +88,8 @@ def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
     params, runtime = load_params(EvaluateParams), load_params(EvaluateRuntime, "runtime")
-    with publish.lock(outputs.REPORT):
-        write(evaluate(params, runtime), params)
+    with publish.lock(outputs.EVALUATION):
+        write(evaluate(params, runtime))
         keep_from_dvc(outputs.directory(params.experiment_name))
 
 
@@ -112,36 +105,16 @@ def keep_from_dvc(directory: Path) -> None:
             os.utime(path)
 
 
-def measure_on_ranks(request: Request, runtime: EvaluateRuntime) -> Measurements:
-    """Start the ranks, and return what they have found. Where they fail, this process ends as they did.
-
-    Raises:
-        StageError: this machine has no GPUs for so many ranks.
-    """
-    from stages.ranks import torchrun
-
-    ranks = torchrun.Ranks(torchrun.count_local_ranks(runtime.nproc_per_node))
-    with torchrun.shared_directory(ranks) as directory:
-        request.write(directory / REQUEST)
-        # The ranks die with this process, also with one that is killed.
-        if not (status := torchrun.run("stages.report.measure", ranks, directory)):
-            return Measurements.read(directory / MEASUREMENTS)
-    if status == torchrun.CRASHED:  # else the ranks have printed the reason
-        if_killed = f"if a rank was killed by signal 9 because memory ran out, use {remedies(request, ranks.total)}"
-        print(f"error: the measurement failed as shown above; {if_killed}", file=sys.stderr)
-    sys.exit(status)
-
-
 def evaluate(
     params: EvaluateParams, runtime: EvaluateRuntime,
-    measure: Callable[[Request, EvaluateRuntime], Measurements] = measure_on_ranks,
+    measure: Callable[[Request, int | None], Measurements] = ask_ranks,
 ) -> Evaluation:  # fmt: skip
     """Measure the model, and compare it with what was trained.
 
     Args:
         params: What is measured.
         runtime: Where.
-        measure: Measures it.
+        measure: Measures it, on so many ranks.
 
     Raises:
         StageError: the model, the history or the held-out rows are missing or damaged, or the exported weights have
@@ -158,7 +131,7 @@ def evaluate(
     request = Request(
         model=str(directory),
         weights=[*lineage.weights],
-        initial=find_initial(model, lineage),
+        initial=find_initial(model, lineage) if params.eval_samples else None,
         initial_weights=model.weights,
         layer_classes=model.layer_classes,
         eos_token_id=model.eos_token_id,
@@ -169,51 +142,30 @@ def evaluate(
         timeout_minutes=runtime.timeout_minutes,
         trained=find_trained(course, lineage, stored_dtype(directory)),
     )
-    with tempfile.TemporaryDirectory() as temporary:
-        store, key = reuse.Store(reuse.root(), bool), reuse_key(request, lineage, model)
-        file = Path(temporary) / MEASUREMENTS
-        if store.fetch(key, file):
-            print("evaluate: this model was measured on these rows before, and is not measured again")
-        else:
-            print(f"evaluate: measuring {rows.num_rows:,} held-out rows", flush=True)  # it may take minutes
-            measure(request, runtime).write(file)
-            store.put(key, file, publish.sha256_file(file), True)
-        measurements = Measurements.read(file)
+    print(f"evaluate: measuring {rows.num_rows:,} held-out rows", flush=True)  # it may take minutes
+    measurements = measure(request, runtime.nproc_per_node)
     texts = {source: data.sources[f"{VALIDATION.name} {source}"] for source in rows.sources}
     return describe(measurements, data.validation, texts, lineage, course, stored_dtype(directory))
 
 
-def reuse_key(request: Request, lineage: Lineage, initial: ModelManifest) -> str:
-    """The digest of all that decides what is measured, but for the hardware, which changes the rounding."""
-    asked = dataclasses.replace(request, model="", initial=request.initial and "", timeout_minutes=0)
-    decisive = [lineage.weights, lineage.files, lineage.data.validation, dataclasses.asdict(initial)]
-    code_digest = code.digest_with_packages("stages.report.measure")
-    return publish.sha256_json(["evaluate", dataclasses.asdict(asked), decisive, code_digest])
-
-
 def find_initial(model: ModelManifest, lineage: Lineage) -> str | None:
-    """The directory of the initial model; None: it had random weights, or is not on this machine."""
-    if not model.weights or lineage.params.get("initial_weights") == "random":
-        return None
-    try:
-        return str(model.directory())
-    except StageError as error:
-        print(f"evaluate: no samples of the model before training: {error}")
-        return None
+    """The directory of the initial model; None: it had random weights.
+
+    Raises:
+        StageError: it is not on this machine. Samples that are missing where its cache is would be another result.
+    """
+    is_random = not model.weights or lineage.params.get("initial_weights") == "random"
+    return None if is_random else str(model.directory())
 
 
-def write(evaluation: Evaluation, params: EvaluateParams) -> None:
-    """Write the evaluation, the report and the metrics, and print the losses."""
-    from stages.report import page as report  # matplotlib takes a second to import
-
+def write(evaluation: Evaluation) -> None:
+    """Write the evaluation and the metrics, and print the losses."""
     validation = evaluation.validation
     metrics = (validation.loss, validation.perplexity, validation.bits_per_byte) if validation else (None, None, None)
     try:
-        with publish.directory(outputs.REPORT) as report_directory:
-            evaluation.write(outputs.EVALUATION)
-            report.write(report_directory, params.experiment_name, params.raw_dir)
-            publish.write_json(outputs.METRICS, Metrics(*metrics))
-    except BaseException:  # Ctrl-C, too: all of them, or none
+        evaluation.write(outputs.EVALUATION)
+        publish.write_json(outputs.METRICS, Metrics(*metrics))
+    except BaseException:  # Ctrl-C, too: both, or none
         outputs.EVALUATION.unlink(missing_ok=True)
         outputs.METRICS.unlink(missing_ok=True)
         raise
@@ -226,7 +178,7 @@ def write(evaluation: Evaluation, params: EvaluateParams) -> None:
         if validation
         else "no rows are held out to measure a loss on"
     )
-    print(f"evaluate: {losses}; see {outputs.REPORT / report.PAGE}")
+    print(f"evaluate: {losses}")
     if warning:
         print(f"warning: {warning}")
 

@@ -64,8 +64,8 @@ def main() -> None:
         import torch
         from transformers import TextStreamer
 
+        from stages.evaluation import generation
         from stages.ranks.torch_errors import explain_torch_errors
-        from stages.report import generation
 
         others = "a GPU with more memory, or the CPU (CUDA_VISIBLE_DEVICES=)"
         other = others if torch.cuda.is_available() else "or a machine with more memory"

@@ -33,10 +33,10 @@ from stages.base import history
 from stages.base.errors import StageError, one_line
 from stages.base.packed import VALIDATION
 from stages.base.params_file import load_params
+from stages.evaluation import measure
 from stages.forward.rows import TokenRows
 from stages.forward.small_copy import VOCAB_SIZE, small_config
 from stages.ranks.watchdog import Heartbeat
-from stages.report import measure
 from tests.models import write_tokenizer
 from tests.project import REPO, SMALL, Project
 from tests.ranks import Ranks

@@ -41,7 +41,8 @@ STAGES = {
         ],
     ),
     "consolidate": Stage(["consolidate"], ["outputs/test/model"]),
-    "evaluate": Stage(["evaluate"], ["outputs/metrics.json", "outputs/evaluation.json", "outputs/report"]),
+    "evaluate": Stage(["evaluate"], ["outputs/metrics.json", "outputs/evaluation.json"]),
+    "report": Stage(["report"], ["outputs/report"]),
 }
 """In their order. Where a training has finished, launch only writes its outputs."""
 

@@ -1,26 +1,19 @@
 """A project whose stages have left their records, without running them: for the tests of the report."""
 
-import hashlib
 import json
 import math
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from stages.base import outputs, publish
 from stages.base.origin import RECORDS
-from stages.base.params_file import flatten
-from stages.base.record import read_sealed, write_sealed
+from stages.base.record import write_sealed
 
 PHASES = ("data", "forward", "backward", "update", "validation", "saving", "other")
 MODEL = Path("outputs/exp/model")
 LINEAGE = MODEL / "lineage.json"
-POINTER = Path("outputs/exp/run.json")
-OUTS = (POINTER, MODEL, outputs.HISTORY, outputs.SPEED, outputs.TRAIN_METRICS, outputs.EVALUATION, outputs.METRICS)
 
 
 def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None:
@@ -59,7 +52,6 @@ def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None
     }  # fmt: skip
     write_sealed(LINEAGE, lineage)
     write_json(MODEL / "config.json", {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "n_head": 4})
-    write_json(POINTER, {"run_id": f"run{lr}"})
     write_courses(loss, lr, steps)
     cost = {"training_seconds": 4000.0, "milliseconds": dict.fromkeys(PHASES, 2.0), "tokens_per_second": 5120.0,
             "mfu": 0.41, "memory_peak_gib": 1.5, "launches": 3}  # fmt: skip
@@ -74,7 +66,6 @@ def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None
         "reference": " there", "ends": False}],
     }  # fmt: skip
     write_json(outputs.EVALUATION, evaluation)
-    write_json(outputs.METRICS, {"validation_loss": loss, "perplexity": math.exp(loss), "bits_per_byte": 1.25})
 
 
 def write_courses(loss: float, lr: float, steps: int) -> None:
@@ -94,57 +85,9 @@ def write_courses(loss: float, lr: float, steps: int) -> None:
     outputs.SPEED.write_text("\n".join(speed) + "\n")
 
 
-def read_lineage() -> dict[str, Any]:
-    return read_sealed(LINEAGE, "")
-
-
 def write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value))
-
-
-def git(*arguments: str) -> None:
-    identity = ("-c", "user.name=test", "-c", "user.email=test@example.com")
-    subprocess.run(["git", *identity, *arguments], check=True, capture_output=True)
-
-
-def commit(subject: str) -> None:
-    """Do as `dvc repro` and `git commit` would: the outs go into DVC's cache, and their digests into dvc.lock."""
-    if not Path(".git").exists():
-        git("init", "-q", "-b", "main")
-        Path(".dvc").mkdir()
-        Path(".dvc/config").write_text("[core]\n    analytics = false\n")
-        Path(".gitignore").write_text("/outputs\n/data\n/.dvc/tmp\n/.dvc/cache\n")
-        stages = {"train": {"cmd": "true", "outs": [str(path) for path in OUTS if path != outputs.METRICS],
-                            "metrics": [str(outputs.METRICS)]}}  # fmt: skip
-        Path("dvc.yaml").write_text(yaml.safe_dump({"stages": stages}))
-    lineage = read_lineage()
-    Path("params.yaml").write_text(yaml.safe_dump({**lineage["params"], "runtime": {"log_freq": 10}}))
-    outs = [{"path": str(path), "hash": "md5", "md5": add_to_cache(path)} for path in OUTS if path.exists()]
-    params = {"params.yaml": dict(flatten(lineage["params"]))}
-    lock = {"schema": "2.0", "stages": {"train": {"cmd": "true", "params": params, "outs": outs}}}
-    Path("dvc.lock").write_text(yaml.safe_dump(lock))
-    git("add", ".")
-    git("commit", "-qm", subject)
-
-
-def add_to_cache(path: Path) -> str:
-    """Copy an out into DVC's cache; returns its MD5 there."""
-    if path.is_dir():
-        entries = [{"md5": add_to_cache(file), "relpath": file.name} for file in sorted(path.iterdir())]
-        content, suffix = json.dumps(entries).encode(), ".dir"
-    else:
-        content, suffix = path.read_bytes(), ""
-    digest = hashlib.md5(content).hexdigest() + suffix
-    target = cached(digest)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(content)
-    return digest
-
-
-def cached(digest: str) -> Path:
-    """The file of a digest in DVC's cache."""
-    return Path(".dvc/cache/files/md5", digest[:2], digest[2:])
 
 
 def chromium() -> str | None:

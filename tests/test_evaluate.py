@@ -26,15 +26,25 @@ from torch import multiprocessing
 from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, LlamaConfig, Mamba2Config, PreTrainedConfig
 
 from stages import download, evaluate
-from stages.base import code, history, outputs, publish
+from stages.base import history, outputs, publish
 from stages.base.dataset import Dataset, Shard
 from stages.base.errors import StageError
 from stages.base.identity import TokenFingerprints
 from stages.base.origin import Origin
 from stages.base.packed import METRICS, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics
 from stages.base.params_file import load_params
-from stages.checkpointing.state import TrainMetrics
 from stages.evaluate import EvaluateParams, EvaluateRuntime
+from stages.evaluation import generation, measure, rank, samples
+from stages.evaluation.request import (
+    REQUEST,
+    LossSum,
+    Measurements,
+    Request,
+    Trained,
+    remedies,
+    stored_dtype,
+    weight_bytes,
+)
 from stages.export.evaluation import Evaluation
 from stages.export.lineage import InitialModel, Lineage
 from stages.forward import document_mask
@@ -42,8 +52,6 @@ from stages.forward.loss import LossHead
 from stages.forward.rows import TokenRows
 from stages.ranks import process_group, watchdog
 from stages.ranks.watchdog import Heartbeat
-from stages.report import generation, measure
-from stages.report.measure import LossSum, Measurements, Request, Trained
 from tests.models import write_tokenizer
 from tests.project import REPO, flip_bit, is_alive, start_stage, wait_for
 
@@ -66,10 +74,6 @@ def project(empty_project: Path, mesh: object) -> None:
     write_rows(7)
     write_model(LLAMA)
     write_history(untrained=4.5)
-    # For the report.
-    TrainMetrics().write(outputs.TRAIN_METRICS)
-    outputs.SPEED.write_text("step\n")
-    outputs.ROWS.touch()
 
 
 def write_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, **lineage: Any) -> None:
@@ -129,14 +133,14 @@ def write_rows(num_rows: int, length: int = LENGTH) -> None:
 def write_params(**changed: Any) -> None:
     """Write params.yaml, and the lineage of a training with these parameters if there is a model."""
     values = {"experiment_name": "exp", "batch_size": 2, "eval_batch_size": None, "document_mask": True, "eval_rows": 3,
-              "eval_samples": 3, "raw_dir": "data/raw", **changed}  # fmt: skip
+              "eval_samples": 3, **changed}  # fmt: skip
     values["runtime"] = {"nproc_per_node": 2, "timeout_minutes": 5}
     Path("params.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()))
     if MODEL.exists():
         write_lineage()
 
 
-def measure_here(request: Request, runtime: EvaluateRuntime) -> Measurements:
+def measure_here(request: Request, num_ranks: int | None) -> Measurements:
     return measure.measure(request, Heartbeat())
 
 
@@ -147,15 +151,14 @@ def run_stage() -> Evaluation:
 
 def read_outs() -> dict[Path, bytes]:
     """The content of what the stage has written."""
-    paths = [outputs.EVALUATION, outputs.METRICS, *outputs.REPORT.glob("*")]
-    return {path: path.read_bytes() for path in paths if path.exists()}
+    return {path: path.read_bytes() for path in (outputs.EVALUATION, outputs.METRICS) if path.exists()}
 
 
 def request(**changed: Any) -> Request:
     """What the stage would ask for."""
     found: list[Request] = []
 
-    def record(request: Request, runtime: EvaluateRuntime) -> Measurements:
+    def record(request: Request, num_ranks: int | None) -> Measurements:
         found.append(request)
         raise InterruptedError
 
@@ -379,7 +382,7 @@ def test_what_the_rounding_of_the_export_has_undone_is_a_warning(
         publish.write_json(MODEL / "config.json", {**config, "dtype": dtype})
         write_lineage(precision)
         capsys.readouterr()
-        evaluate.write(run_stage(), load_params(EvaluateParams))
+        evaluate.write(run_stage())
         output = capsys.readouterr().out
         assert ("warning: rounding the weights to bfloat16 has undone 6% of the gain" in output) == warns
         cost = f"rounding to bfloat16 costs {gain * undone:.4f} nats per token, {undone:.1%} of the gain"
@@ -391,7 +394,7 @@ def test_a_cpu_computes_in_fp32() -> None:
     """Where it has no instructions for bf16, that is several times as fast."""
     write_model(LLAMA, torch.bfloat16)
     model, _ = generation.load(MODEL)
-    assert (measure.stored_dtype(MODEL), model.dtype) == ("bfloat16", torch.float32)
+    assert (stored_dtype(MODEL), model.dtype) == ("bfloat16", torch.float32)
 
 
 def test_the_model_computes_the_loss_itself_where_that_gives_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -465,7 +468,7 @@ def test_a_prompt_is_at_most_half_of_the_longest_document_that_begins_in_a_row(
     write_rows(len(rows), length=4)
     packed = TokenRows(VALIDATION)
     monkeypatch.setattr(packed, "rows", np.array(rows).__getitem__)
-    prompt, rest = measure.find_prompt(packed, indices, EOS, 3)
+    prompt, rest = samples.find_prompt(packed, indices, EOS, 3)
     assert prompt.tolist() == expected
     document = ",".join(map(str, [*prompt.tolist(), *rest.tolist()]))
     assert document in ",".join(str(token) for row in rows for token in row), "the rest follows in the rows"
@@ -478,9 +481,9 @@ def test_without_held_out_rows_there_is_no_loss_and_no_sample(capsys: pytest.Cap
     evaluation = run_stage()
     assert evaluation.validation is evaluation.exported is evaluation.untrained is evaluation.trained is None
     assert evaluation.samples == []
-    evaluate.write(evaluation, load_params(EvaluateParams))
+    evaluate.write(evaluation)
     assert set(publish.read_json(outputs.METRICS).values()) == {None}
-    assert "evaluate: no rows are held out to measure a loss on; see" in capsys.readouterr().out
+    assert "evaluate: no rows are held out to measure a loss on" in capsys.readouterr().out
 
 
 # What is read.
@@ -494,7 +497,18 @@ def test_weights_that_are_not_those_of_the_lineage_are_refused() -> None:
     (MODEL / "lineage.json").unlink()
     with pytest.raises(StageError, match=r"lineage\.json is missing"):
         run_stage()
-    assert not Path("outputs/report").exists()
+    assert read_outs() == {}
+
+
+def test_an_initial_model_that_is_not_here_is_refused_where_samples_of_it_are_wanted() -> None:
+    """Without its samples the result would depend on the machine."""
+    assert request().initial == str(MODEL)
+    params = download.DownloadParams(model_name=str(MODEL), model_revision="main", initial_weights="auto")
+    dataclasses.replace(download.describe(params), model_name="gone").write()
+    with pytest.raises(StageError, match=r"model_name: the directory 'gone' is gone; put it back"):
+        run_stage()
+    write_params(eval_samples=0)
+    assert run_stage().samples == []
 
 
 def test_a_history_of_another_run_is_refused() -> None:
@@ -524,7 +538,7 @@ def test_all_is_written_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(publish, "write_json", fail)
     with pytest.raises(OSError, match="No space left"):
-        evaluate.write(evaluation, load_params(EvaluateParams))
+        evaluate.write(evaluation)
     assert read_outs() == {}
 
 
@@ -557,7 +571,7 @@ def rank_main(rank: int, requests: dict[str, Request]) -> None:
         found[name] = [measure.measure(each, Heartbeat(), is_sharded) for is_sharded in (False, True)]
         model, _ = measure.load(each, is_sharded=True)
         found[f"{name}, share"] = sum(param.to_local().numel() for param in model.parameters()) / model.num_parameters()
-        fits = math.ceil(2 * measure.weight_bytes(each) / measure._MEMORY_SHARE)
+        fits = math.ceil(2 * weight_bytes(each) / measure._MEMORY_SHARE)
         measure.free_memory = lambda fits=fits: fits  # type: ignore[misc]
         found[f"{name}, fits"] = measure.must_shard(each)
         measure.free_memory = lambda fits=fits: fits - 10 * rank  # type: ignore[misc]  # all ranks must decide alike
@@ -574,7 +588,7 @@ def test_any_number_of_ranks_finds_the_same_with_copies_or_a_sharded_model() -> 
         write_model(config, dtype)
         write_rows(7)
         requests[name] = request(**changed)
-        expected[name] = measure_here(requests[name], RUNTIME)
+        expected[name] = measure_here(requests[name], 1)
         for directory in ("data", "outputs"):
             shutil.copytree(directory, Path(name) / directory)
     multiprocessing.spawn(rank_main, (requests,), nprocs=2)
@@ -585,8 +599,8 @@ def test_any_number_of_ranks_finds_the_same_with_copies_or_a_sharded_model() -> 
             first, second = (evaluate.describe(each, text, {}, lineage, [], "") for each in (measured, found))
             assert first == second
         assert 0.4 < results[f"{name}, share"] < 0.6
-        for rank in (results, others):
-            assert (rank[f"{name}, fits"], rank[f"{name}, too little"]) == (False, True)
+        for each in (results, others):
+            assert (each[f"{name}, fits"], each[f"{name}, too little"]) == (False, True)
 
 
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch, number: int, free: int = 0) -> None:
@@ -597,10 +611,10 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, number: int, free: int = 0) ->
 
 def test_on_gpus_each_copy_in_the_exported_dtype_must_fit_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(LLAMA, torch.bfloat16)
-    on_cpu = measure.weight_bytes(request())
+    on_cpu = weight_bytes(request())
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     pretend_gpus(monkeypatch, 8)
-    needed = measure.weight_bytes(request())
+    needed = weight_bytes(request())
     assert needed == on_cpu / 2
     for share, is_sharded in ((0.79, False), (0.81, True)):
         pretend_gpus(monkeypatch, 8, free=math.floor(needed / share))
@@ -626,11 +640,11 @@ def test_what_needs_less_memory_is_named(
 ) -> None:
     if gpus:
         pretend_gpus(monkeypatch, gpus)
-    assert re.fullmatch(expected, measure.remedies(request(batch_size=batch_size), ranks))
+    assert re.fullmatch(expected, remedies(request(batch_size=batch_size), ranks))
 
 
 def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
-    evaluate.write(run_stage(), load_params(EvaluateParams))
+    evaluate.write(run_stage())
     expected = read_outs()
     metrics, evaluation = publish.read_json(outputs.METRICS), Evaluation.read(outputs.EVALUATION)
     assert evaluation.validation is not None
@@ -639,7 +653,6 @@ def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
     assert metrics["bits_per_byte"] == evaluation.validation.bits_per_byte
     environment = {"PYTHONPATH": str(REPO), "SOURCE_DATE_EPOCH": "1", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
     command = [sys.executable, "-m", "stages.evaluate"]
-    shutil.rmtree("data/.reuse")
     process = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, "")
     assert process.stdout.startswith("evaluate: measuring 7 held-out rows\nevaluate: validation loss ")
@@ -647,37 +660,11 @@ def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
     assert not any(str(tmp_path).encode() in content for content in expected.values())
 
 
-def test_what_was_measured_once_is_not_measured_again_until_something_that_decides_it_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Measured(Exception):
-        pass
-
-    def evaluate_again() -> Evaluation:
-        return evaluate.evaluate(load_params(EvaluateParams), dataclasses.replace(RUNTIME, timeout_minutes=9), refuse)
-
-    def refuse(request: Request, runtime: EvaluateRuntime) -> Measurements:
-        raise Measured
-
-    expected = run_stage()
-    assert evaluate_again() == expected
-    for change in (
-        lambda: write_params(eval_batch_size=1),
-        lambda: write_params(eval_samples=2),
-        lambda: write_rows(6),
-        lambda: write_model(dataclasses.replace(LLAMA, initializer_range=0.25)),
-        lambda: monkeypatch.setattr(code, "digest_with_packages", lambda *entries: "another"),
-    ):
-        change()
-        with pytest.raises(Measured):
-            evaluate_again()
-
-
 @pytest.mark.parametrize(
     ("number", "is_rank", "status", "message"),
     [
         (signal.SIGKILL, True, 1, r"(\[.*(failed to connect|connectFullMesh failed).*\n)*"
-         r"=+\nstages\.report\.measure FAILED\n(?s:.*) : Signal 9 \(SIGKILL\) (?s:.*)\n"
+         r"=+\nstages\.evaluation\.rank FAILED\n(?s:.*) : Signal 9 \(SIGKILL\) (?s:.*)\n"
          r"error: the measurement failed as shown above; if a rank was killed by signal 9 because memory ran out, use "
          r"eval_batch_size 1 \(of the training too, which then runs again\), fewer ranks than 2 .*\n"),
         (signal.SIGTERM, False, 143, "interrupted: run it again\n"),
@@ -694,7 +681,7 @@ def test_a_signal_ends_all_ranks_with_one_message_and_nothing_is_written(
     def ranks() -> list[psutil.Process]:
         started = process.children(recursive=True)
         return [
-            rank for rank in started if rank.cmdline()[-1:] == ["stages.report.measure"] and "RANK" in rank.environ()
+            rank for rank in started if rank.cmdline()[-1:] == ["stages.evaluation.rank"] and "RANK" in rank.environ()
         ]
 
     wait_for(lambda: len(ranks()) == 2)
@@ -717,12 +704,12 @@ def test_out_of_memory_is_one_clear_error(error: Exception, monkeypatch: pytest.
     def fail(*args: object) -> Measurements:
         raise error
 
-    request().write(tmp_path / measure.REQUEST)
+    request().write(tmp_path / REQUEST)
     environment = {"TRAINING_DIRECTORY": str(tmp_path), "RANK": "1", "WORLD_SIZE": "2"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["measure"])
-    monkeypatch.setattr(measure.handoff, "die_with_torchrun", lambda *args: None)
+    monkeypatch.setattr(sys, "argv", ["rank"])
+    monkeypatch.setattr(rank.handoff, "die_with_torchrun", lambda *args: None)
     monkeypatch.setattr(signal, "signal", lambda *args: None)
     monkeypatch.setattr(process_group, "process_group", lambda timeout, directory: contextlib.nullcontext())
     monkeypatch.setattr(watchdog, "watched", lambda *args: contextlib.nullcontext())
@@ -731,19 +718,19 @@ def test_out_of_memory_is_one_clear_error(error: Exception, monkeypatch: pytest.
         r"rank 1 is out of memory.*: use eval_batch_size 1 .*, fewer ranks than 2 .* weights need 0\.000 GiB in fp32"
     )
     with pytest.raises(StageError, match=expected):
-        measure.main()
+        rank.main()
     with pytest.raises(SystemExit) as exited:  # another rank has printed it
-        measure.main()
+        rank.main()
     assert exited.value.code == 2
 
 
 def test_a_rank_needs_a_launcher() -> None:
-    process = start_stage("report.measure")
+    process = start_stage("evaluation.rank")
     assert process.communicate()[1] == "error: `python -m stages.evaluate` starts the ranks: run that\n"
     assert process.returncode == 2
 
 
 def test_help_does_not_import_torch_or_matplotlib() -> None:
-    script = "import sys; import stages.evaluate, stages.consolidate; print({'torch', 'matplotlib'} & set(sys.modules))"
+    script = "import sys; import stages.evaluate, stages.report; print({'torch', 'matplotlib'} & set(sys.modules))"
     process = subprocess.run([sys.executable, "-c", script], cwd=REPO, capture_output=True, text=True, check=True)
     assert process.stdout == "set()\n"

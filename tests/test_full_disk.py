@@ -79,7 +79,7 @@ def can_mount() -> bool:
     [
         ("project", 1, ["organize", "extract", "pack"]),
         ("store", 1, ["extract", "pack"]),
-        ("project", 8, ["download", "plan", "train", "consolidate", "evaluate"]),
+        ("project", 8, ["download", "plan", "train", "consolidate", "evaluate", "report"]),
     ],
 )
 def test_trap_30_a_disk_that_is_full_after_any_number_of_pages(

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from stages import generate
 from stages.base import publish
 from stages.base.errors import StageError
-from stages.report import generation
+from stages.evaluation import generation
 from stages.tokenizing.encoding import Encoder
 from tests import kinds
 from tests.chat_templates import CHATML

@@ -36,9 +36,9 @@ UNNEEDED = 15
 
 
 def entries(stage: str) -> set[str]:
-    """The modules that a stage runs: the one of its name, and the one that its command starts."""
+    """The modules that a stage runs: the one of its name, the one that its command starts, and that of its ranks."""
     [started] = re.findall(r"python -m (\S+)", PIPELINE["stages"][stage]["cmd"])
-    return {f"stages.{stage}", started}
+    return {f"stages.{stage}", started} | ({"stages.evaluation.rank"} if stage == "evaluate" else set())
 
 
 def watched_files(stage: str) -> set[Path]:
@@ -144,7 +144,7 @@ def test_no_stage_imports_a_module_that_dvc_does_not_watch(reproduced: Project) 
         "runpy.run_module(module, run_name='__main__', alter_sys=True)\n"
     )
     for stage in STAGES:
-        for entry in sorted(entries(stage) - {"stages.train"}):  # a rank, which torchrun starts
+        for entry in sorted(entries(stage) - {"stages.train", "stages.evaluation.rank"}):  # torchrun starts these ranks
             output = reproduced.run("python", "-c", code, entry)
             names = json.loads(re.findall(r"^modules (.*)", output, re.MULTILINE)[-1])
             files = [REPO / f"{name.replace('.', '/')}.py" for name in names]
@@ -175,7 +175,8 @@ def test_no_import_goes_up() -> None:
         "planning": {"base", "model", "forward", "training"},
         "launching": {"base", "model", "forward", "training", "checkpointing", "ranks"},
         "export": {"base", "model", "checkpointing"},
-        "report": {"base", "model", "forward", "ranks", "export"},
+        "evaluation": {"base", "model", "forward", "ranks", "export"},
+        "reporting": {"base", "model", "checkpointing", "export"},
     }
     directories = {path.name for path in (REPO / "stages").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert directories == below.keys() | {"checks"}
@@ -309,7 +310,7 @@ def test_plots_open_without_a_network(reproduced: Project) -> None:
 @pytest.mark.slow
 def test_a_new_batch_size_reruns_what_it_must_and_the_old_one_comes_from_the_cache(reproduced: Project) -> None:
     output = reproduced.run("dvc", "exp", "run", "-S", "batch_size=4")
-    assert ran(output) == ["plan", "train", "consolidate", "evaluate"]
+    assert ran(output) == ["plan", "train", "consolidate", "evaluate", "report"]
     assert reproduced.json("outputs/test/run.json")["identity"]["params"]["batch_size"] == 4
     assert "test" in reproduced.run("dvc", "exp", "show", "--csv")
     output = reproduced.run("dvc", "exp", "run", "-S", "batch_size=2")
@@ -391,7 +392,7 @@ def test_edits_rerun_what_depends_on_them(reproduced: Project) -> None:
     source = reproduced / "stages/training/schedule.py"
     source.write_text(source.read_text() + "edited = 1\n")
     output = reproduced.run("dvc", "repro")
-    assert ran(output) == ["plan", "train", "consolidate", "evaluate"]
+    assert ran(output) == ["plan", "train", "consolidate", "evaluate", "report"]
     assert "nothing to train" not in output
     source = (
         reproduced / "stages/model/hub.py"
@@ -403,6 +404,30 @@ def test_edits_rerun_what_depends_on_them(reproduced: Project) -> None:
     raw.write_text("another text " * 40)
     output = ran(reproduced.run("dvc", "repro", "pack"))
     assert output == ["download", "organize", "extract", "pack"]
+
+
+def test_an_edit_of_the_page_measures_no_model(reproduced: Project) -> None:
+    outs = dvc_outs(reproduced)
+    page = reproduced / "stages/reporting/page.html"
+    page.write_text(page.read_text().replace("<h2>Loss</h2>", "<h2>Losses</h2>"))
+    assert ran(reproduced.run("dvc", "repro")) == ["report"]
+    assert {path for path, digest in dvc_outs(reproduced).items() if digest != outs[path]} == {"outputs/report"}
+    assert "<h2>Losses</h2>" in (reproduced / "outputs/report/report.html").read_text()
+
+
+def test_two_clones_with_equal_inputs_write_equal_results(reproduced: Project, tmp_path: Path) -> None:
+    """Whatever their git history and DVC's cache have."""
+    names = ["outputs/evaluation.json", "outputs/metrics.json"]
+    paths = [*(reproduced / name for name in names), *(reproduced / "outputs/report").iterdir()]
+    files = {path.relative_to(reproduced.path): path.read_bytes() for path in paths}
+    clone = reproduced.copy(tmp_path / "clone")
+    for name in (".git", ".dvc", "outputs/report"):
+        shutil.rmtree(clone / name)
+    for name in names:
+        (clone / name).unlink()
+    for stage in ("evaluate", "report"):
+        clone.run("python", "-m", f"stages.{stage}")
+    assert {path: (clone / path).read_bytes() for path in files} == files
 
 
 def kill_training(process: "subprocess.Popen[str]") -> None:

@@ -1,11 +1,10 @@
-"""The report shows what the files of a project say, and the previous run; what is missing is a sentence."""
+"""The report shows what the files of a project say; what is missing is a sentence."""
 
 import base64
 import html.parser
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -13,14 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from stages.base import history, outputs, publish
 from stages.base.errors import StageError
 from stages.base.origin import RECORDS
-from stages.base.record import write_sealed
-from stages.report import page as report
-from stages.report import pictures, runs
+from stages.reporting import page as report
+from stages.reporting import pictures
 from tests import reports
 from tests.project import REPO
 
@@ -32,7 +29,7 @@ def project(empty_project: Path) -> None:
 
 @pytest.fixture(scope="module")
 def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report without a previous run."""
+    """A report."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("complete"))
         reports.make_records()
@@ -45,12 +42,6 @@ def write() -> str:
     with publish.directory(outputs.REPORT) as directory:
         report.write(directory, "exp", "/data/<raw>")
     return (outputs.REPORT / report.PAGE).read_text()
-
-
-def subject_before() -> str | None:
-    """The commit of the previous run."""
-    before = runs.previous(runs.Run.read(Path(), "exp"))
-    return before.subject if before else None
 
 
 class PageReader(html.parser.HTMLParser):
@@ -114,6 +105,17 @@ def test_each_section_shows_what_the_files_say(complete: Path) -> None:
             assert text in shown[section], (section, text)
     assert not reader.tags.keys() & {"b", "text", "raw"}, "what is untrusted is escaped"
     assert "fsdp.size" not in shown["Parameters"], "null: the preset's value"
+
+
+def test_the_stage_writes_the_page_without_torch() -> None:
+    Path("params.yaml").write_text("experiment_name: exp\nraw_dir: /data/<raw>\nruntime: {}\n")
+    expected = write()
+    code = "import sys; from stages import report; report.main(); sys.exit('torch' in sys.modules)"
+    process = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE, text=True
+    )
+    assert (process.returncode, process.stdout) == (0, "report: see outputs/report/report.html\n")
+    assert (outputs.REPORT / report.PAGE).read_text() == expected
 
 
 def test_the_weights_of_another_step_than_the_last_one_are_named() -> None:
@@ -222,21 +224,6 @@ def test_samples_that_nobody_wanted_are_not_blamed_on_the_data() -> None:
     assert "There are none: eval_samples is 0." in PageReader(write()).sections["Samples"]
 
 
-@pytest.mark.parametrize(
-    ("here", "there", "spec", "expected"),
-    [
-        (2268.6, 2468.2, ",.0f", ("2,269", "2,468", "-199")),
-        (1046.4, 849.4, ",.0f", ("1,046", "849", "+197")),
-        (2.00001, 2.00002, ".4f", ("2.0000", "2.0000", "0")),
-        (12000, 2000, ",d", ("12,000", "2,000", "+10,000")),
-    ],
-)
-def test_a_difference_is_that_of_the_numbers_beside_it(
-    here: float, there: float, spec: str, expected: tuple[str, str, str]
-) -> None:
-    assert report.compared({"name": (here, spec)}, {"name": (there, spec)}) == [("name", *expected)]
-
-
 def test_each_loss_is_in_the_table_of_its_rows() -> None:
     measured = publish.read_json(outputs.EVALUATION)
     reports.write_json(outputs.EVALUATION, measured | {"exported": measured["exported"] | {"loss": 2.75}})
@@ -253,13 +240,13 @@ def test_values_that_are_not_finite_leave_a_picture_of_the_others() -> None:
             steps, values = pictures.series(rows, curve)
             assert len(steps) == len(values) >= 196 and np.isfinite(values).all()
     everything = [{**row, "loss": math.nan, "validation_loss": None} for row in rows]
-    assert pictures.draw(pictures.COURSE["loss"], everything, []) is None
+    assert pictures.draw(pictures.COURSE["loss"], everything) is None
 
 
 def test_a_single_point_can_be_seen() -> None:
     rows, speed = history.read(outputs.HISTORY)[1:2], history.read(outputs.SPEED)[:1]
     for picture, row in (*((one, rows) for one in pictures.COURSE.values()), (pictures.SPEED["memory"], speed)):
-        svg, _ = pictures.draw(picture, row, []) or ("", "")
+        svg, _ = pictures.draw(picture, row) or ("", "")
         assert re.search(f'<use [^>]*"fill: {pictures.COLORS["blue"]}', svg)
 
 
@@ -275,7 +262,7 @@ def test_however_long_the_training_was_the_page_is_small_and_has_each_peak() -> 
     values[54_321], values[60_000] = 9.0, -9.0
     rows: list[history.Row] = [{"step": float(step), "lr": float(value)} for step, value in enumerate(values)]
     picture = pictures.Picture("", "", [pictures.Curve("lr", "blue", "this run")], "auto")
-    svg, _ = pictures.draw(picture, rows, []) or ("", "")
+    svg, _ = pictures.draw(picture, rows) or ("", "")
     (curve,) = re.findall(r'<g id="line2d_\d+">\s*<path d="(M[^"]{5000,})"', svg)
     heights = [float(height) for height in re.findall(r"[ML] \S+ (\S+)", curve)]
     assert len(heights) < 10_000
@@ -296,133 +283,17 @@ def test_the_text_can_be_read_on_every_background() -> None:
         dark, light = sorted(luminance(pictures.COLORS[name]) for name in (one, other))
         return (light + 0.05) / (dark + 0.05)
 
-    for back in ("back", "panel", "mark"):
+    for back in ("back", "panel"):
         assert contrast("text", back) > 7
         assert contrast("grey", back) > 4.5, back
-    for line in ("blue", "orange", "green", "purple", "before"):
+    for line in ("blue", "orange", "green", "purple"):
         assert contrast(line, "back") > 3, line
-
-
-def test_the_run_before_is_that_of_the_newest_commit_with_another_result() -> None:
-    for number, lr in enumerate((0.001, 0.002, 0.003), 1):
-        reports.make_records(lr=lr, loss=2 + lr)
-        reports.commit(f"run {number} <b>")
-    Path("notes.txt").write_text("a commit without a run")
-    reports.git("add", ".")
-    reports.git("commit", "-qm", "notes")
-    shown = PageReader(write()).sections
-    compared = shown["The previous run"]
-    assert "Run run0.002, of commit" in compared
-    assert "run 2 <b>" in compared
-    assert re.search(r"validation loss2\.00302\.0020\+0\.0010", compared)
-    assert re.search(r"lr0\.0030\.002", compared)
-    assert re.search(r"peak memory of rank 0 \(GiB\)1\.5001\.5000\n", compared)
-    assert "fsdp.preset" not in compared
-    assert "Marked: not as in the previous run" in shown["Parameters"]
-    content = (outputs.REPORT / report.PAGE).read_text()
-    assert content.count('<tr class="marked">') == 1
-    assert "<!-- previous run: validation -->" in (outputs.REPORT / "loss.svg").read_text()
-    first = {path.name: path.read_bytes() for path in outputs.REPORT.iterdir()}
-    write()
-    assert first == {path.name: path.read_bytes() for path in outputs.REPORT.iterdir()}
-
-
-def test_a_run_that_is_not_in_the_cache_is_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
-    for lr in (0.001, 0.002, 0.003):
-        reports.make_records(lr=lr)
-        reports.commit(f"lr {lr}")
-        if lr == 0.002:  # of the middle one, a file is damaged
-            reports.cached(reports.add_to_cache(outputs.TRAIN_METRICS)).write_text("{")
-            reports.cached(reports.add_to_cache(reports.LINEAGE)).unlink()
-    assert subject_before() == "lr 0.001"
-    shutil.rmtree(".dvc/cache")
-    capsys.readouterr()
-    assert subject_before() is None
-    assert "report: no previous run can be read; commit " in capsys.readouterr().err
-
-
-def test_a_commit_before_the_first_training_is_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    reports.commit("plan only")
-    lock = yaml.safe_load(Path("dvc.lock").read_text())
-    lock["stages"]["train"]["outs"] = []
-    Path("dvc.lock").write_text(yaml.safe_dump(lock))
-    reports.git("commit", "-qa", "--amend", "--no-edit")
-    reports.make_records(lr=0.001)
-    assert subject_before() is None
-    assert capsys.readouterr().err == ""
-
-
-@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
-def test_what_the_cache_lacks_is_not_fetched_from_a_remote() -> None:
-    reports.commit("first")
-    with Path(".dvc/config").open("a") as file:
-        file.write("    remote = web\n['remote \"web\"']\n    url = https://dvc.example.com/project\n")
-    reports.make_records(loss=3.0)
-    reports.commit("with a remote")
-    reports.cached(reports.add_to_cache(outputs.EVALUATION)).unlink()
-    reports.make_records(lr=0.001)
-    code = "import tests.test_report as t; t.subject_before()"
-    trace = ("strace", "-f", "-e", "trace=socket", "-o", "trace")
-    subprocess.run([*trace, sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(REPO)})
-    assert "AF_INET" not in Path("trace").read_text()
-
-
-def test_a_run_that_another_version_wrote_is_passed_over() -> None:
-    reports.commit("first")
-    reports.cached(reports.add_to_cache(outputs.TRAIN_METRICS)).write_text('{"steps": "many"}')
-    reports.make_records(lr=0.001)
-    assert subject_before() is None
-
-
-def test_another_initial_model_and_another_dtype_are_differences() -> None:
-    reports.commit("first")
-    reports.make_records(lr=0.001)
-    lineage, evaluation = reports.read_lineage(), publish.read_json(outputs.EVALUATION)
-    other = lineage["model"] | {"name": "other", "revision": "v2"}
-    write_sealed(reports.LINEAGE, lineage | {"model": other})
-    reports.write_json(outputs.EVALUATION, evaluation | {"dtype": "float32"})
-    compared = PageReader(write()).sections["The previous run"]
-    assert "initial modelother, v2<tiny & small>, main" in compared
-    assert "dtype of the exported weightsfloat32bfloat16" in compared
-
-
-def test_held_out_rows_that_differ_are_named() -> None:
-    reports.commit("first")
-    reports.make_records(lr=0.001)
-    write_sealed(reports.LINEAGE, {**reports.read_lineage(), "data": {"train": "t", "validation": "other"}})
-    compared = PageReader(write()).sections["The previous run"]
-    assert "The held-out rows are not the same" in compared
-    assert "held-out rowsothervvvvvvvvvv" in compared
-
-
-def test_a_damaged_lock_is_passed_over() -> None:
-    reports.commit("first")
-    for content in ("<<<<<<< ours\n", "[]\n", "stages: {train: {outs: [{path: outputs/exp/run.json}]}}\n"):
-        Path("dvc.lock").write_text(content)
-        reports.git("commit", "-qam", "damaged")
-    reports.make_records(lr=0.001)
-    assert subject_before() == "first"
-
-
-@pytest.mark.parametrize("missing", [".git", ".dvc", "git", "other runs"])
-def test_without_a_run_before_there_is_a_report(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if missing != ".dvc":
-        reports.commit("first")
-    if missing == ".git":
-        Path(".git").rename("elsewhere")
-    if missing == "git":
-        monkeypatch.setenv("PATH", "")
-    if missing != "other runs":
-        reports.make_records(lr=0.001)
-    assert "Not available" in PageReader(write()).sections["The previous run"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(reports.chromium() is None, reason="needs chromium, and root to take its network away")
 @pytest.mark.parametrize("width", [400, 1400])
 def test_a_browser_shows_the_report_without_an_error(tmp_path: Path, width: int) -> None:
-    reports.commit("first")
-    reports.make_records(lr=0.001)
     write()
     shot = tmp_path / "page.png"
     command = [
@@ -443,10 +314,9 @@ def test_the_pictures_show_the_history() -> None:
     rows = history.read(outputs.HISTORY)
     changed: list[history.Row] = [*rows, {**rows[-1], "step": 201.0, "loss": 3.0, "lr": 0.0005, "grad_norm": 0.0}]
     for picture in pictures.COURSE.values():
-        assert pictures.draw(picture, rows, []) != pictures.draw(picture, changed, [])
-        assert pictures.draw(picture, changed, []) != pictures.draw(picture, changed, rows)
-        assert pictures.draw(picture, [], []) is None
+        assert pictures.draw(picture, rows) != pictures.draw(picture, changed)
+        assert pictures.draw(picture, []) is None
     speed = history.read(outputs.SPEED)
     for picture in pictures.SPEED.values():
-        assert pictures.draw(picture, speed, []) != pictures.draw(picture, speed[:100], [])
-        assert pictures.draw(picture, [], []) is None
+        assert pictures.draw(picture, speed) != pictures.draw(picture, speed[:100])
+        assert pictures.draw(picture, []) is None

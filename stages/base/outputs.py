@@ -1,4 +1,4 @@
-"""Where plan, train, consolidate and evaluate write.
+"""Where plan and the stages after it write.
 
 DVC compares metrics and plots by their paths. So what people compare has the same path in every experiment, and only
 what is large, or the start of another training, is in a directory of the experiment's name.

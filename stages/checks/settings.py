@@ -21,6 +21,7 @@ from stages.model.manifest import MANIFEST, ModelManifest
 from stages.organize import OrganizeParams, OrganizeRuntime, find_root
 from stages.pack import PackParams, PackRuntime, find_tokenizer_spec
 from stages.plan import Plan, PlanParams
+from stages.report import ReportParams
 from stages.training.params import TrainParams
 
 
@@ -41,7 +42,7 @@ def load() -> Found[Settings]:
     Raises:
         StageError: naming each that is wrong.
     """
-    for params in (ExtractParams, PlanParams, ConsolidateParams, EvaluateParams):
+    for params in (ExtractParams, PlanParams, ConsolidateParams, EvaluateParams, ReportParams):
         load_params(params)
     for runtime in (ExtractRuntime, PackRuntime, ConsolidateRuntime, EvaluateRuntime):
         load_params(runtime, "runtime")

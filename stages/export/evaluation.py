@@ -43,7 +43,7 @@ class Sample:
     ends: bool
     """Whether the model ended it by itself, and not the limit of tokens."""
     before: str | None = None
-    """What the initial model writes; null: it has random weights, or is not here."""
+    """What the initial model writes; null: it has random weights."""
 
 
 @dataclass(frozen=True)

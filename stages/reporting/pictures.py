@@ -25,8 +25,6 @@ COLORS = {
     "text": "#1b232c",
     "grey": "#566270",
     "line": "#dfe4ea",
-    "before": "#8a94a0",
-    "mark": "#fdf0d2",
     "blue": "#1f5fa8",
     "pale": "#8db5e2",
     "orange": "#c04d08",
@@ -75,8 +73,6 @@ class Curve:
     column: str
     color: str
     label: str
-    before: str | None = None
-    """Label of the same curve of the previous run; None: it is not drawn."""
     is_mean: bool = False
     """Whether it is the running mean of the column."""
     style: dict[str, Any] = field(default_factory=dict)
@@ -105,19 +101,19 @@ COURSE = {
         "loss (nats per token)",
         [
             Curve("loss", "pale", "training, each step", style=_THIN),
-            Curve("loss", "blue", "training, running mean", "previous run: training, mean", is_mean=True),
+            Curve("loss", "blue", "training, running mean", is_mean=True),
             # Fewer points, and none without held-out rows.
-            Curve("validation_loss", "orange", "validation", "previous run: validation", style={"linestyle": "dashed"}),
+            Curve("validation_loss", "orange", "validation", style={"linestyle": "dashed"}),
         ],
         "auto",
     ),
-    "learning_rate": Picture("Learning rate", "learning rate", [Curve("lr", "blue", "this run", "previous run")]),
+    "learning_rate": Picture("Learning rate", "learning rate", [Curve("lr", "blue", "learning rate")]),
     "gradient_norm": Picture(
         "Gradient norm",
         "gradient norm, before clipping",
         [
             Curve("grad_norm", "pale", "each step", style=_THIN),
-            Curve("grad_norm", "blue", "running mean", "previous run, running mean", is_mean=True),
+            Curve("grad_norm", "blue", "running mean", is_mean=True),
         ],
         "log",
     ),
@@ -134,14 +130,14 @@ def of_sources(sources: Iterable[str]) -> Picture:
 
 SPEED = {
     "tokens_per_second": Picture(
-        "Tokens per second", "tokens per second", [Curve("tokens_per_second", "blue", "this run", "previous run")]
+        "Tokens per second", "tokens per second", [Curve("tokens_per_second", "blue", "tokens per second")]
     ),
     "memory": Picture(
         "Memory",
         "memory of rank 0 (GiB)",
         [
             Curve("memory_gib", "green", "now"),
-            Curve("memory_peak_gib", "blue", "peak", "previous run, peak"),
+            Curve("memory_peak_gib", "blue", "peak"),
         ],
     ),
     "step_time": Picture(
@@ -153,18 +149,15 @@ SPEED = {
 """Of speed.tsv."""
 
 
-def draw(picture: Picture, rows: list[Row], before: list[Row]) -> tuple[str, str] | None:
+def draw(picture: Picture, rows: list[Row]) -> tuple[str, str] | None:
     """A picture with a legend above it where there are several curves, and its text; None: there are no values.
 
     The text, for those who do not see it, has the last value of each curve, and of losses the lowest.
 
     Args:
         picture: What is drawn.
-        rows: Of this run.
-        before: Of the previous run, in grey.
+        rows: Of history.tsv or speed.tsv.
     """
-    drawn = [(rows, curve, curve.color, curve.label) for curve in picture.curves]
-    drawn += [(before, curve, "before", curve.before) for curve in picture.curves if curve.before]
     texts, positive = [], True
     with mpl.rc_context(_STYLE):
         # Figure, not pyplot: no backend is chosen, no display needed, and nothing is kept in global state.
@@ -172,15 +165,14 @@ def draw(picture: Picture, rows: list[Row], before: list[Row]) -> tuple[str, str
         axes = figure.add_subplot()
         axes.set(xlabel="step", ylabel=picture.label)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))  # 1: where there is a single step
-        for table, curve, color, label in drawn:
-            steps, values = series(table, curve)
+        for curve in picture.curves:
+            steps, values = series(rows, curve)
             if not values.any():
                 continue
             marker = {"marker": "o", "clip_on": False} if len(steps) == 1 else {}  # a line of one point cannot be seen
-            order = 1.9 if color == "before" else 2  # behind the others
-            axes.plot(steps, values, color=COLORS[color], label=label, zorder=order, **{**marker, **curve.style})
+            axes.plot(steps, values, color=COLORS[curve.color], label=curve.label, **{**marker, **curve.style})
             lowest = f" (lowest {_text(values.min())})" if "loss" in curve.column else ""
-            texts += [f"{label} {_text(values[-1])}{lowest}"]
+            texts += [f"{curve.label} {_text(values[-1])}{lowest}"]
             positive &= values.min() > 0
         if not texts:
             return None

@@ -1,4 +1,4 @@
-"""The report on a training: what data, what model, what it cost, what it learned, and the previous run beside it.
+"""The page on a training: what data, what model, what it cost, what it learned.
 
     report.html                        opens without a network; wide or narrow, on paper
     loss.svg, learning_rate.svg, ...   its pictures
@@ -13,20 +13,23 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from stages.base import origin, outputs, publish
+from stages.base import history, origin, outputs, publish
 from stages.base.errors import StageError
 from stages.base.identity import Adoption
 from stages.base.packed import fingerprint
-from stages.model.files import CONFIG
+from stages.base.params_file import flatten
+from stages.checkpointing.state import TrainMetrics
+from stages.export.evaluation import Evaluation
+from stages.export.lineage import Lineage
+from stages.model.files import CONFIG, LINEAGE
 from stages.model.manifest import MANIFEST
-from stages.report import pictures, runs
-from stages.report.runs import Number, Run
+from stages.reporting import pictures
 
 PAGE = "report.html"
 
 
 def write(directory: Path, experiment_name: str, raw_dir: str) -> None:
-    """Write the report and its pictures into a directory, from the files of the project.
+    """Write the page and its pictures into a directory, from the files of the project.
 
     Args:
         directory: An empty directory.
@@ -36,35 +39,32 @@ def write(directory: Path, experiment_name: str, raw_dir: str) -> None:
     Raises:
         StageError: a file of the run is missing or damaged.
     """
-    run = Run.read(Path(), experiment_name)
-    before = runs.previous(run)
+    model = outputs.directory(experiment_name) / "model"
+    lineage, evaluation = Lineage.read(model / LINEAGE), Evaluation.read(outputs.EVALUATION)
+    trained = TrainMetrics.read(outputs.TRAIN_METRICS)
     figures = {}
-    sources = run.trained.get("sources", {})
-    course = pictures.COURSE | ({"loss_by_source": pictures.of_sources(sources)} if sources else {})
-    for kind, table in ((course, "history"), (pictures.SPEED, "speed")):
+    course = pictures.COURSE | ({"loss_by_source": pictures.of_sources(trained.sources)} if trained.sources else {})
+    for kind, table in ((course, outputs.HISTORY), (pictures.SPEED, outputs.SPEED)):
+        rows = history.read(table)
         for name, picture in kind.items():
-            rows, older = getattr(run, table), getattr(before.run, table) if before else []
-            if drawn := pictures.draw(picture, rows, older):
+            if drawn := pictures.draw(picture, rows):
                 svg, text = drawn
                 publish.write_text(directory / f"{name}.svg", svg)
                 figures[picture.caption] = (base64.b64encode(svg.encode()).decode(), text)
-    here, there = (made_of(one) if one else {} for one in (run, before.run if before else None))
-    content = _environment().get_template(PAGE).render(
+    content = _environment().get_template("page.html").render(
         name=experiment_name,
         colors=pictures.COLORS,
-        is_random=run.lineage.params.get("initial_weights") == "random" or not publish.read_json(MANIFEST)["weights"],
-        run=run,
-        adopted=_adoptions(run.lineage.adopted),
+        is_random=lineage.params.get("initial_weights") == "random" or not publish.read_json(MANIFEST)["weights"],
+        lineage=lineage,
+        evaluation=evaluation,
+        trained=trained,
+        adopted=_adoptions(lineage.adopted),
         figures=figures,
-        before=before,
-        results=compared(run.numbers, before.run.numbers) if before else [],
-        differences=[
-            (name, here.get(name), there.get(name)) for name in here | there if here.get(name) != there.get(name)
-        ],
-        data=_records(run),
+        params=_params(lineage),
+        data=_records(lineage),
         raw_dir=raw_dir,
         rows=_text(outputs.ROWS, "plan"),
-        config=json.loads(_text(outputs.directory(experiment_name) / "model" / CONFIG, "consolidate")),
+        config=json.loads(_text(model / CONFIG, "consolidate")),
     )  # fmt: skip
     publish.write_text(directory / PAGE, content)
 
@@ -78,30 +78,13 @@ def _environment() -> Environment:
     return environment
 
 
-def compared(here: dict[str, Number], there: dict[str, Number]) -> list[tuple[str, str, str, str]]:
-    """The numbers of two runs, where both are known, and the difference as a reader computes it."""
-    lines = []
-    for name, (ours, spec) in here.items():
-        theirs, _ = there[name]
-        if ours is not None and theirs is not None:
-            shown, other = format(ours, spec), format(theirs, spec)
-            a, b = (float(text.replace(",", "")) for text in (shown, other))
-            lines += [(name, shown, other, format(a - b, f"+{spec.replace('d', '.0f')}") if a != b else "0")]
-    return lines
-
-
-def made_of(run: Run) -> dict[str, Any]:
-    """What decided the result of a run."""
-    lineage = run.lineage
-    params = {name: found for values in run.params().values() for name, found in values.items()}
-    return params | {
-        "initial model": f"{lineage.model.name}, {lineage.model.revision}",
-        "files of the initial model": lineage.model.manifest[:10],
-        "training rows": lineage.data.train[:10],
-        "held-out rows": lineage.data.validation[:10],
-        "code of train": lineage.code[:10],
-        "dtype of the exported weights": run.evaluation.dtype,
-        **lineage.packages,
+def _params(lineage: Lineage) -> dict[str, dict[str, Any]]:
+    """The parameters of each stage that are known, by dotted name."""
+    stages = {stage: origin.params for stage, origin in lineage.origins.items()} | {"train": lineage.params}
+    # What the preset sets is null in `fsdp`.
+    return {
+        stage: {name: found for name, found in flatten(values) if found is not None or not name.startswith("fsdp.")}
+        for stage, values in stages.items()
     }
 
 
@@ -110,9 +93,9 @@ def _adoptions(adopted: Adoption | None) -> list[Adoption]:
     return [adopted, *_adoptions(adopted.adopted)] if adopted else []
 
 
-def _records(run: Run) -> dict[str, Any]:
+def _records(lineage: Lineage) -> dict[str, Any]:
     """What the data stages have recorded of the rows that the run was trained on, by stage."""
-    tokens = fingerprint(run.lineage.data.train, run.lineage.data.validation)
+    tokens = fingerprint(lineage.data.train, lineage.data.validation)
     return {stage: publish.read_json(origin.RECORDS[stage]) for stage in origin.find_records(tokens)}
 
 

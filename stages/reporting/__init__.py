@@ -1,0 +1,1 @@
+"""The page that shows a training, and its pictures."""
