@@ -27,7 +27,7 @@ show: ## Show the experiments in a table; KEEP='tokens|memory': other metrics; A
 		--drop '.*/|models$$|Created|Executor|.*loss|steps|tokens|memory|perplexity|bits' $(ARGS)
 
 # Without `setup`: it reports what is not set up.
-doctor: ## Check this machine and the project before a job: packages, GPUs, disks, limits, model, tokens, DVC; ARGS=--full
+doctor: ## Check this machine before a job: GPUs, disks and locks, the model cache, DVC, Slurm
 	@$(or $(wildcard $(PY)),python3) -m stages.doctor $(ARGS)
 
 certify: setup ## Run the pipeline without a network and under strace, and write airgap.json

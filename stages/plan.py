@@ -5,7 +5,7 @@ Writes   outputs/plan.json, outputs/rows.txt
 Command  python -m stages.plan
 
 The memory of each rank is measured with tensors that have no memory (stages/planning/peak_memory.py); no weight is
-read. All depends on the manifests and the parameters alone; `make doctor` compares it with the GPUs of this machine.
+read. All depends on the manifests and the parameters alone, not on this machine; `make doctor` checks that.
 """
 
 import dataclasses
@@ -44,8 +44,6 @@ from stages.training.schedule import learning_rate, lr_ratio
 _FP32 = 4
 _MOMENTS = {"adamw": 2 * _FP32, "adamw_8bit": 2 * (1 + _FP32 / 256)}
 """Bytes per parameter of the optimizer state; in 8 bits, 256 values share a scale."""
-
-SLOW_FP32 = "precision fp32 uses a small part of a GPU, which is made for bf16"
 
 _LEAST_HELD_OUT = 0.02
 """Part of the rows below which a warning says so."""
@@ -96,8 +94,6 @@ class Plan(Record):
 
     STAGE: ClassVar[str] = "plan"
 
-    inputs: str
-    """Digest of the parameters, tokens and model that it is for."""
     parameters: int
     training_rows: int
     validation_rows: int
@@ -148,8 +144,7 @@ def main() -> None:
         if peak is not None and limit is not None:
             memory_plan.check_fits(peak, table, limit, "plan.gpu_memory_gb")
         rows = preview(params, model)
-        digest = inputs_digest(params)
-        plan = dataclasses.replace(plan, inputs=digest, num_ranks=num_ranks, peak=peak, peaks=table or None)
+        plan = dataclasses.replace(plan, num_ranks=num_ranks, peak=peak, peaks=table or None)
         plan.write(outputs.PLAN)
         publish.write_text(outputs.ROWS, rows)
     encoding = sys.stdout.encoding or "utf-8"  # of a terminal that may lack a character
@@ -214,7 +209,7 @@ def measure_memory(
         )
         return None, {}
     if limit and params.precision == "fp32":
-        print(f"plan: {SLOW_FP32}: set precision to bf16")
+        print("plan: precision fp32 uses a small part of a GPU, which is made for bf16: set precision to bf16")
     print(f"plan: each of {num_ranks} ranks needs {peak.describe()}, with {settings}")
     if limit:
         print(f"plan: GiB of each rank by activation_checkpointing and batch_size; !: too much for {format_gib(limit)}")
@@ -344,12 +339,6 @@ def launched_nodes(runtime: TrainRuntime, environment: Mapping[str, str]) -> int
     return runtime.num_nodes or (1 if runtime.launcher == "auto" else None)
 
 
-def inputs_digest(params: TrainParams) -> str:
-    """Digest of all that DVC watches for this stage, except its code: a plan of another digest is out of date."""
-    identity = describe(params).identity
-    return publish.sha256_json([identity.params, dataclasses.asdict(identity.data), identity.model])
-
-
 def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> Plan:
     """What a training with this number of ranks needs, except memory; None: it is not known before the training.
 
@@ -401,7 +390,6 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
     validated, trained = validations * rows_per_validation, steps * params.total_batch_size  # rows
     tokens_per_step = params.total_batch_size * train.seq_length
     return Plan(
-        inputs="",
         parameters=num_parameters,
         training_rows=train.num_rows,
         validation_rows=validation.num_rows,

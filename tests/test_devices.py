@@ -31,6 +31,7 @@ from stages.forward.batch import make_batch
 from stages.forward.loss import loss_sum
 from stages.launching.runtime import TrainRuntime
 from stages.ranks import torchrun
+from stages.ranks.memory import memory_limit
 from stages.ranks.process_group import check_devices, use_gpu
 from stages.ranks.torch_errors import explain_torch_errors
 from stages.training import sharded_model
@@ -403,3 +404,15 @@ def test_a_gpu_that_does_not_compute_is_one_clear_error(monkeypatch: pytest.Monk
         StageError, match=r"^GPU 1 does not work \(CUDA error: no kernel image is .* device\): check it"
     ):
         use_gpu(1)
+
+
+@pytest.mark.parametrize(("own", "file"), [
+    ("0::/slurm/job_1/step_0\n", "slurm/job_1/memory.max"),
+    ("3:cpu:/x\n4:memory:/slurm/job_1\n", "memory/slurm/job_1/memory.limit_in_bytes"),
+])  # fmt: skip
+def test_the_memory_of_a_job_is_its_limit(tmp_path: Path, own: str, file: str) -> None:
+    (tmp_path / "own").write_text(own)
+    assert memory_limit(tmp_path / "own", tmp_path) == psutil.virtual_memory().total
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("12345\n")
+    assert memory_limit(tmp_path / "own", tmp_path) == 12345

@@ -160,7 +160,7 @@ def test_no_data_stage_reaches_training_or_its_checkpoints(stage: str) -> None:
 
 
 def test_no_import_goes_up() -> None:
-    """From each room to those below it; `stages/*.py` are on top, and `checks/` asks them."""
+    """From each room to those below it; `stages/*.py` are on top, and `checks/` reads their parameters."""
     below = {
         "base": set(),
         "work": {"base"},

@@ -236,7 +236,6 @@ def test_a_plan_is_the_same_on_each_machine(
     files = [(training / name).read_bytes() for name in ("outputs/plan.json", "outputs/rows.txt")]
     assert capsys.readouterr().out.endswith(files[1].decode())
     assert json.loads(files[0])["peak"]["total"] > 0
-    assert json.loads(files[0])["inputs"] == plan.inputs_digest(plan.load_params(TrainParams))
     training.set(runtime={"nproc_per_node": 4})
     plan.main()
     assert files == [(training / name).read_bytes() for name in ("outputs/plan.json", "outputs/rows.txt")]
