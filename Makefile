@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup repro show doctor certify bundle unbundle test slow faults random-faults slurm slurm-test nfs-test architectures gpu gpu-wheels versions fuzz audit check lock
+.PHONY: help setup repro show doctor bundle unbundle test slow faults random-faults slurm slurm-test nfs-test architectures gpu gpu-wheels versions fuzz audit check lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -29,9 +29,6 @@ show: ## Show the experiments in a table; KEEP='tokens|memory': other metrics; A
 # Without `setup`: it reports what is not set up.
 doctor: ## Check this machine before a job: GPUs, disks and locks, the model cache, DVC, Slurm
 	@$(or $(wildcard $(PY)),python3) -m stages.doctor $(ARGS)
-
-certify: setup ## Run the pipeline without a network and under strace, and write airgap.json
-	@$(PY) -m scripts.certify $(ARGS)
 
 bundle: setup ## Write all that a machine without internet access needs into bundle/; ARGS=--help lists options
 	@$(PY) -m scripts.bundle $(ARGS)

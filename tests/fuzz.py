@@ -159,14 +159,14 @@ def template() -> Check:
 
 def bundle() -> Check:
     """The list of files of a bundle."""
-    from scripts import unbundle
+    from scripts import bundle
 
-    path = Path(unbundle.SUMS).absolute()
+    path = Path(bundle.SUMS).absolute()
 
     def check(data: bytes) -> None:
         path.write_bytes(data)
-        with suppress(unbundle.Refused):
-            unbundle.verify(path.parent, unbundle.read_sums(path.parent))
+        with suppress(bundle.Refused):
+            bundle.verify(path.parent)
 
     return check
 
@@ -242,14 +242,14 @@ def seeds(name: str) -> Iterator[bytes]:
         stream.write(b"{% for m in messages %}<|{{ m['role'] }}|>{{ m.content | trim }}<|end|>{% endfor %}"
                      b"{% if add_generation_prompt %}<|assistant|>{% endif %}")  # fmt: skip
     if name == "bundle":
-        stream.write(b"0" * 64 + b"  files/a\n")
+        stream.write(b"0" * 64 + b"  hf/a\n")
     if stream.tell():
         yield stream.getvalue()
 
 
 def fuzz_one(name: str) -> None:
     """Fuzz one reader until libFuzzer, whose options are those of this process, ends it."""
-    with atheris.instrument_imports(include=["stages", "scripts.unbundle", "yaml"]):
+    with atheris.instrument_imports(include=["stages", "scripts.bundle", "yaml"]):
         check = READERS[name]()
     atheris.Setup(sys.argv, check)
     atheris.Fuzz()
