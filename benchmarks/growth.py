@@ -26,8 +26,8 @@ import psutil
 import yaml
 
 from benchmarks import REPO
-from benchmarks.data.corpora import MB, make_tree
-from benchmarks.data.measuring import resident_bytes
+from benchmarks.data.corpora import make_tree
+from benchmarks.data.measuring import MB, resident_bytes
 from benchmarks.data.stage_runs import write_params
 from benchmarks.tables import markdown
 

@@ -35,7 +35,7 @@ def test_losses_that_differ_are_refused() -> None:
 def test_compared_trainings_have_the_same_losses(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     size = "--params 1M --seq-length 64 --batch-size 2 --rounds 2 --log-freq 2"
-    command = [sys.executable, "-m", "benchmarks.train", "--only", "speed", *size.split(), "--work", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.train", *size.split(), "--work", str(tmp_path)]
     # It fails without a table if the losses differ.
     output = subprocess.run(command, cwd=REPO, text=True, check=True, capture_output=True, timeout=280).stdout
     rows = [line.split("|")[1].strip() for line in output.splitlines() if line.startswith("| (")]
@@ -102,7 +102,7 @@ def test_the_report_names_what_is_reached_missing_and_failed(tmp_path: Path) -> 
     results.add("steps", f"{best}, no documents", {"tokens/s": 1010.0, "MFU": 0.6, "peak GiB": 9.0, "losses": losses})
     for size in range(8):
         name = f"sdpa, plain, batch {size}"
-        results.add("matrix", name, {"tokens/s": 1.0, "peak GiB": 10.0, "losses": [6.0, 5.5]})
+        results.add("steps", name, {"tokens/s": 1.0, "peak GiB": 10.0, "losses": [6.0, 5.5]})
         if size < 7:
             results.add("predicted", name, {"predicted GiB": 10.5})
     results.add("steps", "flex", {"error": "no flex"})
@@ -139,7 +139,7 @@ def test_the_report_names_what_is_reached_missing_and_failed(tmp_path: Path) -> 
     assert "of those without: at least 97 % | | not measured |" in text
     # Only what is asked for is thrown away, and results of another model are never mixed with these.
     fresh = Results(tmp_path / "results.json", about, stamp, fresh=["steps"])
-    assert fresh.parts.keys() == {"matrix", "predicted"}
+    assert fresh.parts.keys() == {"predicted"}
     with pytest.raises(SystemExit, match="use another --results, or throw them away with --fresh"):
         Results(tmp_path / "results.json", {**about, "arguments": "params 8B"}, stamp, fresh=["steps"])
 
@@ -176,7 +176,7 @@ def test_a_missing_package_costs_its_part_alone(tmp_path: Path) -> None:
     parts = json.loads((results / "results.json").read_text())["parts"]
     assert parts["smoke"].keys() == {"products", "allocator", "communication", "one step"}
     assert not [row for row in parts["smoke"].values() if "error" in row]
-    for part in ("steps", "tests", "large", "predicted", "checkpoints", "resume", "matrix"):
+    for part in ("steps", "tests", "large", "predicted", "resume"):
         for row in parts[part].values():
             assert re.search(r"No module named '(pydantic|psutil)'", row["error"]), part
     assert "accelerate is not installed" in parts["programs"]["(c) Trainer"]["error"]
@@ -196,7 +196,7 @@ def test_a_peer_that_fails_is_its_row(tmp_path: Path, monkeypatch: pytest.Monkey
         programs: dict[str, Any], first: int, size: int, num_turns: int, errors: dict[str, str]
     ) -> tuple[dict[str, list[float]], dict[str, Any]]:
         errors |= dict.fromkeys([BARE, TRAINER], "CUDA out of memory")
-        return {OURS: [2.0] * num_turns}, {OURS: argparse.Namespace(cpu_times=[0.0, 1.0], losses=[1.0] * 30, peak=0.0)}
+        return {OURS: [2.0] * num_turns}, {OURS: argparse.Namespace(losses=[1.0] * 30, peak=0.0)}
 
     monkeypatch.setattr(comparisons, "in_turns", in_turns)
     bench: Any = argparse.Namespace(
@@ -206,17 +206,6 @@ def test_a_peer_that_fails_is_its_row(tmp_path: Path, monkeypatch: pytest.Monkey
     rows = comparisons.speed(bench, [OURS, BARE, TRAINER], errors)
     assert rows == {OURS: {"tokens/s": 250.0, "MFU": None, "peak GiB of rank 0": None}}
     assert errors.keys() == {BARE, TRAINER}
-
-
-@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 0), (0.5, 1), (8.0, 12)])
-def test_saves_are_as_far_apart_as_they_take(seconds: float, expected: int) -> None:
-    """A save of 8 s in a training with a step a second: at least 12 steps lie between two."""
-    from benchmarks.train.comparisons import steps_of_a_save
-
-    lines = {step: step + seconds * (step // 2) for step in range(1, 10)}
-    training = argparse.Namespace(lines=lines, until=lambda step: 0.0, stop=lambda: None)
-    bench: Any = argparse.Namespace(start_ours=lambda *_, **__: training, remove_checkpoints=lambda: None)
-    assert steps_of_a_save(bench) == expected
 
 
 @pytest.mark.slow
@@ -278,19 +267,32 @@ def test_growth_is_an_exponent_of_the_last_two_sizes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        ("growth files --scale 0.02", r"(?m)^\| organize \|.*\n\| extract \|"),
-        ("padding --rounds 1 --steps 3 --seq-length 64", r"\| padded, \d+% of the tokens.*\n\n?[\s\S]*\| padded, \d+%"),
-        ("soak --minutes 0.5", r"\| file descriptors \|[\s\S]*step-\d+ is saved"),
-    ],
-)
-def test_growth_padding_and_soak_print_their_tables(arguments: str, found: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", *f"benchmarks.{arguments}".split(), "--work", str(tmp_path)]
+def test_growth_prints_its_table(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.growth", "files", "--scale", "0.02", "--work", str(tmp_path)]
     output = subprocess.run(command, cwd=REPO, text=True, check=True, capture_output=True).stdout
-    assert re.search(found, output), output
+    assert re.search(r"(?m)^\| organize \|.*\n\| extract \|", output), output
     assert not [*tmp_path.iterdir()]
+
+
+def test_results_of_an_earlier_version_are_continued(tmp_path: Path) -> None:
+    """With parts and arguments that are gone."""
+    from benchmarks.gpu.__main__ import about, parser
+    from benchmarks.gpu.report import report
+    from benchmarks.gpu.results import Results
+
+    arguments = (
+        "params 1B, save_params 400M, large_params 8B, seq_length 4096, batch_sizes [2, 8], precision bf16, "
+        "eager False, steps 6, ckpt_freq 10, megabytes 4"
+    )
+    common = about(parser().parse_args(["--large-params", "8B"]))
+    assert common["arguments"] == arguments
+    rows = {"none": {"error": "too slow", "by": {"code": "0"}}, "asynchronous": {"seconds": 1.0, "by": {"code": "0"}}}
+    (tmp_path / "results.json").write_text(json.dumps({"about": common, "parts": {"checkpoints": rows}}))
+    results = Results(tmp_path / "results.json", common, {"code": "1"})
+    assert results.errors() == []
+    assert "too slow" not in report(results, {})
+    results.add("smoke", "products", {"GB/s": 1.0})
+    assert json.loads((tmp_path / "results.json").read_text())["parts"]["checkpoints"] == rows
 
 
 @pytest.mark.parametrize("module", ["benchmarks.train", "benchmarks.data"])

@@ -1,12 +1,8 @@
-"""Time, memory and disk use of the data stages, compared with the plain recipe and with parsing or encoding alone.
+"""Time, memory and disk use of the data stages, compared with the plain recipe.
 
-    python -m benchmarks.data                            JSON, YAML, text, pack, records, memory; 1 and 2 processes
+    python -m benchmarks.data                            JSON, YAML, text, pack, memory; 1 and 2 processes
     python -m benchmarks.data --only json pack           some of these
     python -m benchmarks.data --only pack --tokenizer MODEL/tokenizer.json
-    python -m benchmarks.data --million-files 1000000    only organize, on so many small files
-    python -m benchmarks.data --noop 100000              `dvc repro` with nothing to do, compared with bare DVC
-
-records: the text of each record of one file, compared with `load_dataset` and `map`; (c) is `extract` without the rule.
 
 The JSON is botocore's service descriptions (`pip install .[bench]`, or a directory passed as --botocore), the YAML is
 the same documents dumped as YAML, the text is the sources and notes of the installed Python packages. A corpus smaller
@@ -21,14 +17,12 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import REPO
-from benchmarks.data.ceilings import ceiling_json, ceiling_pack, ceiling_text, ceiling_yaml
-from benchmarks.data.corpora import make_json, make_records, make_text, make_yaml
-from benchmarks.data.many_files import time_noop, time_organize
-from benchmarks.data.recipes import recipe_json, recipe_pack, recipe_records, recipe_text, recipe_yaml
-from benchmarks.data.stage_runs import make_pack_project, run_extract, run_extract_records, run_pack
-from benchmarks.data.tables import compare, compare_memory
+from benchmarks.data.corpora import files_in, link_all, make_json, make_text, make_yaml
+from benchmarks.data.measuring import MB, Measurable, measure
+from benchmarks.data.recipes import recipe_json, recipe_pack, recipe_text, recipe_yaml
+from benchmarks.data.stage_runs import make_pack_project, run_extract, run_pack
 
-KINDS = ("json", "yaml", "text", "pack", "records", "memory")
+KINDS = ("json", "yaml", "text", "pack", "memory")
 
 
 def main() -> None:
@@ -42,18 +36,11 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer", type=Path, default=REPO / "models/tiny-llama/tokenizer.json", help="tokenizer.json for pack"
     )
-    parser.add_argument("--million-files", type=int, metavar="N")
-    parser.add_argument("--noop", type=int, metavar="N")
     args = parser.parse_args()
     if args.work and not args.work.is_dir():
         parser.error(f"--work: {args.work} is no directory: create it on a fast disk")
     with tempfile.TemporaryDirectory(dir=args.work) as work:
-        if args.million_files:
-            time_organize(Path(work), args.million_files)
-        if args.noop:
-            time_noop(Path(work), args.noop)
-        if not args.million_files and not args.noop:
-            compare_all(Path(work), args)
+        compare_all(Path(work), args)
 
 
 def compare_all(work: Path, args: argparse.Namespace) -> None:
@@ -65,26 +52,48 @@ def compare_all(work: Path, args: argparse.Namespace) -> None:
         make_json(json, args.megabytes, args.botocore)
     if "yaml" in kinds:
         make_yaml(yaml, args.megabytes, json)
-    if {"text", "pack", "records"} & kinds:
+    if {"text", "pack"} & kinds:
         make_text(text, args.megabytes)
     if "json" in kinds:
-        compare("JSON", json, recipe_json, run_extract, ceiling_json)
+        compare("JSON", json, recipe_json, run_extract)
     if "yaml" in kinds:
-        compare("YAML", yaml, recipe_yaml, run_extract, ceiling_yaml)
+        compare("YAML", yaml, recipe_yaml, run_extract)
     if "text" in kinds:
-        compare("text", text, recipe_text, run_extract, ceiling_text)
+        compare("text", text, recipe_text, run_extract)
     if "pack" in kinds:
         for corpus in (text, json):
             project = make_pack_project(work, corpus, args.tokenizer)
-            compare(f"pack, {corpus.name}", project, recipe_pack, run_pack, ceiling_pack)
-    if "records" in kinds:  # the last column compares with `extract` without the rule
-        for suffix in (".jsonl", ".parquet"):
-            corpus = work / f"records{suffix}"
-            corpus.mkdir()
-            make_records(corpus, args.megabytes, text, suffix)
-            compare(f"records, {suffix}", corpus, recipe_records, run_extract_records, run_extract)
+            compare(f"pack, {corpus.name}", project, recipe_pack, run_pack)
     if "memory" in kinds:
         compare_memory(work, json)
+
+
+def compare(name: str, corpus: Path, recipe: Measurable, stage: Measurable) -> None:
+    """Print the speed of the recipe and of the stage with one and with two processes."""
+    print(f"\n| {name} | processes | MB/s | of the recipe | peak MB | disk MB | |\n" + "|---" * 7 + "|", flush=True)
+    for number in (1, 2):
+        results = {"(a) recipe": measure(recipe, corpus, number), "(b) ours": measure(stage, corpus, number)}
+        for label, result in results.items():
+            ratio = result.rate / results["(a) recipe"].rate
+            print(
+                f"| {label} | {number} | {result.rate:.1f} | {ratio:.1f} x | {result.peak_mb:.0f} | "
+                f"{result.disk_mb:.0f} | {result.timing.note} |",
+                flush=True,
+            )
+
+
+def compare_memory(work: Path, json_corpus: Path) -> None:
+    """Print the peak memory of `extract` for a corpus and for one ten times as large."""
+    peaks = []
+    for times in (1, 10):
+        corpus = work / f"memory-{times}"
+        corpus.mkdir()
+        for copy in range(times):
+            link_all(files_in(json_corpus), corpus, prefix=f"{copy}-")
+        result = measure(run_extract, corpus, 1)
+        peaks.append(result.peak_mb)
+        print(f"\nmemory: {result.timing.num_bytes / MB:.0f} MB of JSON, 1 process: peak {result.peak_mb:.0f} MB")
+    print(f"memory: ten times the corpus, {peaks[1] / peaks[0]:.2f} x the peak")
 
 
 if __name__ == "__main__":

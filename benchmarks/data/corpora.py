@@ -2,19 +2,17 @@
 
 import gzip
 import importlib.util
-import itertools
 import json
 import multiprocessing
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-MB = 1_000_000
+from benchmarks.data.measuring import MB
+
 TEXT_SUFFIXES = (".py", ".md", ".rst", ".txt", ".h")
 
 
@@ -68,38 +66,6 @@ def make_text(target: Path, megabytes: int) -> None:
             shutil.copyfile(path, target / f"{number}.txt")
             num_bytes += path.stat().st_size
     _complete(target, megabytes)
-
-
-def make_records(target: Path, megabytes: int, texts: Path, suffix: str) -> None:
-    """Write records with pieces of the text corpus and some other fields, as one file of JSON Lines or Parquet."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path, rows = target / f"records{suffix}", _records(texts, megabytes)
-    if suffix == ".jsonl":
-        with path.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-        return
-    writer = None
-    while some := list(itertools.islice(rows, 1000)):  # a row group
-        table = pa.Table.from_pylist(some)
-        writer = writer or pq.ParquetWriter(path, table.schema)
-        writer.write_table(table)
-    assert writer
-    writer.close()
-
-
-def _records(texts: Path, megabytes: int) -> Iterator[dict[str, Any]]:
-    number = num_characters = 0
-    for path in itertools.cycle(files_in(texts)):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        for start in range(0, len(text), 3000):
-            url, meta = f"https://example.org/{number}", {"language": "en", "score": number / 7}
-            yield {"id": f"doc-{number}", "url": url, "text": text[start : start + 3000], "meta": meta}
-            number += 1
-        num_characters += len(text)
-        if num_characters >= megabytes * MB:
-            return
 
 
 def _complete(target: Path, megabytes: int) -> None:

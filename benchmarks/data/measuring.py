@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
-from benchmarks.data.corpora import MB
+MB = 1_000_000
 
 
 class Timing(NamedTuple):
@@ -57,7 +57,9 @@ def measure(function: Measurable, corpus: Path, num_processes: int) -> Result:
             raise SystemExit(f"{function.__name__} ended with status {process.exitcode}")
         timing = receiver.recv()
         process.join()
-        return Result(timing, peak / MB, _disk_use(Path(work)) / MB)
+        found = (path.stat() for path in Path(work).rglob("*") if path.is_file())
+        disk = sum({status.st_ino: status.st_size for status in found}.values())  # a file with several names once
+        return Result(timing, peak / MB, disk / MB)
 
 
 def _send(sender: "Connection[Timing, None]", function: Measurable, work: Path, corpus: Path, number: int) -> None:
@@ -74,9 +76,3 @@ def resident_bytes(process: psutil.Process) -> int:
         except psutil.NoSuchProcess:
             continue
     return total
-
-
-def _disk_use(directory: Path) -> int:
-    """Bytes of all files below a directory; a file with several names counts once."""
-    found = (path.stat() for path in directory.rglob("*") if path.is_file())
-    return sum({status.st_ino: status.st_size for status in found}.values())

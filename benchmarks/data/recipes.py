@@ -79,22 +79,6 @@ def walk(node: Any) -> Iterator[str]:
             yield from walk(value)
 
 
-def recipe_records(work: Path, corpus: Path, num_processes: int) -> Timing:
-    """`load_dataset`, `map` to the text alone, `save_to_disk`."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    num_proc = num_processes if num_processes > 1 else None
-    [path] = files_in(corpus)
-    kind = "parquet" if path.suffix == ".parquet" else "json"
-    start = time.perf_counter()
-    # One file is read by one process, whatever `num_proc` is.
-    rows = datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=str(work / "cache"))
-    texts = rows.map(lambda row: {"text": row["text"]}, remove_columns=["id", "url", "meta"], num_proc=num_proc)
-    texts.save_to_disk(str(work / "corpus"), num_proc=num_processes)
-    return Timing(time.perf_counter() - start, path.stat().st_size, f"{len(texts)} rows")
-
-
 def recipe_pack(work: Path, project: Path, num_processes: int) -> Timing:
     """`map` to tokenize and `map` to group, as in `run_clm.py` among the examples of `transformers`."""
     import datasets

@@ -38,11 +38,6 @@ def run_organize(work: Path, corpus: Path, num_processes: int) -> Timing:
     return Timing(time.perf_counter() - start, 0)
 
 
-def run_extract_records(work: Path, corpus: Path, num_processes: int) -> Timing:
-    """The same as `run_extract` with the rule that the texts are the documents."""
-    return run_extract(work, corpus, num_processes, records=[{"files": "**", "text": "$.text"}])
-
-
 def run_extract(work: Path, corpus: Path, num_processes: int, **params: Any) -> Timing:
     """Time `extract`; the time of `organize` before it is in the note."""
     from stages import extract

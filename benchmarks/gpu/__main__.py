@@ -12,8 +12,6 @@ large        the same steps with a model of 8 billion parameters whose activatio
 saves        what the training waits for at a first and a second asynchronous save of 4 GB, and what a save takes
 tests        tests/gpu, for a third of the time at most
 programs     the pipeline, a bare FSDP2 loop and the Trainer of transformers, on the same rows, without a document mask
-checkpoints  what a synchronous and an asynchronous save cost a training, with a model of 400 million parameters
-matrix       a step with each attention x loss x compiled or not x batch size
 predicted    the peak of memory that `plan` predicts for those of `steps` that are not compiled; any machine measures it
 
 The most important numbers of each part come first, because a machine may be lent for minutes. Each result is stored at
@@ -60,12 +58,11 @@ from benchmarks.gpu.settings import (
     best_setting,
     large_settings,
     main_settings,
-    matrix,
     name_of,
     predictable,
 )
 from benchmarks.gpu.smoke import CHECKS
-from benchmarks.train.comparisons import BARE, OURS, TRAINER, checkpoints, speed
+from benchmarks.train.comparisons import BARE, OURS, TRAINER, speed
 from benchmarks.train.job import SHAPES, TORCHRUN, llama
 from stages.base import process
 
@@ -101,9 +98,8 @@ class Session:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.num_ranks: int = args.ranks or torch.cuda.device_count()
-        main, others = (make(args.batch_sizes, args.precision) for make in (main_settings, matrix))
-        large = large_settings(args.precision)
-        self.settings: Settings = main | others | large
+        main, large = main_settings(args.batch_sizes, args.precision), large_settings(args.precision)
+        self.settings: Settings = main | large
         names = {
             "smoke": [*CHECKS],
             "steps": [*main],
@@ -112,8 +108,6 @@ class Session:
             "saves": [*SAVES],
             "tests": [TESTS],  # listed when they are run: that takes ten seconds
             "programs": [OURS, BARE, TRAINER],
-            "checkpoints": ["none", "synchronous", "asynchronous"],
-            "matrix": [name for name in others if name not in main],
             "predicted": [*predictable(main)],
         }
         self.planned = {part: names[part][: args.first] for part in PARTS if part in args.only}
@@ -228,10 +222,6 @@ class Session:
             raise SystemExit(f"weights, gradients and AdamW need {needed / 2**30:.0f} GiB: more than these GPUs have")
         self.steps(names, "large")
 
-    def matrix(self, names: list[str]) -> None:
-        """The same with those settings that are not in `steps`."""
-        self.steps(names, "matrix")
-
     def predicted(self, names: list[str]) -> None:
         """Predict the memory of each setting, which needs no GPU."""
         self.run_in_project("predicted", ["-m", "benchmarks.gpu.steps", "predict"], names, self.args.params)
@@ -297,13 +287,6 @@ class Session:
             for name, error in errors.items():
                 self.add("programs", name, {"error": reason(error)})
 
-    def checkpoints(self, names: list[str]) -> None:
-        """What saving costs."""
-        with closing(self.bench(self.args.save_params)) as bench:
-            for name, row in checkpoints(bench).items():
-                self.add("checkpoints", name, row)
-            bench.remove_checkpoints()
-
     def resume(self, names: list[str]) -> None:
         """Compare a training that was killed and resumed with one that was not."""
         for name in names:
@@ -335,8 +318,7 @@ class Session:
         directory.mkdir(exist_ok=True)
         bench = Bench(directory, argparse.Namespace(
             params=shape, seq_length=args.seq_length, batch_size=max(args.batch_sizes), precision=args.precision,
-            compile=not args.eager, rounds=4, log_freq=5, ckpt_freq=args.ckpt_freq, ranks=self.num_ranks, threads=None,
-            megabytes=args.megabytes,
+            compile=not args.eager, rounds=4, log_freq=5, ranks=self.num_ranks, threads=None, megabytes=args.megabytes,
         ), has_weights=shape in (args.params, args.save_params))  # fmt: skip
         bench.remove_checkpoints()  # of a run that was ended
         return bench
@@ -344,11 +326,13 @@ class Session:
 
 def about(args: argparse.Namespace) -> dict[str, str]:
     """What all results have in common."""
-    names = ("params", "save_params", "large_params", "seq_length", "batch_sizes", "precision", "eager", "steps",
-             "ckpt_freq", "megabytes")  # fmt: skip
+    names = ("params", "save_params", "large_params", "seq_length", "batch_sizes", "precision", "eager", "steps")
     return {
         "model": json.dumps(llama(args.params, args.seq_length)),
-        "arguments": ", ".join(f"{name} {getattr(args, name)}" for name in names),
+        # ckpt_freq was an argument once: so results of earlier machines are continued.
+        "arguments": ", ".join(
+            [*(f"{name} {getattr(args, name)}" for name in names), "ckpt_freq 10", f"megabytes {args.megabytes}"]
+        ),
         "best": name_of(best_setting(args.batch_sizes, args.precision), args.precision),
     }
 
@@ -438,31 +422,34 @@ def reason(log: str) -> str:
     return [*errors, *lines[-1:], "it ended without a message"][0][:300]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    made = argparse.ArgumentParser(
         "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--minutes", type=float, default=25, help="stop after so many; the next run continues")
-    parser.add_argument("--work", type=Path, default=REPO / "outputs/.gpu", help="directory for models and checkpoints")
-    parser.add_argument("--results", type=Path, help="directory for results, table and log; default: that of --work")
-    parser.add_argument("--fresh", action="store_true", help="throw away the results of the parts that are measured")
-    parser.add_argument("--params", choices=SHAPES, default="1B", help="size of the model")
-    parser.add_argument("--save-params", choices=SHAPES, default="400M", help="size for `checkpoints` and `resume`")
-    parser.add_argument(
-        "--large-params", choices=SHAPES, help="size for `large`; default: 8B, on CPUs that of --params"
-    )
-    parser.add_argument("--seq-length", type=int, default=4096)
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[2, 8], help="rows per GPU")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--eager", action="store_true", help="do not compile in the parts after `predicted`")
-    parser.add_argument("--steps", type=int, default=6, help="timed steps of each setting")
-    parser.add_argument("--ckpt-freq", type=int, default=10, help="steps between two checkpoints, for `checkpoints`")
-    parser.add_argument("--first", type=int, help="measure only so many things of each part")
-    parser.add_argument("--ranks", type=int, help="default: one per GPU; to be given on CPUs")
-    parser.add_argument("--gpu-memory-gb", type=float, help="of the GPU for `predicted`, in GiB; default: of that here")
-    parser.add_argument("--megabytes", type=int, default=4, help="size of the text")
-    args = parser.parse_args()
+    option = made.add_argument
+    option("--only", nargs="+", choices=PARTS, default=PARTS)
+    option("--minutes", type=float, default=25, help="stop after so many; the next run continues")
+    option("--work", type=Path, default=REPO / "outputs/.gpu", help="directory for models and checkpoints")
+    option("--results", type=Path, help="directory for results, table and log; default: that of --work")
+    option("--fresh", action="store_true", help="throw away the results of the parts that are measured")
+    option("--params", choices=SHAPES, default="1B", help="size of the model")
+    option("--save-params", choices=SHAPES, default="400M", help="size for `resume`")
+    option("--large-params", choices=SHAPES, help="size for `large`; default: 8B, on CPUs that of --params")
+    option("--seq-length", type=int, default=4096)
+    option("--batch-sizes", type=int, nargs="+", default=[2, 8], help="rows per GPU")
+    option("--precision", choices=("fp32", "bf16"), default="bf16")
+    option("--eager", action="store_true", help="do not compile in `programs` and `resume`")
+    option("--steps", type=int, default=6, help="timed steps of each setting")
+    option("--first", type=int, help="measure only so many things of each part")
+    option("--ranks", type=int, help="default: one per GPU; to be given on CPUs")
+    option("--gpu-memory-gb", type=float, help="of the GPU for `predicted`, in GiB; default: of that here")
+    option("--megabytes", type=int, default=4, help="size of the text")
+    return made
+
+
+def main() -> None:
+    args = parser().parse_args()
     if not torch.cuda.is_available() and args.ranks is None:
         print(
             f"error: torch {torch.__version__} cannot use a GPU here; --help shows how to try it on CPUs",

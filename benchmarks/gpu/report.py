@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
 
 from benchmarks.gpu.results import Results, Row
-from benchmarks.gpu.settings import large_settings
+from benchmarks.gpu.settings import PARTS, large_settings
 from benchmarks.tables import markdown
 from benchmarks.train import comparisons
 from benchmarks.train.comparisons import BARE, OURS, TRAINER
@@ -31,28 +30,10 @@ FORMATS = {
 """The columns of all parts, and how their numbers are written."""
 
 
-class _Goal(NamedTuple):
-    text: str
-    measure: Callable[[Results], list[float]]
-    """All values that must reach it. A KeyError, IndexError or TypeError where something is not measured or unknown."""
-    shape: str
-    is_reached: Callable[[float], bool] | None
-    """None: no limit is set."""
-
-
-def _steps(results: Results, *words: str) -> Row:
-    """The best setting, or that with some words more."""
-    return results.rows("steps")[", ".join([results.about["best"], *words])]
-
-
-def _large(results: Results, *words: str) -> Row:
-    """That with the largest batch, or with some words more."""
-    return results.rows("large")[", ".join([next(iter(large_settings("bf16"))), *words])]
-
-
-def _of(results: Results, program: str) -> list[float]:
-    rows = results.rows("programs")
-    return [rows[OURS]["tokens/s"] / rows[program]["tokens/s"]]
+def _steps(results: Results, *words: str, part: str = "steps") -> float:
+    """Tokens/s of the best setting, of `large` of that with the largest batch, or of the same with some words more."""
+    best = results.about["best"] if part == "steps" else next(iter(large_settings("bf16")))
+    return float(results.rows(part)[", ".join([best, *words])]["tokens/s"])
 
 
 def _ratios(results: Results) -> list[float]:
@@ -61,37 +42,31 @@ def _ratios(results: Results) -> list[float]:
     return [values[index] for index in range(max(8, len(values)))]
 
 
-_GOALS = (
-    _Goal("MFU with documents, as in PaLM: at least 55 %", lambda r: [_steps(r)["MFU"]], "{:.1%}", lambda x: x >= 0.55),
-    _Goal(
-        "the same, counting unmasked attention only", lambda r: [_steps(r)["MFU, unmasked attention only"]],
-        "{:.1%}", None,
-    ),
-    _Goal(
-        "tokens/s with documents, of those without: at least 97 %",
-        lambda r: [_steps(r)["tokens/s"] / _steps(r, "no documents")["tokens/s"]], "{:.1%}", lambda x: x >= 0.97,
-    ),
-    _Goal(
-        "tokens/s with `deterministic`, of those without", lambda r: [_steps(r, "deterministic")["tokens/s"] /
-        _steps(r)["tokens/s"]], "{:.1%}", None,
-    ),
-    _Goal("tokens/s, large", lambda r: [_large(r)["tokens/s"]], "{:,.0f}", None),
-    _Goal(
-        "tokens/s with `deterministic`, of those without, large",
-        lambda r: [_large(r, "deterministic")["tokens/s"] / _large(r)["tokens/s"]], "{:.1%}", None,
-    ),
-    _Goal("tokens/s, of the bare loop: over 100 %", lambda r: _of(r, BARE), "{:.1%}", lambda x: x > 1),
-    _Goal("tokens/s, of the Trainer: over 100 %", lambda r: _of(r, TRAINER), "{:.1%}", lambda x: x > 1),
-    _Goal("memory, predicted / measured: 0.9 to 1.1", _ratios, "{:.3f}", lambda x: 0.9 <= x <= 1.1),
-    _Goal(
-        "time lost to an asynchronous save, of a synchronous one: at most 5 %",
-        lambda r: [r.rows("checkpoints")["asynchronous"]["of the synchronous one"]], "{:.1%}", lambda x: x <= 0.05,
-    ),
-    _Goal(
-        "same bits after a kill, deterministic", lambda r: [r.rows("resume")["deterministic"]["same bits"]], "{:.0f}",
-        bool,
-    ),
+def _of(results: Results, program: str) -> float:
+    rows = results.rows("programs")
+    return float(rows[OURS]["tokens/s"] / rows[program]["tokens/s"])
+
+
+_GOALS: tuple[tuple[str, str, Callable[[float], bool] | None, Callable[[Results], list[float]]], ...] = (
+    ("MFU with documents, as in PaLM: at least 55 %", "{:.1%}", lambda x: x >= 0.55,
+     lambda r: [r.rows("steps")[r.about["best"]]["MFU"]]),
+    ("the same, counting unmasked attention only", "{:.1%}", None,
+     lambda r: [r.rows("steps")[r.about["best"]]["MFU, unmasked attention only"]]),
+    ("tokens/s with documents, of those without: at least 97 %", "{:.1%}", lambda x: x >= 0.97,
+     lambda r: [_steps(r) / _steps(r, "no documents")]),
+    ("tokens/s with `deterministic`, of those without", "{:.1%}", None,
+     lambda r: [_steps(r, "deterministic") / _steps(r)]),
+    ("tokens/s, large", "{:,.0f}", None, lambda r: [_steps(r, part="large")]),
+    ("tokens/s with `deterministic`, of those without, large", "{:.1%}", None,
+     lambda r: [_steps(r, "deterministic", part="large") / _steps(r, part="large")]),
+    ("tokens/s, of the bare loop: over 100 %", "{:.1%}", lambda x: x > 1, lambda r: [_of(r, BARE)]),
+    ("tokens/s, of the Trainer: over 100 %", "{:.1%}", lambda x: x > 1, lambda r: [_of(r, TRAINER)]),
+    ("memory, predicted / measured: 0.9 to 1.1", "{:.3f}", lambda x: 0.9 <= x <= 1.1, _ratios),
+    ("same bits after a kill, deterministic", "{:.0f}", bool,
+     lambda r: [r.rows("resume")["deterministic"]["same bits"]]),
 )  # fmt: skip
+"""What it is, how it is written, when it is reached (None: no limit is set), and all values that must reach it: a
+KeyError, IndexError or TypeError where something is not measured or unknown."""
 
 
 def report(results: Results, planned: dict[str, list[str]]) -> str:
@@ -122,7 +97,7 @@ def report(results: Results, planned: dict[str, list[str]]) -> str:
 
 def tables_of(results: Results) -> dict[str, dict[str, Row]]:
     """The rows of each table."""
-    parts = {part: results.rows(part) for part in results.parts if part not in ("predicted", "matrix", "tests")}
+    parts = {part: results.rows(part) for part in PARTS if part not in ("predicted", "tests")}
     tests: dict[str, Row] = {}
     for index, stamp in enumerate(results.stamps()):
         if rows := [*results.of(stamp).rows("tests").values()]:
@@ -138,8 +113,8 @@ def _mark(results: Results, row: Row) -> str:
 
 
 def step_rows(results: Results) -> dict[str, Row]:
-    """The rows of `steps` and `matrix`, with the predicted memory, and the losses compared."""
-    rows, predicted = results.rows("steps") | results.rows("matrix"), results.rows("predicted")
+    """The rows of `steps`, with the predicted memory, and the losses compared."""
+    rows, predicted = results.rows("steps"), results.rows("predicted")
     references: dict[tuple[str, bool, str], list[float]] = {}
     for name, row in rows.items():
         if name in predicted:
@@ -156,14 +131,14 @@ def step_rows(results: Results) -> dict[str, Row]:
 def _goals(results: Results) -> str:
     """Only results with one stamp are compared: that of now, or else another one."""
     lines = ["| goal | measured | reached |", "|---|---|---|"]
-    for goal in _GOALS:
-        line = f"| {goal.text} | | not measured |"
+    for text, shape, is_reached, measure in _GOALS:
+        line = f"| {text} | | not measured |"
         for stamp in reversed(results.stamps()):
             with suppress(KeyError, IndexError, TypeError):
-                values = goal.measure(results.of(stamp))
-                low, high = (goal.shape.format(value) for value in (min(values), max(values)))
-                reached = "" if goal.is_reached is None else "yes" if all(map(goal.is_reached, values)) else "no"
+                values = measure(results.of(stamp))
+                low, high = (shape.format(value) for value in (min(values), max(values)))
+                reached = "" if is_reached is None else "yes" if all(map(is_reached, values)) else "no"
                 found = f"{low if low == high else f'{low} to {high}'}{_mark(results, {'by': stamp})}"
-                line = f"| {goal.text} | {found} | {reached} |"
+                line = f"| {text} | {found} | {reached} |"
         lines.append(line)
     return "\n".join(lines)

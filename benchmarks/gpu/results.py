@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.settings import PARTS
+
 Row = dict[str, Any]
 """A result: numbers by the column of the table, or an `error`; and `by`, the stamp of what measured it."""
 Stamp = dict[str, str]
@@ -70,8 +72,9 @@ class Results:
         return {name: dict(row) for name, row in self.parts.get(part, {}).items() if "error" not in row}
 
     def errors(self) -> list[tuple[str, str, Row]]:
-        """Everything that failed: part, name and row."""
-        return [(part, name, row) for part, rows in self.parts.items() for name, row in rows.items() if "error" in row]
+        """Everything that failed, of the parts that there are: part, name and row."""
+        found = ((part, name, row) for part in PARTS for name, row in self.parts.get(part, {}).items())
+        return [each for each in found if "error" in each[2]]
 
     def stamps(self) -> list[Stamp]:
         """That of now, and then those of other code, devices or packages."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-PARTS = ("smoke", "steps", "resume", "large", "saves", "tests", "programs", "checkpoints", "matrix", "predicted")
+PARTS = ("smoke", "steps", "resume", "large", "saves", "tests", "programs", "predicted")
 """What `python -m benchmarks.gpu --help` describes, in the order in which it is measured."""
 
 Settings = dict[str, dict[str, Any]]
@@ -43,19 +43,6 @@ def main_settings(batch_sizes: list[int], precision: str) -> Settings:
         *([{**best, "precision": "fp8"}] if importlib.util.find_spec("torchao") else []),
         {**eager, "fsdp": {"strategy": "fsdp", "cpu_offload": True}},
         {**eager, "deterministic": True},
-    )
-
-
-def matrix(batch_sizes: list[int], precision: str) -> Settings:
-    """Each attention with each loss and each batch size, compiled or not; the largest batch first."""
-    sizes = sorted(batch_sizes, reverse=True)
-    best = best_setting(batch_sizes, precision)
-    return _named(
-        precision,
-        *(
-            {**best, "batch_size": size, "compile": is_compiled, "attention": attention, "loss": loss}
-            for size, is_compiled, attention, loss in product(sizes, (True, False), ATTENTION, LOSS)
-        ),
     )
 
 

@@ -1,16 +1,12 @@
-"""Speed, checkpoints, resume and load of the training, compared with a bare FSDP2 loop, the Trainer and DDP.
+"""Speed of the training, compared with a bare FSDP2 loop, the Trainer and DDP.
 
-    python -m benchmarks.train                                               two ranks on the CPU, or all GPUs
-    python -m benchmarks.train --only speed --rounds 20
-    python -m benchmarks.train --only checkpoints --ranks 1 --threads 1      leaves a core for saving
-    python -m benchmarks.train --params 1B --seq-length 4096 --precision bf16 --compile --load-params 1B --ckpt-freq 100
+    python -m benchmarks.train                     two ranks on the CPU, or all GPUs
+    python -m benchmarks.train --params 1B --seq-length 4096 --precision bf16 --compile
 
 All programs train the same Llama from the same weights on the same rows (the sources of the installed Python packages),
 in the same order, with fused AdamW; if their losses differ, nothing is reported. They take turns of a few steps, and
 each number is the median over the turns. The clock is that of this process, read when a line of the training arrives;
-so the log, the data and the checks of the pipeline count as part of its steps.
-
-With 1B parameters a checkpoint has 15 GB, and `--work` needs room for ten of them. The Trainer of transformers needs
+so the log, the data and the checks of the pipeline count as part of its steps. The Trainer of transformers needs
 accelerate: `pip install .[bench]`.
 """
 
@@ -23,26 +19,21 @@ from pathlib import Path
 
 from benchmarks.tables import markdown
 from benchmarks.train.bench import Bench
-from benchmarks.train.comparisons import FORMATS, checkpoints, load, resume, speed
+from benchmarks.train.comparisons import FORMATS, speed
 from benchmarks.train.job import SHAPES
 
 
 def main() -> None:
-    kinds = {"speed": speed, "checkpoints": checkpoints, "resume": resume, "load": load}
     parser = argparse.ArgumentParser(
         "python -m benchmarks.train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=kinds, default=list(kinds))
     parser.add_argument("--params", choices=SHAPES, default="12M", help="size of the model")
-    parser.add_argument("--load-params", choices=SHAPES, default="100M", help="size of the model for `load`")
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=4, help="rows per rank")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each program")
-    parser.add_argument("--log-freq", type=int, default=5, help="steps per turn, for `speed`")
-    parser.add_argument("--ckpt-freq", type=int, default=5, help="steps per turn, for `checkpoints`")
-    parser.add_argument("--launches", type=int, default=3, help="launches of each program, for `resume`")
+    parser.add_argument("--log-freq", type=int, default=5, help="steps per turn")
     parser.add_argument("--ranks", type=int, help="default: one per GPU, or 2")
     parser.add_argument("--threads", type=int, help="threads per rank; default: the cores divided by the ranks")
     parser.add_argument("--megabytes", type=int, default=1, help="size of the text")
@@ -57,9 +48,7 @@ def main() -> None:
             f"{args.precision}, {args.rounds} rounds, load {os.getloadavg()[0]:.1f}",
             flush=True,
         )
-        for kind in args.only:
-            title = f"load, {args.load_params} parameters" if kind == "load" else kind
-            print(f"\n{markdown(title, kinds[kind](bench), FORMATS)}", end="", flush=True)
+        print(f"\n{markdown('speed', speed(bench), FORMATS)}", end="", flush=True)
         print(f"load at the end {os.getloadavg()[0]:.1f}")
 
 

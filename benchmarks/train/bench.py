@@ -23,6 +23,7 @@ from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.launching import flops
 from stages.model import meta
 
+EXPERIMENT = "bench"
 _MADE = "made"
 """This file exists when the project is complete."""
 
@@ -79,17 +80,11 @@ class Bench:
         for name in ("organize", "extract", "download", "pack"):
             self.start(["-m", f"stages.{name}"]).finish()
 
-    def write_params(
-        self, steps: int = 1, experiment: str = "bench", params: Mapping[str, Any] | None = None, **runtime: Any
-    ) -> None:
+    def write_params(self, steps: int = 1, params: Mapping[str, Any] | None = None, **runtime: Any) -> None:
         """Write params.yaml such that the pipeline trains as the other programs do, but for `params`."""
-        (self.project / "params.yaml").write_text(self.params(steps, experiment, params, **runtime))
-
-    def params(self, steps: int, experiment: str, params: Mapping[str, Any] | None, **runtime: Any) -> str:
-        """The content of params.yaml."""
         content = yaml.safe_load((REPO / "params.yaml").read_text())
         content |= {
-            "experiment_name": experiment, "raw_dir": "corpus", "model_name": "model",
+            "experiment_name": EXPERIMENT, "raw_dir": "corpus", "model_name": "model",
             "seq_length": self.args.seq_length, "batch_size": self.batch_size,
             "total_batch_size": self.batch_size * self.num_ranks, "num_epochs": 10**6, "max_steps": steps, "lr": LR,
             "lr_schedule": "constant", "warmup_steps": 0, "weight_decay": WEIGHT_DECAY, "adam_beta1": BETAS[0],
@@ -98,29 +93,18 @@ class Bench:
             "eval_freq": 10**6, "fast_encoder": False, **(params or {}),
         }  # fmt: skip
         content["runtime"] |= {"nproc_per_node": self.num_ranks, "log_freq": 1, "ckpt_freq": None, **runtime}
-        return yaml.safe_dump(content)
+        (self.project / "params.yaml").write_text(yaml.safe_dump(content))
 
-    def start(self, command: list[str], directory: Path | None = None) -> Training:
-        """Start Python in the project, or in another directory."""
+    def start(self, command: list[str]) -> Training:
+        """Start Python in the project."""
         errors = self.project / f"errors-{len(self.trainings)}.txt"
-        self.trainings.append(Training(command, directory or self.project, self.environment, errors))
+        self.trainings.append(Training(command, self.project, self.environment, errors))
         return self.trainings[-1]
 
-    def start_ours(
-        self, steps: int, experiment: str = "bench", params: Mapping[str, Any] | None = None, **runtime: Any
-    ) -> Training:
-        """Start the launcher in the directory of the experiment, with parameters as for `write_params`."""
-        directory = self.directory(experiment)
-        directory.mkdir(parents=True, exist_ok=True)
-        for name in ("data", "dvc.yaml", "model", "stages"):
-            if not (directory / name).exists():
-                (directory / name).symlink_to(self.project / name)
-        (directory / "params.yaml").write_text(self.params(steps, experiment, params, **runtime))
-        return self.start(["-m", "stages.launch"], directory)
-
-    def directory(self, experiment: str) -> Path:
-        """Of the pipeline's trainings with this name. A launch refuses to end where params.yaml has changed."""
-        return self.project / "runs" / experiment
+    def start_ours(self, steps: int, params: Mapping[str, Any] | None = None, **runtime: Any) -> Training:
+        """Start the launcher, with parameters as for `write_params`, which nothing may change until it has ended."""
+        self.write_params(steps, params, **runtime)
+        return self.start(["-m", "stages.launch"])
 
     def start_other(self, program: str, steps: int, **fields: Any) -> Training:
         """Start the ranks of a program with torchrun; `fields` are those of its `Job`."""
@@ -140,14 +124,14 @@ class Bench:
 
     def remove_checkpoints(self) -> None:
         """Make room; the outs stay."""
-        for directory in self.project.glob("runs/*/outputs/*/checkpoints"):
+        for directory in self.project.glob("outputs/*/checkpoints"):
             shutil.rmtree(directory)
 
-    def result_digest(self, experiment: str = "bench") -> str:
+    def result_digest(self) -> str:
         """Of all that the pipeline's last training has computed: weights, optimizer state, history."""
-        return RunPointer.read(self.directory(experiment) / pointer_path(experiment)).result_sha256
+        return RunPointer.read(self.project / pointer_path(EXPERIMENT)).result_sha256
 
-    def history_losses(self, experiment: str = "bench") -> list[float]:
+    def history_losses(self) -> list[float]:
         """Those of all steps of the pipeline's last training."""
-        with (self.directory(experiment) / outputs.HISTORY).open() as file:
+        with (self.project / outputs.HISTORY).open() as file:
             return [float(row["loss"]) for row in csv.DictReader(file, delimiter="\t") if row["loss"]]

@@ -29,12 +29,8 @@ class Training:
         """Seconds from the launch to the line of each step, pauses excluded."""
         self.peak = 0.0
         """GiB of rank 0 at the last line, of the GPU if there is one."""
-        self.loads: list[dict[str, float]] = []
-        """What each rank reported about loading its weights."""
         self.losses: list[float] = []
         """Of the pipeline that of each line, of the other programs the mean since the line before."""
-        self.cpu_times: list[float] = []
-        """CPU seconds of its processes at the beginning and at the end of each turn."""
         self._errors = errors
         self._start = time.perf_counter()
         self._paused_at: float | None = None
@@ -50,13 +46,6 @@ class Training:
             if not self._read_line():
                 self._fail()
         return self.lines[step]
-
-    def until_first(self) -> float:
-        """Wait for the first line; returns its time."""
-        while not self.lines:
-            if not self._read_line():
-                self._fail()
-        return min(self.lines.values())
 
     def pause(self) -> None:
         """Stop all its processes until `unpause`."""
@@ -78,21 +67,10 @@ class Training:
         if self._process.wait():
             self._fail()
 
-    def stop(self) -> None:
-        """Request its end, and wait for it."""
-        self._process.terminate()
-        while self._read_line():
-            pass
-        self._process.wait()
-
     def kill(self) -> None:
         """Kill all its processes, unless it has ended."""
         if self._process.poll() is None:
             self._signal(signal.SIGKILL)
-
-    def cpu_seconds(self) -> float:
-        """CPU time so far of those of its processes that are alive."""
-        return sum(sum(process.cpu_times()[:2]) for process in self._processes())
 
     def _read_line(self) -> str:
         assert self._process.stdout
@@ -102,8 +80,6 @@ class Training:
             if match[2]:
                 self.losses.append(float(match[2]))
             self.peak = max(self.peak, float(match[3] or 0))
-        elif line.startswith("load "):
-            self.loads.append(json.loads(line.removeprefix("load ")))
         elif line.startswith("losses "):
             self.losses = json.loads(line.removeprefix("losses "))
         return line

@@ -2,9 +2,8 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.train.programs JOB.json
 
-They print `step K/N peak X GiB` every `log_freq` steps, `load {...}` when the weights are loaded (`stage` and
-`trainer`), and `losses [...]` at the end. The pipeline's own training prints the lines of its steps itself and is
-started without this module; only its load is watched here.
+They print `step K/N peak X GiB` every `log_freq` steps, and `losses [...]` at the end. The pipeline's own training
+prints the lines of its steps itself and is started without this module.
 """
 
 import json
@@ -15,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
 import numpy as np
 import torch
@@ -29,7 +27,6 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import AutoModelForCausalLM
 
 from benchmarks.train.job import BETAS, EPS, LR, MAX_GRAD_NORM, SEED, WEIGHT_DECAY, Job
-from benchmarks.train.load_watch import LoadWatch
 from stages.forward.rows import TokenRows
 from stages.launching.timers import memory_gib
 from stages.ranks import handoff
@@ -49,30 +46,6 @@ def print_losses(losses: list[float]) -> None:
     """Print the mean losses between two lines, from the first step on, if this is rank 0."""
     if int(os.environ["RANK"]) == 0:
         print(f"losses {json.dumps(losses)}", flush=True)
-
-
-def stage(job: Job) -> None:
-    """The pipeline's training, until its weights are loaded."""
-    from stages import train
-    from stages.base.params_file import load_params
-    from stages.checkpointing import run
-    from stages.forward import sharded_weights
-    from stages.training import sharded_model
-    from stages.training.params import TrainParams
-
-    build = sharded_model.build
-
-    def watched(*args: Any, **kwargs: Any) -> None:
-        watch = LoadWatch()
-        with mock.patch.object(sharded_weights, "safe_open", watch.open):
-            build(*args, **kwargs)
-        watch.report()
-        sys.exit()
-
-    run.describe(load_params(TrainParams)).directory.mkdir(parents=True, exist_ok=True)  # the launcher makes it
-    sys.argv = sys.argv[:1]
-    with mock.patch.object(sharded_model, "build", watched):
-        train.main()
 
 
 def bare(job: Job) -> None:
@@ -179,7 +152,7 @@ def trainer(job: Job) -> None:
         output_dir="trainer",
         use_cpu=not on_gpu,
         per_device_train_batch_size=job.batch_size,
-        max_steps=job.steps or 1,
+        max_steps=job.steps,
         learning_rate=LR,
         lr_scheduler_type="constant",
         adam_beta1=BETAS[0],
@@ -191,28 +164,22 @@ def trainer(job: Job) -> None:
         bf16=job.precision == "bf16",
         torch_compile=job.compile,
         logging_steps=job.log_freq,
-        save_strategy="steps" if job.save_freq else "no",
-        save_steps=job.save_freq or 500,
+        save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         fsdp=cast(Any, True),
         fsdp_config={
-            "cpu_ram_efficient_loading": job.cpu_ram_efficient_loading,
+            "cpu_ram_efficient_loading": False,
             "state_dict_type": "SHARDED_STATE_DICT",
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
         },
     )
     if not on_gpu:
         shard_on_cpus()
-    watch = LoadWatch()
-    mock.patch("transformers.modeling_utils.safe_open", watch.open).start()
 
     class Lines(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             assert isinstance(kwargs["model"], FSDPModule), "accelerate did not shard the model"
-            watch.report()
-            if job.steps == 0:
-                sys.exit()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             print_step(job, state.global_step)
@@ -225,9 +192,7 @@ def trainer(job: Job) -> None:
             return SequentialSampler(RowsInOrder(job))
 
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
-    InOrder(model, arguments, train_dataset=RowsInOrder(job), callbacks=[Lines()]).train(
-        resume_from_checkpoint=job.resume
-    )
+    InOrder(model, arguments, train_dataset=RowsInOrder(job), callbacks=[Lines()]).train()
     dist.destroy_process_group()  # without it a rank sometimes hangs at exit
 
 
@@ -242,7 +207,7 @@ def shard_on_cpus() -> None:
 def main() -> None:
     handoff.die_with_torchrun(signal.SIGKILL)  # which starts its ranks in process groups of their own
     job = Job(**json.loads(Path(sys.argv[1]).read_text()))
-    {"stage": stage, "bare": bare, "ddp": ddp, "trainer": trainer}[job.program](job)
+    {"bare": bare, "ddp": ddp, "trainer": trainer}[job.program](job)
 
 
 if __name__ == "__main__":
