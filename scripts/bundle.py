@@ -32,7 +32,7 @@ REPOSITORY, WHEELS, RESULTS, HUB, SUMS = "repository.bundle", "wheels", "dvc", "
 CACHE = ".hf"
 """Where the pipeline looks for models of the Hub."""
 UNFINISHED = ".unbundle"
-"""How the name of a clone or a file ends that an interrupted unbundle has left; the next one replaces it."""
+"""How the name of a clone ends that an interrupted unbundle has left; the next one replaces it."""
 
 
 class Refused(Exception):
@@ -213,11 +213,9 @@ def install(bundle: Path, target: Path) -> None:
     update_repository(bundle, target)
     for path in sorted(path for path in sums if path.startswith(HUB + "/")):
         final = target / CACHE / path[len(HUB) + 1 :]
-        if not final.is_file() or digest_of(final) != sums[path]:
+        if not final.is_file() or digest_of(final) != sums[path]:  # such as a part of it
             final.parent.mkdir(parents=True, exist_ok=True)
-            temporary = final.with_name(final.name + UNFINISHED)
-            shutil.copyfile(str(bundle / path), str(temporary))
-            os.replace(str(temporary), str(final))
+            shutil.copyfile(str(bundle / path), str(final))
     # No settings of this machine: an index or a proxy in them cannot be reached from here.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))}
     environment.update(PYTHON=sys.executable, PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull)
