@@ -22,6 +22,7 @@ from stages.plan import PlanParams
 from stages.ranks import torchrun
 from stages.ranks.gpus import DEVICES, num_devices
 from stages.ranks.process_group import check_devices, use_gpu
+from stages.report import ReportParams
 from stages.training.params import TrainParams
 
 
@@ -35,7 +36,8 @@ class Settings(NamedTuple):
 
 def load() -> Found[Settings]:
     """The parameters of all stages: what the last ones refuse would show up after the training."""
-    for params in (OrganizeParams, ExtractParams, PackParams, PlanParams, ConsolidateParams, EvaluateParams):
+    rest = OrganizeParams, ExtractParams, PackParams, PlanParams, ConsolidateParams, EvaluateParams, ReportParams
+    for params in rest:
         load_params(params)
     settings = Settings(load_params(DownloadParams), load_params(TrainParams), load_params(TrainRuntime, "runtime"))
     yield ok("params.yaml is valid")
