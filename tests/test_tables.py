@@ -1,11 +1,13 @@
 import base64
 import datetime
+import hashlib
 import io
 import json
 import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,7 @@ import pytest
 from stages.base.errors import StageError
 from stages.formats import lines, source, tables
 from stages.formats.limits import Limits
-from stages.splits import footer
 from stages.splits import manifests as splits
-from stages.splits import tables as units
 from tests.corpus import CORPUS, SPLITS, content_of, extract_file, extract_raw, organize_raw, put, read_rows
 from tests.project import REPO, peak_memory
 
@@ -288,6 +288,7 @@ def test_trap_34_a_large_table_is_cut_between_row_groups(name: str) -> None:
     entries = cut(name, content)
     if name in ("a.parquet", "a.arrow"):  # the others are compressed to little
         assert len(entries) > 4
+        assert max(entry["size"] for entry in entries) <= 2 * min(entry["size"] for entry in entries[:-1])
     places = [(entry["part"]["start"], entry["part"]["end"]) for entry in entries]
     assert places[0][0] == 0
     assert [end for _, end in places] == [*(start for start, _ in places[1:]), None]
@@ -305,29 +306,6 @@ def test_trap_34_a_large_table_is_cut_between_row_groups(name: str) -> None:
     assert content_of(CORPUS) == one
 
 
-@pytest.mark.parametrize("rows", [1, 3, 1000])
-@pytest.mark.parametrize("table", [NESTED, NESTED.select(["text"]), numbered(1000)])
-def test_the_places_of_row_groups_are_those_that_pyarrow_gives(table: pa.Table, rows: int) -> None:
-    for options in (
-        {"use_dictionary": False, "write_statistics": False},
-        {"compression": "zstd", "write_page_index": True, "write_page_checksum": True},
-        {"compression": "none", "version": "1.0", "data_page_version": "2.0"},
-    ):
-        content = encode("a.parquet", table, rows, **options)
-        metadata = pq.read_metadata(pa.BufferReader(content))
-        columns = [
-            [metadata.row_group(group).column(column) for column in range(metadata.num_columns)]
-            for group in range(metadata.num_row_groups)
-        ]
-        expected = tuple(
-            min(
-                place for column in group for place in (column.dictionary_page_offset, column.data_page_offset) if place
-            )
-            for group in columns
-        )
-        assert footer.row_groups(content[-8 - metadata.serialized_size : -8]) == expected
-
-
 def test_trap_34_the_rows_keep_their_order() -> None:
     table = numbered(1000)
     for name in FORMATS:
@@ -338,28 +316,47 @@ def test_trap_34_the_rows_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_trap_34_the_digest_of_a_part_covers_what_decides_how_it_is_read(name: str) -> None:
+def test_trap_34_the_digest_of_each_part_is_that_of_the_file(name: str) -> None:
     content = encode(name, numbered(4000), rows=50, **({"compression": "none"} if name == "a.parquet" else {}))
-    before = cut(name, content)
+    entries = cut(name, content)
+    assert len(entries) > 4
+    assert {entry["digest"] for entry in entries} == {hashlib.sha256(content).hexdigest()}
     path = Path("data/raw", name)
-    frame = tables_frame(path)
-    assert frame
-    # Another name of the column, in the footer or the schema; the rows are the same.
-    place = content.rfind(b"text") if name == "a.parquet" else content.find(b"text")
-    renamed = content[:place] + b"next" + content[place + 4 :]
-    path.write_bytes(renamed)
-    for entry in before:
-        assert not source.is_unchanged(path, entry["digest"], splits.Part(**entry["part"]))
-    # A byte of one part changes this part only.
-    middle = before[2]["part"]["start"] + 500
-    path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-    changed = [not source.is_unchanged(path, entry["digest"], splits.Part(**entry["part"])) for entry in before]
-    assert changed == [number == 2 for number in range(len(before))]
+    for place in (0, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        for entry in entries:
+            assert not source.is_unchanged(path, entry["digest"], splits.Part(**entry["part"]))
 
 
-def tables_frame(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return units.read_frame(file, str(path))
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_table_is_hashed_once_for_all_of_its_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = encode(name, numbered(4000), rows=50, **({"compression": "none"} if name == "a.parquet" else {}))
+    assert len(cut(name, content)) > 4
+    opened = []
+    open_raw = source.open_raw
+    monkeypatch.setattr(source, "open_raw", lambda path: opened.append(path) or open_raw(path))
+    extract_raw_only()
+    assert opened == [f"data/raw/{name}"]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_trap_05_a_table_that_changes_while_a_part_is_read_is_noticed(name: str) -> None:
+    content = encode(name, numbered(400), rows=50, **({"compression": "none"} if name == "a.parquet" else {}))
+    Path(name).write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
+
+    def read(while_reading: Callable[[], object]) -> None:
+        with tables.Table(name, digest, part=splits.Part(1, 2, 2)) as table:
+            for _ in table.rows(lambda schema: schema.names):
+                while_reading()
+
+    def change() -> None:
+        with Path(name).open("ab") as file:
+            file.write(b"x")
+
+    read(lambda: None)  # hashed, and found unchanged
+    with pytest.raises(source.Changed):
+        read(change)
 
 
 def test_tables_that_cannot_be_cut_are_read_as_a_whole() -> None:
@@ -375,20 +372,6 @@ def test_tables_that_cannot_be_cut_are_read_as_a_whole() -> None:
         assert read_rows() == table["text"].to_pylist()
     damaged = encode("a.parquet", table, rows=50, compression="none")[:-3]
     [entry] = cut("a.parquet", damaged)
-    assert "part" not in entry
-
-
-def test_a_footer_of_a_few_bytes_with_a_list_of_2_to_the_40_is_damaged() -> None:
-    with pytest.raises(ValueError, match="its footer is damaged"):
-        footer.row_groups(bytes([0x49, 0xF3]) + varint(2**40 // 2) + b"\0")  # of bytes; a length is not doubled
-
-
-def test_a_table_whose_row_groups_are_not_in_order_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranges between them would leave rows out, or give them twice."""
-    content = encode("a.parquet", numbered(4000), rows=50, compression="none")
-    assert len(cut("a.parquet", content)) > 1
-    monkeypatch.setattr(units, "row_groups", lambda frame: footer.row_groups(frame)[::-1])
-    [entry] = cut("a.parquet", content)
     assert "part" not in entry
 
 

@@ -14,6 +14,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -239,11 +240,10 @@ class _Stored:
             raise Changed
         return piece
 
-    def verify(self, digest: str, frame: bytes = b"") -> None:
-        """Read what is left, and raise Changed if all bytes together, and `frame`, have another digest."""
+    def verify(self, digest: str) -> None:
+        """Read what is left, and raise Changed if all bytes together have another digest."""
         while self.read(_CHUNK):
             pass
-        self._hash.update(frame)
         if self._hash.hexdigest() != digest:
             raise Changed
 
@@ -257,18 +257,32 @@ def may_be_changed(error: BaseException | None) -> bool:
 def is_unchanged(path: Path, digest: str, part: Part | None) -> bool:
     """Whether a raw file, or a part of one, can be read and has the SHA-256 that it was organized with."""
     try:
-        verify(open_raw(path), path, digest, part)
+        descriptor = open_raw(path)
+        is_table = tables.is_table(path.name)
+        with _Stored(descriptor, None if is_table else part) as stored:
+            if is_table:
+                verify_table(os.fspath(path), digest, state(descriptor))
+            else:
+                stored.verify(digest)
     except (Changed, OSError):
         return False
     return True
 
 
-def verify(descriptor: int, path: str | Path, digest: str, part: Part | None) -> None:
-    """Raise Changed if a file, or a part of one, has another SHA-256 than it was organized with; close it."""
-    with open(descriptor, "rb") as file:
-        frame = tables.read_frame(file, os.fspath(path)) if part else b""
-        with _Stored(os.dup(descriptor), part) as stored:  # both have one place in the file
-            stored.verify(digest, frame)
+def state(descriptor: int) -> tuple[int, ...]:
+    """What becomes another one with the content of a file."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@lru_cache(maxsize=1 << 12)  # a process reads many parts of a table, and hashes it once
+def verify_table(path: str, digest: str, expected: tuple[int, ...]) -> None:
+    """Raise Changed if a file is not in a state, or has another SHA-256 than it was organized with."""
+    descriptor = open_raw(path)
+    with _Stored(descriptor, None) as stored:
+        if state(descriptor) != expected:
+            raise Changed
+        stored.verify(digest)
 
 
 def open_raw(path: str | Path) -> int:

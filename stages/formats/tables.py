@@ -11,6 +11,7 @@ import re
 import resource
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 from stages.base.errors import one_line
 from stages.formats import json, paths
 from stages.formats.limits import LIMITS, Limits
-from stages.formats.source import Rejected, Source, may_be_changed, open_raw, verify
+from stages.formats.source import Changed, Rejected, Source, may_be_changed, open_raw, state, verify_table
 from stages.formats.writer import TextWriter
 from stages.splits import tables
 from stages.splits.manifests import Part
@@ -63,7 +64,8 @@ class Rows(NamedTuple):
 class Table:
     """A Parquet or Arrow file, or some row groups or record batches of one. Used like `Source`, with `with`.
 
-    The file is hashed after it was read: what was made of one that has changed is dropped.
+    The file is hashed after it was read, once in a process for all of its parts: what was made of one that has changed
+    is dropped.
     """
 
     used_fallback = False
@@ -74,6 +76,7 @@ class Table:
         """The schema, when rows were read."""
         self._path, self._digest, self._part = os.fspath(path), digest, part
         self._file = io.FileIO(open_raw(path))
+        self._state = state(self._file.fileno())
 
     def __enter__(self) -> "Table":
         return self
@@ -81,7 +84,9 @@ class Table:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with self._file:
             if may_be_changed(error):
-                verify(os.dup(self._file.fileno()), self._path, self._digest, self._part)
+                verify_table(self._path, self._digest, self._state)
+                if state(self._file.fileno()) != self._state:
+                    raise Changed
 
     def rows(self, choose: Choose) -> "Iterator[Rows | Rejected]":
         """The rows, about `limits.chunk` bytes at once, and those that cannot be read.
@@ -95,7 +100,7 @@ class Table:
             self.begin = schema.to_string(show_schema_metadata=False).encode()
             return choose(schema)
 
-        read = self._parquet if self._path.lower().endswith(".parquet") else self._arrow
+        read = self._parquet if self._path.lower().endswith(tables.PARQUET) else self._arrow
         try:
             yield from _bounded(read(choose_and_remember, begin, end), self.limits.table)
         except MemoryError:
@@ -115,13 +120,12 @@ class Table:
         # Without read-ahead: of a row group of any size memory holds some pages.
         file = pq.ParquetFile(self._file, pre_buffer=False, buffer_size=self.limits.chunk)
         metadata, names = file.metadata, choose(file.schema_arrow)
-        # Never `column`, which may end the process (stages/splits/footer.py).
+        # Never `column`: where the size statistics of one are damaged, it ends the process (pyarrow 26).
         groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
         if metadata.num_rows != sum(group.num_rows for group in groups):
             raise ValueError(f"the footer gives {metadata.num_rows} rows, and its row groups have others")
         self._check_number(metadata.num_rows)
-        for index in self._own_groups(len(groups), begin, end):
-            group = groups[index]
+        for index, group in islice(enumerate(groups), begin, end):
             step = min(_ROWS_AT_ONCE, max(1, self.limits.chunk * group.num_rows // max(1, group.total_byte_size)))
             number = 0
             for batch in file.iter_batches(step, [index], names, use_threads=False):
@@ -130,49 +134,24 @@ class Table:
             if number != group.num_rows:
                 raise ValueError(f"row group {index + 1} has {number} rows instead of {group.num_rows}")
 
-    def _own_groups(self, number: int, begin: int, end: int | None) -> list[int]:
-        """The indices of the row groups of the part."""
-        if self._part is None:
-            return [*range(number)]
-        units = tables.find_units(Path(self._path), tables.read_frame(self._file, self._path))
-        return [index for index, place in enumerate(units) if begin <= place and (end is None or place < end)]
-
     def _arrow(self, choose: Choose, begin: int, end: int | None) -> "Iterator[Rows | Rejected]":
-        stream = _Stream(self._file, self._path, begin, end)
-        with pa.ipc.open_stream(pa.PythonFile(stream, "r")) as reader:
+        file = self._file
+        if file.read(len(tables.ARROW_FILE)) != tables.ARROW_FILE:
+            file.seek(0)
+        with pa.ipc.open_stream(pa.PythonFile(file, "r")) as reader:
             names = choose(reader.schema)
             chosen = [column for column, name in enumerate(reader.schema.names) if name in names]
+            if begin:  # the reader goes on from there
+                file.seek(next(islice(tables.find_batches(Path(f"/proc/self/fd/{file.fileno()}")), begin, None), 0))
             number = 0
-            for index, batch in enumerate(reader, self._part.line if self._part else 1):
+            for index, batch in enumerate(islice(reader, end and end - begin), begin + 1):
                 number += batch.num_rows
                 self._check_number(number)
                 yield from _slices(batch.select(chosen), f"record batch {index}", 0, self.limits.chunk)
-        if end is None and stream.last != _END_OF_STREAM:  # pyarrow takes the end of a file for it
-            raise ValueError("it ends before its end")
-
-
-class _Stream(io.RawIOBase):
-    """The schema of an Arrow file or stream, and the record batches in a range of it."""
-
-    def __init__(self, file: io.FileIO, path: str, begin: int, end: int | None) -> None:
-        self.last = b""
-        """The last bytes that were read."""
-        schema = tables.read_frame(file, path) if begin else b""
-        file.seek(begin)
-        if not begin and file.read(len(tables.ARROW_FILE)) != tables.ARROW_FILE:
-            file.seek(0)
-        self._schema, self._file, self._end = io.BytesIO(schema), file, end
-
-    def readable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1, /) -> bytes:
-        piece = self._schema.read(size)
-        if not piece:
-            left = size if self._end is None else min(size, self._end - self._file.tell())
-            piece = self._file.read(left) or b""
-        self.last = (self.last + piece[-8:])[-8:]
-        return piece
+        if end is None:
+            file.seek(-len(_END_OF_STREAM), os.SEEK_CUR)
+            if file.read(len(_END_OF_STREAM)) != _END_OF_STREAM:  # pyarrow takes the end of a file for it
+                raise ValueError("it ends before its end")
 
 
 def _bounded(items: "Iterator[Rows | Rejected]", size: int) -> "Iterator[Rows | Rejected]":

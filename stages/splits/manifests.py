@@ -24,15 +24,16 @@ SUMMARY = "summary.json"
 class Part(NamedTuple):
     """A range of a file, from the start of a line to the start of another, or to the end.
 
-    In tables row groups or record batches take the place of lines.
+    In tables it is a range of units: row groups or record batches.
     """
 
     start: int
-    """Offset of the first byte."""
+    """Offset of the first byte, or number of the first unit, from 0."""
     end: int | None
-    """Offset after the last byte; None: the end of the file, so that a file that grows is a changed one."""
+    """Offset after the last byte, or number after the last unit; None: the end of the file, so that a file that grows
+    is a changed one."""
     line: int
-    """Number of the first line in the file, from 1."""
+    """Number of the first line or unit in the file, from 1."""
 
 
 class RawFile(NamedTuple):
@@ -41,9 +42,9 @@ class RawFile(NamedTuple):
     path: str
     """Relative to `raw_dir`, with forward slashes."""
     size: int
-    """In bytes, of the file or the part."""
+    """In bytes, of the file or the part; of a part of a table, its share of the file."""
     digest: str
-    """SHA-256 of these bytes, in hexadecimal."""
+    """SHA-256 of these bytes, in hexadecimal; of a part of a table, of the entire file."""
     part: Part | None = None
     """None: the entire file."""
 

@@ -2,8 +2,10 @@
 
 A part has the lines that begin in one range of `size` bytes, aligned to `size`, so lines that are appended to a file
 change its last part only. Only UTF-8 is cut: there a byte 10 is always a line end, and each part can be decoded alone.
-Memory holds a piece of a part, however long the part and its lines are. Tables are cut in the same way between their
-row groups or record batches.
+Memory holds a piece of a part, however long the part and its lines are.
+
+Tables are cut between their units, row groups or record batches: a part has the units from one number to another, and
+the digest of the entire file.
 """
 
 import codecs
@@ -11,7 +13,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -39,12 +41,14 @@ class Range(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """The lines that begin in a range; without any, `start` is `end`."""
+    """The lines that begin in a range; without any, `start` is `end`. Of tables, units take the place of lines."""
 
     start: int
+    """Offset, or number of the unit."""
     end: int
+    size: int
+    """In bytes; of a table the share that so many units have of the file."""
     num_lines: int
-    """Or row groups, or record batches."""
     digest: str
 
 
@@ -56,7 +60,7 @@ def size_of(num_bytes: int, num_splits: int, smallest: int) -> int:
 
 def tasks(file: Path, num_bytes: int, size: int) -> list[Range]:
     """What `measure` must be called with for a file of so many bytes, in order."""
-    if tables.is_table(file.name):  # once: to find the units of a table takes longer than to hash it
+    if tables.is_table(file.name):
         return [Range(file, 0, num_bytes, size)]
     return [Range(file, start, start + size, size) for start in range(0, num_bytes, size)]
 
@@ -69,7 +73,7 @@ def measure(task: Range) -> list[Measured] | None:
     try:
         with open(tree.open_regular(task.file), "rb") as file:
             if tables.is_table(task.file.name):
-                return _measure_table(file, task)
+                return _measure_table(task)
             if task.start == 0 and is_one_document(file.read(_HEAD)):
                 return None  # so that it is rejected once, and not by each part
             start = _line_start(file, task.start, task.end)
@@ -96,8 +100,8 @@ def join(path: str, measured: Iterable[Measured]) -> list[RawFile]:
     """The lines of the manifest for all parts of a file, in order."""
     files: list[RawFile] = []
     line = 1
-    for start, end, num_lines, digest in measured:
-        files.append(RawFile(path, end - start, digest, Part(start, end, line)))
+    for start, end, size, num_lines, digest in measured:
+        files.append(RawFile(path, size, digest, Part(start, end, line)))
         line += num_lines
     *others, last = files
     assert last.part
@@ -107,7 +111,8 @@ def join(path: str, measured: Iterable[Measured]) -> list[RawFile]:
 def name(file: RawFile, size: int) -> str:
     """By which a part is assigned to a split: it stays the same when the lines in it, or after it, change."""
     assert file.part
-    return f"{file.path}\0{file.part.start // size}"  # NUL is in no path
+    number = file.part.start if tables.is_table(file.path) else file.part.start // size
+    return f"{file.path}\0{number}"  # NUL is in no path
 
 
 def _line_start(file: BinaryIO, place: int, limit: int | None = None) -> int:
@@ -136,22 +141,19 @@ def _measure(file: BinaryIO, start: int, end: int) -> Measured:
         num_lines += piece.count(b"\n")
         place += len(piece)
     decoder.decode(b"", final=True)
-    return Measured(start, place, num_lines, digest.hexdigest())
+    return Measured(start, place, place - start, num_lines, digest.hexdigest())
 
 
-def _measure_table(file: BinaryIO, task: Range) -> list[Measured]:
-    """Raises ValueError if it cannot be cut."""
-    frame = tables.read_frame(file, task.file.name)
-    if not frame:
-        raise ValueError("it is damaged")
-    parts = [[*part] for _, part in groupby(tables.find_units(task.file, frame), key=lambda place: place // task.size)]
-    ends = [*(part[0] for part in parts[1:]), os.fstat(file.fileno()).st_size]
-    measured: list[Measured] = []
-    for part, end in zip(parts, ends, strict=True):
-        file.seek(part[0])
-        digest = hashlib.sha256()
-        while file.tell() < end and (piece := file.read(min(_CHUNK, end - file.tell()))):
-            digest.update(piece)
-        digest.update(frame)
-        measured.append(Measured(part[0], end, len(part), digest.hexdigest()))
-    return measured
+def _measure_table(task: Range) -> list[Measured] | None:
+    """None: it is not worth a cut. Raises ValueError if it cannot be cut."""
+    total = tables.count_units(task.file)
+    step = max(1, total * task.size // task.end)  # units of a part
+    if step >= total:
+        return None
+    _, digest = tree.measure(task.file)
+    bounds = [*range(0, total, step), total]
+    places = [task.end * bound // total for bound in bounds]
+    return [
+        Measured(start, end, last - first, end - start, digest)
+        for (start, end), (first, last) in zip(pairwise(bounds), pairwise(places), strict=True)
+    ]
