@@ -142,8 +142,8 @@ class Metrics(Record):
     strings: int
     """Rows of the corpus."""
     characters: int
-    median_characters: int | None
-    """Of the strings; rounded down by at most 3 % from 64 on. null: there are none."""
+    mean_characters: int | None
+    """Of the strings; null: there are none."""
     short_strings: int
     """With fewer than 20 characters."""
     rejected: dict[str, int]
@@ -180,8 +180,7 @@ class SplitResult:
 
     shard: Shard
     counts: Counter[str]
-    """`rejected` and a reason, for each reason; those of a rule after its index; the strings by length; otherwise named
-    as in `Metrics`."""
+    """`rejected` and a reason, for each reason; those of a rule after its index; otherwise named as in `Metrics`."""
     rejected: list[RejectedFile]
     changed: list[str]
     """Files that are not those that were organized. If there are any, the result is not used, and not stored."""
@@ -220,7 +219,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         StageError: a rule fits no file; files changed after `organize`, or too many cannot be read. All files are tried
             before.
     """
-    from stages.formats import lengths
+    from stages.formats.writer import SHORT
     from stages.work import arrow
 
     summary = splits.read_summary(splits.SPLITS)
@@ -302,8 +301,14 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         for index in range(len(params.records or ()))
         if (columns := [*_starting_with(f"rule {index} {rules.UNUSED}", counts)])
     )
+    lengths = (
+        f" (mean {counts['characters'] / counts['strings']:.0f} characters, "
+        f"{counts['short_strings'] / counts['strings']:.0%} below {SHORT})"
+        if counts["strings"]
+        else ""
+    )
     return (
-        f"extract: {counts['strings']} strings{lengths.describe(counts)}, {counts['characters'] / 1e6:.1f} M "
+        f"extract: {counts['strings']} strings{lengths}, {counts['characters'] / 1e6:.1f} M "
         f"characters, from {counts['files']} files; {left_out}{unused}{rejections or 'nothing rejected'} "
         f"(see {METRICS}); {sum(used)} of {len(used)} splits reused"
     )
@@ -359,7 +364,7 @@ def deduplicate(
         counts["duplicate_strings"] += result.duplicates
         counts["strings"] -= result.duplicates
         counts["characters"] -= result.characters
-        counts.subtract(result.lengths)
+        counts["short_strings"] -= result.num_short
     return [result.shard for result in filtered]
 
 
@@ -403,7 +408,7 @@ def extract_split(task: SplitTask) -> SplitResult:
 
 def read_split(task: SplitTask) -> SplitResult:
     """Write the shard of one split from its raw files."""
-    from stages.formats import json_values, lengths, readers
+    from stages.formats import json_values, readers
     from stages.formats.advice import find_advice
     from stages.formats.records import Records
     from stages.formats.source import Changed, Rejected
@@ -466,9 +471,10 @@ def read_split(task: SplitTask) -> SplitResult:
             if rejections:
                 rejected.append(RejectedFile((path, offset), rejections))
         shard = writer.close()
-    counts += lengths.count_shard(task.shard)
     # |= keeps the larger of two counts, and these names have none yet.
-    counts |= Counter(records=writer.records, strings=shard.rows, characters=writer.characters)
+    counts |= Counter(
+        records=writer.records, strings=shard.rows, characters=writer.characters, short_strings=writer.num_short
+    )
     return SplitResult(shard, counts, rejected, changed, unfit, fit, silent, advice, fallback)
 
 
@@ -486,8 +492,6 @@ def metrics(
     params: ExtractParams, counts: Counter[str], rejected: list[Rejection], fallback: list[str], fingerprint: str
 ) -> Metrics:
     """The content of `data/extract.json`."""
-    from stages.formats import lengths
-
     return Metrics(
         files=counts["files"],
         fallback_encoded_files=counts["fallback_encoded_files"],
@@ -497,8 +501,8 @@ def metrics(
         duplicate_strings=counts["duplicate_strings"],
         strings=counts["strings"],
         characters=counts["characters"],
-        median_characters=lengths.median(counts),
-        short_strings=lengths.num_short(counts),
+        mean_characters=round(counts["characters"] / counts["strings"]) if counts["strings"] else None,
+        short_strings=counts["short_strings"],
         rejected=_starting_with("rejected ", counts),
         rejections=rejected,
         rules=[

@@ -50,7 +50,7 @@ TEMPLATES = Path("models/templates")
 """Chat templates, which DVC watches for this stage."""
 
 AHEAD = 100
-"""Record batches per worker that are encoded before they are needed: no worker waits for one very long document."""
+"""Record batches per worker that are encoded before they are needed: no worker waits for one slow batch."""
 
 
 @dataclass(frozen=True)

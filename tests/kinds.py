@@ -136,7 +136,7 @@ SPELLINGS: list[Callable[[str], str]] = [
     lambda token: f"\u200d{token}\ufe0f",
     lambda token: token.swapcase(),
     lambda token: f"{token[:-1]}{token}{token[-1]}",
-    lambda token: f"tokens{token}in a " * 60,  # many windows, and their borders within the spelling
+    lambda token: f"tokens{token}in a " * 60,
 ]
 
 

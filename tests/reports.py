@@ -29,7 +29,7 @@ def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None
     write_json(RECORDS["organize"], organized)
     extracted = {
         "fallback_encoded_files": 0, "rejected_files": 2, "duplicate_strings": 5, "strings": 1234,
-        "median_characters": 17, "short_strings": 691,
+        "mean_characters": 17, "short_strings": 691,
         "characters": 567_890, "rejected": {"invalid YAML": 2}, "origin": origin, "fingerprint": "corpus",
         "source": publish.sha256_file(RECORDS["organize"]),
     }  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -23,7 +23,7 @@ from stages.tokenizing.fast_tokenizer import Failed, FastTokenizer
 from tests.kinds import KINDS, MORE_KINDS, SPECIAL, SPELLINGS, make, prose, spec_of
 from tests.project import REPO
 
-SMALL = EncoderLimits(batch=3000, sample=200, windows=(3000, 6000))
+SMALL = EncoderLimits(batch=3000, sample=200)
 QUICK = ["BPE of bytes, some missing", "BPE of bytes, added tokens", "Unigram, NFKC", "WordPiece, BERT"]
 NOT_FAST = {
     "BPE of bytes, other added tokens": "other tokens for the text",
@@ -134,20 +134,7 @@ PIECE = (
 def test_a_long_document_has_the_tokens_of_the_model_s_own_tokenizer(kind: str, text: str) -> None:
     _, fast = encoders(kind)
     at_once = Encoder(spec_of(make(kind)))
-    try:
-        tokens = tokens_of(fast, text)
-    except StageError:  # it can neither be cut nor encoded in windows, and is too long to be encoded at once
-        assume(False)
-    assert tokens == tokens_of(at_once, text)
-
-
-def test_a_long_document_is_encoded_in_windows() -> None:
-    slow, fast = encoders("BPE of bytes")
-    for text in (prose(0, 20_000), "a" * 5_800):
-        pieces = pieces_of(fast, text)
-        assert not any(piece.num_slow for piece in pieces)
-        assert tokens_of(fast, text) == tokens_of(slow, text)
-    assert len(pieces_of(fast, prose(0, 20_000))) > 20
+    assert tokens_of(fast, text) == tokens_of(at_once, text)
 
 
 def test_text_that_cannot_be_encoded_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -50,6 +51,7 @@ from tests.corpus import (
     NOT_RECORDS,
     PARAMS,
     content_of,
+    extract_file,
     extract_raw,
     organize_raw,
     put,
@@ -115,7 +117,7 @@ class ListSink:
     def add(self, strings: list[str]) -> None:
         self.current += strings
 
-    def add_text(self, stream: BinaryIO, size: int) -> None:
+    def add_text(self, stream: BinaryIO) -> None:
         self.current.append(stream.read().decode())
 
     def end(self) -> None:
@@ -545,10 +547,9 @@ def test_trap_13_memory_does_not_grow_with_the_file() -> None:
 
 
 def test_trap_13_too_long_strings_are_rejected() -> None:
-    limits = Limits(longest_string=1000, longest_text=1000)
+    limits = Limits(longest_string=1000, longest_document=1000)
     long = "é" * 501
     for name, content in {
-        "a.txt": long,
         "b.json": json.dumps(["fits", long], ensure_ascii=False),
         "c.yaml": f"- fits\n- {long}\n",
         "d.jsonl": f'"{long}"\n',
@@ -596,37 +597,68 @@ def test_strings_longer_than_a_piece_are_read_in_pieces(chunk: int) -> None:
             scanned(f'["{"a" * 60}{wrong}{"z" * 60}"]', chunk)
 
 
-def test_trap_13_a_long_text_is_written_in_pieces() -> None:
-    """A streamed text gives the bytes of one that is not."""
-    for encoding in ("utf-8", "utf-16", "cp1252"):
-        put({"a.txt": "first", "b.txt": ("é€" * 123 + "a").encode(encoding), "c.txt": "last"})
-        metrics = run(limits=Limits(batch=5, chunk=7, largest_held=10))
-        assert rows() == ["first", "é€" * 123 + "a", "last"]
-        assert metrics["characters"] == 256
-        streamed = content_of(CORPUS)
-        run(limits=Limits(batch=200))
-        assert content_of(CORPUS) == streamed
-    assert run(min_chars=248, limits=Limits(batch=5))["strings"] == 0
-    assert rejection_of("a.txt", "a" * 101, limits=Limits(batch=5, longest_text=100))["rows"] == []
+LINES = "one line\nand é more\n\n"  # 22 bytes
+CUT = {  # what becomes of texts of more than 24 bytes
+    "at a line end": (LINES * 3, [LINES] * 3),
+    "at the last one": ("a\n" * 20, ["a\n" * 12, "a\n" * 8]),
+    "at a space": ("word " * 10, ["word " * 4, "word " * 4, "word " * 2]),
+    "at a line end before a space": ("a\nb c " + "d" * 40, ["a\n", "b c ", "d" * 24, "d" * 16]),
+    "at a character": ("€" * 20, ["€" * 8, "€" * 8, "€" * 4]),
+    "within no character": ("a" + "😀" * 12, ["a" + "😀" * 5, "😀" * 6, "😀"]),
+    "not at all": ("d" * 24, ["d" * 24]),
+}
 
 
-def test_texts_in_pieces_have_the_bytes_that_arrow_writes(empty_project: Path) -> None:
-    for size in (1, 7, 8, 9, 63, 64, 65, 100_001):
-        text = "é" * (size // 2) + "a" * (size % 2)
-        paths = [Path("at_once"), Path("in_pieces")]
-        streams = [arrow.StreamWriter(path, arrow.TEXT) for path in paths]
-        for stream in streams:
-            stream.write(pa.array(["before"]))
-            if stream is streams[0]:
-                stream.write(pa.array([text]))
-            else:
-                pieces = (text.encode()[start : start + 777] for start in range(0, size, 777))
-                assert stream.write_text(pieces, size) == len(text)
-            stream.write(pa.array(["after"]))
-            stream.close()
-        offsets = arrow.batch_offsets(paths[1])
-        assert b"".join(arrow.read_text(paths[1], offsets[1])) == text.encode()
-        assert paths[0].read_bytes() == paths[1].read_bytes()
+@pytest.mark.parametrize("case", CUT)
+def test_trap_13_a_long_string_becomes_several_documents(case: str) -> None:
+    text, expected = CUT[case]
+    contents = {
+        "a.txt": text,
+        "b.json": json.dumps([text]),
+        "c.json": json.dumps([text], ensure_ascii=False),
+        "d.jsonl": json.dumps(text) + "\n",
+        "e.yaml": json.dumps(text, ensure_ascii=False),
+    }
+    rule = {"files": "*", "text": "$.text"}
+    for some in (Limits(longest_document=24), Limits(longest_document=24, largest_held=10, chunk=7, batch=5)):
+        for name, content in contents.items():
+            assert strings_of(name, content, limits=some) == expected
+        assert extract_file("a.parquet", parquet(text), limits=some) == expected
+        assert extract_file("a.parquet", parquet(text), rule, limits=some) == expected
+        assert extract_file("a.jsonl", json.dumps({"text": text}), rule, limits=some) == expected
+
+
+def parquet(text: str) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(pa.table({"text": [text]}), sink)
+    return sink.getvalue()
+
+
+@given(st.text(st.sampled_from("ab é€😀\n"), max_size=99), st.integers(4, 30))
+def test_trap_13_joined_the_documents_of_a_string_are_the_string(text: str, size: int) -> None:
+    found = [*writer.documents(io.BytesIO(text.encode()), size)]
+    assert "".join(found) == text
+    assert all(0 < len(document.encode()) <= size for document in found)
+    for document, following in pairwise(found):
+        window = (document + following).encode()[:size]
+        last = b"\n" if b"\n" in window else b" " if b" " in window else None
+        longest = window[: window.rindex(last) + 1] if last else window.decode(errors="ignore").encode()
+        assert document.encode() == longest
+
+
+def test_a_long_string_is_as_long_as_min_chars_says_before_it_is_cut() -> None:
+    for name, text in (("a.txt", "é" * 50), ("b.json", json.dumps(["é" * 50]))):
+        for limits in (Limits(longest_document=24), Limits(longest_document=24, batch=5)):
+            assert len(strings_of(name, text, limits=limits, min_chars=50)) == 5
+            assert strings_of(name, text, limits=limits, min_chars=51) == []
+
+
+def test_a_long_conversation_is_not_cut() -> None:
+    messages = [{"role": "user", "content": "one two " * 20}]
+    rule = {"files": "*", "messages": "$.messages"}
+    content = json.dumps({"messages": messages})
+    [row] = extract_file("a.jsonl", content, rule, limits=Limits(longest_document=24))
+    assert row["messages"] == messages
 
 
 def test_trap_13_large_content_is_not_in_memory() -> None:
@@ -649,6 +681,12 @@ def test_trap_13_a_long_document_leaves_no_row_if_its_end_is_bad() -> None:
     assert (metrics["records"], metrics["strings"]) == (3, 51)
     assert metrics["characters"] == sum(map(len, rows()))
     assert metrics["rejections"][0]["position"] == "line 1, character 1680"
+
+
+def test_strings_of_a_rejected_record_are_not_counted() -> None:
+    put({"a.json": '["kept"]', "b.json": json.dumps(["dropped"] * 99)[:-1]})
+    metrics = run(max_rejected_files=1, limits=Limits(batch=50, chunk=20, largest_held=10))
+    assert (metrics["strings"], metrics["mean_characters"], metrics["short_strings"]) == (1, 4, 1)
 
 
 def test_small_records_are_not_joined_again_for_each_further_one(monkeypatch: pytest.MonkeyPatch) -> None:

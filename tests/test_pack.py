@@ -29,11 +29,12 @@ from stages.base.params_file import load_params
 from stages.base.publish import read_json, sha256_file
 from stages.extract import ExtractRuntime, extract
 from stages.formats import duplicates
+from stages.formats.limits import LIMITS
 from stages.forward.rows import TokenRows
 from stages.model.manifest import ModelManifest
 from stages.pack import PackParams, PackRuntime, find_tokenizer_spec, pack
 from stages.tokenizing import fast_tokenizer, packing
-from stages.tokenizing.encoding import NAME, Encoder, EncoderLimits, TokenizerSpec
+from stages.tokenizing.encoding import DEFAULT_LIMITS, NAME, Encoder, EncoderLimits, TokenizerSpec
 from stages.tokenizing.fast_tokenizer import FastTokenizer
 from stages.work import arrow, reuse
 from tests.byte_model import BOS, BOS_SPELLING, EOS, SPELLING, byte_tokenizer, make_model
@@ -50,7 +51,7 @@ from tests.corpus import (
     wait_for_workers,
     with_processes,
 )
-from tests.project import REPO, peak_memory, start_stage
+from tests.project import REPO, start_stage
 
 pytestmark = pytest.mark.usefixtures("empty_project")
 
@@ -629,34 +630,26 @@ def test_trap_21_after_a_kill_only_unfinished_splits_are_encoded(number: int) ->
     assert content() == clean
 
 
-SMALL = EncoderLimits(batch=800, windows=(800, 1 << 22))
+SMALL = EncoderLimits(batch=800)
 
 
 def tokens_of(documents: list[str]) -> list[list[int]]:
-    """What an encoder with small windows makes of documents, in its pieces."""
+    """What an encoder with small batches makes of documents, in its pieces."""
     encoder = Encoder(spec_of_model()._replace(is_fast=False), SMALL)
     return [piece.tokens.tolist() for piece in encoder.encode(pa.array(documents))]
 
 
-def test_long_documents_have_the_same_tokens_as_if_encoded_at_once() -> None:
+def test_documents_have_the_same_tokens_in_any_batches() -> None:
     make_model()
     documents = ["ab a" * 3000, "short", f"{SPELLING}\n\n {BOS_SPELLING} é😀" * 99, "x", " " * 5000, "a b" * 200]
     tokenizer = byte_tokenizer()
     tokenizer.encode_special_tokens = True
     stream = [token for document in documents for token in (*tokenizer.encode(document).ids, EOS)]
     assert [*chain.from_iterable(tokens_of(documents))] == stream
-    assert len(tokens_of(["ab a" * 3000])) > 10
 
 
-def test_a_long_word_is_encoded_at_once_where_windows_cannot_be_joined() -> None:
-    tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "?": 1, "a": 2, "b": 3}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    make_model(tokenizer)
-    pieces = tokens_of(["a b " * 500 + "a" * 5000 + " b" * 500, "b " * 900 + "</s> a" * 3])
-    documents = decode_documents_of_ids([*chain.from_iterable(pieces)])
-    assert documents[0] == [2, 3] * 500 + [1] + [3] * 500
-    assert documents[1][:900] == [3] * 900
-    assert documents[1][900:] == [1, 1, 1, 2]  # also for `</s>`, which is EOS
+def test_no_document_of_a_corpus_is_longer_than_a_batch() -> None:
+    assert LIMITS.longest_document <= DEFAULT_LIMITS.batch
 
 
 @pytest.mark.parametrize("fast_encoder", [False, True])
@@ -678,19 +671,6 @@ print(process.num_threads() - before)
     environment.pop("TOKENIZERS_PARALLELISM", None)
     output = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
     assert int(output) <= 0  # a thread of the libraries may end meanwhile
-
-
-@pytest.mark.slow
-def test_a_document_of_20_mb_needs_bounded_memory() -> None:
-    """Encoded at once it would need more than 2 GB."""
-    make_model()
-    sentence = "".join(f"Line {number} of a long document, ab aab abb.\n" for number in range(25_000))
-    make_corpus([[sentence * (20_000_000 // len(sentence))], ["validation"]])
-    peak = peak_memory(
-        "from stages.pack import *\n"
-        "pack(PackParams(seq_length=8, validation_splits=1), PackRuntime(num_workers=1, reuse_gib=1))"
-    )
-    assert peak < 600  # the document, its tokens in two bytes, a window, the libraries
 
 
 CHAT = ["<|im_start|>", "<|im_end|>"]
@@ -901,14 +881,6 @@ def test_records_of_raw_files_become_trained_conversations() -> None:
             (f"a note{SPELLING}", f"a note{SPELLING}"),
         ]
     )
-
-
-def test_documents_that_are_all_on_one_side_are_not_copied() -> None:
-    batch = pa.record_batch({"text": ["one", "two", "three"], "messages": pa.nulls(3, pa.string())})
-    chosen, digests = packing.Side(0.0, is_held_out=False).chosen(batch)
-    assert len(digests) == 24
-    assert chosen.column("text").buffers()[2].address == batch.column("text").buffers()[2].address
-    assert packing.Side(0.0, is_held_out=True).chosen(batch)[0].num_rows == 0
 
 
 def test_counts_of_many_parts_are_added_in_linear_time() -> None:

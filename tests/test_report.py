@@ -95,7 +95,7 @@ def test_each_section_shows_what_the_files_say(complete: Path) -> None:
                  "NVIDIA H100", "commit of the project0123456789\n"],
         "Data": ["text.gz", "3.00", "hidden", "1,234", "567,890", "extract.json names them", "invalid YAML", "3.25",
                  "0.10%", "tokenizers 1.0", "duplicate files", "Raw files in /data/<raw>",
-                 "median length in characters17", "fewer than 20 characters691"],
+                 "mean length in characters17", "fewer than 20 characters691"],
         "Rows as the model saw them": ["is read but not predicted", "row 7\n  ⟦The⟧ <text>", "row 8"],
         "Model": ["LlamaForCausalLM", "n_head", "bfloat16", "torch 2.13.0"],
         "Samples": ["The model, until it was cut offOnce <b> upon\n a", "The documentOnce <b> there"],

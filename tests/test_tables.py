@@ -235,7 +235,9 @@ def test_a_rejection_names_its_row(rule: dict[str, Any] | None) -> None:
     table = pa.table({"text": ["a", "b", "x" * 99, "c", "y" * 99]})
     rules = (rule,) if rule else ()
     content = encode("a.parquet", table, rows=4)
-    rows = extract_file("a.parquet", content, *rules, limits=Limits(longest_string=50), max_rejected_files=1)
+    rows = extract_file(
+        "a.parquet", content, *rules, limits=Limits(longest_string=50, longest_document=50), max_rejected_files=1
+    )
     assert rows == ["a", "b", "c"]
     rejections = json.loads(Path("data/extract.json").read_text())["rejections"]
     assert [each["position"] for each in rejections] == ["row group 1, row 3", "row group 2, row 1"]
@@ -587,7 +589,7 @@ def test_rows_that_need_no_bytes_are_limited(name: str, content: bytes) -> None:
 
 
 def test_a_string_that_is_too_long_is_rejected_alone() -> None:
-    limits = Limits(longest_string=50)
+    limits = Limits(longest_string=50, longest_document=50)
     for name in FORMATS:
         content = encode(name, pa.table({"text": ["a", "x" * 100, "c"]}), rows=3)
         for rules in ((), ({"files": "*", "text": "$.text"},)):

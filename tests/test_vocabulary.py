@@ -13,7 +13,7 @@ from stages.tokenizing import vocabulary
 from stages.tokenizing.encoding import Encoder, EncoderLimits
 from tests.kinds import EOS, KINDS, SPECIAL, SPELLINGS, UNK, encode, make, prose, spec_of
 
-SMALL = EncoderLimits(batch=400, windows=(400, 2000))
+SMALL = EncoderLimits(batch=400)
 
 
 @pytest.fixture(autouse=True)
@@ -152,11 +152,6 @@ def of_bytes(*tokens: str) -> Tokenizer:
         (Tokenizer(models.BPE({"</s>": 0, "a": 1}, [], unk_token="</s>")), "aaa\nb", "gives the special token '</s>'"),
         (Tokenizer(models.Unigram([("</s>", 0.0), ("a", -1.0)])), "aaa\nb", "`unk_id` is missing"),
         (Tokenizer(models.Unigram([("</s>", 0.0), ("a", -1.0)])), "aaa\n" * 200, "`unk_id` is missing"),
-        (
-            Tokenizer(models.WordLevel({"</s>": 0, "?": 1}, "?")),
-            "aaa\n" * 600,
-            "only 2000 bytes can be encoded, not 2400",
-        ),
     ],
 )
 def test_trap_25_a_document_that_cannot_be_encoded_is_named(tokenizer: Tokenizer, text: str, problem: str) -> None:

@@ -5,7 +5,6 @@ in 10^14, so in practice what is dropped is a duplicate. Each split writes files
 Then all these files are merged, one range of digests after the other: memory holds a range, and a byte for each string.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain
@@ -18,7 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from stages.base.dataset import Shard
-from stages.formats import lengths
+from stages.formats.writer import count_short
 from stages.work import arrow
 
 # 24 bytes. Little-endian, since on a cluster one machine may read what another one wrote.
@@ -53,8 +52,8 @@ class Filtered(NamedTuple):
     duplicates: int
     characters: int
     """In the duplicates."""
-    lengths: Counter[str]
-    """Of the duplicates, as `lengths.count` counts them."""
+    num_short: int
+    """Of the duplicates, as `count_short` counts them."""
 
 
 def write_digests(split: DigestTask) -> list[Path]:
@@ -79,17 +78,11 @@ def write_digests(split: DigestTask) -> list[Path]:
 def _digests(shard: Path, num_at_once: int) -> Iterator[NDArray[np.uint64]]:
     """The digests of a shard's strings, in order: (n, 2), with about `num_at_once` rows."""
     digests = bytearray()
-    for strings, column, pieces in arrow.read_rows(shard):
+    for strings, column in arrow.read_rows(shard):
         texts, key = strings.cast(pa.binary()), bytes([column])  # a text is no duplicate of a conversation
-        if pieces is not None:
-            digest = blake2b(digest_size=16, key=key)
-            for piece in pieces:
-                digest.update(piece)
-            digests += digest.digest()
-        else:
-            for first in range(0, len(texts), _ROWS_AT_ONCE):
-                for text in texts.slice(first, _ROWS_AT_ONCE).to_pylist():
-                    digests += blake2b(text, digest_size=16, key=key).digest()
+        for first in range(0, len(texts), _ROWS_AT_ONCE):
+            for text in texts.slice(first, _ROWS_AT_ONCE).to_pylist():
+                digests += blake2b(text, digest_size=16, key=key).digest()
         if len(digests) >= 16 * num_at_once:
             yield np.frombuffer(digests, "<u8").reshape(-1, 2)
             digests = bytearray()
@@ -150,23 +143,14 @@ def _is_first(entries: NDArray[np.void]) -> NDArray[np.bool_]:
 def drop(task: Filter) -> Filtered:
     """Write the target of a filter."""
     source, target, is_first, features = task
-    row = characters = 0
-    dropped: Counter[str] = Counter()
+    row = characters = num_short = 0
     with arrow.StreamWriter(target, features) as stream:
-        for batch, column, pieces in arrow.read_rows(source):
+        for batch, column in arrow.read_rows(source):
             keep = pa.array(is_first[row : row + len(batch)])
             row += len(batch)
-            if pieces is not None:
-                if keep[0].as_py():
-                    stream.write_text(pieces, pc.binary_length(batch)[0].as_py())
-                else:
-                    num_characters = sum(map(arrow.count_characters, pieces))
-                    characters += num_characters
-                    dropped += lengths.histogram([num_characters])
-                continue
             duplicates = batch.filter(pc.invert(keep))
             characters += pc.sum(pc.utf8_length(duplicates)).as_py() or 0  # the sum of nothing is null
-            dropped += lengths.count(duplicates)
+            num_short += count_short(duplicates)
             if kept := batch.filter(keep):  # a batch of no rows is not written
                 stream.write_column(kept, column)
-        return Filtered(stream.close(), row - stream.rows, characters, dropped)
+        return Filtered(stream.close(), row - stream.rows, characters, num_short)

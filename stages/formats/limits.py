@@ -23,6 +23,8 @@ class Limits:
     """Characters of a record batch, unless a single string is longer."""
     digests: int = 2 << 20
     """Strings, about, that are compared at once when duplicates are dropped: 100 bytes each."""
+    longest_document: int = 1 << 20
+    """Bytes of UTF-8: a longer string becomes several documents, unless it is a conversation."""
     longest_string: int = 32 << 20
     """Bytes of UTF-8 of a string in JSON or YAML, which is in memory several times while it is read."""
     longest_record: int = 32 << 20
@@ -33,8 +35,6 @@ class Limits:
     """Bytes that pyarrow may need for some pages of Parquet, or for a record batch of Arrow."""
     most_bare_rows: int = 4 << 20
     """Rows of a table that may need nothing, as one run of 2^40 nulls does; beyond them a row has a bit of the file."""
-    longest_text: int = 2**31 - 1
-    """Bytes of UTF-8 of a text file, which is never in memory: the offsets of Arrow's `string` have 32 bits."""
     num_listed: int = 1000
     """Rejections of one file that are listed in data/extract.json. All are counted."""
 

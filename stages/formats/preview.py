@@ -1,10 +1,9 @@
 """The first rows that would be made of a file."""
 
+import io
 import json
 import os
 from collections.abc import Sequence
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,10 +14,9 @@ from stages.formats.limits import LIMITS
 from stages.formats.records import Records
 from stages.formats.rules import MESSAGES, TEXT, Rule
 from stages.formats.source import Changed, Rejected
-from stages.formats.writer import TextWriter
+from stages.formats.writer import TextWriter, documents
 from stages.splits import suffixes, tree
 from stages.splits.manifests import RawFile
-from stages.work import arrow
 
 _NUM_ROWS = 5
 _LONGEST = 1000  # characters of a text that are shown
@@ -79,20 +77,22 @@ class _Preview(TextWriter):
 
     def add(self, strings: list[str]) -> None:
         for string in strings:
-            self._add(string, len(string))
+            if self.column == MESSAGES:
+                self._add(string)
+            else:
+                self.add_text(io.BytesIO(string.encode()))
 
-    def _add(self, begin: str, size: int) -> None:
-        if self.column != MESSAGES and size < self._min_chars:
-            self._num_short += 1
-            return
-        self.rows.append((self.column, begin, size))
+    def _add(self, row: str) -> None:
+        self.rows.append((self.column, row[: None if self.column == MESSAGES else _LONGEST], len(row)))
         if len(self.rows) >= _NUM_ROWS:
             raise _Enough
 
-    def add_text(self, stream: BinaryIO, size: int) -> None:
-        begin = stream.read(4 * _LONGEST)
-        rest = iter(partial(stream.read, LIMITS.chunk), b"")
-        self._add(begin.decode(errors="ignore"), sum(map(arrow.count_characters, chain([begin], rest))))
+    def add_text(self, stream: BinaryIO) -> None:
+        for number, document in enumerate(documents(stream, LIMITS.longest_document)):
+            if not number and len(document) < self._min_chars:
+                self._num_short += 1
+                return
+            self._add(document)
 
     def add_json(self, record: bytes) -> None:
         for strings in json_values.strings([record], LIMITS.chunk):

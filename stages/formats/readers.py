@@ -54,7 +54,7 @@ def _find(path: str) -> tuple[str, str]:
 
 def _read_text(source: Source, sink: TextWriter) -> None:
     """Plain text, Markdown, CSV: the entire file is one record of one string, exactly as it is."""
-    sink.add_text(source.stream(), source.utf8_size)
+    sink.add_text(source.stream())
     sink.end()
 
 

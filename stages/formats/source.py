@@ -99,8 +99,6 @@ class Source:
         self._given: list[_Stored] = []  # what readers read
         self.size = 0
         """Bytes after decompression, in the file's own encoding."""
-        self.utf8_size = 0
-        """Bytes of the content as UTF-8, without byte order mark."""
         self.begin = b""
         """Some bytes that the file, or the part, begins with, in its own encoding."""
         self.used_fallback = False
@@ -174,7 +172,7 @@ class Source:
             objections.append(trial.objection)
         if trial.objection:
             raise Rejected("unknown encoding", "; ".join(objections))
-        self._encoding, self.utf8_size = trial.encoding, trial.utf8_size
+        self._encoding = trial.encoding
         return None if kept is None else b"".join(kept)
 
     def _unmarked(self, num_controls: list[int]) -> str | None:
@@ -302,8 +300,6 @@ class _Trial:
         self.encoding = encoding
         self.objection = ""
         """Why it is not."""
-        self.utf8_size = 0
-        """Bytes of the content as UTF-8."""
         self._decoder = codecs.getincrementaldecoder(encoding)()
         self._seen = 0
 
@@ -313,13 +309,11 @@ class _Trial:
             return
         self._seen += len(piece)
         try:
-            text = self._decoder.decode(piece, is_last)
+            self._decoder.decode(piece, is_last)
         except UnicodeDecodeError as error:
             # The error counts from the first byte that the decoder had: those left of the piece before come first.
             place = max(0, self._seen - len(error.object)) + error.start
             self.objection = f"{self.encoding}: {error.reason} at byte {place}"
-        else:  # UTF-8, the usual case, is not encoded again
-            self.utf8_size += len(piece) if self.encoding == "utf-8" else len(text.encode())
 
     def end(self) -> None:
         """All pieces were added: a character that is cut off at the end of the file is an error only here."""

@@ -26,12 +26,12 @@ from stages.formats.source import Changed, Rejected, Source, may_be_changed, ope
 from stages.formats.writer import TextWriter
 from stages.splits import tables
 from stages.splits.manifests import Part
+from stages.work.arrow import END_OF_STREAM
 
 if TYPE_CHECKING:
     from stages.formats.records import Records
 
 _ROWS_AT_ONCE = 512  # as Python objects
-_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _PAGE = resource.getpagesize()
 _SURROGATES = re.compile(r"\\(?:u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|(u[dD][89a-fA-F]\w\w)|.)", re.DOTALL)
 """Escapes in JSON; the group is half a pair, without the other half."""
@@ -149,8 +149,8 @@ class Table:
                 self._check_number(number)
                 yield from _slices(batch.select(chosen), f"record batch {index}", 0, self.limits.chunk)
         if end is None:
-            file.seek(-len(_END_OF_STREAM), os.SEEK_CUR)
-            if file.read(len(_END_OF_STREAM)) != _END_OF_STREAM:  # pyarrow takes the end of a file for it
+            file.seek(-len(END_OF_STREAM), os.SEEK_CUR)
+            if file.read(len(END_OF_STREAM)) != END_OF_STREAM:  # pyarrow takes the end of a file for it
                 raise ValueError("it ends before its end")
 
 

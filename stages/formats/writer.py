@@ -1,7 +1,7 @@
 """A shard of strings, written record by record, with memory for one record batch and one string."""
 
+import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import chain
 from typing import BinaryIO
 
@@ -11,8 +11,12 @@ import pyarrow.compute as pc
 from stages.base.dataset import Shard
 from stages.formats import json_values
 from stages.formats.limits import LIMITS, Limits
+from stages.formats.rules import TEXT
 from stages.formats.source import Rejected
 from stages.work.arrow import Mark, StreamWriter, slices
+
+SHORT = 20
+"""Characters below which a string is a label, a name or a unit rather than text."""
 
 _AT_ONCE = 1000  # strings that are Python objects, which need up to 80 bytes each, beside what they contain
 
@@ -21,6 +25,8 @@ class TextWriter:
     """Where the formats put strings, record by record: a row a string. A rejected record leaves no row.
 
     Rows in a record batch are of one column: documents, or conversations, where the stream has a column for them.
+
+    A string that is longer than `limits.longest_document` becomes several documents.
 
     Strings of several records make one record batch of `limits.batch` characters. A record that is longer than that
     is written while it is read, so that memory holds a batch of it; if it is rejected, the stream is cut back.
@@ -36,6 +42,8 @@ class TextWriter:
         self.records = 0
         self.characters = 0
         """Of complete records."""
+        self.num_short = 0
+        """Rows in the stream with fewer than `SHORT` characters."""
         self.column = 0
         """Of the rows that are added."""
         self.has_text = False
@@ -50,7 +58,7 @@ class TextWriter:
         # Of the current record:
         self._current = _Rows()  # not yet written
         self._current_size = 0  # characters, with those already written
-        self._start: Mark | None = None  # in the stream, if parts of it are there
+        self._start: tuple[Mark, int] | None = None  # in the stream, if parts of it are there, and `num_short` then
 
     def use(self, column: int) -> None:
         """Add rows of another column from now on. The current record must be complete."""
@@ -67,37 +75,32 @@ class TextWriter:
         self.has_text = self.has_text or any(strings)
         texts = [string for string in strings if self.column or len(string) >= self._min_chars]
         characters = sum(map(len, texts))
-        longest = self._limits.longest_string
-        # A character has at most 4 bytes. Most calls end with this comparison, which spares them the encoding.
-        if characters > longest // 4 and max(len(text.encode()) for text in texts) > longest:
+        # A character has at most 4 bytes. Most calls end with this comparison.
+        if characters > self._limits.longest_document // 4:
+            texts = [piece for text in texts for piece in self._pieces(text)]
+        self._extend(texts, characters)
+
+    def _pieces(self, text: str) -> Iterable[str]:
+        if len(text) <= self._limits.longest_document // 4:  # which spares it the encoding
+            return [text]
+        content, longest = text.encode(), self._limits.longest_string
+        if len(content) > longest:
             raise Rejected("string too long", f"a string has more than {longest} bytes of UTF-8: split it")
+        return documents(io.BytesIO(content), self._limits.longest_document) if self.column == TEXT else [text]
+
+    def _extend(self, texts: list[str], characters: int) -> None:
         self._current.extend(texts)
         self._current_size += characters
         if self._size + self._current_size > self._limits.batch:
             self._write_current()
 
-    def add_text(self, stream: BinaryIO, size: int) -> None:
-        """Add a string of any length to the current record: an entire file of `size` bytes, as a stream of UTF-8.
-
-        Raises:
-            Rejected: it is too long for Arrow's `string`.
-        """
-        longest = self._limits.longest_text
-        if size > longest:
-            raise Rejected("string too long", f"a text of {size} bytes of UTF-8; it may have {longest}: split it")
-        # A character has at most 4 bytes, so if there are more of these, a record batch has no room for it.
-        if size <= 4 * self._limits.batch:
-            self.add([stream.read().decode()])
-            return
-        self.has_text = True
-        self._begin_long()
-        mark = self._stream.mark()
-        pieces = iter(partial(stream.read, self._limits.chunk), b"")
-        num_characters = self._stream.write_text(pieces, size)
-        if num_characters < self._min_chars:
-            self._stream.cut(mark)
-            return
-        self._current_size += num_characters
+    def add_text(self, stream: BinaryIO) -> None:
+        """Add an entire file, as a stream of UTF-8, which is the only string of the current record."""
+        for document in documents(stream, self._limits.longest_document):
+            self.has_text = True
+            self._extend([document], len(document))
+        if self._current_size < self._min_chars:
+            self.drop()
 
     def end(self, records: int = 1) -> None:
         """The current record is complete, or `records` together are: keep their strings."""
@@ -125,7 +128,8 @@ class TextWriter:
     def drop(self) -> None:
         """Drop the strings of the current record."""
         if self._start is not None:
-            self._stream.cut(self._start)  # complete records before it were written first, and stay
+            mark, self.num_short = self._start
+            self._stream.cut(mark)  # complete records before it were written first, and stay
         self._begin()
 
     def close(self) -> Shard:
@@ -142,12 +146,11 @@ class TextWriter:
         """What precedes the first part of a long record must be in the stream before it."""
         if self._start is None:
             self._write_complete()
-            self._start = self._stream.mark()
+            self._start = self._stream.mark(), self.num_short
 
     def _write_current(self) -> None:
         self._begin_long()
-        for batch in _batches(self._current.take(), pc.utf8_length, self._limits.batch):
-            self._stream.write_column(batch, self.column)
+        self._write(_batches(self._current.take(), pc.utf8_length, self._limits.batch))
 
     def _json_arrays(self) -> Iterator[pa.Array]:
         """The strings of the JSON documents, in pieces."""
@@ -160,6 +163,8 @@ class TextWriter:
                 is_kept = pc.greater_equal(lengths, self._min_chars)
                 strings, lengths = strings.filter(is_kept), lengths.filter(is_kept)
             self.characters += pc.sum(lengths).as_py() or 0
+            if (pc.max(lengths).as_py() or 0) > self._limits.longest_document // 4:
+                strings = pa.array([piece for text in strings.to_pylist() for piece in self._pieces(text)], pa.string())
             yield strings
 
     def _write_complete(self) -> None:
@@ -171,12 +176,15 @@ class TextWriter:
             if size > self._limits.batch:
                 # All but the last batch, which may have room for more.
                 *batches, last = _batches(waiting, pc.binary_length, self._limits.batch)
-                for batch in batches:
-                    self._stream.write_column(batch, self.column)
+                self._write(batches)
                 waiting, size = [last], 0  # not its own size: it would be joined with each further row
-        for batch in _batches(waiting, pc.binary_length, self._limits.batch):
-            self._stream.write_column(batch, self.column)
+        self._write(_batches(waiting, pc.binary_length, self._limits.batch))
         self._size = 0
+
+    def _write(self, batches: Iterable[pa.Array]) -> None:
+        for batch in batches:
+            self._stream.write_column(batch, self.column)
+            self.num_short += count_short(batch)
 
 
 class _Rows:
@@ -217,3 +225,23 @@ def _batches(arrays: Sequence[pa.Array], lengths: Callable[[pa.Array], pa.Array]
     if arrays:
         rows = pa.concat_arrays(arrays)
         yield from slices(rows, lengths(rows), size)
+
+
+def documents(stream: BinaryIO, size: int) -> Iterator[str]:
+    """Cut UTF-8 into documents of at most `size` bytes: after the last line end, else space, else character in them.
+
+    Joined they are the text.
+    """
+    rest = b""
+    while len(rest := rest + stream.read(size + 1 - len(rest))) > size:
+        end = rest.rfind(b"\n", 0, size) + 1 or rest.rfind(b" ", 0, size) + 1
+        document = rest[: end or size].decode(errors="ignore")  # at most a character is cut
+        yield document
+        rest = rest[end or len(document.encode()) :]
+    if rest:
+        yield rest.decode()
+
+
+def count_short(strings: pa.Array) -> int:
+    """How many strings have fewer than `SHORT` characters."""
+    return pc.sum(pc.less(pc.utf8_length(strings), SHORT)).as_py() or 0

@@ -1,4 +1,4 @@
-"""From strings to tokens, with memory for a batch of text even where a document is long.
+"""From strings to tokens, with memory for a batch of text.
 
 Two libraries can encode: the model's own, which is the tokenizers that transformers requires, and a fast one. The fast
 one is used where it is known to give the same tokens. Each character that occurs is encoded by both, alone and among
@@ -6,7 +6,7 @@ others, as the two know different versions of Unicode: a document with a charact
 own. A sample of each batch is encoded by both, too. If it differs, nothing that was encoded is used.
 
 The model's own needs about a hundred times the memory of its text, the fast one forty times. So text is encoded in
-batches, and a long document in windows.
+batches; no document of a corpus is longer than one.
 """
 
 import os
@@ -22,11 +22,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
 
 from stages.base.errors import StageError
 from stages.model.tokenizer import TEXTS
-from stages.tokenizing import vocabulary, windows
+from stages.tokenizing import vocabulary
 from stages.tokenizing.comparison import Comparison, Differs, encode
 from stages.tokenizing.fast_tokenizer import Failed
 from stages.work import arrow
@@ -94,19 +94,16 @@ class EncoderLimits(NamedTuple):
     """What bounds the memory, in bytes of UTF-8. It changes no token."""
 
     batch: int = 1 << 20
-    """Encoded at once."""
+    """Encoded at once, or a single longer document."""
     sample: int = 1 << 11
     """Of a batch, encoded by both tokenizers: 0.2 % of the text, as one of them is about 20 times as slow."""
-    windows: tuple[int, ...] = (1 << 18, 1 << 22)
-    """Of a string longer than a batch, so many are encoded at once; the next size is tried where windows cannot be
-    joined. It needs up to 200 times as much memory. After larger ones, malloc would not return it to the system."""
 
 
 DEFAULT_LIMITS = EncoderLimits()
 
 
 class Piece(NamedTuple):
-    """A part of the tokens of some documents, and counts of characters of these documents, each counted once."""
+    """The tokens of some documents, and counts of characters of these documents."""
 
     tokens: Tokens
     """(n,) `spec.dtype`."""
@@ -120,7 +117,7 @@ _SEEN, _DROPPED, _DIFFERS = 1, 2, 4
 """Bits for a character."""
 
 _END = 1 << 12
-"""Bytes of a block of text that decide which part of it is compared."""
+"""Bytes of a batch of text that decide which part of it is compared."""
 
 
 class _Refused(Exception):
@@ -175,7 +172,7 @@ class Encoder:
         self._comparison.check_all(added, choosy, self._differing)
 
     def encode(self, documents: pa.StringArray) -> Iterator[Piece]:
-        """Yield the documents' tokens, each document with EOS at its end, in pieces of any length.
+        """Yield the documents' tokens, each document with EOS at its end, in pieces of some documents.
 
         Raises:
             StageError: the tokenizer gives ids that the model does not know, or cannot encode a document.
@@ -183,7 +180,7 @@ class Encoder:
         """
         for batch in arrow.slices(documents, pc.binary_length(documents), self._limits.batch):
             try:
-                yield from self._encode(batch)
+                yield self._encode(batch)
             except Failed as error:
                 raise Differs(f"it cannot encode all of the text: {error}") from None
             except Exception as error:
@@ -199,33 +196,13 @@ class Encoder:
                     "Remove or change it in raw_dir, or give the model another tokenizer or eos_token_id"
                 ) from None
 
-    def _encode(self, batch: pa.StringArray) -> Iterator[Piece]:
-        text = _text(batch)
-        num_dropped, has_differing = 0, False
-        for block in self._blocks(text):
-            dropped, differs = self._look_at(block)
-            num_dropped += dropped
-            has_differing |= differs
-            if self._comparison:
-                self._compare(block)
-        if len(text) <= self._limits.batch:
-            tokens, num_slow = self._encode_batch(batch, has_differing)
-            yield Piece(tokens, num_dropped, num_slow)
-            return
-        pieces = self._encode_long(text, has_differing)  # it is alone
-        for piece in pieces:
-            self._check(piece)
-        yield from map(Piece, pieces)
-        end = np.array([self._spec.eos_token_id], self._spec.dtype)  # (1,)
-        yield Piece(end, num_dropped, sum(map(arrow.count_characters, self._blocks(text))) if has_differing else 0)
-
-    def _blocks(self, text: memoryview) -> Iterator[bytes]:
-        """UTF-8 in blocks of at most `limits.batch` bytes."""
-        start = 0
-        while start < len(text):
-            stop = windows.border(text, start + self._limits.batch)
-            yield bytes(text[start:stop])
-            start = stop
+    def _encode(self, batch: pa.StringArray) -> Piece:
+        text = bytes(_text(batch))
+        num_dropped, has_differing = self._look_at(text)
+        if self._comparison:
+            self._compare(text)
+        tokens, num_slow = self._encode_batch(batch, has_differing)
+        return Piece(tokens, num_dropped, num_slow)
 
     def _look_at(self, text: bytes) -> tuple[int, bool]:
         """How many characters of a text are dropped, and whether the fast tokenizer encodes any of them differently.
@@ -263,8 +240,8 @@ class Encoder:
     def _compare(self, text: bytes) -> None:
         """Encode a sample of a text with both tokenizers; where it is depends on the text alone."""
         assert self._comparison
-        start = windows.border(text, zlib.crc32(text[-_END:]) % max(1, len(text) - self._limits.sample))
-        sample = str(text[start : windows.border(text, start + self._limits.sample)], "utf-8")
+        start = _border(text, zlib.crc32(text[-_END:]) % max(1, len(text) - self._limits.sample))
+        sample = str(text[start : _border(text, start + self._limits.sample)], "utf-8")
         if not self._differs(sample):
             self._comparison.check(sample)
 
@@ -295,18 +272,6 @@ class Encoder:
             tokens = np.from_dlpack(lists.take(different.indices).flatten()).view(self._spec.dtype)
         return tokens, num_slow
 
-    def _encode_long(self, text: memoryview, has_differing: bool) -> list[Tokens]:
-        """Encode a document in windows."""
-        encode, is_bpe = self._best(has_differing), isinstance(self._tokenizer.model, models.BPE)
-        for size in self._limits.windows:
-            try:
-                return [*map(self._narrow, windows.encode(encode, text, size, is_bpe))]
-            except windows.NotJoined:  # what was encoded so far is dropped
-                continue
-        raise _Refused(
-            f"a part of it cannot be divided into words, and at once only {size} bytes can be encoded, not {len(text)}"
-        )
-
     def _narrow(self, ids: NDArray[Any]) -> Tokens:
         # Before the cast, which would wrap 70 000 to 4 464 in uint16 without an error.
         if ids.max(initial=0) >= self._spec.vocab_size:
@@ -316,7 +281,7 @@ class Encoder:
             )
         return ids.astype(self._spec.dtype)
 
-    def _check(self, tokens: Tokens, num_ends: int = 0) -> None:
+    def _check(self, tokens: Tokens, num_ends: int) -> None:
         """Raise if there are more special tokens than the EOS that ends each document."""
         found = tokens[self._is_special[tokens]]
         if len(found) > num_ends:  # the first of a single document is in its text
@@ -330,3 +295,12 @@ def _text(documents: pa.StringArray) -> memoryview:
     _, offsets, data = documents.buffers()
     ends = np.frombuffer(offsets, np.int32)[documents.offset :][: len(documents) + 1]
     return memoryview(data)[ends[0] : ends[-1]]
+
+
+def _border(text: bytes, index: int) -> int:
+    """The last byte up to `index` that begins a character, or the end."""
+    if index >= len(text):
+        return len(text)
+    while text[index] & 0xC0 == 0x80:  # UTF-8: 10xxxxxx continues a character
+        index -= 1
+    return index

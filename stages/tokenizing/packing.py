@@ -60,9 +60,7 @@ class Side(NamedTuple):
         digests = _digests(batch)
         is_held_out = np.frombuffer(b"".join(digests), ">u8") < np.uint64(self.fraction * 2**64)
         chosen = np.flatnonzero(is_held_out == self.is_held_out)
-        # A document of gigabytes, which is alone in its batch, is not copied either.
-        batch = batch if len(chosen) == len(batch) else batch.take(pa.array(chosen))
-        return batch, b"".join(digests[index] for index in chosen)
+        return batch.take(pa.array(chosen)), b"".join(digests[index] for index in chosen)
 
 
 def _digests(batch: pa.RecordBatch) -> list[bytes]:

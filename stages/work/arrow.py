@@ -5,18 +5,13 @@ them, and a record that turns out to be unreadable can be cut off again.
 """
 
 import hashlib
-import io
 import json
-import mmap
-import os
-import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from stages.base.dataset import Shard
@@ -26,8 +21,8 @@ from stages.base.record import damaged
 Features = dict[str, Any]
 """The type of each column, by its name, as `datasets` writes them."""
 
-_PIECE = 1 << 20  # bytes that are copied at once
-_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # a message of length 0, which pyarrow writes on close, too
+END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+"""A message of length 0, which pyarrow writes on close, too."""
 
 CHANGED = "it was changed while it was read, so run `dvc repro` again"
 """What to do about a shard that is no longer the one that was verified."""
@@ -132,36 +127,6 @@ class StreamWriter:
         """Append a record batch of rows that have a value in one column."""
         self.write(*self._with_nulls(rows, column))
 
-    def write_text(self, pieces: Iterable[bytes], size: int) -> int:
-        """Append a record batch of one string, which comes in pieces of UTF-8; return its characters.
-
-        The bytes are those that `write` would append, but memory holds a piece.
-
-        Args:
-            pieces: Of the string.
-            size: Of all pieces, in bytes; at least 1.
-        """
-        before, after = self._message(size)
-        self._append(before)
-        num_characters = 0
-        for piece in pieces:
-            self._append(piece)
-            num_characters += count_characters(piece)
-        self._append(after)
-        self.rows += 1
-        return num_characters
-
-    def _message(self, size: int) -> tuple[bytes, bytes]:
-        """What precedes and what follows the string in a record batch of one."""
-        zeros = pa.py_buffer(mmap.mmap(-1, size))  # in place of the string: never read, so they need no memory
-        text = pa.StringArray.from_buffers(1, pa.py_buffer(struct.pack("<ii", 0, size)), zeros)
-        batch = pa.record_batch(self._with_nulls(text, 0), schema=self.schema)
-        sink = _WithoutBuffer(zeros)
-        with pa.ipc.new_stream(pa.PythonFile(sink, "w"), self.schema) as stream:
-            stream.write_batch(batch)
-            [before, after] = sink.parts
-        return before.removeprefix(self.schema.serialize()), after  # the schema is in the file already
-
     def _with_nulls(self, rows: pa.Array, column: int) -> list[pa.Array]:
         return [rows if index == column else pa.nulls(len(rows), kind) for index, kind in enumerate(self.schema.types)]
 
@@ -178,31 +143,13 @@ class StreamWriter:
     def close(self) -> Shard:
         """End the stream."""
         # No fsync: `publish.directory` flushes the shards before it renames their directory.
-        self._append(_END_OF_STREAM)
+        self._append(END_OF_STREAM)
         self._file.close()
         return Shard(self.path.name, self.rows, self._digest.hexdigest())
 
     def _append(self, data: Any) -> None:
         self._file.write(data)
         self._digest.update(data)
-
-
-class _WithoutBuffer(io.RawIOBase):
-    """Keeps what pyarrow writes before and after a buffer."""
-
-    def __init__(self, buffer: pa.Buffer) -> None:
-        self.parts = [b""]
-        self._buffer = buffer
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        if isinstance(data, pa.Buffer) and data.address == self._buffer.address:
-            self.parts.append(b"")
-        else:
-            self.parts[-1] += bytes(data)
-        return len(data)
 
 
 def batch_offsets(path: Path) -> list[int]:
@@ -239,31 +186,9 @@ def read_batch(path: Path, offset: int) -> pa.RecordBatch:
         raise damaged(path, "it has no record batch where it had one", CHANGED) from None
 
 
-def read_rows(path: Path) -> Iterator[tuple[pa.Array, int, Iterator[bytes] | None]]:
-    """The strings of each record batch of a corpus, which are in one column; which one; and of a text that is alone, as
-    it may be too long for the memory, its pieces.
-    """
+def read_rows(path: Path) -> Iterator[tuple[pa.Array, int]]:
+    """The strings of each record batch of a corpus, which are in one column; and which one."""
     for offset in batch_offsets(path):
         batch = read_batch(path, offset)
         column = next((index for index, values in enumerate(batch.columns) if not values.null_count), 0)
-        is_alone = len(batch) == 1 and column == 0
-        yield batch.column(column), column, read_text(path, offset) if is_alone else None
-
-
-def read_text(path: Path, offset: int) -> Iterator[bytes]:
-    """The document of a record batch of one row, in pieces.
-
-    They are read, not mapped: what was touched of a mapped file stays in memory while it is mapped.
-    """
-    size = pc.binary_length(read_batch(path, offset).column(0))[0].as_py()
-    with path.open("rb") as file:
-        file.seek(offset)
-        _, metadata = struct.unpack("<ii", file.read(8))
-        end = file.seek(metadata + 8, os.SEEK_CUR) + size  # the offsets of the string precede it: two of 32 bits
-        while piece := file.read(min(_PIECE, end - file.tell())):
-            yield piece
-
-
-def count_characters(utf8: bytes) -> int:
-    """The characters that begin in a piece of UTF-8."""
-    return int(np.count_nonzero(np.frombuffer(utf8, np.int8) >= -64))  # those below are 10xxxxxx: continuations
+        yield batch.column(column), column
