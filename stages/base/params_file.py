@@ -65,21 +65,20 @@ def load_params(cls: type[T], section: str | None = None, path: Path = PARAMS_FI
     except ValidationError as error:
         lines = [_explain(place, prefix, details) for details in error.errors(include_url=False)]
         raise StageError(*lines) from None
-    if problems := [f"{place}: {'.'.join([*prefix, problem])}" for problem in _no_numbers(values, result)]:
+    given = dict(flatten({section: values} if section else values))
+    read = dataclasses.asdict(result)
+    if problems := [f"{place}: {problem}" for problem in _no_numbers(given, {section: read} if section else read)]:
         raise StageError(*problems)
     return result
 
 
-def _no_numbers(values: Mapping[str, Any], result: Any, prefix: str = "") -> Iterator[str]:
-    """What is wrong with the numbers in a parameter object, where pydantic is content."""
-    for field in dataclasses.fields(result):
-        given, value = values.get(field.name), getattr(result, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _no_numbers(given or {}, value, f"{prefix}{field.name}.")
-        elif isinstance(given, bool) and not isinstance(value, bool):  # which it takes for 0 and 1
-            yield f"{prefix}{field.name} must be a number, not a boolean"
+def _no_numbers(given: Mapping[str, Any], read: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the numbers that were read of the given leaves, where pydantic is content."""
+    for name, value in flatten(read):
+        if isinstance(given.get(name), bool) and not isinstance(value, bool):  # which it takes for 0 and 1
+            yield f"{name} must be a number, not a boolean"
         elif isinstance(value, float) and not math.isfinite(value):
-            yield f"{prefix}{field.name} is {given!r}: it must be a finite number"
+            yield f"{name} is {given.get(name)!r}: it must be a finite number"
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
