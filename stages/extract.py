@@ -13,6 +13,9 @@ twice").
 
 import codecs
 import dataclasses
+import json
+import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -34,8 +37,9 @@ from stages.base.process import paused_collector
 from stages.base.record import Record
 from stages.formats import rules
 from stages.formats.limits import LIMITS, Limits
-from stages.formats.rules import Rule, RuleCounts
+from stages.formats.rules import LeftOutRecord, Rule, RuleCounts
 from stages.splits import manifests as splits
+from stages.splits import suffixes, tree
 from stages.work import reuse, workers
 
 CORPUS = Path("data/corpus")
@@ -43,6 +47,8 @@ METRICS = Path("data/extract.json")
 
 NUM_PRINTED = 20
 """Rejected files named in the error message; all of them are in the metrics."""
+NUM_PREVIEWED, LONGEST_PREVIEWED = 5, 1000
+"""Rows that a preview shows, and characters of each."""
 
 
 # The escape sequences of all of Python's encodings in which an ASCII character can be anything else than itself.
@@ -114,6 +120,9 @@ class Rejection:
     reason: str
     detail: str
 
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}" + f" at {self.position}" * bool(self.position) + f": {self.detail}"
+
 
 @dataclass(frozen=True)
 class RejectedFile:
@@ -184,14 +193,12 @@ class SplitResult:
     rejected: list[RejectedFile]
     changed: list[str]
     """Files that are not those that were organized. If there are any, the result is not used, and not stored."""
-    unfit: list[RejectedFile]
-    """Files, or parts, with records of which a rule makes no row."""
+    left_out: dict[int, list[LeftOutRecord]]
+    """Of each rule, by its index, the first records without a row."""
     fit: list[str]
     """Paths of files that were cut, and that have text here."""
     silent: list[str]
     """Paths of files, or parts, without text and without a reason."""
-    advice: Counter[str]
-    """Rules that would make conversations of files without a rule: how many files."""
     fallback: list[str]
     """Paths of files that were read in `fallback_encoding`, the first ones."""
     is_reused: bool = False
@@ -204,9 +211,7 @@ def main() -> None:
     file = parser.parse_args().preview
     params = load_params(ExtractParams)
     if file is not None:
-        from stages.formats.preview import preview
-
-        print(preview(Path(file), params.raw_dir, params.records, params.fallback_encoding, params.min_chars))
+        print(preview(Path(file), params))
         return
     with publish.lock(CORPUS):
         print(extract(params, load_params(ExtractRuntime, "runtime")))
@@ -216,8 +221,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     """Write the corpus and the metrics; return a line that describes them.
 
     Raises:
-        StageError: a rule fits no file; files changed after `organize`, or too many cannot be read. All files are tried
-            before.
+        StageError: a rule is left no file, or makes no row; files changed after `organize`, or too many cannot be read.
+            All files are tried before.
     """
     from stages.formats.writer import SHORT
     from stages.work import arrow
@@ -258,30 +263,30 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         if params.deduplicate_strings:
             targets = [directory / name for name in shard_names]
             shards = deduplicate(tasks, shards, targets, runtime, counts)
-        unfit = find_unfit(results)
-        counts.update("rejected no record fits" for _ in unfit)
-        all_rejected = [*chain.from_iterable(result.rejected for result in results), *unfit]
-        rejected = join_parts(all_rejected, limits.num_listed)
+        rejected = join_parts(chain.from_iterable(result.rejected for result in results), limits.num_listed)
         counts["rejected_files"] = len({entry.path for entry in rejected})
         # Before the error, which refers the user to this file for all rejections.
         sourced = [shard._replace(source=summary.source(index)) for index, shard in enumerate(shards)]
         dataset = Dataset(params.features, sourced)
         fallback = sorted(chain.from_iterable(result.fallback for result in results))[: limits.num_listed]
-        metrics(params, counts, rejected, fallback, dataset.fingerprint).write(METRICS)
+        of_rules = count_rules(params.records, counts, results)
+        metrics(params, counts, rejected, of_rules, fallback, dataset.fingerprint).write(METRICS)
         if counts["rejected_files"] > params.max_rejected_files:
             raise StageError(*too_many(counts["rejected_files"], rejected, params.max_rejected_files))
+        for index, rule in enumerate(of_rules):
+            if rule.left_out and not rule.documents + rule.conversations:
+                raise StageError(f"params.yaml: records.{index} makes no row of {rule.files!r}:", *rule.describe())
         dataset.write(directory)
-    if params.records:
-        from stages.formats.records import find_warnings
-
-        for index, rule in enumerate(params.records):
-            of_rule = _starting_with(f"rule {index} ", counts)
-            for warning in find_warnings(index, rule, of_rule, [entry.detail for entry in rejected]):
-                print(f"warning: {warning}")
-    if advice := sum((result.advice for result in results), Counter()):
-        print(describe_advice(advice))
+    if counts["structured_files"]:
+        print(
+            f"extract: {counts['structured_files']} files of JSON, YAML or tables have no rule: each of their strings "
+            "is a document, or of CSV the file. For some of the values, or conversations, write rules (docs/records.md)"
+        )
     if silent := sorted(find_silent(results) - {entry.path for entry in rejected}):
-        print(f"extract: {len(silent)} files have no text, and nothing in them was rejected, such as {silent[0]}")
+        print(
+            f"extract: {len(silent)} files have no text, and nothing in them was rejected, such as {silent[0]}: "
+            f"`python -m stages.extract --preview {params.raw_dir}/{silent[0]}` shows why"
+        )
     if fallback:
         print(
             f"extract: {counts['fallback_encoded_files']} files are not in UTF-8 and were read as "
@@ -297,9 +302,13 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     # Not the empty ones, which are all equal: all but the first come from the store in any run.
     used = [result.is_reused for result, part in zip(results, parts, strict=True) if part.files]
     unused = "".join(
-        f"columns that records.{index} does not use: {', '.join(columns[:NUM_PRINTED])}; "
-        for index in range(len(params.records or ()))
-        if (columns := [*_starting_with(f"rule {index} {rules.UNUSED}", counts)])
+        f"{what} {', '.join(names[:NUM_PRINTED])}; "
+        for index, rule in enumerate(of_rules)
+        for what, names in (
+            (f"columns that records.{index} does not use:", rule.unused_columns),
+            (f"roles that records.{index} does not know:", rule.unknown_roles),
+        )
+        if names
     )
     lengths = (
         f" (mean {counts['characters'] / counts['strings']:.0f} characters, "
@@ -314,26 +323,9 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     )
 
 
-def find_unfit(results: Iterable[SplitResult]) -> list[RejectedFile]:
-    """The files of which a rule makes no row, each once."""
-    fit = {path for result in results for path in result.fit}
-    by_path = {file.place[0]: file for result in results for file in result.unfit if file.place[0] not in fit}
-    return [*by_path.values()]
-
-
 def find_silent(results: Iterable[SplitResult]) -> set[str]:
     """The files of which no part has text."""
     return {path for result in results for path in result.silent} - {path for result in results for path in result.fit}
-
-
-def describe_advice(advice: Counter[str]) -> str:
-    """What to tell about files that have conversations, but no rule."""
-    (rule, _), *others = advice.most_common()
-    return (
-        f"extract: {advice.total()} files look like conversations, and each of their strings is a document now, roles "
-        f"and ids too. For conversations, write this in params.yaml:\nrecords:\n- {rule}"
-        + "".join(f"\n- {other}" for other, _ in others[:NUM_PRINTED])
-    )
 
 
 def deduplicate(
@@ -408,74 +400,148 @@ def extract_split(task: SplitTask) -> SplitResult:
 
 def read_split(task: SplitTask) -> SplitResult:
     """Write the shard of one split from its raw files."""
-    from stages.formats import json_values, readers
-    from stages.formats.advice import find_advice
+    return read_files(splits.read_manifest(task.manifest, task.digest), task.shard, task.params, task.limits)
+
+
+def read_files(files: Iterable[splits.RawFile], path: Path, params: ExtractParams, limits: Limits) -> SplitResult:
+    """Write the strings of some raw files, or of parts of them, into a shard."""
+    from stages.formats import readers
     from stages.formats.records import Records
-    from stages.formats.source import Changed, Rejected
+    from stages.formats.source import UTF_8, Changed, Rejected, Unreadable
     from stages.formats.writer import TextWriter
     from stages.work import arrow
 
     counts: Counter[str] = Counter()
-    advice: Counter[str] = Counter()
     fallback: list[str] = []
     rejected: list[RejectedFile] = []
-    unfit: list[RejectedFile] = []
     fit: list[str] = []
     silent: list[str] = []
-    known: dict[int | None, set[str]] = {}  # columns, by rule
     changed: list[str] = []
-    path = ""  # printable, of the current file
-    rejections: list[Rejection] = []  # of the current file, or part
+    of_rules: dict[int, Records] = {}
+    name = ""  # printable, of the current file, or part
+    rejections: list[Rejection] = []  # of it
+    reasons: Counter[str] = Counter()  # of these, and of those that are not listed
 
     def report(what: Rejected) -> None:
-        counts[f"rejected {what.reason}"] += 1
-        if len(rejections) < task.limits.num_listed:  # a JSON Lines file in a wrong format has millions
-            rejections.append(Rejection(path=path, position=what.position, reason=what.reason, detail=what.detail))
+        reasons[f"rejected {what.reason}"] += 1
+        if len(rejections) < limits.num_listed:  # a JSON Lines file in a wrong format has millions
+            rejections.append(Rejection(path=name, position=what.position, reason=what.reason, detail=what.detail))
 
-    json_values.fill_array_cache()  # before the first large array (see there)
-    params = task.params
-    with paused_collector(), arrow.StreamWriter(task.shard, params.features) as stream:
-        writer = TextWriter(stream, params.min_chars, report, task.limits)
-        for file in splits.read_manifest(task.manifest, task.digest):
-            rejections = []
-            path = printable(file.path)
+    with paused_collector(), arrow.StreamWriter(path, params.features) as stream:
+        writer = TextWriter(stream, params.min_chars, report, limits)
+        for file in files:
+            name = printable(file.path)
             offset = file.part.start if file.part else 0
             counts["files"] += offset == 0  # each file once, with its first part
-            index, rule = rules.find(params.records, file.path) or (None, None)
-            of_rule = known.setdefault(index, set())
-            records = None if rule is None else Records(rule, writer, params.min_chars, task.limits, of_rule)
-            writer.has_text = False
-            try:
-                with readers.open_source(params.raw_dir, file, params.fallback_encoding, task.limits) as source:
-                    counts["fallback_encoded_files"] += source.used_fallback
-                    if source.used_fallback and len(fallback) < task.limits.num_listed:
-                        fallback.append(path)
-                    readers.read(path, source, writer, records)
-                    if records is None and offset == 0:
-                        advice.update(find_advice(path, source.begin))
-            except Rejected as reason:
-                writer.reject(reason)
-            except Changed:  # continue: one run finds all files that changed
-                changed.append(path)
-            problem = records.problem() if records else None
-            if records:
-                counts.update({f"rule {index} {name}": count for name, count in records.counts.items()})
-                counts[f"rule {index} files"] += offset == 0
+            records = None
+            if found := rules.find(params.records, file.path):
+                index, rule = found
+                if index not in of_rules:
+                    of_rules[index] = Records(rule, writer, params.min_chars, limits)
+                records = of_rules[index]
+                records.counts["files"] += offset == 0
+            elif rules.has_records(file.path):
+                counts["structured_files"] += offset == 0
+            objections: list[str] = []
+            for encoding in filter(None, (UTF_8, params.fallback_encoding)):
+                rejections, reasons, problem = [], Counter(), None
+                writer.begin_file()
+                if records:
+                    records.begin(name)
+                try:
+                    with readers.open_source(params.raw_dir, file, encoding, limits) as source:
+                        readers.read(file.path, source, writer, records)
+                except Rejected as reason:
+                    writer.reject(reason)
+                except Changed:  # continue: one run finds all files that changed
+                    changed.append(name)
+                except Unreadable as unreadable:
+                    problem = unreadable.reason
+                    objections.append(unreadable.detail)
+                    writer.undo()
+                    if records:
+                        records.undo()
+                    if unreadable.is_encoding:
+                        continue
+                break
             if problem:
-                rejection = Rejection(path, None, "no record fits", f"records.{index}: {problem}")
-                unfit.append(RejectedFile((path, offset), [rejection]))
-            elif file.part and writer.has_text:
-                fit.append(path)
+                rejections, reasons = [], Counter()
+                report(Rejected(problem, "; ".join(objections)))
+            elif objections:
+                counts["fallback_encoded_files"] += 1
+                if len(fallback) < limits.num_listed:
+                    fallback.append(name)
+            counts += reasons
+            if file.part and writer.has_text:
+                fit.append(name)
             elif not (writer.has_text or rejections):
-                silent.append(path)
+                silent.append(name)
             if rejections:
-                rejected.append(RejectedFile((path, offset), rejections))
+                rejected.append(RejectedFile((name, offset), rejections))
         shard = writer.close()
+    for index, records in of_rules.items():
+        counts.update({f"rule {index} {name}": count for name, count in records.counts.items()})
     # |= keeps the larger of two counts, and these names have none yet.
     counts |= Counter(
         records=writer.records, strings=shard.rows, characters=writer.characters, short_strings=writer.num_short
     )
-    return SplitResult(shard, counts, rejected, changed, unfit, fit, silent, advice, fallback)
+    left_out = {index: records.left_out for index, records in of_rules.items()}
+    return SplitResult(shard, counts, rejected, changed, left_out, fit, silent, fallback)
+
+
+def preview(file: Path, params: ExtractParams) -> str:
+    """What becomes of a raw file, as text: its first rows, and what has none. It may be given below `raw_dir`.
+
+    Raises:
+        StageError: it is not below `raw_dir`, is not read by its name, or changes.
+    """
+    from stages.work import arrow
+
+    path = os.path.relpath(file if file.exists() else Path(params.raw_dir, file), params.raw_dir)
+    if path.startswith("..") or not Path(params.raw_dir, path).is_file() or not suffixes.find(path):
+        raise StageError(
+            f"{file} is no raw file below {params.raw_dir} that is read: name one, such as {params.raw_dir}/a.jsonl"
+        )
+    found = rules.find(params.records, path)
+    with tempfile.TemporaryDirectory() as directory:
+        shard = Path(directory, "rows")
+        raw = splits.RawFile(path, *tree.measure(Path(params.raw_dir, path)))
+        result = read_files([raw], shard, params, LIMITS)
+        if result.changed:
+            raise StageError(f"{file} changes while it is read: try again when it is complete")
+        rows = (
+            (column, text) for texts, column in arrow.read_rows(shard) for text in texts[:NUM_PREVIEWED].to_pylist()
+        )
+        shown = [_show(number, *row) for number, row in enumerate(islice(rows, NUM_PREVIEWED), 1)]
+    number = result.counts["strings"]
+    return "\n".join(
+        [
+            f"{path}: " + (f"records.{found[0]}" if found else "no rule: each string is a document"),
+            *shown,
+            f"{number} rows" + f", of {params.min_chars} characters or more" * (params.min_chars > 1),
+            *map(str, join_parts(result.rejected, NUM_PREVIEWED)),
+            *(count_rules(params.records, result.counts, [result])[found[0]].describe() if found else ()),
+        ]
+    )
+
+
+def _show(number: int, column: int, text: str) -> str:
+    if column == rules.MESSAGES:
+        return f"--- {number}: a conversation\n{json.dumps(json.loads(text), indent=2, ensure_ascii=False)}"
+    more = f"... ({len(text)} characters)" * (len(text) > LONGEST_PREVIEWED)
+    return f"--- {number}: a document\n{text[:LONGEST_PREVIEWED]}{more}"
+
+
+def count_rules(given: Sequence[Rule] | None, counts: Counter[str], results: Sequence[SplitResult]) -> list[RuleCounts]:
+    """What became of the records under each rule."""
+    return [
+        RuleCounts.of(
+            rule,
+            _starting_with(f"rule {index} ", counts),
+            chain.from_iterable(result.left_out.get(index, []) for result in results),
+        )
+        for index, rule in enumerate(given or ())
+    ]
 
 
 def join_parts(rejected: Iterable[RejectedFile], num_listed: int) -> list[Rejection]:
@@ -489,7 +555,12 @@ def join_parts(rejected: Iterable[RejectedFile], num_listed: int) -> list[Reject
 
 
 def metrics(
-    params: ExtractParams, counts: Counter[str], rejected: list[Rejection], fallback: list[str], fingerprint: str
+    params: ExtractParams,
+    counts: Counter[str],
+    rejected: list[Rejection],
+    of_rules: list[RuleCounts],
+    fallback: list[str],
+    fingerprint: str,
 ) -> Metrics:
     """The content of `data/extract.json`."""
     return Metrics(
@@ -505,10 +576,7 @@ def metrics(
         short_strings=counts["short_strings"],
         rejected=_starting_with("rejected ", counts),
         rejections=rejected,
-        rules=[
-            RuleCounts.of(rule, _starting_with(f"rule {index} ", counts))
-            for index, rule in enumerate(params.records or ())
-        ],
+        rules=of_rules,
         source=publish.sha256_file(splits.SPLITS / splits.SUMMARY),
         fingerprint=fingerprint,
         origin=Origin.of("stages.extract", params),
@@ -522,10 +590,7 @@ def _starting_with(prefix: str, counts: Counter[str]) -> dict[str, int]:
 def too_many(number: int, rejected: list[Rejection], limit: int) -> list[str]:
     """The lines of the error for more rejected files than are allowed."""
     first_of_file = {entry.path: entry for entry in reversed(rejected)}  # of equal keys the last stays: the first
-    lines = [
-        f"{path}: {entry.reason}" + f" at {entry.position}" * bool(entry.position) + f": {entry.detail}"
-        for path, entry in sorted(first_of_file.items())[:NUM_PRINTED]
-    ]
+    lines = [str(entry) for _, entry in sorted(first_of_file.items())[:NUM_PRINTED]]
     more = [f"... and {number - NUM_PRINTED} more"] * (number > NUM_PRINTED)
     is_encoding = any(entry.reason == "unknown encoding" for entry in rejected)
     fix = "set fallback_encoding, or fix them" if is_encoding else "fix them"

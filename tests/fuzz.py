@@ -38,7 +38,7 @@ def extract(name: str) -> Check:
     from stages.formats import readers
     from stages.formats.records import Records
     from stages.formats.rules import Rule, find
-    from stages.formats.source import Rejected
+    from stages.formats.source import Rejected, Unreadable
     from stages.formats.writer import TextWriter
     from stages.splits import tree
     from stages.splits.manifests import RawFile
@@ -58,12 +58,14 @@ def extract(name: str) -> Check:
         with arrow.StreamWriter(directory / "shard", arrow.WITH_CONVERSATIONS) as stream:
             sink = TextWriter(stream, 1, lambda _: None, limits)
             records = Records(rule, sink, 1, limits) if rule and find([rule], name) else None
+            file, encoding = RawFile(name, *tree.measure(directory / name)), "cp1252" if data[:1] > b"\x7f" else "utf-8"
             try:
-                file = RawFile(name, *tree.measure(directory / name))
-                with readers.open_source(str(directory), file, "cp1252", limits) as source:
+                with readers.open_source(str(directory), file, encoding, limits) as source:
                     readers.read(name, source, sink, records)
             except Rejected as rejected:
                 sink.reject(rejected)
+            except Unreadable:
+                sink.undo()
             sink.close()
 
     return check

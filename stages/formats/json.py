@@ -1,54 +1,41 @@
-r"""JSON: all string values at any depth, in the order of the file. Keys, numbers, true, false and null are dropped.
+r"""JSON: all string values at any depth, in the order of the file, or the records of a rule.
 
-Two readers give the same strings. A document that msgspec finds valid is cut (`json_values.py`), which is fast. msgspec
-rejects lone surrogates, which RFC 8259 permits, and what occurs although the RFC forbids it (NaN, several documents in
-a row). For these, and for files too large to be held, there is `scan`: fifty times slower, but it reads in pieces, at
-any depth.
+Python's own parser reads every record: it is the one that gives both values of a key that occurs twice, NaN, and lone
+surrogates. Where no rule asks for more, its hook makes strings of each object at once.
 
-ijson would lose text. Its fast backend, yajl2_c, rejects documents with NaN, an integer above 64 bits or 1e999, reads
-"\ud800" as "?" without an error, and reports no position. Of a file of 200 MB it reads 80 MB/s and `scan` 15 MB/s, in
-22 and 28 MiB of memory (ijson 3.6).
-
-Under a rule a record becomes objects, by Python's own parser: it is the one that gives both values of a key that occurs
-twice, and NaN and lone surrogates too.
+A document that is larger than a piece of the file is read element by element, at any depth.
 """
 
 import codecs
-import io
 import json
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import msgspec
-
-from stages.formats import json_values, paths
-from stages.formats.limits import LIMITS, Limits
+from stages.formats import paths
+from stages.formats.limits import Limits
 from stages.formats.source import Rejected, Source
 from stages.formats.writer import TextWriter
 
 if TYPE_CHECKING:
     from stages.formats.records import Records
 
-# Unrolled: runs of ordinary characters between escapes, so that no string makes the regular expression backtrack.
-_CONTENT = r'[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*)*'  # of a string
-_NUMBER = r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
-_TOKEN = re.compile(
-    rf'[ \t\n\r]*(?:(?P<string>"{_CONTENT}")|(?P<mark>[][{{}},:])|(?P<scalar>{_NUMBER}|true|false|null|NaN|-?Infinity))'
-)
-_BEGUN = re.compile(rf'[ \t\n\r]*(?P<string>"{_CONTENT})?')
-_INSIDE = re.compile(_CONTENT)
 _SPACE = re.compile(r"[ \t\n\r]*")
-_skip = msgspec.json.Decoder(msgspec.Raw).decode
+# Unrolled: runs of ordinary characters between escapes, so that no string makes the regular expression backtrack.
+_INSIDE = re.compile(r'[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*)*')  # of a string
+_COMMA = re.compile(r"[ \t\n\r]*,[ \t\n\r]*")
+_KEY = re.compile(r'[ \t\n\r]*"[^"\\\x00-\x1f]*"[ \t\n\r]*:[ \t\n\r]*')  # without escapes, as most
 _MOST_DIGITS = 4000  # of an integer: Python refuses 4301
-_LONGEST_CUT = 16  # characters: a token that ends this close to the end of a piece may continue in the next one
+_LONGEST_CUT = 16  # characters: a number or an escape that ends this close to the end of a piece may be cut there
+_MOST_TRIED = 64  # levels at which a collection is tried as a whole: below, each failure would cost a piece again
+_MOST_KEYS = 20  # of a document, for messages
+_CLOSING = {"[": "]", "{": "}"}
+_LARGE = object()  # in place of a collection that does not fit into a piece
 
-# States of `scan`: the tokens that may come next. A string is `"`, a scalar `0`, any other token is itself.
-_VALUE, _VALUE_OR_END = '"0[{', '"0[{]'
-_KEY, _KEY_OR_END = '"', '"}'
-_COLON = ":"
-_OUTSIDE, _LIST, _MAP = b" [{"
-_AFTER_VALUE = {_OUTSIDE: _VALUE, _LIST: ",]", _MAP: ",}"}  # by the innermost open bracket; after a document: another
+DecodeAt = Callable[[str, int], tuple[Any, int]]
+"""The value at a place of a text, and the place after it. Raises `json.JSONDecodeError`, or RecursionError. Each error
+counts the lines before it, so the text should be short where there may be many."""
 
 
 def _no_number(_: str) -> None:
@@ -59,12 +46,54 @@ def _integer(digits: str) -> int | None:
     return int(digits) if len(digits) < _MOST_DIGITS else None
 
 
+def _flatten(values: list[Any]) -> list[str]:
+    """The strings of some values as `_flat` has them: objects are tuples of their strings already."""
+    found: list[str] = []
+    for value in values:
+        kind = type(value)
+        if kind is str:
+            found.append(value)
+        elif kind is tuple:
+            found += value
+        elif kind is list:
+            found += _flatten(value)
+    return found
+
+
+def _strings_of(pairs: list[tuple[str, Any]]) -> tuple[str, ...]:
+    """The strings of an object."""
+    found: list[str] = []
+    for _, value in pairs:  # as in `_flatten`, whose call would cost a tenth of all the time
+        kind = type(value)
+        if kind is str:
+            found.append(value)
+        elif kind is tuple:
+            found += value
+        elif kind is list:
+            found += _flatten(value)
+    return tuple(found)
+
+
 _decoder = json.JSONDecoder(object_pairs_hook=paths.make_object, parse_constant=_no_number)
 # Slower, as it calls a function for each integer.
 _lenient = json.JSONDecoder(object_pairs_hook=paths.make_object, parse_constant=_no_number, parse_int=_integer)
-decode_at = _decoder.raw_decode
-"""The value at a place of a text, and the place after it. Raises ValueError, too, for an integer of many digits. Each
-error counts the lines before it, so `text` should be short where there may be many."""
+_flat = json.JSONDecoder(object_pairs_hook=_strings_of, parse_int=float)  # which takes any number of digits
+
+
+def value_at(text: str, place: int = 0) -> tuple[Any, int]:
+    """`DecodeAt` of records."""
+    try:
+        return _decoder.raw_decode(text, place)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # an integer is too long
+        return _lenient.raw_decode(text, place)
+
+
+def strings_at(text: str, place: int = 0) -> tuple[list[str], int]:
+    """`DecodeAt` of all strings in a value, perhaps with lone surrogates."""
+    value, end = _flat.raw_decode(text, place)
+    return _flatten([value]), end
 
 
 def decode(text: str) -> Any:
@@ -79,96 +108,106 @@ def decode(text: str) -> Any:
         return _lenient.decode(text)
 
 
+class Strings:
+    """Where documents are put where no rule asks for more than their strings."""
+
+    decode_at = staticmethod(strings_at)
+
+    def __init__(self, sink: TextWriter, limits: Limits) -> None:
+        self.position: Callable[[], str] = str
+        """Where in the file the current document is; set by the reader."""
+        self._sink = sink
+        # A call of the sink is worth many strings. One that may be too long for it comes alone.
+        self._most = min(limits.chunk, limits.longest_string // 4)  # characters
+        self._complete: list[str] = []  # of complete records, not yet in the sink, before the others
+        self._num_complete = 0
+        self._current: list[str] = []  # of the current record
+        self._size = 0  # characters of both
+        self._is_begun = self._is_bad = False  # the current record: it is in the sink in part, or nothing is kept of it
+
+    def add(self, strings: list[str]) -> None:
+        """Add strings of the current record."""
+        if self._is_bad:
+            return
+        self._current += strings
+        self._size += sum(map(len, strings))
+        if self._size > self._most:
+            try:
+                self.flush()
+                self._sink.add(self._current)
+                self._current, self._size, self._is_begun = [], 0, True
+            except Rejected as rejected:
+                self.reject(rejected)
+
+    def reject(self, rejected: Rejected) -> None:
+        """Report why nothing is kept of the current record, whose end is still to be found."""
+        if not self._is_bad:
+            self.flush()
+            self._sink.reject(Rejected(rejected.reason, rejected.detail, self.position()))
+        self._current, self._size, self._is_begun, self._is_bad = [], 0, False, True
+
+    def end(self) -> None:
+        """The current record is complete."""
+        if self._is_begun:
+            self._sink.add(self._current)
+            self._sink.end()
+        elif not self._is_bad:
+            self._complete += self._current
+            self._num_complete += 1
+        self._current, self._is_begun, self._is_bad = [], False, False
+
+    def flush(self) -> None:
+        """Put the complete records into the sink."""
+        if self._num_complete:
+            self._sink.add(self._complete)
+            self._sink.end(self._num_complete)
+            self._complete, self._num_complete = [], 0
+
+
 def read(source: Source, sink: TextWriter) -> None:
-    """Put the strings of a file into `sink`; the file may contain several documents in a row."""
-    if source.data is not None and is_document(source.data, source.limits):
-        sink.add_json(source.data)
-    else:
-        scan(source.stream().read, sink, limits=source.limits)
+    """Put the strings of a file into `sink`; each of its documents, of which it may have several, is a record.
 
-
-def is_document(data: bytes, limits: Limits = LIMITS) -> bool:
-    """Whether `data` is one document of JSON that `json_values.strings` can read.
-
-    False also if it is too large to be held, if a string in it may be too long, or if it is nested deeply.
+    Raises:
+        Rejected: what follows the last complete document is not JSON.
     """
-    if len(data) > limits.largest_held:
-        return False
+    into = Strings(sink, source.limits)
+    tokens = Tokens(source.stream().read, source.limits, into.decode_at)
+    into.position = tokens.position
     try:
-        _skip(data)  # msgspec.Raw: validates all of it and creates no object for any value
-    except (msgspec.DecodeError, RecursionError):  # msgspec recurses; `scan` then decides, and names the position
-        return False
-    if len(data) <= limits.longest_string:
-        return True
-    return not json_values.has_longer(data, limits.longest_string, limits.chunk)
+        while tokens.peek():
+            walk(tokens, None, into.add, into.reject)
+            into.end()
+    finally:
+        into.flush()
 
 
-def scan(read: Callable[[int], bytes], sink: TextWriter, line: int | None = None, limits: Limits = LIMITS) -> None:
-    """Put the strings of documents in a row into `sink`, with memory for one piece of the file and its longest string.
+def read_record(read: Callable[[int], bytes], into: "Strings | Records", limits: Limits) -> None:
+    """Read documents in a row as one record, of which a piece is in memory, or under a rule all of them.
 
     Args:
         read: Gives the next bytes of UTF-8: at most so many, and none at the end only.
-        sink: Receives the strings.
-        line: Which line of a file this is: one record, even of several documents. None: an entire file, in which each
-            document is a record.
-        limits: Size of the pieces, and of the longest string.
+        into: Receives the documents.
+        limits: Size of the pieces, and of what is held.
 
     Raises:
-        Rejected: what follows the last complete document is not JSON; or the line cannot be read.
+        Rejected: it is not JSON, or under a rule too large.
     """
-    tokens = _Tokens(read, limits)
-    next_token, longest_string = tokens.next, limits.longest_string  # local names, as this runs for each token
-    strings: list[str] = []  # of the record, not yet in the sink
-    size = 0  # characters of these
-    rejected: Rejected | None = None  # why nothing is kept of the record, whose end is still to be found
-    is_record = False  # whether the line has a document
-    brackets = bytearray([_OUTSIDE])  # those that are open: a byte each, as a file may be nothing but brackets
-    expected = _VALUE
-    while True:
-        is_key = expected in (_KEY, _KEY_OR_END)
-        kind, string = next_token(expected, 0 if is_key or rejected else longest_string)
-        if not kind:  # the end, or an error: `check_end` finds out which
-            break
-        if kind == '"':
-            if is_key:
-                expected = _COLON
-                continue
-            if string is not None:
-                if size + len(string) > limits.chunk:  # a record of any size needs the memory of a piece
-                    sink.add(strings)
-                    strings, size = [], 0
-                strings.append(string)
-                size += len(string)
-            elif not rejected:
-                detail = f"a string has more than {longest_string} bytes of UTF-8: split it"
-                rejected = Rejected("string too long", detail, f"line {tokens.line()}")
-        elif kind in "[{":
-            brackets.append(ord(kind))
-            if len(brackets) > longest_string:
-                raise Rejected("nested too deep", f"{longest_string} levels or more", f"line {tokens.line()}")
-            expected = _VALUE_OR_END if kind == "[" else _KEY_OR_END
+    tokens = Tokens(read, limits, into.decode_at)
+    documents: list[Any] = []  # under a rule
+    while tokens.peek():
+        if isinstance(into, Strings):
+            walk(tokens, None, into.add, into.reject)
             continue
-        elif kind in ",:":
-            expected = _KEY if kind == "," and brackets[-1] == _MAP else _VALUE
-            continue
-        elif kind in "]}":
-            brackets.pop()
-        expected = _AFTER_VALUE[brackets[-1]]  # a value is complete
-        if len(brackets) == 1:  # so is the document
-            is_record = True
-            if line is None:  # an error further on does not drop its strings
-                if rejected:
-                    sink.reject(rejected)
-                else:
-                    sink.add(strings)
-                    sink.end()
-                strings, size, rejected = [], 0, None
-    if rejected:
-        raise rejected
-    tokens.check_end(is_complete=len(brackets) == 1)
-    if line is not None and is_record:
-        sink.add(strings)
-        sink.end()
+        walk(tokens, (), documents.append, _refuse)
+        if tokens.size > limits.longest_record:
+            raise TooLarge(limits)
+    for document in documents:
+        into.add(document)
+    into.end()
+
+
+def _refuse(rejected: Rejected) -> NoReturn:
+    raise rejected
 
 
 def read_records(source: Source, records: "Records") -> None:
@@ -177,75 +216,19 @@ def read_records(source: Source, records: "Records") -> None:
     Raises:
         Rejected: what follows the last complete record is not JSON.
     """
-    tokens = _Tokens(source.stream().read, source.limits)
+    tokens = Tokens(source.stream().read, source.limits, records.decode_at)
+    records.position = tokens.position
     steps = None if records.each is None else paths.plain_steps(records.each)
-    records.position = lambda: f"line {tokens.line()}"
-    try:
-        while kind := tokens.peek():
-            if records.each is None:
-                _select(tokens, (None,) if kind == "[" else (), records)
-            elif steps is None:
-                records.add(tokens.value())
-            else:
-                if kind != "{":
-                    records.note_keys([] if kind == "[" else "")
-                _select(tokens, steps, records, is_document=True)
-    except RecursionError:
-        raise Rejected("nested too deep", "more levels than a record may have", records.position()) from None
-    tokens.check_end(is_complete=True)
-
-
-def _select(
-    tokens: "_Tokens", steps: tuple[paths.Step, ...] | None, records: "Records", is_document: bool = False
-) -> None:
-    """Add the records that plain steps lead to from the next value, which is never in memory as a whole.
-
-    None: there are none in it.
-    """
-    kind = tokens.peek()
-    if steps == ():
-        try:
-            records.take(tokens.value())
-            return
-        except TooLarge as rejected:
-            records.reject(rejected)
-            steps = None
-    if kind not in ("[", "{"):
-        tokens.expect('"0')
-        return
-    close = "]" if tokens.expect("[{")[0] == "[" else "}"
-    if tokens.next(close, 0)[0]:
-        return
-    index = 0
-    while True:
-        key: str | int | None = index
-        if close == "}":
-            _, key = tokens.expect('"', tokens.limits.longest_string)  # None: it is too long
-            tokens.expect(":")
-            if is_document and key is not None:
-                records.note_keys({key: None})
-        is_on_path = steps is not None and steps[0] in (None, key)
-        _select(tokens, steps[1:] if steps is not None and is_on_path else None, records)
-        if tokens.expect("," + close)[0] == close:
-            return
-        index += 1
-
-
-def documents(text: str, limits: Limits) -> list[Any]:
-    """The documents in a line.
-
-    Raises:
-        Rejected: it is not JSON.
-    """
-    tokens = _Tokens(io.BytesIO(text.encode()).read, limits)
-    found: list[Any] = []
-    try:
-        while tokens.peek():
-            found.append(tokens.value())
-    except RecursionError:
-        raise Rejected("nested too deep", "more levels than a record may have") from None
-    tokens.check_end(is_complete=True)
-    return found
+    while kind := tokens.peek():
+        if records.each is None:
+            walk(tokens, (None,) if kind == "[" else (), records.take, records.reject)
+        elif steps is None:
+            walk(tokens, (), records.add, records.reject)
+        else:
+            before = records.num_seen
+            document = walk(tokens, steps, records.take, records.reject)
+            if records.num_seen == before:
+                records.leave_out(records.no_record, document)
 
 
 def is_too_large(text: str, limits: Limits, start: int = 0) -> bool:
@@ -262,140 +245,239 @@ class TooLarge(Rejected):
         super().__init__("record too large", detail)
 
 
-class _Tokens:
-    """The tokens of a text, of which a piece is in memory."""
+class _TooLong(Rejected):
+    """A string that is not held in memory; what follows it can be read."""
 
-    def __init__(self, read: Callable[[int], bytes], limits: Limits) -> None:
-        self._read, self.limits = read, limits
+
+def walk(
+    tokens: "Tokens",
+    steps: tuple[paths.Step, ...] | None,
+    take: Callable[[Any], None],
+    reject: Callable[[Rejected], None],
+) -> Any:
+    """Read the next document, which is never in memory as a whole.
+
+    Args:
+        tokens: Of the file.
+        steps: Lead to the values that `take` gets. None: it gets everything, in values that fit into a piece.
+        take: Called with each value.
+        reject: Called with why a value is not taken; what follows it is read.
+
+    Returns:
+        A value with the first keys of the document, for messages.
+
+    Raises:
+        Rejected: it is not JSON.
+    """
+    take_part = take if steps is None else lambda _: None
+    found: dict[str, None] = {}
+    begin = tokens.peek()
+    closing: list[str] = []  # of the collections that are open, like the next two
+    outer: list[tuple[paths.Step, ...] | None] = []  # the steps from each
+    indices: list[int] = []
+    while True:
+        kind = tokens.peek()
+        part: Any = _LARGE
+        try:
+            if steps == ():
+                take(tokens.value())
+                part = None
+            elif (steps is None and len(outer) < _MOST_TRIED) or kind not in _CLOSING:
+                part = tokens.value(is_whole=False)
+                if part is not _LARGE and steps is None:
+                    take_part(part)
+        except _TooLong as rejected:
+            reject(rejected)
+            part = None
+        except TooLarge as rejected:
+            reject(rejected)
+            steps = None
+            continue
+        except RecursionError:
+            reject(Rejected("nested too deep", "more levels than a record may have"))
+            steps = None
+            continue
+        if part is _LARGE:
+            closing.append(_CLOSING[tokens.mark("[{")])
+            outer.append(steps)
+            indices.append(-1)
+            if len(outer) > tokens.limits.deepest:
+                raise Rejected("nested too deep", f"more than {tokens.limits.deepest} levels", tokens.position())
+            if tokens.peek() == closing[-1]:
+                tokens.mark(closing[-1])
+                part = closing.pop(), outer.pop(), indices.pop()
+        while part is not _LARGE and closing and tokens.mark("," + closing[-1]) != ",":
+            closing.pop(), outer.pop(), indices.pop()
+        if not closing:
+            return found if begin == "{" else [] if begin == "[" else None
+        if outer[-1] is None and len(outer) <= _MOST_TRIED and (strings := tokens.strings(closing[-1] == "}")):
+            take_part(strings)
+        indices[-1] += 1
+        key: paths.Step = indices[-1]
+        if closing[-1] == "}":
+            key = tokens.key()
+            tokens.mark(":")
+            if len(closing) == 1 and key is not None and len(found) < _MOST_KEYS:
+                found[str(key)] = None
+        above = outer[-1]
+        steps = above[1:] if above and above[0] in (None, key) else None
+
+
+class Tokens:
+    """The values and marks of a text, of which a piece is in memory."""
+
+    def __init__(self, read: Callable[[int], bytes], limits: Limits, decode_at: DecodeAt) -> None:
+        self._read, self.limits, self._decode_at = read, limits, decode_at
+        self.size = 0
+        """Bytes that were read."""
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._is_read = False  # all of it
         self._is_last = False  # the piece
         self._text = ""
         self._ahead = ""  # follows the text, where a value was sought in more than a piece
         self._place = 0  # in the text, after the last token
-        self._certain = 0  # a token that ends before this place does not continue in the next piece
+        self._certain = 0  # a number that ends before this place does not continue in the next piece
         self._lines_before = 0
         self._characters_before = 0  # of the line in which the text begins
 
-    def next(self, expected: str, longest: int) -> tuple[str, str | None]:
-        """Read the next token if it is one of those that may come next.
-
-        Args:
-            expected: Their kinds.
-            longest: Bytes of UTF-8 that a string may have.
-
-        Returns:
-            The kind, empty if there is no such token; and the value of a string, or None if that is longer.
-
-        Raises:
-            Rejected: it is a number that is too long.
-        """
-        # `1` may become `12`, and what is no token yet may become one.
-        while ((token := _TOKEN.match(self._text, self._place)) or self._begun()).end() >= self._certain:
-            begun = self._begun()
-            place = begun.end() - len(begun["string"] or "")  # white space is not kept
-            if begun.end() - place > self.limits.chunk:
-                return ('"', self._read_string(place, longest)) if '"' in expected else ("", None)
-            if begun["string"] is None and len(self._text) - place > self.limits.longest_string:
-                detail = f"a number has more than {self.limits.longest_string} characters"
-                raise Rejected("number too long", detail, f"line {self.line()}")
-            self._advance(place)
-        if token is None:
-            return "", None
-        group = token.lastgroup
-        kind = '"' if group == "string" else "0" if group == "scalar" else token["mark"]
-        if kind not in expected:
-            return "", None
-        self._place = token.end()
-        if kind != '"' or not longest:
-            return kind, None
-        string = _unescape(token["string"])
-        return kind, None if _is_longer(string, longest) else string
+    def position(self) -> str:
+        """The current line, from 1."""
+        return f"line {self._line()}"
 
     def peek(self) -> str:
         """The character that the next token begins with; empty at the end."""
         while True:
+            character = self._text[self._place : self._place + 1]
+            if character > " ":  # most: nothing is looked for
+                return character
             self._place = _match(_SPACE, self._text, self._place).end()
             if self._place < len(self._text) or self._is_last:
                 return self._text[self._place : self._place + 1]
             self._advance(self._place)
 
-    def expect(self, expected: str, longest: int = 0) -> tuple[str, str | None]:
-        """The next token as `next` gives it, which is one of those that are expected.
+    def mark(self, expected: str) -> str:
+        """Read the next token, which is one of the expected marks.
 
         Raises:
-            Rejected: it is another one.
+            Rejected: it is something else.
         """
-        token = self.next(expected, longest)
-        if not token[0]:
-            self.peek()
+        mark = self.peek()
+        if not mark or mark not in expected:
             raise self._error()
-        return token
+        self._place += 1
+        return mark
 
-    def value(self) -> Any:
-        """The next value, which is held as a whole.
+    def key(self) -> str | None:
+        """Read a key; None: it is too long to be held.
+
+        Raises:
+            Rejected: it is something else.
+        """
+        if self.peek() != '"':
+            raise self._error()
+        try:
+            key: str = self._value(value_at, is_whole=False)
+        except _TooLong:
+            return None
+        return key
+
+    def strings(self, is_object: bool) -> list[str]:
+        """The strings of the next elements of a collection, each with the comma after it, that lie in the piece.
+
+        A large collection of small elements would take several times as long by `value`, `mark` and `key`.
+        """
+        self.peek()
+        text, place, values = self._text, self._place, []
+        scan, find_comma, find_key = _flat.scan_once, _COMMA.match, _KEY.match  # local names: for each element
+        with suppress(StopIteration, ValueError, RecursionError):
+            while not is_object or (key := find_key(text, place)):
+                value, end = scan(text, key.end() if is_object else place)
+                if not (comma := find_comma(text, end)):
+                    break
+                values.append(value)
+                place = comma.end()
+        self._place = place
+        return _flatten(values)
+
+    def value(self, is_whole: bool = True) -> Any:
+        """Read the next value.
+
+        Args:
+            is_whole: Whether it is held, whatever its size. Otherwise `_LARGE` stands for a collection that is larger
+                than a piece or nested deep, of which nothing is read.
 
         Raises:
             Rejected: it is not valid, or is too large; in that case it can still be skipped.
-            RecursionError: it is nested too deep.
+            RecursionError: it is nested too deep, and can be skipped too.
         """
         try:
-            return self._value()
-        finally:  # tokens are sought in a piece: the regular expression needs memory for each escape
-            end = self._place + self.limits.chunk
-            if len(self._text) > end:
+            return self._value(self._decode_at, is_whole)
+        finally:  # what is tried as a whole is sought in a piece
+            end = self._place + self.limits.batch
+            if len(self._text) > end + 3 * self.limits.batch:
                 self._text, self._ahead = self._text[:end], self._text[end:] + self._ahead
                 self._set_certain()
 
-    def _value(self) -> Any:
-        decode_value = decode_at
+    def _value(self, decode_at: DecodeAt, is_whole: bool) -> Any:
         while True:
+            start, text = self._place, self._text
             try:
-                value, end = decode_value(self._text, self._place)
-                if end < self._certain:
+                value, end = decode_at(text, start)
+                if end < self._certain or text[end - 1] in '"]}':
                     self._place = end
                     return value
                 failed = end
             except json.JSONDecodeError as error:
-                failed = len(self._text) if error.msg.startswith("Unterminated") else error.pos
-            except ValueError:  # an integer is too long
-                decode_value = _lenient.raw_decode
-                continue
+                failed = len(text) if error.msg.startswith("Unterminated") else error.pos
+            except RecursionError:
+                if is_whole:
+                    raise
+                return _LARGE
             if failed < self._certain:  # so a further piece would not help
                 self._place = failed
                 raise self._error()
-            if self._is_last:
-                self._place = len(self._text)
-                raise self._error()
-            if is_too_large(self._text, self.limits, self._place):
+            if is_whole and is_too_large(text, self.limits, start):
                 raise TooLarge(self.limits)
-            self._advance(self._place)
+            if text[start] in _CLOSING:
+                if not is_whole and len(text) - start >= self.limits.batch:
+                    return _LARGE
+            elif len(text) - start > self.limits.longest_string:
+                self._pass_over()
+            self._advance(start)
 
-    def check_end(self, is_complete: bool) -> None:
-        """Raise `Rejected` unless only white space follows, and the last document is complete."""
-        self._place = _match(_SPACE, self._text, self._place).end()
-        if self._place < len(self._text) or not is_complete:
+    def _pass_over(self) -> NoReturn:
+        """Raise Rejected at a string or a number that is too long, after the end of a string."""
+        longest = self.limits.longest_string
+        if self._text[self._place] != '"':
+            raise Rejected("number too long", f"a number has more than {longest} characters", self.position())
+        position = self.position()
+        self._place += 1
+        while (end := _match(_INSIDE, self._text, self._place).end()) > len(self._text) - _LONGEST_CUT:
+            if self._text[end : end + 1] == '"' or self._is_last:
+                break
+            self._advance(end)
+        self._place = end
+        if self._text[end : end + 1] != '"':
             raise self._error()
+        self._place += 1
+        detail = f"a string has more than {longest} bytes of UTF-8: split it"
+        raise _TooLong("string too long", detail, position)
 
-    def line(self) -> int:
-        """The number of the current line, from 1."""
+    def _line(self) -> int:
         return self._lines_before + self._text.count("\n", 0, self._place) + 1
-
-    def _begun(self) -> re.Match[str]:
-        """What the text has of the next token, if that is a string, and the white space before it."""
-        return _match(_BEGUN, self._text, self._place)
 
     def _advance(self, place: int) -> None:
         """Drop the text before `place`, and read a further piece."""
         rest = self._text[place:]  # a token that is cut
         self._characters_before = self._column(place)
         self._lines_before += self._text.count("\n", 0, place)
-        size = max(self.limits.chunk, len(rest))  # at least doubled: each byte is moved twice
+        size = max(self.limits.batch, len(rest))  # at least doubled: each byte is moved twice
         if self._ahead:
             piece, self._ahead = self._ahead[:size], self._ahead[size:]
         else:
             data = self._read(size)
             self._is_read = not data
+            self.size += len(data)
             piece = self._decoder.decode(data, self._is_read)
         self._text, self._place = rest + piece, 0
         self._set_certain()
@@ -403,36 +485,6 @@ class _Tokens:
     def _set_certain(self) -> None:
         self._is_last = self._is_read and not self._ahead
         self._certain = len(self._text) + (1 if self._is_last else -_LONGEST_CUT)
-
-    def _read_string(self, place: int, longest: int) -> str | None:
-        """Read a string that begins at `place` and is longer than a piece, with memory for its value and a piece.
-
-        None: the value has more than `longest` bytes of UTF-8.
-
-        Raises:
-            Rejected: it is not a string.
-        """
-        self._place = place + 1  # after the quote
-        parts: list[bytes] = []  # of the value
-        size = 0
-        surrogate = ""  # the first half of a pair, of which the other half may be in the next piece
-        while True:
-            end = _match(_INSIDE, self._text, self._place).end()
-            if size <= longest:
-                value = surrogate + _decode(f'"{self._text[self._place : end]}"')
-                surrogate = value[-1:] if "\ud800" <= value[-1:] <= "\udbff" else ""
-                parts.append(replace_surrogates(value[: len(value) - len(surrogate)]).encode())
-                size += len(parts[-1])
-            self._place = end
-            if self._text[end : end + 1] == '"':
-                break
-            if self._is_last or len(self._text) - end > _LONGEST_CUT:
-                raise self._error()
-            self._advance(end)
-        self._place += 1
-        parts.append(replace_surrogates(surrogate).encode())
-        size += len(parts[-1])
-        return b"".join(parts).decode() if size <= longest else None
 
     def _column(self, place: int) -> int:
         """The characters of its line before a place."""
@@ -443,7 +495,7 @@ class _Tokens:
         what = "the document does not end"
         if self._place < len(self._text):
             what = f"unexpected {self._text[self._place : self._place + 20]!r}"
-        return Rejected("invalid JSON", what, f"line {self.line()}, character {self._column(self._place) + 1}")
+        return Rejected("invalid JSON", what, f"line {self._line()}, character {self._column(self._place) + 1}")
 
 
 def _match(pattern: re.Pattern[str], text: str, place: int) -> re.Match[str]:
@@ -451,24 +503,3 @@ def _match(pattern: re.Pattern[str], text: str, place: int) -> re.Match[str]:
     match = pattern.match(text, place)
     assert match
     return match
-
-
-def _is_longer(string: str, size: int) -> bool:
-    """Whether a string has more than `size` bytes of UTF-8."""
-    return len(string) > size // 4 and len(string.encode()) > size  # a character has at most 4
-
-
-def _unescape(string: str) -> str:
-    """The value of a JSON string; lone surrogates, which UTF-8 cannot express, become U+FFFD."""
-    return replace_surrogates(_decode(string)) if "\\" in string else string[1:-1]
-
-
-def _decode(string: str) -> str:
-    """The value of a JSON string."""
-    value: str = json.loads(string)
-    return value
-
-
-def replace_surrogates(value: str) -> str:
-    """Join pairs of surrogates, and replace the others."""
-    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -17,10 +17,8 @@ class Limits:
 
     chunk: int = 1 << 20
     """Bytes of a file that are read at once, and characters that the YAML reader hands on at once."""
-    largest_held: int = 64 << 20
-    """Bytes of a decompressed file, or of a line: a larger one is streamed. A large file is read twice."""
     batch: int = 4 << 20
-    """Characters of a record batch, unless a single string is longer."""
+    """Characters of a record batch, unless a single string is longer, and of JSON that is parsed at once."""
     digests: int = 2 << 20
     """Strings, about, that are compared at once when duplicates are dropped: 100 bytes each."""
     longest_document: int = 1 << 20
@@ -31,6 +29,8 @@ class Limits:
     """Characters of a record that a rule reads, which is in memory as a whole."""
     most_values: int = 2 << 20
     """Values, about, of such a record: each may be an object of a hundred bytes."""
+    deepest: int = 1 << 20
+    """Levels of JSON that is read element by element."""
     table: int = 512 << 20
     """Bytes that pyarrow may need for some pages of Parquet, or for a record batch of Arrow."""
     most_bare_rows: int = 4 << 20

@@ -6,14 +6,10 @@ costs more than parsing the record, and it sees one of two equal keys.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from itertools import islice
 from typing import Any
 
 import jsonpath
-from jsonpath import function_extensions, segments, selectors
-
-from stages.formats.limits import LIMITS
-from stages.formats.source import Rejected
+from jsonpath import segments, selectors
 
 Find = Callable[[Any], list[Any]]
 """The values that a path selects in a record, in order."""
@@ -21,10 +17,6 @@ Step = str | int | None
 """A key, an index, or None for all children."""
 
 _Select = Callable[[Any, Any], Iterable[Any]]  # the children of a node that a selector means, given the record, too
-
-
-_MOST_STEPS = 100  # of a path: some of what reads records recurses once for each
-_SECONDS = 1.0  # of the processor, for an expression of a filter and a string of up to a million characters
 
 
 class Pairs(Mapping[str, Any]):
@@ -55,47 +47,11 @@ def make_object(pairs: list[tuple[str, Any]]) -> "dict[str, Any] | Pairs":
     return made if len(made) == len(pairs) else Pairs(pairs)
 
 
-class _Limited:
-    """An expression for whose matches the time is limited: in a few characters, one may have billions of ways to match.
-
-    Raises Rejected.
-    """
-
-    def __init__(self, pattern: Any) -> None:
-        self._pattern = pattern  # of the package `regex`
-
-    def fullmatch(self, value: str) -> Any:
-        return self._find(self._pattern.fullmatch, value)
-
-    def search(self, value: str) -> Any:
-        return self._find(self._pattern.search, value)
-
-    def _find(self, find: Callable[..., Any], value: str) -> Any:
-        try:
-            return find(value, timeout=_SECONDS * (1 + len(value) / 1e6))
-        except TimeoutError:
-            detail = f"the expression {self._pattern.pattern!r} in a filter needs too long for a string of {len(value)}"
-            raise Rejected("path too costly", f"{detail} characters: write one without nested repetitions") from None
-
-
-class _Match(function_extensions.Match):
-    def check_cache(self, pattern: str) -> Any:
-        found = super().check_cache(pattern)
-        return found and _Limited(found)
-
-
-class _Search(function_extensions.Search):
-    def check_cache(self, pattern: str) -> Any:
-        found = super().check_cache(pattern)
-        return found and _Limited(found)
-
-
 class _Environment(jsonpath.JSONPathEnvironment):
     max_recursion_depth = 1 << 30  # a record that is nested too deep was refused before
 
 
 _environment = _Environment(strict=True)  # without the extensions of the library
-_environment.function_extensions |= {"match": _Match(), "search": _Search()}
 
 
 def check(path: str) -> None:
@@ -103,14 +59,12 @@ def check(path: str) -> None:
     if not path.startswith("$"):
         raise ValueError("a path begins with $, the record")
     try:
-        num_steps = len(_segments(path))
+        _segments(path)
     except jsonpath.JSONPathError as error:
         column = error.token.index + 1 if error.token else 0
         raise ValueError(f"{error.message} at column {column or len(path) + 1}") from None  # 0: at the end
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    if num_steps > _MOST_STEPS:
-        raise ValueError(f"it has {num_steps} steps: at most {_MOST_STEPS} are allowed")
 
 
 @cache
@@ -125,8 +79,8 @@ def compile(path: str) -> Find:
         nodes = [record]
         for is_descendant, select in steps:
             if is_descendant:
-                nodes = _list(inner for node in nodes for inner in _descendants(node))
-            nodes = _list(child for node in nodes for children in select for child in children(node, record))
+                nodes = [inner for node in nodes for inner in _descendants(node)]
+            nodes = [child for node in nodes for children in select for child in children(node, record)]
         return nodes
 
     keys = plain_steps(path)
@@ -182,15 +136,6 @@ def strings(value: Any) -> Iterator[str]:
     else:
         for child in _children(value):
             yield from strings(child)
-
-
-def _list(nodes: Iterator[Any]) -> list[Any]:
-    """The nodes that a step leads to. With several `..`, each may be there as often as there are ways to it."""
-    most = LIMITS.most_values
-    found = [*islice(nodes, most + 1)]
-    if len(found) > most:
-        raise Rejected("path too costly", f"it leads to more than {most} values in a record: write it with fewer ..")
-    return found
 
 
 def _segments(path: str) -> tuple[segments.JSONPathSegment, ...]:

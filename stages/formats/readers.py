@@ -15,18 +15,18 @@ from stages.splits import suffixes
 from stages.splits.manifests import RawFile
 
 
-def open_source(raw_dir: str, file: RawFile, fallback_encoding: str | None, limits: Limits) -> Source | tables.Table:
-    """What `read` reads of a file, or a part of one, to be used with `with`.
+def open_source(raw_dir: str, file: RawFile, encoding: str, limits: Limits) -> Source | tables.Table:
+    """What `read` reads of a file, or a part of one, to be used with `with`. Tables have no encoding.
 
     Raises:
         Changed: it has another digest, or is gone.
-        Rejected: it cannot be read.
+        Unreadable: it is damaged, or looks like another encoding.
     """
     format, compression = _find(file.path)
     raw = os.path.join(raw_dir, file.path)
     if format in ("parquet", "arrow"):
         return tables.Table(raw, file.digest, limits, file.part)
-    return Source(raw, compression, file.digest, fallback_encoding, limits, file.part)
+    return Source(raw, compression, file.digest, encoding, limits, file.part)
 
 
 def read(path: str, source: Source | tables.Table, sink: TextWriter, records: Records | None) -> None:

@@ -5,7 +5,7 @@ it has any: the names of TRL. Prompt and completion are both strings, or both li
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -13,11 +13,23 @@ import msgspec
 
 from stages.base.names import printable
 from stages.formats import json as json_format
-from stages.formats import lines, paths
+from stages.formats import paths
 from stages.formats.limits import Limits
-from stages.formats.rules import KNOWN_ROLES, LEFT_OUT, MESSAGES, ROLE, TEXT, TOOLS, UNUSED, Rule, Side, is_path
+from stages.formats.rules import (
+    KNOWN_ROLES,
+    LEFT_OUT,
+    MESSAGES,
+    NUM_LEFT_OUT,
+    ROLE,
+    TEXT,
+    UNUSED,
+    LeftOutRecord,
+    Rule,
+    Side,
+    is_path,
+)
 from stages.formats.source import Rejected
-from stages.formats.writer import TextWriter
+from stages.formats.writer import TextWriter, replace_surrogates
 
 ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
@@ -28,9 +40,8 @@ ROLES = {
 
 _OBJECTS = {dict, paths.Pairs}
 _TOO_SHORT = "fewer characters than min_chars"
-_KEY = "key "  # what the names of counts begin with that end in one of several keys of a text: the files that have it
-_NUM_ROLES = 5  # unknown ones that are named, of a file
-_NUM_KEYS, _MAX_KEY = 20, 100  # that are named where no record fits, and characters of each
+_NUM_ROLES = 5  # unknown ones that are named, of a split
+_NUM_KEYS, _MAX_KEY = 20, 100  # of a record that are named, and characters of each
 
 Row = tuple[int, str]
 """The column, and what the row has there."""
@@ -44,7 +55,7 @@ class LeftOut(Exception):
     def __init__(self, reason: str, message: Mapping[str, Any] | None = None) -> None:
         super().__init__(reason)
         self.message = message
-        """That it lies in, whose keys are named if no record fits."""
+        """That it lies in, whose keys are named in place of the record's."""
 
 
 class _Roles(dict[str, str]):
@@ -63,77 +74,69 @@ class _Roles(dict[str, str]):
 
 
 class Records:
-    """Where the formats put the records of a file; the rows that the rule makes of them go to `sink`."""
+    """Where the formats put the records of the files under a rule; the rows that it makes of them go to `sink`."""
 
-    def __init__(
-        self, rule: Rule, sink: TextWriter, min_chars: int, limits: Limits, known: set[str] | None = None
-    ) -> None:
-        """`known` are the columns of earlier files under the rule that were counted as unused; it is added to."""
+    def __init__(self, rule: Rule, sink: TextWriter, min_chars: int, limits: Limits) -> None:
         self.each = rule.each
         self.add: Callable[[Any], None] = self.take if rule.each is None else self._add_each
         """Adds a document: its records are those of `each`, or itself."""
+        self.decode_at = json_format.value_at
+        """What makes the documents of JSON."""
+        self.num_seen = 0
+        """Records that were added or rejected."""
+        self.path = ""
+        """Of the file, printable; set for each of them, like the next two."""
         self.position: Callable[[], str] = str
-        """Where in the file the current record is; set by the reader."""
-        self.keys: list[str] = []
-        """Of the first record, or of the document while it has no record."""
-        self.num_records = 0
+        """Where in it the current record is."""
+        self.names: dict[str, None] | None = None
+        """Columns of a table, also those that are not read; None: the keys of each record."""
         self.counts: Counter[str] = Counter()
-        """`records`, `documents`, `conversations`; `left out` and a reason, for each reason; `key` and a name, for
-        each of several keys of a text that a record has; `unused` and a column, for the first that no path uses;
-        `role` and a name, for the first that are no role."""
+        """As for `RuleCounts.of`."""
+        self.left_out: list[LeftOutRecord] = []
+        """The first ones."""
         alternatives = rule.alternatives()
         used = _columns(alternatives)
         self.columns = used if rule.each is None else paths.first_keys(rule.each)
         """The keys of a record that decide; None: all may."""
-        self.lines = lines.find_reader(rule, limits)
-        """What reads many lines at once, for rules that allow it."""
         self._roles = _Roles(rule)
         makers = [_maker(one, min_chars, self._roles) for one in alternatives]
         self._make = makers[0] if len(makers) == 1 else _first_present(alternatives, makers)
         self._find = None if rule.each is None else paths.compile(rule.each)
-        self._no_text = _nothing_at(rule.text)
-        self._sink, self._min_chars, self._limits = sink, min_chars, limits
+        self._sink, self._limits = sink, limits
         self._rows: list[str] = []  # not yet in the sink
         self._size = 0  # characters of these
-        self._has_rejected = False
-        self._wanted = _several_keys(rule)
-        self._unseen = {*self._wanted}
-        self._known = set() if known is None else known  # columns that are used, or were counted as unused
-        self._known.update(used or ())
-        self._most_known = 0 if used is None else len({*used}) + _NUM_KEYS  # keys may be ids; 0: all are used
+        self._known = {*used} if used is not None else set()  # columns that are used, or were counted as unused
+        self._most_known = 0 if used is None else len(self._known) + _NUM_KEYS  # keys may be ids; 0: all are used
 
-    @property
-    def num_rows(self) -> int:
-        """Those that were made and are in the sink."""
-        return self.counts["documents"] + self.counts["conversations"]
+    def begin(self, path: str) -> None:
+        """The records that follow are of a file; `path` is printable."""
+        self.path, self.position, self.names = path, str, None
+        self._before = self.counts.copy(), [*self.left_out], {*self._known}
+
+    def undo(self) -> None:
+        """Drop what was counted of the file; its rows are dropped by the sink."""
+        self.counts, self.left_out, self._known = self._before
+        self._rows, self._size = [], 0
 
     def take(self, record: Any) -> None:
         """Add a record."""
-        if not self.num_records:
-            self.keys = []  # of the document
-            self.note_keys(record)
-        self.num_records += 1
+        self.num_seen += 1
+        self.counts["records"] += 1
         if isinstance(record, Mapping):
-            if self._unseen:
-                self._unseen.difference_update(record)
             self.note_columns(record)
         try:
             column, row = self._make(record)
         except LeftOut as reason:
-            self.counts[f"{LEFT_OUT}{reason}"] += 1
-            if reason.message and not self.num_rows:
-                self.keys = [*islice(reason.message, _NUM_KEYS)]
+            self.leave_out(str(reason), reason.message or self.names or record)
             return
         except RecursionError:
             self.reject(Rejected("nested too deep", "more levels than a record may have"))
             return
-        except Rejected as rejected:  # by a path: that of each record would be as costly
-            raise Rejected(rejected.reason, rejected.detail, self.position()) from None
         if not row.isascii() or len(row) > self._limits.longest_string:
             try:
                 num_bytes = len(row.encode())
             except UnicodeEncodeError:
-                row = json_format.replace_surrogates(row)
+                row = replace_surrogates(row)
                 num_bytes = len(row.encode())
             if num_bytes > self._limits.longest_string:
                 detail = f"more than {self._limits.longest_string} bytes of UTF-8: split the record"
@@ -147,23 +150,13 @@ class Records:
         if self._size > self._limits.chunk:
             self.flush()
 
-    def take_texts(self, texts: list[str | None]) -> None:
-        """Add records of which the string at the path of `text` is known; None: there is none."""
-        self.num_records += len(texts)
-        found = [text for text in texts if text is not None]
-        rows = [text for text in found if len(text) >= self._min_chars]
-        for reason, number in ((self._no_text, len(texts) - len(found)), (_TOO_SHORT, len(found) - len(rows))):
-            if number:
-                self.counts[f"{LEFT_OUT}{reason}"] += number
-        self._sink.use(TEXT)
-        self._rows += rows
-        self.flush()
-
-    def note_keys(self, value: Any) -> None:
-        """Remember some keys of a value, for the error if no record fits."""
-        if not self.num_records:
-            names = [*value] if isinstance(value, Mapping) else [f"(none: it is a {type(value).__name__})"]
-            self.keys += names[: _NUM_KEYS - len(self.keys)]
+    def leave_out(self, reason: str, value: Any) -> None:
+        """Count a record without a row, or a document without a record; of the first, keep the keys, or the type."""
+        self.counts[f"{LEFT_OUT}{reason}"] += 1
+        if len(self.left_out) < NUM_LEFT_OUT:
+            keys = [*islice(value, _NUM_KEYS)] if isinstance(value, Mapping) else [f"(none: a {type(value).__name__})"]
+            names = [printable(str(key))[:_MAX_KEY] for key in keys]
+            self.left_out.append(LeftOutRecord(self.path, self.position(), reason, names))
 
     def note_columns(self, names: Iterable[str]) -> None:
         """Count the columns of a record that the rule does not use, up to a limit."""
@@ -174,23 +167,11 @@ class Records:
                 self._known.add(name)
                 self.counts[f"{UNUSED}{printable(name)[:_MAX_KEY]}"] = 1
 
-    def problem(self) -> str | None:
-        """Why there is no row, if there are records or could be; None: there is one, or the file is empty."""
-        reasons = [name.removeprefix(LEFT_OUT) for name in self.counts if name.startswith(LEFT_OUT)]
-        # Without `each` there is no record where a list or a table has no element.
-        has_none = self.each and self.keys and not self.num_records and not self._has_rejected
-        if self.num_rows or not (reasons or has_none):
-            return None
-        problem = ", ".join(reasons) or f"no record at {self.each}"
-        if self.num_records and not self.keys:  # of `take_texts`, which has only the strings
-            return problem
-        return f"{problem}: the keys are {', '.join(printable(str(key))[:_MAX_KEY] for key in self.keys) or 'none'}"
+    def end(self) -> None:
+        """A line is complete. Its documents are records of their own."""
 
     def flush(self) -> None:
         """Put the rows into the sink, each as a record of its own."""
-        self.counts["records"] = self.num_records
-        for key in self._wanted - self._unseen:
-            self.counts[f"{_KEY}{key}"] = 1
         for name in self._roles.unknown:
             self.counts[f"{ROLE}{printable(name)[:_MAX_KEY]}"] = 1
         if self._rows:
@@ -201,51 +182,25 @@ class Records:
 
     def reject(self, rejected: Rejected) -> None:
         """Report a record that cannot be read."""
-        self._has_rejected = True
+        self.num_seen += 1
         self._sink.report(Rejected(rejected.reason, rejected.detail, self.position()))
 
     def _add_each(self, document: Any) -> None:
         assert self._find
-        self.note_keys(document)
         try:
             found = self._find(document)
         except RecursionError:
             self.reject(Rejected("nested too deep", "more levels than a record may have"))
             return
-        except Rejected as rejected:
-            raise Rejected(rejected.reason, rejected.detail, self.position()) from None
+        if not found:
+            self.leave_out(self.no_record, document)
         for record in found:
             self.take(record)
 
-
-def _several_keys(rule: Rule) -> set[str]:
-    """The keys of a text that has several: it looks right where one of them is misspelled."""
-    keys = paths.first_keys(rule.text) if rule.text else None
-    return {*keys} if keys and len(keys) > 1 else set()
-
-
-def find_warnings(index: int, rule: Rule, counts: Mapping[str, int], problems: Iterable[str]) -> Iterator[str]:
-    """What looks wrong with a rule, in what became of its files, which may all be right: lines to print.
-
-    Args:
-        index: Of the rule in params.yaml.
-        rule: It.
-        counts: As for `RuleCounts.of`.
-        problems: Of all files; of those with records, of which a rule makes no row, each begins with its name.
-    """
-    name = f"records.{index}"
-    problem = next((each for each in problems if each.startswith(f"{name}: ")), None)
-    if problem and not counts.get("documents", 0) + counts.get("conversations", 0):
-        yield f"no row was made of any file that {rule.files!r} fits: {problem}"
-        return
-    for key in sorted(key for key in _several_keys(rule) if f"{_KEY}{key}" not in counts):
-        yield f"{name}: no record in {rule.files!r} has the key {key!r} of {rule.text}: is it misspelled?"
-    if unknown := [each.removeprefix(ROLE) for each in counts if each.startswith(ROLE)][:_NUM_ROLES]:
-        yield (
-            f"{name}: messages have roles that are not known: {', '.join(map(repr, unknown))}. Add to the rule what "
-            f"they mean, such as roles: {{{unknown[0]}: assistant}}, or roles: {{{unknown[0]}: {unknown[0]}}} if your "
-            "template knows the name"
-        )
+    @property
+    def no_record(self) -> str:
+        """Why a document is left out in which the path of the records finds none."""
+        return f"no record at {self.each}"
 
 
 def _first_present(alternatives: list[Rule], makers: list[Maker]) -> Maker:
@@ -274,14 +229,13 @@ def _maker(rule: Rule, min_chars: int, roles: _Roles) -> Maker:
     makers = {name: _side_maker(side, name, rule, roles) for name, side in sides.items()}
     if rule.system or rule.history:
         makers["messages"] = _with_beginning(rule, makers["messages"])
-    tools_path = rule.tools or TOOLS
-    find_tools = paths.compile(tools_path)
+    find_tools = paths.compile(rule.tools) if rule.tools else None
 
     def make(record: Any) -> Row:
         conversation = {name: make_side(record) for name, make_side in makers.items()}
         if len({type(side) for side in conversation.values()}) > 1:
             raise LeftOut("a string and a list of messages as prompt and completion")
-        if tools := _tools(find_tools(record), tools_path):
+        if find_tools and (tools := _tools(find_tools(record), rule.tools)):
             conversation["tools"] = tools
         return MESSAGES, _encode(conversation)
 
@@ -432,9 +386,9 @@ def _encode(conversation: Any) -> str:
 def _mend(value: Any) -> Any:
     """The same with U+FFFD in place of lone surrogates."""
     if type(value) is str:
-        return json_format.replace_surrogates(value)
+        return replace_surrogates(value)
     if type(value) is dict:
-        return {json_format.replace_surrogates(key): _mend(child) for key, child in value.items()}
+        return {replace_surrogates(key): _mend(child) for key, child in value.items()}
     return [_mend(child) for child in value] if type(value) is list else value
 
 

@@ -5,10 +5,10 @@ Without python-jsonpath, whose import a pipeline without rules is spared.
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import cache
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict
@@ -28,14 +28,15 @@ ROLE = "role "
 """What they begin with that end in a role that is not known."""
 KNOWN_ROLES = ("user", "assistant", "system", "developer", "tool", "function", "ipython")
 """What templates call a role."""
-TOOLS = "$.tools"
-"""Where the tools of a conversation are, unless a rule says otherwise."""
 
 Turn = dict[str, Any]
 """A message that is written in a rule: strings that begin with $ are paths, all else is itself."""
 
-_MOST_VALUES, _DEEPEST = 10_000, 50
-"""Of the messages in a rule. YAML has aliases: a few lines may stand for billions of values, or contain themselves."""
+NUM_LEFT_OUT = 5
+"""Records without a row that are kept of each rule, with their reasons and keys."""
+
+_NUM_EXAMPLES, _NUM_NAMES = 3, 20
+_WILDCARDS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 
 def _path(value: Any) -> Any:
@@ -53,7 +54,6 @@ def _side(value: Any) -> Any:
     """A path to a string or to a list of messages, or messages that are written out."""
     if not isinstance(value, list):
         return _path(value)
-    _check_size(value)
     for turn in value:
         if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
             raise ValueError("each message needs a role and a content, as in [{role: user, content: $.question}]")
@@ -63,24 +63,6 @@ def _side(value: Any) -> Any:
     if not value:
         raise ValueError("must have a message")
     return value
-
-
-def _check_size(messages: list[Any]) -> None:
-    level: list[Any] = [messages]
-    number = 0
-    for _ in range(_DEEPEST):
-        level = [[*each.values()] if isinstance(each, dict) else each for each in level]
-        number += sum(map(len, level))
-        if number > _MOST_VALUES:
-            break
-        level = [child for each in level for child in each if isinstance(child, (list, dict))]
-        if not level:
-            return
-    # No ValueError: pydantic would have the value printed.
-    raise StageError(
-        f"params.yaml: messages in a rule of records have more than {_MOST_VALUES} values, or {_DEEPEST} levels, where "
-        "an alias counts as what it names: shorten them"
-    )
 
 
 def is_path(value: Any) -> bool:
@@ -110,12 +92,12 @@ class Rule:
     messages: Side = None
     prompt: Side = None
     completion: Side = None
-    tools: JsonPath = None
-    """A list of tools; None: `$.tools`, where there is one."""
-    system: JsonPath = None
-    """The content of a system message before `messages`."""
-    history: JsonPath = None
-    """A list of pairs of a question and its answer, which are turns before `messages`."""
+    tools: JsonPath = "$.tools"
+    """A list of tools; None: none are read."""
+    system: JsonPath = ""
+    """The content of a system message before `messages`; empty: that of the preset, if any; None: none."""
+    history: JsonPath = ""
+    """A list of pairs of a question and its answer, which are turns before `messages`; otherwise as `system`."""
     role: str = "role"
     """The key of a message that has the role."""
     content: str = "content"
@@ -140,7 +122,8 @@ class Rule:
     def alternatives(self) -> list["Rule"]:
         """The rules without preset of which the first one that finds something in a record decides: one, or three."""
         if self.format:
-            return [dataclasses.replace(self, format=None, **_PRESETS[self.format])]
+            off = {name: None for name in ("system", "history") if getattr(self, name) is None}
+            return [dataclasses.replace(self, format=None, **_PRESETS[self.format] | off)]
         if self.text or self.messages or self.prompt:
             return [self]
         return [dataclasses.replace(self, **columns) for columns in _COLUMNS]
@@ -152,11 +135,12 @@ class Rule:
 
     def find_paths(self) -> Iterator[str]:
         """All paths of an alternative in its records, and the one of `tools`."""
-        tools = self.tools or (TOOLS if self.makes_conversations else None)
-        for value in (self.text, self.system, self.history, self.messages, self.prompt, self.completion, tools):
+        tools = self.tools if self.makes_conversations else None
+        given = (self.text, self.system, self.history, self.messages, self.prompt, self.completion, tools)
+        for value in filter(None, given):
             if isinstance(value, str):
                 yield value
-            elif value:
+            else:
                 yield from (part for turn in value for part in turn.values() if is_path(part))
 
 
@@ -188,25 +172,35 @@ def find(rules: Sequence[Rule] | None, path: str) -> tuple[int, Rule] | None:
     """The first rule that fits a file, given its path below `raw_dir`, and its index; None: there is none."""
     if not rules or not has_records(path):
         return None
-    return next((found for found in enumerate(rules) if _fits(found[1].files, path)), None)
+    return next((found for found in enumerate(rules) if _expression(found[1].files).fullmatch(path)), None)
 
 
-def check_files(rules: Sequence[Rule], paths: Sequence[str]) -> None:
-    """Raise a StageError for a rule that decides about none of the files below `raw_dir`."""
-    paths = [path for path in paths if has_records(path)]
-    used = {found[0] for path in paths if (found := find(rules, path))}
-    for index, rule in enumerate(rules):
-        if index in used:
-            continue
-        if any(find([rule], path) for path in paths):
-            problem = "decides about no file, as earlier rules fit all of its files: put it before them"
-        else:
-            near = sorted(paths, key=lambda path: -SequenceMatcher(None, rule.files, path).ratio())[:3]
-            there = f"such as {', '.join(map(printable, near))}" if near else "and there is none"
-            deeper = f"**/{rule.files}"
-            glob = repr(deeper) if any(_fits(deeper, path) for path in paths) else "another glob"
-            problem = f"fits no file with records below raw_dir, {there}: write {glob}, or remove the rule"
-        raise StageError(f"params.yaml: records.{index}.files is {rule.files!r}: it {problem}")
+def check_files(rules: Sequence[Rule], paths: Iterable[str]) -> None:
+    """Raise a StageError for a rule that decides about none of the files below `raw_dir`, before hours of reading."""
+    there = [path for path in paths if has_records(path)]
+    used = {found[0] for path in there if (found := find(rules, path))}
+    for index in sorted({*range(len(rules))} - used):
+        raise StageError(
+            f"params.yaml: records.{index}.files is {rules[index].files!r}: no file with records is left for it. "
+            "Change the glob, put the rule before those that fit the same files, or remove it. Files with "
+            f"records below raw_dir: {', '.join(map(printable, there[:_NUM_EXAMPLES])) or 'none'}"
+        )
+
+
+@dataclass(frozen=True)
+class LeftOutRecord:
+    """A record of which a rule makes no row."""
+
+    path: str
+    """Printable."""
+    position: str
+    reason: str
+    keys: list[str]
+    """Some of those that the record has, or the message in it that is the reason."""
+
+    def __str__(self) -> str:
+        place = f"{self.path}, {self.position}" if self.position else self.path
+        return f"{place}: {self.reason}: the keys are {', '.join(self.keys) or 'none'}"
 
 
 @dataclass(frozen=True)
@@ -221,47 +215,45 @@ class RuleCounts:
     conversations: int
     left_out: dict[str, int]
     """Records without a row, by reason."""
+    first_left_out: list[LeftOutRecord]
     unused_columns: list[str]
-    """Columns of the records that the rule does not use, the first of each file."""
+    """Columns of the records that the rule does not use, the first of each split."""
+    unknown_roles: list[str]
+    """Roles of messages that are not known and stay as they are, the first of each split."""
 
     @classmethod
-    def of(cls, rule: Rule, counts: Mapping[str, int]) -> "RuleCounts":
-        """The counts of one rule: `files`, `records`, ..., `left out` with a reason, `unused` with a column."""
-        names = ("records", "documents", "conversations")
+    def of(cls, rule: Rule, counts: Mapping[str, int], left_out: Iterable[LeftOutRecord]) -> "RuleCounts":
+        """The counts of one rule: `files`, `records`, ..., and what begins with `LEFT_OUT`, `UNUSED` or `ROLE`."""
+
+        def after(prefix: str) -> dict[str, int]:
+            found = {name.removeprefix(prefix): number for name, number in counts.items() if name.startswith(prefix)}
+            return dict(sorted(found.items()))
+
         return cls(
             files=rule.files,
             matched_files=counts.get("files", 0),
-            **{name: counts.get(name, 0) for name in names},
-            left_out={
-                name.removeprefix(LEFT_OUT): counts[name] for name in sorted(counts) if name.startswith(LEFT_OUT)
-            },
-            unused_columns=[name.removeprefix(UNUSED) for name in counts if name.startswith(UNUSED)],
+            **{name: counts.get(name, 0) for name in ("records", "documents", "conversations")},
+            left_out=after(LEFT_OUT),
+            first_left_out=[*islice(left_out, NUM_LEFT_OUT)],
+            unused_columns=[*after(UNUSED)],
+            unknown_roles=[*after(ROLE)],
         )
 
-
-def _fits(glob: str, path: str) -> bool:
-    """Whether a glob fits a path; not by a regular expression, which may try all ways to divide it among wildcards."""
-    places = {0}  # in the path, up to which the parts so far may lead
-    for part in _parts(glob):
-        if not places:
-            return False
-        if part == "**":
-            places = {*range(min(places), len(path) + 1)}
-        elif part == "**/":
-            places |= {place + 1 for place in range(min(places), len(path)) if path[place] == "/"}
-        elif part == "*":
-            begins, places = sorted(places), set()
-            for begin in begins:
-                if begin not in places:
-                    end = path.find("/", begin)
-                    places |= {*range(begin, (len(path) if end < 0 else end) + 1)}
-        elif part == "?":
-            places = {place + 1 for place in places if path[place : place + 1] not in ("", "/")}
-        else:
-            places = {place + len(part) for place in places if path.startswith(part, place)}
-    return len(path) in places
+    def describe(self) -> list[str]:
+        """Lines for people: what has no row, with the first of these records, and what is not used."""
+        lines = [f"{number} records left out: {reason}" for reason, number in self.left_out.items()]
+        lines += map(str, self.first_left_out)
+        if self.unused_columns:
+            lines.append(f"columns that the rule does not use: {', '.join(self.unused_columns[:_NUM_NAMES])}")
+        if self.unknown_roles:
+            first, *_ = names = self.unknown_roles[:_NUM_NAMES]
+            lines.append(
+                f"roles that are not known: {', '.join(names)}: say what they are, as in roles: {{{first}: user}}"
+            )
+        return lines
 
 
 @cache
-def _parts(glob: str) -> list[str]:
-    return [part for part in re.split(r"(\*\*/|\*\*|\*|\?)", glob) if part]
+def _expression(glob: str) -> re.Pattern[str]:
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", glob)
+    return re.compile("".join(_WILDCARDS.get(part, re.escape(part)) for part in parts), re.DOTALL)

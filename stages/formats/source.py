@@ -1,8 +1,7 @@
-"""The content of a raw file or a part of one, decompressed and as UTF-8, after its digest and encoding were checked.
+"""The content of a raw file or a part of one, decompressed and as UTF-8, read once.
 
-A parser never starts on a file that turns out to be truncated, changed or undecodable at its end, so such a file leaves
-no row. The price is a second pass over a large file; one of up to 64 MiB is kept in memory after the first. The digest
-of each pass is compared with that of the manifest, because the file may change in between.
+Whether it is unchanged, complete and decodable is known at its end only, after rows were made of it: whoever makes them
+drops them again after `Unreadable`, and everything after `Changed`.
 """
 
 import codecs
@@ -15,6 +14,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -41,8 +41,10 @@ _LAYOUTS = (
     ("UTF-32LE", (2, 3), (0,)),
     ("UTF-32BE", (0, 1), (3,)),
 )
+UTF_8 = "utf-8"
+"""The usual encoding, whose bytes are already what readers get."""
 _CHUNK = 1 << 20  # bytes that are read at once to verify the rest of a file
-_BEGIN = 1 << 16  # bytes of `begin`
+_BEGIN = 1 << 16  # bytes, at least, of `begin`
 _MORE = 1 << 12  # bytes by which a file may have grown while it is read
 
 
@@ -62,11 +64,22 @@ class Changed(Exception):
     """The file is not the one that was organized."""
 
 
-class Source:
-    """One raw file, or a part of it. No parser reads any of it before all of it was found complete and decodable.
+class Unreadable(Exception):
+    """The file cannot be decompressed or decoded up to its end, whatever of it was read."""
 
-    Used with `with`, which raises `Changed` at its end, in place of any other error, if the reader was given other
-    bytes than those that were organized.
+    def __init__(self, reason: str, detail: str, is_encoding: bool = False) -> None:
+        super().__init__(reason, detail, is_encoding)
+        self.reason, self.detail = reason, detail
+        """As of `Rejected`."""
+        self.is_encoding = is_encoding
+        """Whether another encoding may fit."""
+
+
+class Source:
+    """One raw file, or a part of it. Used with `with`, at the end of which all of it was read.
+
+    There it raises, in place of any other error, `Changed` if these are not the bytes that were organized, or else
+    `Unreadable` if they cannot all be decompressed and decoded.
     """
 
     def __init__(
@@ -74,129 +87,115 @@ class Source:
         path: str | Path,
         compression: str,
         digest: str,
-        fallback_encoding: str | None,
+        encoding: str = UTF_8,
         limits: Limits = LIMITS,
         part: Part | None = None,
     ) -> None:
-        """Read the file once, and a large one a second time.
+        """Read the beginning.
 
         Args:
             path: The raw file.
             compression: `.gz`, `.zst` or nothing.
             digest: SHA-256 of the bytes as they are stored, of the part if there is one.
-            fallback_encoding: For content that is neither UTF-8 nor begins with a byte order mark.
+            encoding: Of content that does not begin with a byte order mark.
             limits: Also those of the reader of this source.
             part: What to read of a file that is not compressed; None: all of it.
 
         Raises:
             Changed: the digest differs, or the file is gone.
-            Rejected: the compressed data is damaged, or the content is in none of these encodings.
+            Unreadable: the compressed data is damaged, or the content looks like another encoding.
         """
         self.limits = limits
         self.first_line = part.line if part else 1
         """The number in the file of the first line that is read."""
         self._path, self._compression, self._digest, self._part = path, compression, digest, part
-        self._given: list[_Stored] = []  # what readers read
-        self.size = 0
-        """Bytes after decompression, in the file's own encoding."""
-        self.begin = b""
-        """Some bytes that the file, or the part, begins with, in its own encoding."""
-        self.used_fallback = False
-        """Whether the content is in `fallback_encoding`, and so may be decoded wrongly."""
-        content = self._check(fallback_encoding)
-        # UTF-8, the usual case, is neither decoded nor copied: its bytes are already what readers get.
-        if content is not None and self._encoding != "utf-8":
-            content = content.decode(self._encoding).encode()
-        self.data = content
-        """The content as UTF-8, without byte order mark; None: it is large, use `stream`."""
+        self._stored: list[_Stored] = []  # more than one if a reader starts again
+        self._readers: list[Iterator[bytes]] = []
+        self._pieces: Iterator[bytes] | None = self._open()
+        try:
+            head = [next(self._pieces, b"")]
+            while sum(map(len, head)) < _BEGIN and (piece := next(self._pieces, b"")):
+                head.append(piece)
+            self.begin = b"".join(head)
+            """Some bytes that the file, or the part, begins with, in its own encoding."""
+            start = part.start if part else 0  # perhaps inside of a character
+            # A mark inside a file is a character like others. Parts, which are UTF-8, begin with no other mark.
+            marks = () if start else _BYTE_ORDER_MARKS
+            marked = next((name for mark, name in marks if self.begin.startswith(mark)), None)
+            self._encoding = marked or encoding
+            # Single-byte encodings accept NULs, too.
+            if not marked and (guess := _unmarked(self.begin[:_BEGIN], start)):
+                remedy = f"convert it with `iconv -f {guess} -t UTF-8`"
+                raise Unreadable("unknown encoding", f"looks like {guess} without a byte order mark: {remedy}")
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        self._pieces = chain(head, self._pieces)
 
     def __enter__(self) -> "Source":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with ExitStack() as opened:
-            for stored in self._given:
+            for stored in self._stored:
                 opened.enter_context(stored)
             if may_be_changed(error):
-                for stored in self._given:
-                    stored.verify(self._digest)
+                try:
+                    for _ in chain(*self._readers):
+                        pass
+                finally:  # first of all, did the file change?
+                    for stored in self._stored:
+                        stored.verify(self._digest)
 
     def stream(self) -> BinaryIO:
-        """The content as UTF-8, without byte order mark, to be read in pieces."""
-        if self.data is not None:
-            return io.BytesIO(self.data)
+        """The content as UTF-8, without byte order mark, to be read in pieces; each call begins at its beginning."""
+        pieces, self._pieces = self._pieces or self._open(), None
+        reader = _decoded(pieces, self._encoding)
+        self._readers.append(reader)
+        return io.BufferedReader(Pieces(reader), self.limits.chunk)
+
+    def _open(self) -> Iterator[bytes]:
         stored = _Stored(open_raw(self._path), self._part)
-        self._given.append(stored)
-        return io.BufferedReader(Pieces(self._utf8(stored)), self.limits.chunk)
+        self._stored.append(stored)
+        return _decompressed(stored, self._compression, self.limits.chunk)
 
-    def _utf8(self, stored: "_Stored") -> Iterator[bytes]:
-        decoder = codecs.getincrementaldecoder(self._encoding)()
-        for piece in _decompressed(stored, self._compression, self.limits.chunk):
-            yield piece if self._encoding == "utf-8" else decoder.decode(piece).encode()
-        yield decoder.decode(b"", final=True).encode()
 
-    def _check(self, fallback: str | None) -> bytes | None:
-        """Find the size and the encoding; return the content as it is stored, unless it is large."""
-        kept: list[bytes] | None = []
-        marked, trial = None, _Trial("utf-8")
-        start = self._part.start if self._part else 0  # perhaps inside of a character
-        num_controls = np.zeros(4, np.int64)  # by their position modulo 4
-        for piece in self._pieces():
-            # A mark inside a file is a character like others. Parts, which are UTF-8, begin with no other mark.
-            if not self.size and start == 0:
-                marked = next((name for mark, name in _BYTE_ORDER_MARKS if piece.startswith(mark)), None)
-                trial = _Trial(marked or "utf-8")
-            self.begin = self.begin or piece[:_BEGIN]
-            trial.add(piece)
-            values = np.frombuffer(piece, np.uint8)
-            if values.min() < 9:  # without tabs and line ends
-                num_controls += np.bincount((start + self.size + np.flatnonzero(values < 9)) % 4, minlength=4)
-            self.size += len(piece)
-            if self.size > self.limits.largest_held:
-                kept = None
-            if kept is not None:
-                kept.append(piece)
-        trial.end()
-        # Before `fallback`: single-byte encodings accept NULs, too.
-        if num_controls.any() and not marked and (guess := self._unmarked(num_controls.tolist())):
-            remedy = f"convert it with `iconv -f {guess} -t UTF-8`"
-            raise Rejected("unknown encoding", f"looks like {guess} without a byte order mark: {remedy}")
-        objections = [trial.objection]
-        # A file with a mark is never tried in the fallback: cp1252 and latin-1 accept nearly any bytes.
-        if trial.objection and not marked and fallback:
-            self.used_fallback = True
-            trial = _Trial(fallback)
-            for piece in self._pieces() if kept is None else kept:
-                trial.add(piece)
-            trial.end()
-            objections.append(trial.objection)
-        if trial.objection:
-            raise Rejected("unknown encoding", "; ".join(objections))
-        self._encoding = trial.encoding
-        return None if kept is None else b"".join(kept)
+def _decoded(pieces: Iterator[bytes], encoding: str) -> Iterator[bytes]:
+    """The content as UTF-8, without byte order mark."""
+    decoder = codecs.getincrementaldecoder(encoding)()
+    size = 0
+    try:
+        for piece in pieces:
+            size += len(piece)
+            text = decoder.decode(piece)
+            yield piece if encoding == UTF_8 else text.encode()
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        # The error counts from the first byte that the decoder had: those left of the piece before come first.
+        place = max(0, size - len(error.object)) + error.start
+        detail = f"{encoding}: {error.reason} at byte {place}"
+        # With a mark there is no other: cp1252 and latin-1 accept nearly any bytes.
+        raise Unreadable("unknown encoding", detail, is_encoding=encoding == UTF_8) from None
 
-    def _unmarked(self, num_controls: list[int]) -> str | None:
-        """The encoding that is not UTF-8, although the content may be valid as such, by its control characters.
 
-        In UTF-16, the first or second byte of every letter of the Latin, Greek, Cyrillic, Hebrew and Arabic scripts is
-        below 9, as are NUL and seven control characters that occur in hardly any text.
-        """
-        for name, most, hardly_any in _LAYOUTS:
-            # Half of the bytes are at the places `most`. More than half of them, and few others.
-            inside, outside = (sum(num_controls[place] for place in places) for places in (most, hardly_any))
-            if inside > max(1, self.size / 4) and outside < self.size / 8:
-                return name
-        return None
+def _unmarked(head: bytes, start: int) -> str | None:
+    """The encoding that is not UTF-8, although the content may be valid as such, by its control characters.
 
-    def _pieces(self) -> Iterator[bytes]:
-        """The content as it is stored, in pieces. If it ends without an error, the file is unchanged and complete."""
-        with _Stored(open_raw(self._path), self._part) as stored:
-            try:
-                yield from _decompressed(stored, self._compression, self.limits.chunk)
-            except Rejected:
-                stored.verify(self._digest)  # first of all, did the file change?
-                raise
-            stored.verify(self._digest)
+    In UTF-16, the first or second byte of every letter of the Latin, Greek, Cyrillic, Hebrew and Arabic scripts is
+    below 9, as are NUL and seven control characters that occur in hardly any text.
+
+    Args:
+        head: What the content begins with.
+        start: Its place in the file.
+    """
+    places = start + np.flatnonzero(np.frombuffer(head, np.uint8) < 9)  # without tabs and line ends
+    num_controls = np.bincount(places % 4, minlength=4).tolist()
+    for name, most, hardly_any in _LAYOUTS:
+        # Half of the bytes are at the places `most`. More than half of them, and few others.
+        inside, outside = (sum(num_controls[place] for place in each) for each in (most, hardly_any))
+        if inside > max(1, len(head) / 4) and outside < len(head) / 8:
+            return name
+    return None
 
 
 class _Stored:
@@ -293,33 +292,6 @@ def open_raw(path: str | Path) -> int:
         raise Changed from None
 
 
-class _Trial:
-    """Whether content, which is given in pieces, is in an encoding."""
-
-    def __init__(self, encoding: str) -> None:
-        self.encoding = encoding
-        self.objection = ""
-        """Why it is not."""
-        self._decoder = codecs.getincrementaldecoder(encoding)()
-        self._seen = 0
-
-    def add(self, piece: bytes, is_last: bool = False) -> None:
-        """The next piece."""
-        if self.objection:
-            return
-        self._seen += len(piece)
-        try:
-            self._decoder.decode(piece, is_last)
-        except UnicodeDecodeError as error:
-            # The error counts from the first byte that the decoder had: those left of the piece before come first.
-            place = max(0, self._seen - len(error.object)) + error.start
-            self.objection = f"{self.encoding}: {error.reason} at byte {place}"
-
-    def end(self) -> None:
-        """All pieces were added: a character that is cut off at the end of the file is an error only here."""
-        self.add(b"", is_last=True)
-
-
 class Pieces(io.RawIOBase):
     """The concatenation of byte strings, as a file."""
 
@@ -344,7 +316,7 @@ def _decompressed(stored: _Stored, compression: str, size: int) -> Iterator[byte
     """The content in pieces of at least `size` bytes, or less at its end.
 
     Raises:
-        Rejected: it is damaged.
+        Unreadable: it is damaged.
     """
     content: Any = stored
     if compression == ".gz":  # continues with the next member, and passes over zeros at the end, which pyarrow refuses
@@ -362,5 +334,5 @@ def _decompressed(stored: _Stored, compression: str, size: int) -> Iterator[byte
         if "requires too much memory" in str(error):
             remedy = "recompress it: `zstd -dc --long=31 FILE | zstd -o NEW`"
             detail = f"it was written by `zstd --long`, with more than 128 MiB: {remedy}"
-            raise Rejected("window too large", detail) from None
-        raise Rejected("damaged compression", str(error)) from None
+            raise Unreadable("window too large", detail) from None
+        raise Unreadable("damaged compression", str(error)) from None

@@ -68,12 +68,8 @@ class Table:
     is dropped.
     """
 
-    used_fallback = False
-
     def __init__(self, path: str | Path, digest: str, limits: Limits = LIMITS, part: Part | None = None) -> None:
         self.limits = limits
-        self.begin = b""
-        """The schema, when rows were read."""
         self._path, self._digest, self._part = os.fspath(path), digest, part
         self._file = io.FileIO(open_raw(path))
         self._state = state(self._file.fileno())
@@ -96,13 +92,9 @@ class Table:
         """
         begin, end, _ = self._part or Part(0, None, 1)
 
-        def choose_and_remember(schema: pa.Schema) -> list[str]:
-            self.begin = schema.to_string(show_schema_metadata=False).encode()
-            return choose(schema)
-
         read = self._parquet if self._path.lower().endswith(tables.PARQUET) else self._arrow
         try:
-            yield from _bounded(read(choose_and_remember, begin, end), self.limits.table)
+            yield from _bounded(read(choose, begin, end), self.limits.table)
         except MemoryError:
             detail = f"more than {self.limits.table >> 20} MiB at once: write it with smaller pages or record batches"
             raise Rejected("table too large", detail) from None
@@ -307,13 +299,13 @@ def _not_text(column: str, kind: str) -> Rejected:
 
 def read_records(source: Table, records: "Records") -> None:
     """Put each row into `records`."""
-    names: list[str] = []
     not_text: dict[str, str] = {}
 
     def choose(schema: pa.Schema) -> list[str]:
-        names.extend(schema.names)
-        records.note_columns(names if records.each is None else ())
-        return [name for name in names if records.columns is None or name in records.columns]
+        if records.each is None:
+            records.names = dict.fromkeys(schema.names)  # also those that are not read
+            records.note_columns(schema.names)
+        return [name for name in schema.names if records.columns is None or name in records.columns]
 
     for rows in source.rows(choose):
         if isinstance(rows, Rejected):
@@ -321,17 +313,11 @@ def read_records(source: Table, records: "Records") -> None:
             records.reject(rows)
             continue
         not_text |= rows.not_text
-        if records.lines and len(rows.columns) == 1 and records.lines.are_texts(rows.columns[0]):
-            records.take_texts(rows.columns[0])
-            continue
         for position, row in rows.each():
             records.position = position.__str__
             pairs = [(name, value) for name, value in zip(rows.names, row, strict=True) if value is not None]
             records.add(paths.make_object(pairs))
-    if records.each is None:
-        # Also those that were not read.
-        records.keys = [f"{name} ({not_text[name]}, not UTF-8)" if name in not_text else name for name in names]
-    for column, kind in not_text.items() if records.num_rows else ():  # else no record fits, which names them
+    for column, kind in not_text.items():
         problem = _not_text(column, kind)
         records.position = str(problem.position).__str__
         records.reject(problem)

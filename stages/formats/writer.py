@@ -2,14 +2,12 @@
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from stages.base.dataset import Shard
-from stages.formats import json_values
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.rules import TEXT
 from stages.formats.source import Rejected
@@ -52,13 +50,32 @@ class TextWriter:
         """Called with each record that is rejected."""
         self._stream, self._min_chars, self._limits = stream, min_chars, limits
         # Not yet written, of complete records:
+        self._earlier = _Rows()  # of earlier files, before the others
         self._complete = _Rows()
-        self._json: list[bytes] = []  # after those
-        self._size = 0  # of both, characters
+        self._size = 0  # characters
         # Of the current record:
         self._current = _Rows()  # not yet written
         self._current_size = 0  # characters, with those already written
         self._start: tuple[Mark, int] | None = None  # in the stream, if parts of it are there, and `num_short` then
+        self.begin_file()
+
+    def begin_file(self) -> None:
+        """What follows is of another file, of which `undo` drops all."""
+        self._earlier.extend_rows(self._complete)
+        self._complete = _Rows()
+        self.has_text = False
+        self._before: tuple[int, int, int] = self.records, self.characters, self._size
+        self._file_start: tuple[Mark, int] | None = None  # as `_start`
+
+    def undo(self) -> None:
+        """Drop all strings of the current file."""
+        self.drop()
+        if self._file_start is not None:
+            self._cut(self._file_start)
+            self._before = *self._before[:2], 0  # rows of earlier files were written before
+        self._complete = _Rows()
+        self.records, self.characters, self._size = self._before
+        self.begin_file()
 
     def use(self, column: int) -> None:
         """Add rows of another column from now on. The current record must be complete."""
@@ -83,7 +100,7 @@ class TextWriter:
     def _pieces(self, text: str) -> Iterable[str]:
         if len(text) <= self._limits.longest_document // 4:  # which spares it the encoding
             return [text]
-        content, longest = text.encode(), self._limits.longest_string
+        content, longest = replace_surrogates(text).encode(), self._limits.longest_string
         if len(content) > longest:
             raise Rejected("string too long", f"a string has more than {longest} bytes of UTF-8: split it")
         return documents(io.BytesIO(content), self._limits.longest_document) if self.column == TEXT else [text]
@@ -104,21 +121,11 @@ class TextWriter:
 
     def end(self, records: int = 1) -> None:
         """The current record is complete, or `records` together are: keep their strings."""
-        self._complete.extend_arrays(self._json_arrays())  # of earlier records: rows keep the order of the files
         self.records += records
         self.characters += self._current_size
         self._complete.extend_rows(self._current)
         self._size += 0 if self._start else self._current_size
         self._begin()
-
-    def add_json(self, record: bytes) -> None:
-        """Add a complete record for which `json.is_document` holds, and keep its strings."""
-        self.records += 1
-        self.has_text = self.has_text or json_values.has_string(record)
-        self._json.append(record)  # cut later, many at once
-        self._size += len(record)  # bytes, at least as many as characters
-        if self._size > self._limits.batch:
-            self._write_complete()
 
     def reject(self, rejected: Rejected) -> None:
         """Drop the strings of the current record and report why."""
@@ -128,14 +135,18 @@ class TextWriter:
     def drop(self) -> None:
         """Drop the strings of the current record."""
         if self._start is not None:
-            mark, self.num_short = self._start
-            self._stream.cut(mark)  # complete records before it were written first, and stay
+            self._cut(self._start)  # complete records before it were written first, and stay
         self._begin()
 
     def close(self) -> Shard:
         """Write what is left of the complete records and end the shard."""
+        self.begin_file()  # so that the last file needs no record batch of its own
         self._write_complete()
         return self._stream.close()
+
+    def _cut(self, start: tuple[Mark, int]) -> None:
+        mark, self.num_short = start
+        self._stream.cut(mark)
 
     def _begin(self) -> None:
         self._current = _Rows()
@@ -150,38 +161,29 @@ class TextWriter:
 
     def _write_current(self) -> None:
         self._begin_long()
-        self._write(_batches(self._current.take(), pc.utf8_length, self._limits.batch))
-
-    def _json_arrays(self) -> Iterator[pa.Array]:
-        """The strings of the JSON documents, in pieces."""
-        documents, self._json = self._json, []
-        if not documents:
-            return
-        for strings in json_values.strings(documents, self._limits.chunk):
-            lengths = pc.utf8_length(strings)
-            if self._min_chars > 1:
-                is_kept = pc.greater_equal(lengths, self._min_chars)
-                strings, lengths = strings.filter(is_kept), lengths.filter(is_kept)
-            self.characters += pc.sum(lengths).as_py() or 0
-            if (pc.max(lengths).as_py() or 0) > self._limits.longest_document // 4:
-                strings = pa.array([piece for text in strings.to_pylist() for piece in self._pieces(text)], pa.string())
-            yield strings
+        self._write_batches(_batches(self._current.take(), pc.utf8_length, self._limits.batch))
 
     def _write_complete(self) -> None:
+        self._write(self._earlier.take())
+        if self._file_start is None:
+            self._file_start = self._stream.mark(), self.num_short
+        self._write(self._complete.take())
+        self._size = 0
+
+    def _write(self, arrays: list[pa.Array]) -> None:
         waiting: list[pa.Array] = []
         size = 0  # bytes of those that were added since the last batch was written
-        for array in chain(self._complete.take(), self._json_arrays()):
+        for array in arrays:
             waiting.append(array)
             size += array.nbytes
             if size > self._limits.batch:
                 # All but the last batch, which may have room for more.
                 *batches, last = _batches(waiting, pc.binary_length, self._limits.batch)
-                self._write(batches)
+                self._write_batches(batches)
                 waiting, size = [last], 0  # not its own size: it would be joined with each further row
-        self._write(_batches(waiting, pc.binary_length, self._limits.batch))
-        self._size = 0
+        self._write_batches(_batches(waiting, pc.binary_length, self._limits.batch))
 
-    def _write(self, batches: Iterable[pa.Array]) -> None:
+    def _write_batches(self, batches: Iterable[pa.Array]) -> None:
         for batch in batches:
             self._stream.write_column(batch, self.column)
             self.num_short += count_short(batch)
@@ -216,7 +218,11 @@ class _Rows:
 
     def _convert(self) -> None:
         if self._strings:
-            self._arrays.append(pa.array(self._strings, pa.string()))
+            try:
+                array = pa.array(self._strings, pa.string())
+            except UnicodeEncodeError:
+                array = pa.array([*map(replace_surrogates, self._strings)], pa.string())
+            self._arrays.append(array)
             self._strings = []
 
 
@@ -245,3 +251,8 @@ def documents(stream: BinaryIO, size: int) -> Iterator[str]:
 def count_short(strings: pa.Array) -> int:
     """How many strings have fewer than `SHORT` characters."""
     return pc.sum(pc.less(pc.utf8_length(strings), SHORT)).as_py() or 0
+
+
+def replace_surrogates(value: str) -> str:
+    """Join pairs of surrogates, and replace the others by U+FFFD: UTF-8 cannot express them."""
+    return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

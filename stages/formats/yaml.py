@@ -80,7 +80,9 @@ def read(source: Source, sink: TextWriter) -> None:
     def as_json() -> None:
         sink.drop()  # what libyaml has read
         # One record: none is kept if an error follows.
-        json.scan(source.stream().read, sink, 1, source.limits)
+        into = json.Strings(sink, source.limits)
+        json.read_record(source.stream().read, into, source.limits)
+        into.flush()
 
     _read_all(source, lambda text: _read(text, sink, source.limits), as_json)
 
