@@ -169,7 +169,7 @@ def _decoded(pieces: Iterator[bytes], encoding: str) -> Iterator[bytes]:
             size += len(piece)
             text = decoder.decode(piece)
             yield piece if encoding == UTF_8 else text.encode()
-        decoder.decode(b"", final=True)
+        yield decoder.decode(b"", final=True).encode()
     except UnicodeDecodeError as error:
         # The error counts from the first byte that the decoder had: those left of the piece before come first.
         place = max(0, size - len(error.object)) + error.start
