@@ -388,10 +388,11 @@ class Tokens:
         """
         self.peek()
         text, place, values = self._text, self._place, []
-        scan, find_comma, find_key = _flat.scan_once, _COMMA.match, _KEY.match  # local names: for each element
-        with suppress(StopIteration, ValueError, RecursionError):
-            while not is_object or (key := find_key(text, place)):
-                value, end = scan(text, key.end() if is_object else place)
+        decode, find_comma = _flat.raw_decode, _COMMA.match  # local names: for each element
+        find_key = _KEY.match if is_object else re.compile("").match
+        with suppress(ValueError, RecursionError):
+            while key := find_key(text, place):
+                value, end = decode(text, key.end())
                 if not (comma := find_comma(text, end)):
                     break
                 values.append(value)
