@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.lr_scheduler import LambdaLR
 from torch.testing._internal.two_tensor import TwoTensor
 
 from stages.base.errors import StageError
@@ -103,15 +102,12 @@ def test_all_files_are_synced_before_the_rename_and_the_manifest_is_last(
     monkeypatch.setattr(Path, "rename", new_rename)
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    scheduler = LambdaLR(optimizer, lambda _: 1.0)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
     with Saver(dataclasses.replace(runtime, async_checkpoint=False), timeout_minutes=30) as saver:
         manifest = checkpoint_manifest()
-        saver.save(
-            tmp_path / "step-00000001", model, optimizer, scheduler, train_state(), {HISTORY: "", SPEED: ""}, manifest
-        )
+        saver.save(tmp_path / "step-00000001", model, optimizer, train_state(), {HISTORY: "", SPEED: ""}, manifest)
 
     published = events.index(("rename", "step-00000001"))
     written = events.index(("rename", "step-00000001.tmp/manifest.json"))
@@ -150,13 +146,12 @@ def save_thrice(directory: Path, asynchronous: bool) -> list[bytes]:
     torch.manual_seed(0)
     model = Odd()
     optimizer = torch.optim.AdamW(model.parameters())
-    scheduler = LambdaLR(optimizer, lambda _: 1.0)
     model.step(optimizer)
     runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
     with Saver(dataclasses.replace(runtime, async_checkpoint=asynchronous), timeout_minutes=30) as saver:
         for step in (1, 2, 3):
             path = directory / step_name(step)
-            saver.save(path, model, optimizer, scheduler, train_state(step), {}, checkpoint_manifest(step=step))
+            saver.save(path, model, optimizer, train_state(step), {}, checkpoint_manifest(step=step))
             model.step(optimizer)  # while it is saved
     return [file.read_bytes() for file in sorted(path.rglob("*.distcp"))]
 
@@ -172,7 +167,7 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(mesh: Device
     for _ in range(3):
         expected.step(optimizers[0])
     with torch.serialization.safe_globals([TwoTensor]):
-        load(path, found, optimizers[1], LambdaLR(optimizers[1], lambda _: 1.0))
+        load(path, found, optimizers[1])
     states = [
         [
             *model.parameters(),
@@ -202,8 +197,7 @@ def test_the_bytes_of_a_tensor_are_in_the_order_of_its_elements(mesh: DeviceMesh
     path = tmp_path / step_name(1)
     for asynchronous in (False, True):
         with Saver(dataclasses.replace(runtime, async_checkpoint=asynchronous), timeout_minutes=30) as saver:
-            scheduler = LambdaLR(optimizer, lambda _: 1.0)
-            saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest())
+            saver.save(path, model, optimizer, train_state(), {}, checkpoint_manifest())
         weights = ShardedTensors(path)
         specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
         write_safetensors(weights, specs, path, num_workers=1, dtypes=dict.fromkeys(specs, torch.float32))
@@ -215,7 +209,6 @@ def test_a_save_and_a_load_go_on_with_each_tensor_and_each_part_of_a_file(mesh: 
     """So the watchdog does not take a slow disk for a rank that hangs."""
     model = torch.nn.Sequential(*(torch.nn.Linear(700, 700, bias=False) for _ in range(3)))  # 2 MB each
     optimizer = torch.optim.AdamW(model.parameters())
-    scheduler = LambdaLR(optimizer, lambda _: 1.0)
     model(torch.ones(1, 700)).sum().backward()
     optimizer.step()
     runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
@@ -224,11 +217,11 @@ def test_a_save_and_a_load_go_on_with_each_tensor_and_each_part_of_a_file(mesh: 
         heartbeat.pieces, path = 0, tmp_path / str(asynchronous) / step_name(1)
         runtime = dataclasses.replace(runtime, async_checkpoint=asynchronous)
         with Saver(runtime, timeout_minutes=30, goes_on=heartbeat.goes_on) as saver:
-            saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest())
+            saver.save(path, model, optimizer, train_state(), {}, checkpoint_manifest())
         num_tensors, num_mib = 3 + 2 * 3 + 3, size_of(path) >> 20  # weights, two moments, steps
         assert heartbeat.pieces >= num_tensors + num_mib
         heartbeat.pieces = 0
-        load(path, model, optimizer, scheduler, heartbeat.goes_on)
+        load(path, model, optimizer, heartbeat.goes_on)
         assert heartbeat.pieces == num_tensors
 
 
@@ -263,8 +256,7 @@ def test_a_save_that_fails_while_the_training_fails_is_reported(mesh: DeviceMesh
     def train(saver: Saver) -> None:
         model = Odd()
         optimizer = torch.optim.AdamW(model.parameters())
-        scheduler = LambdaLR(optimizer, lambda _: 1.0)
-        saver.save(path, model, optimizer, scheduler, train_state(), {}, checkpoint_manifest())
+        saver.save(path, model, optimizer, train_state(), {}, checkpoint_manifest())
         raise ZeroDivisionError
 
     runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")

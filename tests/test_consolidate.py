@@ -129,7 +129,6 @@ def save(tensors: dict[str, Any], directory: Path) -> None:
 def finish(tensors: dict[str, Tensor]) -> Path:
     """Add to the shards what training writes after them; returns the directory of the checkpoint."""
     checkpoint = layout.checkpoint_root("exp") / "run" / layout.step_name(3)
-    torch.save({"last_epoch": 3}, checkpoint / "lr_scheduler.pt")
     (checkpoint / "history.tsv").write_text("step\tvalidation_loss\n0\t4.5\n3\t2.25\n")
     write_manifest(checkpoint, tensors)
     return checkpoint

@@ -26,7 +26,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_all_gather
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -44,7 +43,7 @@ from stages.model import meta
 from stages.ranks.process_group import device_mesh, process_group
 from stages.training import sharded_model, sharding, step
 from stages.training.fsdp import FSDP_PRESETS, FsdpParams
-from stages.training.optimizer import make_optimizer
+from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainParams
 from stages.training.precision import load_scaler_state, make_grad_scaler, scaler_state
 from stages.training.schedule import lr_ratio
@@ -86,7 +85,6 @@ class Training:
         manifest = manifest_of(directory, with_weights=True)
         self.model = sharded_model.build(manifest, params, mesh, initialize=initialize)
         self.optimizer = make_optimizer(self.model, params)
-        self.scheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.scaler = make_grad_scaler(params.precision, next(self.model.parameters()).device)
         runtime = load_params(TrainRuntime, "runtime", path=REPO / "params.yaml")
         self.saver = saver.Saver(dataclasses.replace(runtime, async_checkpoint=True), timeout_minutes=30)
@@ -100,8 +98,9 @@ class Training:
             lengths = self.params.attention in NEED_LENGTHS
             batches = [make_batch(part, 0, document_mask=True, lengths=lengths) for part in rows]
             (num_labels,) = all_reduce_sum(sum(map(count_labels, batches)))
+            for group in self.optimizer.param_groups:
+                set_lr(group, self.params.lr / (1 + self.step))
             results.append(self.train_step(batches, int(num_labels)))
-            self.scheduler.step()
             self.step += 1
         return results
 
@@ -117,11 +116,11 @@ class Training:
     def save(self, directory: Path) -> None:
         state = train_state(self.step, ScalerState(*scaler_state(self.scaler)))
         manifest = checkpoint_manifest(step=self.step)
-        self.saver.save(directory, self.model, self.optimizer, self.scheduler, state, {}, manifest)
+        self.saver.save(directory, self.model, self.optimizer, state, {}, manifest)
         self.saver.wait()
 
     def load(self, directory: Path) -> None:
-        state = saver.load(directory, self.model, self.optimizer, self.scheduler)
+        state = saver.load(directory, self.model, self.optimizer)
         self.step = state.step
         load_scaler_state(self.scaler, state.loss_scaler.scale, state.loss_scaler.good_steps)
 

@@ -39,6 +39,7 @@ from stages.training import loop, step
 from stages.training.loader import BatchLoader
 from stages.training.order import permute, step_rows
 from stages.training.params import TrainParams
+from stages.training.schedule import learning_rate
 from tests.project import Project, wait_for
 from tests.ranks import Ranks
 from tests.trainings import newest_checkpoint
@@ -390,7 +391,9 @@ def test_a_run_extends_the_one_that_it_names_and_records_it(training: Project, r
     assert adopted
     assert (adopted.run_id, adopted.step) == (shorter, 12)
     assert f"params.extend_from: null there, '{shorter}' here" in adopted.differences
-    assert set(torch.load(last / "lr_scheduler.pt")["base_lrs"]) == {0.001}  # not that of the run that it extends
+    schedule = load_params(TrainParams, path=training / "params.yaml")
+    rates = dict(zip(*history.series(history.read(last / history.HISTORY), "lr"), strict=True))
+    assert rates[13] == learning_rate(schedule, 24, 12)  # not that of the run that it extends
     training.set(extend_from=None, runtime={"resume": "auto"})  # another run: its result does not depend on that one
     assert "resuming" not in ranks.run(training)
     assert newest_checkpoint(training, 24).parent != last.parent

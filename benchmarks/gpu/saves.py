@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks import REPO
 from benchmarks.gpu.results import print_result
@@ -46,14 +45,13 @@ def main() -> None:
     ]  # or torch would save one of each
     model = nn.ParameterDict({name: torch.ones(size, device=device) for name in names})
     optimizer = torch.optim.SGD(model.parameters())
-    scheduler = LambdaLR(optimizer, lambda _: 1.0)
     runtime = dataclasses.replace(load_params(TrainRuntime, "runtime", REPO / "params.yaml"), async_checkpoint=True)
     seconds = dict.fromkeys(SAVES, 0.0)
     with Saver(runtime, timeout_minutes=5) as saver:
         for step, name in enumerate(SAVES[:2], start=1):
             start = time.perf_counter()
             saver.save(
-                directory / f"step-{step:08d}", model, optimizer, scheduler, train_state(step), {},
+                directory / f"step-{step:08d}", model, optimizer, train_state(step), {},
                 checkpoint_manifest(step=step),
             )  # fmt: skip
             copied = time.perf_counter()

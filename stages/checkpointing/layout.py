@@ -4,7 +4,7 @@
         model/, optimizer/  tensors, as torch.distributed.checkpoint writes them: an export reads only the model's
             __0_0.distcp ...  a file of each rank
             .metadata         which tensor is in which file
-        lr_scheduler.pt  state.json  history.tsv  speed.tsv
+        state.json  history.tsv  speed.tsv
         manifest.json       size and SHA-256 of every file above, and of itself; written last, in a directory of
                             another name (.tmp), whose rename publishes the checkpoint
 
@@ -41,7 +41,6 @@ from stages.base.shared_disk import refresh
 MANIFEST = "manifest.json"
 MODEL, OPTIMIZER = "model", "optimizer"
 METADATA = ".metadata"
-SCHEDULER = "lr_scheduler.pt"
 REMEDY = (
     "put a good copy of it back, or move the checkpoint away and run `dvc repro -f -s train`, which trains it again"
 )

@@ -5,9 +5,7 @@ it once its manifest is on the disk. torch.distributed.checkpoint alone gives no
 checkpoint and interrupted, it loads as a mix of both, and it does not notice a flipped bit.
 """
 
-import copy
 import dataclasses
-import io
 import os
 import shutil
 import sys
@@ -29,10 +27,9 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from stages.base import publish
-from stages.base.errors import StageError, Unavailable, as_stage_error, naming
+from stages.base.errors import StageError, Unavailable, as_stage_error
 from stages.base.process import paused_collector
 from stages.base.record import FileEntry
 from stages.base.shared_disk import refresh, wait_for_file
@@ -41,17 +38,14 @@ from stages.checkpointing.layout import (
     MANIFEST,
     MODEL,
     OPTIMIZER,
-    SCHEDULER,
     CheckpointManifest,
     Previous,
     TensorEntry,
 )
-from stages.checkpointing.metadata import Reader, understood
+from stages.checkpointing.metadata import Reader
 from stages.checkpointing.retention import CheckpointRuntime
-from stages.checkpointing.rng import rng_state, set_rng_state
 from stages.checkpointing.state import STATE, TrainState
 from stages.forward.distributed import gather_on_rank0, run_on_all_ranks, run_on_rank0
-from stages.training.optimizer import set_lr
 
 _SWITCH_INTERVAL = 0.0005
 """Seconds after which the interpreter passes from the thread that saves to the one that trains; by default 5 ms, which
@@ -103,12 +97,9 @@ _PLANNERS = {MODEL: _ModelPlanner, OPTIMIZER: _OptimizerPlanner}
 
 
 class _Small(NamedTuple):
-    """What a checkpoint contains beside tensors; immutable, or a copy."""
+    """What a checkpoint contains beside tensors."""
 
-    lr_scheduler: dict[str, Any]
     state: TrainState
-    rng: dict[str, Any]
-    """Of this rank."""
     tables: dict[str, str]
     manifest: CheckpointManifest
     previous: Path | None
@@ -181,7 +172,7 @@ class Saver:
             pending.result()
 
     def save(
-        self, directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, state: TrainState,
+        self, directory: Path, model: nn.Module, optimizer: Optimizer, state: TrainState,
         tables: dict[str, str], manifest: CheckpointManifest, previous: Path | None = None,
     ) -> None:  # fmt: skip
         """Publish the state of all ranks as `directory`, now or in the background, after the save before it.
@@ -190,8 +181,7 @@ class Saver:
             directory: `.../<run_id>/step-N`.
             model: Its parameters and persistent buffers are saved.
             optimizer: Its state is saved.
-            scheduler: Its state is saved.
-            state: Its `rng` is filled in here.
+            state: Where the training is.
             tables: Content of `history.tsv` and `speed.tsv`, by their names.
             manifest: Its `files`, `tensors` and `previous` are filled in here.
             previous: The newest checkpoint of the run.
@@ -208,8 +198,7 @@ class Saver:
         }
         manifest = dataclasses.replace(manifest, tensors=shapes)
         tensors = {MODEL: model_state, OPTIMIZER: _optimizer_state(model, optimizer)}
-        # Now, not in the thread: by then the training has drawn more random numbers and changed the scheduler.
-        small = _Small(copy.deepcopy(scheduler.state_dict()), state, rng_state(), tables, manifest, previous)
+        small = _Small(state, tables, manifest, previous)
         if self._thread is None:
             self._publish(directory, tensors, small)
         else:
@@ -267,16 +256,16 @@ class Saver:
         for kind, part in tensors.items():
             self._write_tensors(temporary / kind, part)
 
-        def write() -> tuple[dict[str, FileEntry], dict[str, Any]]:
+        def write() -> dict[str, FileEntry]:
             # Each rank hashes what it wrote: its files are still in its page cache, and all of them do it at once.
             own = temporary.glob(f"*/__{dist.get_rank()}_*.distcp")
-            return _entries(temporary, own, self._goes_on), small.rng
+            return _entries(temporary, own, self._goes_on)
 
         # A barrier as well: rank 0 lists the directory only when all ranks have written their files.
         written = gather_on_rank0(write, self._group)
 
         def finish() -> None:
-            shards, rng = zip(*written(), strict=True)
+            shards = written()
             for rank, part in enumerate(shards):
                 for name, entry in part.items():
                     if not wait_for_file(temporary / name, entry.size, _SHARED_SECONDS):
@@ -284,7 +273,9 @@ class Saver:
                             f"{temporary / name}, which rank {rank} has written, is not on the node of rank 0: put the "
                             "checkpoints on a disk that all nodes share (set CHECKPOINT_ROOT)"
                         )
-            _write_small(temporary, small, list(rng))
+            small.state.write(temporary / STATE)
+            for name, text in small.tables.items():
+                publish.write_text(temporary / name, text)
             files = {name: entry for part in shards for name, entry in part.items()}
             rest = (path for path in temporary.rglob("*") if str(path.relative_to(temporary)) not in files)
             files |= _entries(temporary, rest, self._goes_on)
@@ -315,28 +306,17 @@ class Saver:
 
 
 def load(
-    directory: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler,
-    goes_on: Callable[[], None] = lambda: None,
-) -> TrainState:  # fmt: skip
-    """Fill model, optimizer, scheduler and random number generators from a verified checkpoint; returns its state.
+    directory: Path, model: nn.Module, optimizer: Optimizer, goes_on: Callable[[], None] = lambda: None
+) -> TrainState:
+    """Fill model and optimizer from a verified checkpoint, and return its state.
 
-    The number of ranks may differ from the one that saved it; the generators are then left as they are, as there is
-    no state for each rank. `goes_on` is called as bytes are read.
+    The number of ranks may differ from the one that saved it. `goes_on` is called as bytes are read.
     """
     optimizer_state = get_optimizer_state_dict(model, optimizer)
     tensors = {MODEL: _model_state(model), OPTIMIZER: optimizer_state["state"]}
     run_on_all_ranks(lambda: _read_tensors(directory, tensors, goes_on))
     set_optimizer_state_dict(model, optimizer, optimizer_state)
-    with understood(directory / SCHEDULER):
-        scheduler.load_state_dict(torch.load(directory / SCHEDULER, weights_only=True))
-        # The optimizer's groups are not in the checkpoint, and a scheduler sets its rate only when it steps.
-        for group, lr in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            set_lr(group, lr)
-    state = TrainState.of(directory)
-    if len(state.rng) == dist.get_world_size():
-        with understood(directory / STATE):
-            set_rng_state(state.rng[dist.get_rank()])
-    return state
+    return TrainState.of(directory)
 
 
 def _read_tensors(checkpoint: Path, tensors: dict[str, Any], goes_on: Callable[[], None]) -> None:
@@ -354,16 +334,6 @@ def _read_tensors(checkpoint: Path, tensors: dict[str, Any], goes_on: Callable[[
         raise StageError(f"could not read {checkpoint}: {cause}") from None
 
 
-def _write_small(temporary: Path, small: _Small, rng: list[dict[str, Any]]) -> None:
-    buffer = io.BytesIO()  # torch.save to a path would raise RuntimeError, not OSError, on a full disk
-    torch.save(small.lr_scheduler, buffer)
-    with naming(temporary / SCHEDULER):
-        (temporary / SCHEDULER).write_bytes(buffer.getvalue())
-    dataclasses.replace(small.state, rng=rng).write(temporary / STATE)
-    for name, text in small.tables.items():
-        publish.write_text(temporary / name, text)
-
-
 def _model_state(model: nn.Module) -> dict[str, Any]:
     """Parameters, a tied one once, and the buffers that belong to the state of the model."""
     persistent = model.state_dict().keys()
@@ -374,7 +344,7 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The state of each parameter by its name, as `get_optimizer_state_dict` returns it, but in a tenth of the time.
 
-    Without the parameter groups: the learning rate is in the scheduler's state, the rest in the run's parameters.
+    Without the parameter groups, which the parameters of the run decide.
     """
     return {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
 

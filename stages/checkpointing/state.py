@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from stages.base.record import Record, damaged
 from stages.checkpointing.layout import REMEDY, CheckpointManifest
@@ -99,15 +99,12 @@ class TrainState(Record):
     """Content of state.json."""
 
     STAGE: ClassVar[str] = "train"
-    LARGEST: ClassVar[int] = 1 << 30  # 50 KB for each rank
 
     step: int
     """Optimizer steps done."""
     epoch: float
     metrics: TrainMetrics
     loss_scaler: ScalerState
-    rng: list[dict[str, Any]]
-    """The states of the random number generators of each rank (stages/checkpointing/rng.py)."""
 
     @classmethod
     def of(cls, checkpoint: Path) -> "TrainState":

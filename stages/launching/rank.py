@@ -203,7 +203,6 @@ class Rank:
                 self.metrics.snapshot(), sources=trainer.train_loader.order.epochs(trainer.step)
             ),
             loss_scaler=ScalerState(*scaler_state(trainer.scaler)),
-            rng=[],
         )
         manifest = CheckpointManifest(
             format=FORMAT,
@@ -221,7 +220,7 @@ class Rank:
         before = None if self.saved_step is None else self.run.directory / step_name(self.saved_step)
         tables = {HISTORY: self.metrics.history.text(), SPEED: self.metrics.speed.text()}
         with self.timers.phase("saving"):
-            self.saver.save(path, trainer.model, trainer.optimizer, trainer.scheduler, state, tables, manifest, before)
+            self.saver.save(path, trainer.model, trainer.optimizer, state, tables, manifest, before)
         self.saved_step, self.saved_at = trainer.step, time.monotonic()
 
     def is_time_to_save(self) -> bool:
@@ -270,7 +269,7 @@ class Rank:
         """
         trainer = self.trainer
         self.heartbeat.note(f"reading {path.name}")
-        state = saver.load(path, trainer.model, trainer.optimizer, trainer.scheduler, self.heartbeat.goes_on)
+        state = saver.load(path, trainer.model, trainer.optimizer, self.heartbeat.goes_on)
         history = History((path / HISTORY).read_text(encoding="utf-8"), self.sources)
         manifest = CheckpointManifest.read(path)
         load_scaler_state(trainer.scaler, state.loss_scaler.scale, state.loss_scaler.good_steps)
@@ -286,7 +285,6 @@ class Rank:
                 history = history.without("validation_loss")
                 metrics = dataclasses.replace(metrics, validation_loss=None)
             state = dataclasses.replace(state, metrics=metrics)
-            trainer.use_own_lr()
         if self.place:
             print_line(f"resuming from step {trainer.step} of {self.run.total_steps}: {path}")
             others = differences(manifest, state.metrics.place, self.place)

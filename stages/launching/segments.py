@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from stages.base import publish
 from stages.base.errors import StageError
 from stages.checkpointing import layout
 from stages.checkpointing.decision import begin
-from stages.checkpointing.layout import MODEL, OPTIMIZER, SCHEDULER, CheckpointManifest, list_checkpoints, step_name
-from stages.checkpointing.metadata import places, understood
+from stages.checkpointing.layout import MODEL, OPTIMIZER, CheckpointManifest, list_checkpoints, step_name
+from stages.checkpointing.metadata import places
 from stages.checkpointing.run import Run
 from stages.checkpointing.state import TrainState
 from stages.launching.place import device, differences, variables
@@ -88,15 +87,9 @@ def content(checkpoint: Path) -> dict[str, str]:
         DamagedFile: naming the file.
     """
     manifest, state = layout.verify(checkpoint), TrainState.of(checkpoint)
-    with understood(checkpoint / SCHEDULER):
-        scheduler = torch.load(checkpoint / SCHEDULER, map_location="cpu", weights_only=True)
     rest = {
         **{f"places of the {kind}'s tensors": places(checkpoint / kind) for kind in (MODEL, OPTIMIZER)},
-        # 8-bit optimizers have rates that are tensors, of which Python shows four digits.
-        "scheduler": repr(tree_map_only(torch.Tensor, lambda tensor: (tensor.dtype, tensor.tolist()), scheduler)),
         "loss scaler": dataclasses.asdict(state.loss_scaler),
-        # Those of Python and numpy differ from start to start: the training seeds none of them, and draws none.
-        "random numbers": [{name: each.get(name) for name in ("torch", "cuda")} for each in state.rng],
     }
     return {"result": manifest.result_sha256, **{name: publish.sha256_json(value) for name, value in rest.items()}}
 

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, closing
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.lr_scheduler import LambdaLR
 
 from stages.base.packed import TRAIN, VALIDATION
+from stages.base.splitmix64 import next_value
 from stages.forward.attention import activate_kernels
 from stages.forward.distributed import all_reduce_sum, device_type, run_on_rank0
 from stages.forward.document_mask import choose_attention
@@ -29,7 +30,7 @@ from stages.training.loader import BatchLoader
 from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainParams
 from stages.training.precision import compute_dtype, make_grad_scaler
-from stages.training.schedule import learning_rate, lr_ratio
+from stages.training.schedule import learning_rate
 from stages.training.step import StepResult, UnreadStep, train_step, validation_losses
 
 T = TypeVar("T")
@@ -84,7 +85,7 @@ class Trainer:
         self.params, self.total_steps = params, total_steps
         eos_token_id = manifest.eos_token_id
         directory, dtype = manifest.directory(), compute_dtype(params.precision)
-        # Before the seeds are set, because the tests seed torch itself; on one rank, as the answer is the same on all.
+        # On one rank, as the answer is the same on all.
         self.attention = run_on_rank0(
             lambda: choose_attention(
                 params.attention, directory, params.document_mask, seq_length, dtype, device_type()
@@ -94,9 +95,6 @@ class Trainer:
         self.loss = run_on_rank0(lambda: choose_loss(params.loss, directory))
         self.chosen = dataclasses.replace(params, attention=self.attention.name, loss=self.loss.name)
         """The parameters, with the attention and the loss that were chosen."""
-        # Dropout must differ between ranks, which train on different rows. Times the number of ranks: seed + rank would
-        # give rank 1 of seed 0 the masks of rank 0 of seed 1.
-        torch.manual_seed(params.seed * dist.get_world_size() + dist.get_rank())
 
         router_loss = bool(manifest.router_loss_coef)
         self.train_loader = BatchLoader(TokenRows(TRAIN), self.chosen, eos_token_id, router_loss)
@@ -108,7 +106,6 @@ class Trainer:
         fix_tables(self.model, seq_length)
         self.optimizer = make_optimizer(self.model, params)
         self.scaler = make_grad_scaler(params.precision, next(self.model.parameters()).device)
-        self.scheduler = LambdaLR(self.optimizer, lambda step: lr_ratio(params, total_steps, step))
 
         self.step = 0
         """Steps done."""
@@ -120,12 +117,6 @@ class Trainer:
         """The newest steps, whose numbers are not read yet."""
         # On a GPU the numbers of a step are read when the next one is queued: the GPU always has something to do.
         self.max_unread = 1 if device_type() == "cuda" else 0
-
-    def use_own_lr(self) -> None:
-        """Continue with the learning rates of this training, also where the weights are from one that had others."""
-        self.scheduler.base_lrs = [self.params.lr] * len(self.optimizer.param_groups)
-        for group in self.optimizer.param_groups:
-            set_lr(group, learning_rate(self.params, self.total_steps, self.step))
 
     def train(self, hooks: Hooks) -> bool:
         """Train to the last step; False where a rank wanted to stop before. Either way the state is saved."""
@@ -139,7 +130,7 @@ class Trainer:
                 batches, num_labels, must_stop, must_save = self._next_batches()
                 if must_stop:
                     break
-                if must_save:  # the step before this one; its batches are already there, but draw no random numbers
+                if must_save:  # the step before this one
                     hooks.save()
                 self._train_step(batches, num_labels)
                 if self._must_validate(self.step):
@@ -188,12 +179,17 @@ class Trainer:
         return numbers, unread.result(loss, grad_norm) if unread else None
 
     def _train_step(self, batches: list[dict[str, Tensor]], num_labels: int) -> None:
-        """Update the weights with one step."""
+        """Update the weights with one step.
+
+        Its learning rate and its random numbers are functions of the step: a checkpoint has the state of neither.
+        """
+        for group in self.optimizer.param_groups:
+            set_lr(group, learning_rate(self.params, self.total_steps, self.step))
+        torch.manual_seed(dropout_seed(self.params.seed, self.step, dist.get_rank()))
         with self._hooks.explained(self.step + 1):
             numbers = train_step(
                 self.model, self.optimizer, self.scaler, batches, num_labels, self.params, self._hooks.phase
             )
-        self.scheduler.step()
         self.step += 1
         self.validation_loss = None
         self._unread.append(UnreadStep(self.step, num_labels, numbers))
@@ -221,3 +217,11 @@ class Trainer:
                 before_forward=lambda: hooks.note(f"validation after step {self.step}"),
             )
             self.source_losses = {source: loss for source, loss in of_source.items() if source}
+
+
+def dropout_seed(seed: int, step: int, dp_rank: int) -> int:
+    """What seeds torch before a step, so that each rank has other masks in each step: they train on other rows."""
+    state = np.zeros(1, np.uint64)
+    for part in (seed, step, dp_rank):
+        state = next_value(state ^ np.uint64(part))
+    return int(state[0])

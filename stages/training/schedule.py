@@ -50,5 +50,5 @@ def lr_ratio(params: ScheduleParams, total_steps: int, step: int) -> float:
 
 
 def learning_rate(params: ScheduleParams, total_steps: int, step: int) -> float:
-    """The learning rate of optimizer step `step` (from 0), to compare runs; in a training `LambdaLR` has `lr_ratio`."""
+    """The learning rate of optimizer step `step` (from 0)."""
     return params.lr * lr_ratio(params, total_steps, step)
