@@ -14,11 +14,9 @@ stages.lineage segments` has left.
 import argparse
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 
 from stages.base import command, publish
@@ -32,7 +30,6 @@ from stages.checkpointing.layout import (
     AGAIN,
     MANIFEST,
     CheckpointManifest,
-    check_previous,
     checkpoint_root,
     latest_valid,
     list_checkpoints,
@@ -40,7 +37,7 @@ from stages.checkpointing.layout import (
     size_of,
     verify,
 )
-from stages.checkpointing.lock import try_delete_lock, try_writer_lock
+from stages.checkpointing.lock import try_writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.checkpointing.run import Run, describe
 from stages.launching.runtime import TrainRuntime
@@ -51,7 +48,7 @@ def main() -> None:
     parser = command.parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="run, step, size, age, validation loss and state of each checkpoint")
-    commands.add_parser("verify", help="compare every file with its manifest, and each manifest with the next one")
+    commands.add_parser("verify", help="compare every file with its manifest")
     pruning = commands.add_parser("prune", help="show what can be deleted")
     pruning.add_argument("--other-runs", action="store_true", help="all checkpoints but those of the current run")
     pruning.add_argument("--yes", action="store_true", help="delete it")
@@ -103,28 +100,20 @@ def _state(path: Path, complete: dict[Path, CheckpointManifest]) -> str:
 
 def _verify(runs: list[Path]) -> None:
     damaged: list[str] = []
-
-    def is_as_recorded(check: Callable[[], object], checkpoint: Path) -> bool:
-        try:
-            check()
-        except (StageError, FileNotFoundError) as error:
-            if checkpoint.exists():  # otherwise a training has deleted it meanwhile
-                damaged.append(str(error))
-            return False
-        return True
-
     for directory in runs:
         for path in list_incomplete(directory):
             if path.exists():
                 damaged.append(f"{path / MANIFEST} is missing: copy all of the checkpoint, or move it away")
-        checkpoints = list_checkpoints(directory)
-        for path, before in zip_longest(checkpoints, checkpoints[1:]):
-            if is_as_recorded(partial(verify, path), path):
+        for path in list_checkpoints(directory):
+            try:
+                verify(path)
+            except (StageError, FileNotFoundError) as error:
+                if path.exists():  # otherwise a training has deleted it meanwhile
+                    damaged.append(str(error))
+            else:
                 print(f"{printable(path)} is valid")
-                if before is not None:
-                    is_as_recorded(partial(check_previous, path, before), before)
     if damaged:
-        raise StageError(*dict.fromkeys(damaged))
+        raise StageError(*damaged)
 
 
 def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> None:
@@ -143,7 +132,7 @@ def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> Non
         if directory.is_symlink():  # what it leads to may belong to another experiment
             print(f"{printable(directory)} is a link: skipped")
             continue
-        # The locks are held while it deletes: a training that starts now is refused, and could otherwise resume from
+        # The lock is held while it deletes: a training that starts now is refused, and could otherwise resume from
         # a checkpoint that is about to go.
         with try_writer_lock(directory, "pruning") as is_locked:
             if not is_locked:
@@ -153,19 +142,14 @@ def _prune(runs: list[Path], current: Run, arguments: argparse.Namespace) -> Non
                 paths = [*retention.list_leftovers(directory), *list_checkpoints(directory)]
             else:
                 paths = list(_expendable(directory))
-            # Only now: those who want to read wait for this lock, and choosing what goes reads all bytes.
-            with try_delete_lock(directory) as nobody_reads:
-                if not nobody_reads:
-                    print(f"{printable(directory)} is being read: skipped")
+            for path in paths:
+                if path == pointed:  # DVC has no copy of it, and could only train it again
                     continue
-                for path in paths:
-                    if path == pointed:  # DVC has no copy of it, and could only train it again
-                        continue
-                    size = 0 if path.is_symlink() else size_of(path)
-                    freed.append(size)
-                    print(f"{verb} {printable(path)}, {format_gib(size)}")
-                    if arguments.yes:
-                        retention.delete([path])
+                size = 0 if path.is_symlink() else size_of(path)
+                freed.append(size)
+                print(f"{verb} {printable(path)}, {format_gib(size)}")
+                if arguments.yes:
+                    retention.delete([path])
     command_line = f"python -m stages.checkpoints prune{' --other-runs' if arguments.other_runs else ''} --yes"
     if not freed:
         print("nothing to delete")

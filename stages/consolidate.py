@@ -30,7 +30,6 @@ from stages.base.params_file import load_params
 from stages.base.record import check_files
 from stages.checkpointing import layout
 from stages.checkpointing.layout import METADATA, MODEL, TensorEntry
-from stages.checkpointing.lock import read_lock
 from stages.checkpointing.pointer import RunPointer, resolve
 from stages.export import card
 from stages.export.evaluation import bits_per_byte
@@ -111,8 +110,7 @@ def main() -> None:
                 else "run `dvc repro train`"
             )
             raise StageError(f"{MANIFEST} is not of the model that {checkpoint} was trained from: {remedy}")
-        with read_lock([checkpoint.parent]):  # a training deletes old checkpoints
-            weights = export(params, runtime, model, pointer, checkpoint, target)
+        weights = export(params, runtime, model, pointer, checkpoint, target)
     size = sum((target / name).stat().st_size for name in weights)
     dtype = export_dtype(params, model)
     print(

@@ -4,7 +4,7 @@ Reads    a model directory that `consolidate` wrote; and what there is of the pr
          checkpoint, data/, params.yaml, the code, the raw files, the installed packages
 Writes   nothing
 Command  python -m stages.lineage verify [DIR]
-         python -m stages.lineage segments [--number 3 --seed 0 | --step 150]
+         python -m stages.lineage segments [--step 150]
 
 Each line is `equal`, `different`, or `missing` with the place where it would be. The exit status is 0 if nothing
 differs; what is missing does not count, because a model directory may be all that there is. The directory itself must
@@ -75,13 +75,10 @@ def main() -> None:
         "directory", type=Path, metavar="DIR", nargs="?", help="default: the model of the experiment in params.yaml"
     )
     training = commands.add_parser("segments", help="train parts of the run again, and compare them with checkpoints")
-    which = training.add_mutually_exclusive_group()
-    which.add_argument("--number", type=command.positive_integer, metavar="N", help="so many at random; default: all")
-    which.add_argument("--step", type=command.positive_integer, metavar="N", help="only the part that ends there")
-    training.add_argument("--seed", type=int, default=0, help="of that choice; default: %(default)s")
+    training.add_argument("--step", type=command.positive_integer, metavar="N", help="only the part that ends there")
     arguments = parser.parse_args()
     if arguments.command == "segments":
-        _report(train_segments(arguments.number, arguments.seed, arguments.step), "the checkpoints")
+        _report(train_segments(arguments.step), "the checkpoints")
         return
     directory = arguments.directory or outputs.directory(load_params(TrainParams).experiment_name) / "model"
     _report(verify(directory), f"what {directory / LINEAGE} records")
@@ -98,13 +95,8 @@ def _report(findings: Iterable[Finding], recorded: str) -> None:
         raise StageError(f"{counts['different']} of these differ from {recorded}")
 
 
-def train_segments(number: int | None, seed: int, step: int | None = None) -> Iterator[Finding]:
-    """Train parts of the current run again.
-
-    Args:
-        number: So many of them, chosen by `seed`; None: all.
-        seed: Of the choice.
-        step: Only the part that ends there.
+def train_segments(step: int | None) -> Iterator[Finding]:
+    """Train all parts of the current run again, or the one that ends at `step`.
 
     Raises:
         StageError: it has no checkpoints, or none of that step, or a training fails.
@@ -112,11 +104,9 @@ def train_segments(number: int | None, seed: int, step: int | None = None) -> It
     from stages.launching import segments  # torch
 
     current, runtime = run.describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
-    for segment in segments.choose(segments.find(current), number, seed, step):
+    for segment in segments.find(current, step):
         name = f"{segment.name}, trained again"
         try:
-            if segment.start:
-                layout.check_previous(segment.end, segment.start)
             recorded, obstacle = segments.content(segment.end), segments.find_obstacle(current, segment)
             again = segments.train_again(current, runtime, segment)
         except (DamagedFile, FileNotFoundError) as error:

@@ -32,13 +32,13 @@ from stages.checkpointing.layout import (
     step_name,
     verify,
 )
-from stages.checkpointing.lock import rank_lock, read_lock, try_delete_lock, try_writer_lock, writer_lock
+from stages.checkpointing.lock import rank_lock, try_writer_lock, writer_lock
 from stages.checkpointing.pointer import RunPointer, resolve
 from stages.checkpointing.saver import Saver, load
 from stages.export.mapped import ShardedTensors, TensorSpec, write_safetensors
 from stages.launching.runtime import TrainRuntime
 from stages.ranks.watchdog import Heartbeat
-from tests.project import REPO, Project, flip_bit, wait_for
+from tests.project import REPO, Project, flip_bit
 from tests.ranks import Ranks
 from tests.trainings import Given, checkpoint_manifest, train_state
 
@@ -113,7 +113,7 @@ def test_all_files_are_synced_before_the_rename_and_the_manifest_is_last(
     written = events.index(("rename", "step-00000001.tmp/manifest.json"))
     checkpoint = tmp_path / "step-00000001"
     files = {str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*")}
-    assert len(files) == 11
+    assert len(files) == 10
     synced = {path for kind, path in events[written:published] if kind == "sync"}
     assert synced >= {"step-00000001.tmp", *(f"step-00000001.tmp/{name}" for name in files)}
     assert events[published + 1] == ("sync", ".")
@@ -297,36 +297,7 @@ def test_a_step_may_be_damaged_twice(tmp_path: Path) -> None:
     assert [path.name for path in retention.list_leftovers(tmp_path)] == ["step-00000001.damaged"]
 
 
-def test_what_others_read_is_deleted_at_a_later_save(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        make(tmp_path, step)
-    with read_lock([tmp_path]):
-        retention.prune(tmp_path, 2, print)
-        assert steps(tmp_path) == [1, 2, 3]
-        with try_writer_lock(tmp_path, "pruning") as is_locked:
-            assert is_locked  # `prune` need not wait either
-    retention.prune(tmp_path, 2, print)
-    assert steps(tmp_path) == [2, 3]
-
-
-@pytest.mark.slow
-def test_a_run_that_adopts_waits_for_a_deletion_and_prevents_the_next(finished: Given, ranks: Ranks) -> None:
-    project, _ = finished
-    sibling = project.checkpoints()
-    project.set(num_epochs=2, extend_from=sibling.name)
-    with try_delete_lock(sibling) as nobody_reads:
-        assert nobody_reads
-        pids = ranks.start(project)
-        wait_for(lambda: is_reader(pids[0], sibling))
-    assert ranks.wait()[0] == [0, 0]
-
-
-def is_reader(pid: int, run: Path) -> bool:
-    """Whether a process has opened the lock of a run's readers."""
-    return any(os.path.realpath(path) == str(run / "readers.lock") for path in Path(f"/proc/{pid}/fd").iterdir())
-
-
-@pytest.mark.parametrize("lock", [writer_lock, rank_lock, read_lock, try_writer_lock, try_delete_lock])
+@pytest.mark.parametrize("lock", [writer_lock, rank_lock, try_writer_lock])
 def test_files_are_opened_as_locks_on_nfs_need_it(lock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There a shared lock needs a file that is open for reading, an exclusive one a file that is open for writing."""
     kinds = []
@@ -339,7 +310,7 @@ def test_files_are_opened_as_locks_on_nfs_need_it(lock: Any, tmp_path: Path, mon
             raise OSError(errno.EBADF, "Bad file descriptor")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    others = {writer_lock: (tmp_path, print), read_lock: ([tmp_path],), try_writer_lock: (tmp_path, "pruning")}
+    others = {writer_lock: (tmp_path, print), try_writer_lock: (tmp_path, "pruning")}
     arguments = others.get(lock, (tmp_path,))
     with lock(*arguments):
         assert kinds
@@ -360,19 +331,6 @@ def test_a_file_system_without_locks_is_a_clear_error(
 def test_a_launcher_shows_who_holds_the_directory(tmp_path: Path) -> None:
     with try_writer_lock(tmp_path, "pruning"), pytest.raises(StageError, match=rf"pruning, process {os.getpid()} on"):
         writer_lock(tmp_path, print).__enter__()
-
-
-def test_a_directory_that_may_only_be_read_is_read_without_a_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", refuse)
-    with read_lock([tmp_path]):
-        pass
-    with pytest.raises(PermissionError), rank_lock(tmp_path):
-        pass
 
 
 def test_a_checkpoint_that_was_copied_to_another_clone_is_the_result_there(

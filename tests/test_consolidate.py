@@ -58,7 +58,6 @@ from stages.base.packed import ConversationMetrics, EncoderMetrics, PackMetrics,
 from stages.base.record import FileEntry
 from stages.checkpointing import layout
 from stages.checkpointing.layout import CheckpointManifest, TensorEntry
-from stages.checkpointing.lock import try_delete_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.export import card, mapped
 from stages.export.lineage import InitialModel, Lineage
@@ -1041,23 +1040,6 @@ def test_what_is_no_model_is_not_replaced(output: str, monkeypatch: pytest.Monke
     consolidate.main()
     consolidate.main()  # a model is replaced
     assert Path("empty/model.safetensors").is_file()
-
-
-def test_a_checkpoint_is_not_deleted_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = CONFIGS["llama-tied"]
-    make_model(config)
-    checkpoint = make_checkpoint(trained_tensors(config))
-    may_delete: list[bool] = []
-    export = consolidate.export
-
-    def observed(*arguments: Any) -> list[str]:
-        with try_delete_lock(checkpoint.parent) as is_free:
-            may_delete.append(is_free)
-        return export(*arguments)
-
-    monkeypatch.setattr(consolidate, "export", observed)
-    consolidate.main()
-    assert may_delete == [False]
 
 
 def test_a_checkpoint_of_another_model_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:

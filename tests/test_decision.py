@@ -1,5 +1,6 @@
 """What a launch does, given the checkpoints that are there: a table, and what is read and deleted around it."""
 
+import shutil
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -7,18 +8,17 @@ from typing import Any, Literal
 import pytest
 
 from stages.base.errors import StageError
-from stages.base.identity import RunIdentity, TokenFingerprints
+from stages.base.identity import Adoption, RunIdentity, TokenFingerprints
 from stages.base.params_file import load_params
-from stages.base.record import write_sealed
+from stages.base.record import FileEntry, write_sealed
 from stages.checkpointing import decision, run
 from stages.checkpointing.decision import Found, decide
-from stages.checkpointing.layout import MANIFEST, CheckpointManifest, list_checkpoints, step_name
-from stages.checkpointing.lock import read_lock
+from stages.checkpointing.layout import MANIFEST, CheckpointManifest, list_checkpoints, step_name, verify
 from stages.checkpointing.run import Run
 from stages.launching.runtime import TrainRuntime, how_to_resume
 from stages.training.params import TrainParams
 from tests.project import REPO, Project
-from tests.trainings import checkpoint_manifest
+from tests.trainings import checkpoint_manifest, train_state
 
 FINISHED = (10, 12)
 """Steps of the checkpoints of a run that is done: it has 12 steps an epoch."""
@@ -174,21 +174,71 @@ def test_what_cannot_be_extended_is_an_error_that_lists_what_can(params: TrainPa
         assert str(error.value) == f"{message}runs that can be extended: {good.run_id}"
 
 
-def test_a_run_starts_over_only_if_it_can_and_nobody_reads_it(
+def test_a_run_starts_over_only_if_it_can(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(training.path)
+    params = load_params(TrainParams)
+    own = run.describe(replace(params, extend_from="0123456789abcdef"))
+    write(own, 10)
+    with pytest.raises(StageError, match="cannot be extended"):
+        decision.begin(own, "never")
+    assert len(list_checkpoints(own.directory)) == 1
+    own = run.describe(params)
+    write(own, 10)
+    decision.begin(own, "never")
+    assert list_checkpoints(own.directory) == []
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_what_is_adopted_stays_whatever_happens_to_the_other_run(
+    training: Project, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, has_links: bool
+) -> None:
+    """The next launch resumes, also where it would adopt nothing."""
+    monkeypatch.chdir(training.path)
+    if not has_links:
+        request.getfixturevalue("refuse_links")
+    params = load_params(TrainParams)
+    other, own = run.describe(replace(params, batch_size=4)), run.describe(params)
+    for path in write(other, 2, 4):
+        (path / "model").mkdir()
+        for name in ("model/shard", "state.json", "history.tsv"):
+            (path / name).write_text("x")
+        train_state(int(path.name[5:])).write(path / "state.json")
+        (path / "history.tsv").write_text("step\tvalidation_loss\n2\t1.5\n")
+        files = {name: FileEntry.of(path / name) for name in ("model/shard", "state.json", "history.tsv")}
+        replace(CheckpointManifest.read(path), files=files).write(path)
+    (other.directory / step_name(4) / "model/shard").write_text("too long")  # it may turn out later, too
+    chosen = decision.begin(own, "auto")
+    adopted = own.directory / step_name(2)
+    assert (chosen.action, chosen.checkpoints) == ("adopt", [adopted])
+    assert (adopted / "model/shard").stat().st_nlink == 1 + has_links
+    before = CheckpointManifest.read(other.directory / step_name(2))
+    shutil.rmtree(other.directory)
+    manifest = verify(adopted)
+    assert (manifest.run_id, manifest.identity, manifest.total_steps) == (own.run_id, own.identity, own.total_steps)
+    assert manifest.adopted == Adoption(before.run_id, 2, ["params.batch_size: 4 there, 2 here"], None)
+    for resume in ("auto", "own"):
+        assert decision.begin(own, resume).reason.startswith(f"run {own.run_id} continues from its own step-00000002")
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_adopted(
     training: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(training.path)
     params = load_params(TrainParams)
-    for extend_from, reason in (("0123456789abcdef", "cannot be extended"), (None, "is being read")):
-        own = run.describe(replace(params, extend_from=extend_from))
-        for path, manifest in checkpoints(own, 10).items():
-            path.mkdir(parents=True)
-            manifest.write(path)
-        with read_lock([own.directory]), pytest.raises(StageError, match=reason):
-            decision.begin(own, "never")
-        assert len(list_checkpoints(own.directory)) == 1
-    decision.begin(own, "never")
-    assert list_checkpoints(own.directory) == []
+    other, own = run.describe(replace(params, batch_size=4)), run.describe(params)
+    write(other, 2)
+
+    def delete(run: Run, path: Path) -> Path:
+        shutil.rmtree(path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(decision, "adopt", delete)
+    assert decision.begin(own, "auto").action == "start"
+    write(other, 2)
+    monkeypatch.undo()
+    monkeypatch.chdir(training.path)
+    with pytest.raises(StageError, match=r"no checkpoint in .* is valid; to start over, set runtime.resume=never"):
+        decision.begin(own, "auto")  # it has no state.json
 
 
 def test_own_checkpoints_of_another_version_are_neither_skipped_nor_quarantined(
@@ -196,8 +246,7 @@ def test_own_checkpoints_of_another_version_are_neither_skipped_nor_quarantined(
 ) -> None:
     monkeypatch.chdir(training.path)
     own = run.describe(load_params(TrainParams))
-    for path in checkpoints(own, 2, 4):
-        path.mkdir(parents=True)
+    for path in write(own, 2, 4):
         write_sealed(path / MANIFEST, {"format": 1}, "sha256")
     for resume in ("auto", "own"):
         with pytest.raises(StageError, match=r"step-0000000.* has the format 1.*continue the run with the version"):
@@ -225,3 +274,12 @@ def checkpoints(described: Run, *steps: int) -> dict[Path, CheckpointManifest]:
         )
         for step in steps
     }
+
+
+def write(described: Run, *steps: int) -> list[Path]:
+    """The same on the disk: of each only its manifest."""
+    found = checkpoints(described, *steps)
+    for path, manifest in found.items():
+        path.mkdir(parents=True, exist_ok=True)
+        manifest.write(path)
+    return [*found]

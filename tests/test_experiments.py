@@ -61,7 +61,8 @@ def test_an_experiment_in_a_copy_adopts_no_checkpoint_of_another(
     for project, adopted in ((training, [path]), (copy, [])):
         project.set(batch_size=4)
         monkeypatch.chdir(project.path)
-        assert decision.begin(run.describe(load_params(TrainParams)), "auto").checkpoints == adopted
+        own = run.describe(load_params(TrainParams))
+        assert decision.decide(own, "auto", decision.find(own)).checkpoints == adopted
     copy.set(batch_size=2)
     assert decision.begin(other, "auto").checkpoints == [path]  # its own
 

@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,13 +17,13 @@ from stages.base import publish
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.base.record import FileEntry
-from stages.checkpointing.layout import CheckpointManifest, Previous, step_name, verify
+from stages.checkpointing.layout import CheckpointManifest, step_name, verify
 from stages.checkpointing.run import packages
-from stages.checkpointing.state import Cost, Place
+from stages.checkpointing.state import Place
 from stages.launching import segments as segments_module
 from stages.launching.place import device
 from stages.launching.runtime import TrainRuntime
-from stages.launching.segments import Segment, choose
+from stages.launching.segments import Segment
 from tests.project import REPO, Project, flip_bit
 from tests.ranks import Ranks
 
@@ -85,11 +84,6 @@ def test_each_part_of_a_run_gives_the_same_bits_again_and_a_forged_one_does_not(
     ranks.run(training)
     root = training.checkpoints()
     before = {path: path.read_bytes() for path in root.rglob("manifest.json")}
-    manifests = [CheckpointManifest.read(root / step_name(step)) for step in (3, 6, 8)]
-    assert manifests[0].previous is None
-    for first, second in pairwise(manifests):  # also across the kill
-        digest = publish.sha256_file(root / step_name(first.step) / "manifest.json")
-        assert second.previous == Previous(first.step, first.result_sha256, digest)
     assert segments(training) == [
         f"equal      {start} to {step_name(end)}, trained again"
         for start, end in (("start", 3), (step_name(3), 6), (step_name(6), 8))
@@ -110,11 +104,8 @@ def test_each_part_of_a_run_gives_the_same_bits_again_and_a_forged_one_does_not(
             rf"different  start to step-00000003, trained again: {name} \S+ in the checkpoint, \S+ here", found
         )
         assert error == "error: 1 of these differ from the checkpoints"
-        # Without training: the next one names it.
-        output = training.run(*CHECKPOINTS, "verify", status=2)
-        assert "step-00000003 is not the checkpoint that step-00000006 was trained from" in output
-        (found, _) = segments(training, "--step", "6", status=2)
-        assert found.startswith("different  step-00000003 to step-00000006: ") and "one of them was replaced" in found
+        (found, _) = segments(training, "--step", "6", status=2)  # it was not trained from these weights
+        assert found.startswith("different  step-00000003 to step-00000006, trained again: result ")
         shutil.rmtree(root)
         shutil.copytree(training / "kept", root)
 
@@ -135,7 +126,7 @@ def test_each_part_of_a_run_gives_the_same_bits_again_and_a_forged_one_does_not(
     assert "no part ends at step 7; the checkpoints that are kept end parts at 3, 6, 8" in str(
         segments(training, "--step", "7", status=2)
     )
-    assert "0 is not a positive number" in training.run(*SEGMENTS, "--number", "0", status=2)
+    assert "0 is not a positive number" in training.run(*SEGMENTS, "--step", "0", status=2)
     (root.parent / ".again").mkdir()
     with publish.lock(root.parent / ".again"):
         assert ".again" not in training.run(*CHECKPOINTS, "prune")
@@ -162,37 +153,26 @@ PLACE = Place(device(), ranks=2, nodes=1, commit="abc", threads=1)
             r"variables.MKL_CBWR: 'AVX2' there, nothing here",
         ),
         ({"place": PLACE, "packages": {"torch": "2.0"}}, "packages.torch: '2.0' there"),
-        ({"launches": 2}, None),  # it went on at the checkpoint where the part begins
-        ({"launches": 2, "previous": 4}, "it was interrupted, and the checkpoint between"),
-        ({"launches": 1, "previous": 4}, None),
-        ({"launches": 2, "previous": 4, "start": None}, "it was interrupted, and the checkpoint between"),
-        ({"launches": 1, "previous": 4, "start": None}, None),
-        ({"launches": 2, "previous": None, "start": None}, None),
+        ({"place": dataclasses.replace(PLACE, since=3)}, None),  # it went on at the checkpoint where the part begins
+        ({"place": dataclasses.replace(PLACE, since=4)}, "it was interrupted, and the checkpoint between"),
+        (
+            {"place": dataclasses.replace(PLACE, since=1), "start": None},
+            "it was interrupted, and the checkpoint between",
+        ),
+        ({"place": PLACE, "start": None}, None),
     ],
 )
 def test_what_may_give_other_bits_is_named(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], obstacle: str | None
 ) -> None:
-    given = {"place": None, "packages": packages(), "launches": 1, "previous": 3, "start": 3, **change}
-    metrics = mock.Mock(place=given["place"], cost=Cost(launches=given["launches"]))
-    states = {3: mock.Mock(metrics=mock.Mock(cost=Cost(launches=1))), 6: mock.Mock(metrics=metrics)}
-    previous = given["previous"] and Previous(given["previous"], "result")
-    manifests = {3: mock.Mock(step=3), 6: mock.Mock(previous=previous, packages=given["packages"])}
+    given = {"place": None, "packages": packages(), "start": 3, **change}
+    states = {6: mock.Mock(metrics=mock.Mock(place=given["place"]))}
+    manifests = {3: mock.Mock(step=3), 6: mock.Mock(packages=given["packages"])}
     monkeypatch.setattr(segments_module.TrainState, "of", lambda path: states[int(path.name[5:])])
     monkeypatch.setattr(segments_module.CheckpointManifest, "read", lambda path: manifests[int(path.name[5:])])
     segment = Segment(given["start"] and Path(step_name(3)), Path(step_name(6)))
     found = segments_module.find_obstacle(mock.Mock(), segment)
     assert found is None if obstacle is None else re.search(obstacle, found or "")
-
-
-def test_parts_are_chosen_by_a_seed_and_stay_in_order() -> None:
-    found = [Segment(None, Path(step_name(step))) for step in range(20)]
-    chosen = choose(found, 5, seed=1)
-    assert len({*chosen}) == 5
-    assert chosen == sorted(chosen, key=lambda segment: segment.end)
-    assert chosen == choose(found, 5, seed=1) != choose(found, 5, seed=2)
-    assert choose(found, 50, seed=1) == choose(found, None, seed=1) == found
-    assert choose(found, None, seed=1, step=7) == [found[7]]
 
 
 @pytest.mark.parametrize(("place", "asked"), [(Place("cpu", 4, 1, None), 4), (Place("cpu", 16, 2, None), 3), (None, 3)])

@@ -227,7 +227,7 @@ def test_a_file_without_end_is_not_read(checkpoint: Path) -> None:
         os.truncate(checkpoint / name, 2 << 30)
     with pytest.raises(DamagedFile, match=r"manifest\.json has 2,147,483,648 bytes, and at most 134,217,728 "):
         verify(checkpoint)
-    with pytest.raises(StageError, match=r"state\.json has 2,147,483,648 bytes, and at most 1,073,741,824 are read"):
+    with pytest.raises(StageError, match=r"state\.json has 2,147,483,648 bytes, and at most 134,217,728 are read"):
         TrainState.of(checkpoint)
 
 

@@ -157,6 +157,16 @@ def directory(target: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def link(source: str | Path, target: str | Path) -> None:
+    """Make `target` a hard link to `source`, or a copy where that is not possible."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:  # a copy would not find it either
+        raise
+    except OSError:  # another file system, or one without links, or too many of them
+        shutil.copyfile(source, target)
+
+
 def sync_tree(path: Path) -> None:
     """Flush a directory and all files below it to the disk."""
     # File by file, and each directory for its entries: os.sync would wait for all other writers of the machine.

@@ -7,25 +7,28 @@ of the decision whose files match their digests.
 
 import dataclasses
 import os
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from stages.base.errors import StageError
-from stages.base.identity import Adoption, RunIdentity
-from stages.base.record import first_problem
+from stages.base.identity import RunIdentity
+from stages.base.record import DamagedFile, first_problem
 from stages.checkpointing import retention
+from stages.checkpointing.adoption import adopt
 from stages.checkpointing.layout import (
     CheckpointManifest,
     UnsupportedFormat,
     checkpoint_root,
+    latest_valid,
     list_checkpoints,
     step_name,
     verify,
 )
-from stages.checkpointing.lock import try_delete_lock
 from stages.checkpointing.run import ABSENT, Run, compare, differences
 from stages.model.manifest import ModelManifest
 from stages.training.schedule import ScheduleParams, learning_rate
@@ -177,20 +180,28 @@ def decide(run: Run, resume: Resume, found: Found) -> Decision:
 
 
 def begin(run: Run, resume: Resume) -> Decision:
-    """Decide, and with `never` delete the checkpoints of the run. Called by whoever holds its lock.
+    """Decide, and prepare the directory of the run, so that the ranks only have to resume from what is in it.
+
+    Checkpoints of another run are adopted: all that it has, in case the newest turns out damaged. With `never`, the
+    run's own are deleted. Called by whoever holds the lock of the run.
 
     Raises:
-        StageError: as `decide`, or another run reads from the checkpoints that are to be deleted.
+        StageError: as `decide`, or no checkpoint of the other run is valid.
     """
-    found = find(run)
-    decision = decide(run, resume, found)
-    if resume == "never" and (found.own or found.own_unsupported):
-        # `retention.prune` would count the old steps as the newest, and a rename could not replace them.
-        with try_delete_lock(run.directory) as nobody_reads:
-            if not nobody_reads:
-                raise StageError(f"{run.directory} is being read, so it cannot start over: launch it again in a minute")
-            retention.delete(list_checkpoints(run.directory))
-    return decision
+    decision = decide(run, resume, find(run))
+    if resume == "never":  # `retention.prune` would count the old steps as the newest
+        retention.delete(list_checkpoints(run.directory))
+    if decision.action not in ("adopt", "extend"):
+        return decision
+    others = [path for path in decision.checkpoints if path.parent == decision.checkpoints[0].parent]
+    own = []
+    for path in others:
+        with suppress(FileNotFoundError, DamagedFile):
+            own.append(adopt(run, path))
+    if not own:  # their run has deleted them meanwhile, or this raises an error
+        latest_valid([path for path in others if path.exists()], print, partial(verify, contents=False))
+        return begin(run, resume)
+    return replace(decision, checkpoints=own)
 
 
 def _why_not_adopt(run: Run, resume: Resume, path: Path, manifest: CheckpointManifest, found: Found) -> str | None:
@@ -283,14 +294,3 @@ def _obstacles(theirs: RunIdentity, ours: RunIdentity, ignored: set[str]) -> lis
         if not (name in ("code", "data.validation") or (section == "params" and is_ignored)):
             lines.append(f"{name}: {there} there, {here} here")
     return lines
-
-
-def adoption(run: Run, manifest: CheckpointManifest) -> Adoption:
-    """What the lineage of `run` records of the checkpoint of another run that it continues from."""
-    return Adoption(manifest.run_id, manifest.step, differences(manifest.identity, run.identity), manifest.adopted)
-
-
-def validates_same_rows(run: Run, manifest: CheckpointManifest) -> bool:
-    """Whether the validation losses of a checkpoint, which `run` adopts, are on the rows that `run` measures."""
-    theirs, ours = manifest.identity, run.identity
-    return theirs.data.validation == ours.data.validation and theirs.params["eval_rows"] == ours.params["eval_rows"]

@@ -68,26 +68,6 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class Previous:
-    """A checkpoint that another one continues."""
-
-    step: int
-    result_sha256: str
-    manifest_sha256: str | None = None
-    """Of its manifest.json, which names the one before it in turn; None: an older version wrote this."""
-
-    @classmethod
-    def of(cls, checkpoint: Path) -> "Previous":
-        """What names a checkpoint.
-
-        Raises:
-            StageError: as `CheckpointManifest.read` does.
-        """
-        manifest = CheckpointManifest.read(checkpoint)
-        return cls(manifest.step, manifest.result_sha256, publish.sha256_file(checkpoint / MANIFEST))
-
-
-@dataclass(frozen=True)
 class CheckpointManifest:
     """What a checkpoint contains, and which run it belongs to."""
 
@@ -106,16 +86,14 @@ class CheckpointManifest:
     files: dict[RelativePath, FileEntry]
     tensors: dict[str, TensorEntry]
     """The model's, without the optimizer's."""
-    previous: Previous | None = None
-    """The checkpoint of this run from which it was trained, which names its own in turn; None: it is the first."""
 
     @property
     def result_sha256(self) -> str:
         """Digest of what the run computed: two runs of the same inputs that compute the same have the same.
 
         It covers identity, step, history and the files of the tensors. The manifest's own digest also covers what
-        differs between such runs: the timings in state.json and speed.tsv, the random id that torch writes into
-        .metadata, and the steps of the checkpoints before, as an interrupted run has more of them.
+        differs between such runs: the timings in state.json and speed.tsv, and the random id that torch writes into
+        .metadata.
         """
         files = [name for name in self.files if name.endswith(".distcp") or name == HISTORY]
         content = {name: self.files[name].sha256 for name in files}
@@ -191,17 +169,6 @@ def list_incomplete(run_directory: Path) -> list[Path]:
 def _list_named(run_directory: Path) -> list[Path]:
     entries = run_directory.iterdir() if run_directory.is_dir() else ()
     return sorted((path for path in entries if _STEP_NAME.fullmatch(path.name)), reverse=True)
-
-
-def check_previous(checkpoint: Path, before: Path) -> None:
-    """Raise `DamagedFile` if `before` was another checkpoint when `checkpoint` was trained from that step."""
-    named, found = CheckpointManifest.read(checkpoint).previous, Previous.of(before)
-    # None, or another step: it was made before this version, or the checkpoints between them were deleted.
-    if named and named.step == found.step and named not in (found, dataclasses.replace(found, manifest_sha256=None)):
-        raise DamagedFile(
-            f"{before} is not the checkpoint that {checkpoint.name} was trained from: one of them was replaced, "
-            "`python -m stages.lineage segments` tells which"
-        )
 
 
 def size_of(directory: Path) -> int:

@@ -1,20 +1,18 @@
 """Who may write into the directory of a run.
 
-Three locks (flock) in it are held by open files, so the kernel releases them when their process ends, however it ends:
+Two locks (flock) in it are held by open files, so the kernel releases them when their process ends, however it ends:
 
     writer.lock    exclusive, by the launcher: a second training of the same run is refused
     ranks.lock     shared, by each rank while it lives: ranks may outlive a launcher that was killed by a second or so,
                    and the next launcher waits for the last one of them before it starts. A node that was cut off from
                    the file server has lost it, so that rank 0 checks it before it publishes
-    readers.lock   shared, by those who read checkpoints of a run that is not their own; exclusive, by the run while it
-                   deletes old ones. It never waits for readers: what it cannot delete now, it deletes at a later save
 
 stages/base/file_lock.py describes what such a lock is.
 """
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -31,7 +29,7 @@ from stages.base.file_lock import (
     try_exclusive,
 )
 
-_WRITER, _RANKS, _READERS = "writer.lock", "ranks.lock", "readers.lock"
+_WRITER, _RANKS = "writer.lock", "ranks.lock"
 
 _LEASE_SECONDS = 200
 """A file server keeps the locks of a node that was lost for so long: NFS 90 s by default, Lustre 150 s."""
@@ -155,31 +153,6 @@ def _confirm(lock: IO[str]) -> None:
             f"{problem}: this node did not reach the file server for longer than its lease, so the lock is lost, and "
             "another training may have started; launch it again"
         ) from None
-
-
-@contextmanager
-def read_lock(directories: Iterable[Path]) -> Iterator[None]:
-    """Held while checkpoints of other runs are read: none of them is deleted meanwhile.
-
-    A directory that this process may read but not write, as that of another user, is read without a lock.
-    """
-    with ExitStack() as stack:
-        for directory in directories:
-            try:
-                lock = stack.enter_context(_open(directory, _READERS))
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-                    raise
-            else:
-                shared(lock)
-        yield
-
-
-@contextmanager
-def try_delete_lock(directory: Path) -> Iterator[bool]:
-    """Keep others from reading the checkpoints of a run; yields whether nobody was reading."""
-    with _open(directory, _READERS) as lock:
-        yield try_exclusive(lock)
 
 
 def _open(directory: Path, name: str) -> IO[str]:

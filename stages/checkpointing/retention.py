@@ -14,7 +14,6 @@ from stages.base import publish
 from stages.base.errors import StageError, as_stage_error
 from stages.base.history import lowest
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, verify
-from stages.checkpointing.lock import try_delete_lock
 
 TEMPORARY = ".tmp"
 """Suffix of a checkpoint that is being written or deleted."""
@@ -74,14 +73,11 @@ def list_leftovers(run_directory: Path) -> list[Path]:
 def prune(run_directory: Path, keep: int, report: Callable[[str], None]) -> None:
     """Delete the prunable checkpoints of a run, and what a crash left half-written or half-deleted.
 
-    While another process reads from the run, nothing is deleted: the next call does it. The same where the file system
-    refuses, which `report` is called with: that must not end a training.
+    Where the file system refuses, `report` is called, and the next call deletes them: that must not end a training.
     """
     try:
-        with try_delete_lock(run_directory) as nobody_reads:
-            if nobody_reads:  # another run may be about to adopt one of them
-                # Not what is in quarantine: a person may want to look at it. `checkpoints prune` deletes that.
-                delete([*prunable(run_directory, keep), *run_directory.glob(f"step-*{TEMPORARY}")])
+        # Not what is in quarantine: a person may want to look at it. `checkpoints prune` deletes that.
+        delete([*prunable(run_directory, keep), *run_directory.glob(f"step-*{TEMPORARY}")])
     except OSError as error:  # on NFS, as long as a process of this node has a file in it open
         report(f"warning: an old checkpoint is not deleted yet ({as_stage_error(error)}); a later save tries it again")
 

@@ -13,7 +13,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +38,6 @@ from stages.checkpointing.layout import (
     MODEL,
     OPTIMIZER,
     CheckpointManifest,
-    Previous,
     TensorEntry,
 )
 from stages.checkpointing.metadata import Reader
@@ -102,8 +100,6 @@ class _Small(NamedTuple):
     state: TrainState
     tables: dict[str, str]
     manifest: CheckpointManifest
-    previous: Path | None
-    """The newest checkpoint of the run."""
 
 
 class Saver:
@@ -173,7 +169,7 @@ class Saver:
 
     def save(
         self, directory: Path, model: nn.Module, optimizer: Optimizer, state: TrainState,
-        tables: dict[str, str], manifest: CheckpointManifest, previous: Path | None = None,
+        tables: dict[str, str], manifest: CheckpointManifest,
     ) -> None:  # fmt: skip
         """Publish the state of all ranks as `directory`, now or in the background, after the save before it.
 
@@ -183,8 +179,7 @@ class Saver:
             optimizer: Its state is saved.
             state: Where the training is.
             tables: Content of `history.tsv` and `speed.tsv`, by their names.
-            manifest: Its `files`, `tensors` and `previous` are filled in here.
-            previous: The newest checkpoint of the run.
+            manifest: Its `files` and `tensors` are filled in here.
 
         Raises:
             StageError: this save, or the one before it, failed; on all ranks alike.
@@ -198,7 +193,7 @@ class Saver:
         }
         manifest = dataclasses.replace(manifest, tensors=shapes)
         tensors = {MODEL: model_state, OPTIMIZER: _optimizer_state(model, optimizer)}
-        small = _Small(state, tables, manifest, previous)
+        small = _Small(state, tables, manifest)
         if self._thread is None:
             self._publish(directory, tensors, small)
         else:
@@ -279,8 +274,7 @@ class Saver:
             files = {name: entry for part in shards for name, entry in part.items()}
             rest = (path for path in temporary.rglob("*") if str(path.relative_to(temporary)) not in files)
             files |= _entries(temporary, rest, self._goes_on)
-            files = dict(sorted(files.items()))
-            manifest = dataclasses.replace(small.manifest, files=files, previous=_previous(small.previous))
+            manifest = dataclasses.replace(small.manifest, files=dict(sorted(files.items())))
             # The order is what makes it safe against a power cut: all files are on the disk before the manifest names
             # them, and the manifest is before the rename makes the checkpoint exist. The rename itself is on the disk
             # before an older checkpoint is deleted.
@@ -347,14 +341,6 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     Without the parameter groups, which the parameters of the run decide.
     """
     return {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
-
-
-def _previous(checkpoint: Path | None) -> Previous | None:
-    """What a manifest says of the checkpoint before; None: there is none, or somebody has moved it away."""
-    with suppress(StageError, FileNotFoundError):
-        if checkpoint is not None:
-            return Previous.of(checkpoint)
-    return None
 
 
 def _entries(checkpoint: Path, paths: Iterable[Path], goes_on: Callable[[], None]) -> dict[str, FileEntry]:

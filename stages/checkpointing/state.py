@@ -48,6 +48,8 @@ class Place:
     """Of each rank, as sums on CPUs depend on their number; null: the checkpoint is older than this field."""
     variables: dict[str, str] = field(default_factory=dict)
     """Environment variables that were set and may change the last bits of the result."""
+    since: int = 0
+    """The step from which that launch went on."""
 
 
 @dataclass(frozen=True)

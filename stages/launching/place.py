@@ -28,8 +28,8 @@ _VARIABLES = re.compile(
 """Those that choose instructions, kernels, the compiler's optimizations, or the order in which ranks add."""
 
 
-def find_place() -> Place:
-    """That of this launch, as its rank 0 sees it; the date follows with each checkpoint."""
+def find_place(since: int) -> Place:
+    """That of this launch, which goes on from step `since`, as its rank 0 sees it; the date follows with each save."""
     ranks = dist.get_world_size()
     return Place(
         device=device(),
@@ -38,6 +38,7 @@ def find_place() -> Place:
         commit=_commit(),
         threads=torch.get_num_threads(),
         variables=variables(),
+        since=since,
     )
 
 
@@ -75,7 +76,7 @@ def differences(manifest: CheckpointManifest, before: Place | None, here: Place)
     if before is None:
         return ["it is not recorded where it was trained"]
     there, ours = (
-        {**dataclasses.asdict(dataclasses.replace(place, commit=None, date="")), "packages": versions}
+        {**dataclasses.asdict(dataclasses.replace(place, commit=None, date="", since=0)), "packages": versions}
         for place, versions in ((before, manifest.packages), (here, packages()))
     )
     return [f"{name}: {old} there, {new} here" for name, old, new in compare(there, ours)]

@@ -20,9 +20,9 @@ from stages.base.identity import Adoption
 from stages.base.packed import REMEDY, TRAIN, VALIDATION, PackedTokens
 from stages.checkpointing import decision, layout, retention, saver
 from stages.checkpointing.layout import FORMAT, CheckpointManifest, latest_valid, list_checkpoints, step_name
-from stages.checkpointing.lock import rank_lock, read_lock, writer_lock
+from stages.checkpointing.lock import rank_lock, writer_lock
 from stages.checkpointing.run import Run, packages
-from stages.checkpointing.state import Cost, ScalerState, TrainState
+from stages.checkpointing.state import ScalerState, TrainState
 from stages.forward.distributed import device_type, is_rank0, run_on_rank0
 from stages.launching import flops, trackers
 from stages.launching.agreement import check_shared, refuse_different_ranks
@@ -74,21 +74,17 @@ class Rank:
         self.adopted: Adoption | None = None
         self.saved_step: int | None = None
         self.saved_at = time.monotonic()
-        # Another run may be training: what this one adopts must stay until it is loaded.
-        with read_lock({path.parent for path in chosen.checkpoints} - {run.directory}):
-            # Before the model is built: where there is a checkpoint, the weights of the model files are not read.
-            start = self.find_start(chosen.checkpoints)
-            place = TrainState.of(start).metrics.place if start else None
-            fix_threads(place)
-            self.place = find_place() if is_rank0() else None
-            if start is None:
-                verify_weights(model, lambda: heartbeat.note("verifying the weights"))
-            self.trainer = Trainer(
-                self.params, model, run.seq_length, run.total_steps, mesh,
-                initialize=start is None, note=heartbeat.note,
-            )  # fmt: skip
-            self.saver = saver.Saver(runtime, runtime.timeout_minutes, print_line, confirm_lock, heartbeat.goes_on)
-            state, history, speed = (None, History(sources=self.sources), "") if start is None else self.resume(start)
+        # Before the model is built: where there is a checkpoint, the weights of the model files are not read.
+        start = self.find_start(chosen.checkpoints)
+        fix_threads(TrainState.of(start).metrics.place if start else None)
+        self.place = find_place(TrainState.of(start).step if start else 0) if is_rank0() else None
+        if start is None:
+            verify_weights(model, lambda: heartbeat.note("verifying the weights"))
+        self.trainer = Trainer(
+            self.params, model, run.seq_length, run.total_steps, mesh, initialize=start is None, note=heartbeat.note
+        )
+        self.saver = saver.Saver(runtime, runtime.timeout_minutes, print_line, confirm_lock, heartbeat.goes_on)
+        state, history, speed = (None, History(sources=self.sources), "") if start is None else self.resume(start)
         self.tracker = trackers.start_tracker(runtime.tracker if is_rank0() else "none", run, self.trainer.step)
         self.profiler = Profiler(runtime.profile_steps if is_rank0() else None,
                                  run.log_directory / "profile" / run.run_id)  # fmt: skip
@@ -217,10 +213,9 @@ class Rank:
             tensors={},
         )
         path = self.run.directory / step_name(trainer.step)
-        before = None if self.saved_step is None else self.run.directory / step_name(self.saved_step)
         tables = {HISTORY: self.metrics.history.text(), SPEED: self.metrics.speed.text()}
         with self.timers.phase("saving"):
-            self.saver.save(path, trainer.model, trainer.optimizer, state, tables, manifest, before)
+            self.saver.save(path, trainer.model, trainer.optimizer, state, tables, manifest)
         self.saved_step, self.saved_at = trainer.step, time.monotonic()
 
     def is_time_to_save(self) -> bool:
@@ -262,11 +257,7 @@ class Rank:
         check_together(files, layout.REMEDY, lambda: self.heartbeat.note(f"verifying {checkpoint.name}"))
 
     def resume(self, path: Path) -> tuple[TrainState, History, str]:
-        """Continue from a checkpoint of this run, or of one that it adopts or extends.
-
-        Returns:
-            Its state, its history, and the content of its speed.tsv, "" if it is of another run.
-        """
+        """Continue from a checkpoint; returns its state, its history, and the content of its speed.tsv."""
         trainer = self.trainer
         self.heartbeat.note(f"reading {path.name}")
         state = saver.load(path, trainer.model, trainer.optimizer, self.heartbeat.goes_on)
@@ -274,23 +265,13 @@ class Rank:
         manifest = CheckpointManifest.read(path)
         load_scaler_state(trainer.scaler, state.loss_scaler.scale, state.loss_scaler.good_steps)
         trainer.step, trainer.validation_loss, self.adopted = state.step, manifest.validation_loss, manifest.adopted
-        if path.parent == self.run.directory:
-            self.saved_step = trainer.step  # nothing to publish before the next step
-            speed = (path / SPEED).read_text(encoding="utf-8")
-        else:
-            speed = ""
-            self.adopted, trainer.validation_loss = decision.adoption(self.run, manifest), None
-            metrics = dataclasses.replace(state.metrics, cost=Cost())  # time and memory of this run alone
-            if not decision.validates_same_rows(self.run, manifest):  # losses that nobody may compare with ours
-                history = history.without("validation_loss")
-                metrics = dataclasses.replace(metrics, validation_loss=None)
-            state = dataclasses.replace(state, metrics=metrics)
+        self.saved_step = trainer.step  # nothing to publish before the next step
         if self.place:
             print_line(f"resuming from step {trainer.step} of {self.run.total_steps}: {path}")
             others = differences(manifest, state.metrics.place, self.place)
             if others and (device_type() == "cpu" or self.params.deterministic):
                 print_line(f"the last bits may not be those of a training without interruption: {'; '.join(others)}")
-        return state, history, speed
+        return state, history, (path / SPEED).read_text(encoding="utf-8")
 
 
 def run(stop_signal: StopSignal) -> bool:

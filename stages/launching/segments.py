@@ -8,10 +8,9 @@ pipeline and for any other.
 
 import dataclasses
 import os
-import random
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -44,11 +43,11 @@ class Segment(NamedTuple):
         return f"{self.start.name if self.start else 'start'} to {self.end.name}"
 
 
-def find(run: Run) -> list[Segment]:
-    """The parts between the checkpoints that the run still has.
+def find(run: Run, step: int | None) -> list[Segment]:
+    """The parts between the checkpoints that the run still has, or the one that ends at a step.
 
     Raises:
-        StageError: there are none.
+        StageError: there is none.
     """
     checkpoints = list_checkpoints(run.directory)[::-1]
     starts: list[Path | None] = [None, *checkpoints]
@@ -60,24 +59,11 @@ def find(run: Run) -> list[Segment]:
             f"{run.directory} has no checkpoints to compare: params.yaml, data, model or code are not those of a run "
             "that was trained here, or its checkpoints were deleted"
         )
-    return found
-
-
-def choose(segments: Sequence[Segment], number: int | None, seed: int, step: int | None = None) -> Sequence[Segment]:
-    """So many of them, at random, in their order; or the one that ends at a step; or all.
-
-    Raises:
-        StageError: none ends there.
-    """
-    if step is not None:
-        if not (found := [segment for segment in segments if segment.end.name == step_name(step)]):
-            ends = ", ".join(str(int(segment.end.name.split("-")[1])) for segment in segments)
-            raise StageError(f"no part ends at step {step}; the checkpoints that are kept end parts at {ends}")
-        return found
-    if number is None:
-        return segments
-    chosen = random.Random(seed).sample(range(len(segments)), min(number, len(segments)))
-    return [segments[index] for index in sorted(chosen)]
+    chosen = [segment for segment in found if step is None or segment.end.name == step_name(step)]
+    if not chosen:
+        ends = ", ".join(str(int(segment.end.name.split("-")[1])) for segment in found)
+        raise StageError(f"no part ends at step {step}; the checkpoints that are kept end parts at {ends}")
+    return chosen
 
 
 def content(checkpoint: Path) -> dict[str, str]:
@@ -97,7 +83,7 @@ def content(checkpoint: Path) -> dict[str, str]:
 def find_obstacle(run: Run, segment: Segment) -> str | None:
     """Why this machine may give other bits for a part, as far as its end tells; None: it must give the same."""
     manifest, state = CheckpointManifest.read(segment.end), TrainState.of(segment.end)
-    place, previous = state.metrics.place, manifest.previous
+    place = state.metrics.place
     if place and place.threads is None and not torch.cuda.is_available():
         return "it is not recorded with how many threads each rank computed"
     # `train_again` takes its ranks and threads.
@@ -106,11 +92,8 @@ def find_obstacle(run: Run, segment: Segment) -> str | None:
         return "; ".join(others)
     if torch.cuda.is_available() and not run.params.deterministic:
         return "deterministic is false, and GPUs add in any order then"
-    start = segment.start and CheckpointManifest.read(segment.start)
-    if (previous and previous.step) != (start and start.step):
-        before = TrainState.of(segment.start).metrics.cost.launches if segment.start else 1
-        if state.metrics.cost.launches > before:
-            return "it was interrupted, and the checkpoint between, from which maybe other ranks went on, is deleted"
+    if place and place.since > (CheckpointManifest.read(segment.start).step if segment.start else 0):
+        return "it was interrupted, and the checkpoint between, from which maybe other ranks went on, is deleted"
     return None
 
 
@@ -132,9 +115,7 @@ def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> dict[str, 
     )  # fmt: skip
     with _elsewhere(run.directory.parent) as root:
         if segment.start:
-            target = run.directory / segment.start.name
-            target.parent.mkdir(parents=True)
-            _link(segment.start, target)
+            shutil.copytree(segment.start, run.directory / segment.start.name, copy_function=publish.link)
         decision = begin(run, "auto")
         ranks = torchrun.Ranks(torchrun.count_local_ranks(again.nproc_per_node))
         set_environment(run.params, 1)
@@ -174,15 +155,3 @@ def _elsewhere(beside: Path) -> Iterator[Path]:
             os.environ.pop("CHECKPOINT_ROOT")
             if before is not None:
                 os.environ["CHECKPOINT_ROOT"] = before
-
-
-def _link(source: Path, target: Path) -> None:
-    """A second name for each file of a checkpoint, which no program changes; a copy where the disk has no links."""
-
-    def link(from_: str, to: str) -> None:
-        try:
-            os.link(from_, to)
-        except OSError:
-            shutil.copy2(from_, to)
-
-    shutil.copytree(source, target, copy_function=link)

@@ -58,7 +58,7 @@ class Store(Generic[Value]):
             if not (stat.S_ISDIR(modes[0]) and all(map(stat.S_ISREG, modes[1:]))):
                 raise ValueError("a link could lead out of the store, and the next `put` with it")
             content = read_sealed(entry / _VALUE, remedy)
-            _link(entry / _FILE, target)
+            publish.link(entry / _FILE, target)
             # Hashed at each use: an output may be a link to the entry, and somebody may have edited it in place. At its
             # new place, because another run may trim the entry at any time.
             check_files({target: content["sha256"]}, remedy)
@@ -90,7 +90,7 @@ class Store(Generic[Value]):
             self.path.unlink(missing_ok=True)
         try:
             with publish.directory(self.path / key) as entry:
-                _link(file, entry / _FILE)
+                publish.link(file, entry / _FILE)
                 write_sealed(entry / _VALUE, content)
                 # Of the file in the store: it may be a copy on another disk.
                 compare(file, sha256, publish.sha256_file(entry / _FILE), WRITTEN)
@@ -119,16 +119,6 @@ def _remove(entry: Path) -> None:
     shutil.rmtree(entry, ignore_errors=True)
     with suppress(OSError):
         entry.unlink()
-
-
-def _link(source: Path, target: Path) -> None:
-    """Make `target` a hard link to `source`, or a copy where that is not possible."""
-    try:
-        os.link(source, target)
-    except FileNotFoundError:  # a copy would not find it either
-        raise
-    except OSError:  # another file system, or one without links, or too many of them
-        shutil.copyfile(source, target)
 
 
 def _entries(path: Path) -> Iterator[tuple[float, int, Path]]:
