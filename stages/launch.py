@@ -27,7 +27,7 @@ from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, st
 from stages.checkpointing.lock import wait_for_ranks, writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.checkpointing.run import Run, describe, differences
-from stages.checkpointing.state import CostColumns, TrainMetrics, TrainState
+from stages.checkpointing.state import TrainMetrics
 from stages.launching import sbatch
 from stages.launching.console import print_line
 from stages.launching.remedies import remedies
@@ -106,11 +106,15 @@ def write_outs(run: Run, last: Path) -> tuple[TrainMetrics, Path]:
         StageError: that checkpoint is missing or damaged.
     """
     exported = _best(last) if run.params.export_from == "best" else last
-    metrics = TrainState.of(last).metrics
+    metrics = TrainMetrics.of(last)
     for out, name in ((outputs.HISTORY, HISTORY), (outputs.SPEED, SPEED)):
         publish.write_text(out, (last / name).read_text(encoding="utf-8"))
     metrics.write(outputs.TRAIN_METRICS)
-    publish.write_json(outputs.COST, CostColumns.of(metrics))
+    cost = metrics.cost  # each name is a column of `dvc exp show`, so there are few
+    publish.write_json(
+        outputs.COST,
+        {"steps": metrics.steps, "tokens_per_s": cost.tokens_per_second, "memory_peak_gib": cost.memory_peak_gib},
+    )
     RunPointer.to(exported).write(pointer_path(run.params.experiment_name))
     return metrics, exported
 

@@ -71,7 +71,7 @@ def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None
 def write_courses(loss: float, lr: float, steps: int) -> None:
     """Write history.tsv and speed.tsv of a training that takes this many steps."""
     history = ["step\tepoch\ttokens\tloss\tlr\tgrad_norm\tvalidation_loss", "0\t0.0\t0\t\t\t\t8.5"]
-    speed = ["step\tseconds\ttokens_per_second\tmfu\tmemory_gib\tmemory_peak_gib\tmilliseconds_per_save"]
+    speed = ["step\tseconds\ttokens_per_second\tmfu\tmemory_gib\tmemory_peak_gib"]
     speed[0] += "".join(f"\t{name}_ms" for name in PHASES)
     for step in range(1, steps + 1):
         now = loss + 6 * math.exp(-5 * step / steps) + 0.1 * math.sin(step)
@@ -80,7 +80,7 @@ def write_courses(loss: float, lr: float, steps: int) -> None:
             f"{step}\t{step / steps}\t{step * 8}\t{now}\t{lr * (1 - step / steps)}\t{0.5 + now}\t{validation}"
         )
         times = "\t".join(str(10.0 + number + math.sin(step)) for number in range(len(PHASES)))
-        speed.append(f"{step}\t{step * 0.1}\t{5000 + 300 * math.sin(step)}\t\t1.2\t1.5\t\t{times}")
+        speed.append(f"{step}\t{step * 0.1}\t{5000 + 300 * math.sin(step)}\t\t1.2\t1.5\t{times}")
     outputs.HISTORY.write_text("\n".join(history) + "\n")
     outputs.SPEED.write_text("\n".join(speed) + "\n")
 

@@ -19,7 +19,7 @@ from stages.base.params_file import load_params
 from stages.checkpointing import retention, run
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name
 from stages.checkpointing.pointer import RunPointer
-from stages.checkpointing.state import STATE, TrainState
+from stages.checkpointing.state import TrainMetrics
 from stages.training.params import TrainParams
 from stages.work import arrow
 from tests.project import LAUNCH, Project, flip_bit
@@ -146,8 +146,8 @@ def test_a_run_that_extends_another_exports_the_best_of_its_own_steps(rising: Pr
     pointer = RunPointer.read(Path("outputs/test/run.json"))
     assert pointer.step == 14
     assert pointer.adopted and pointer.adopted.step == 12
-    assert TrainState.read(newest_checkpoint(rising, 24) / STATE).metrics.cost.launches == 2
-    assert history.series(history.read(Path("outputs/speed.tsv")), "seconds")[0] == [16, 20, 24]
+    cost = TrainMetrics.of(newest_checkpoint(rising, 24)).cost
+    assert (cost.launches, cost.steps) == (2, 12), "those of the run itself"
 
 
 def test_a_missing_or_damaged_best_checkpoint_is_named(rising: Project, ranks: Ranks) -> None:

@@ -4,17 +4,17 @@ import io
 import json
 import re
 import time
-from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from stages.base.history import History, Table
+from stages.base import history
+from stages.base.history import SPEED, History, Row, Table
 from stages.base.identity import RunIdentity, TokenFingerprints
 from stages.checkpointing.run import Run
-from stages.checkpointing.state import Place, TrainMetrics
+from stages.checkpointing.state import Cost
 from stages.launching import flops
 from stages.launching.console import Console, never_silent, print_line
 from stages.launching.metrics import SPEED_COLUMNS, MetricsLogger
@@ -24,8 +24,6 @@ from stages.model import meta
 from stages.training.params import TrainParams
 from stages.training.step import StepResult
 from tests.project import REPO
-
-PLACE = Place(device="CPU", ranks=2, nodes=1, commit=None)
 
 
 def build(tmp_path: Path, **config: object) -> PreTrainedModel:
@@ -112,10 +110,10 @@ def test_a_line_fits_a_terminal_and_has_the_remaining_time(
 ) -> None:
     identity = RunIdentity(params={}, data=TokenFingerprints(train="", validation=""), model="", code="")
     run = Run(params, identity, num_rows=218_000 * params.total_batch_size // params.num_epochs, seq_length=4096)
-    monkeypatch.setattr(MetricsLogger, "_utilization", lambda *_: 0.412)
+    monkeypatch.setattr(flops, "utilization", lambda *_: 0.412)
     step, timers, table = 118_000, Timers(lambda phase: None), Table(SPEED_COLUMNS)
     console = Console(0, step, run.total_steps)
-    logger = MetricsLogger(run, 1, console, Recorder(), timers, None, History(), table, None, PLACE)
+    logger = MetricsLogger(run, 1, console, Recorder(), timers, None, History(), table)
     monkeypatch.setattr(timers, "read", lambda: {"forward": 1.5, "other": 0.5})
     logger.log(step + 1, StepResult(loss=10.4321, grad_norm=12.345), None, is_validated=False)
     line = capsys.readouterr().out.rstrip("\n")
@@ -136,7 +134,7 @@ def test_slow_steps_print_a_line_every_30_s(
     identity = RunIdentity(params={}, data=TokenFingerprints(train="", validation=""), model="", code="")
     run = Run(params, identity, num_rows=1000, seq_length=8)
     console, table = Console(0, 0, run.total_steps), Table(SPEED_COLUMNS)
-    logger = MetricsLogger(run, 10, console, Recorder(), Timers(lambda _: None), None, History(), table, None, PLACE)
+    logger = MetricsLogger(run, 10, console, Recorder(), Timers(lambda _: None), None, History(), table)
     for step in range(1, 7):
         clock[0] += 22
         logger.log(step, StepResult(loss=1.0, grad_norm=1.0), None, is_validated=False)
@@ -155,78 +153,89 @@ def test_a_step_that_takes_long_is_not_silent(capsys: pytest.CaptureFixture[str]
     assert re.fullmatch(r"\d\d-\d\d \d\d:\d\d:\d\d working: step 4, forward", first) and len(others) == 1
 
 
-def test_where_and_when_a_training_was_is_kept_with_its_checkpoints(params: TrainParams) -> None:
-    first, *_ = launch(params, step=0)
-    assert first.place is not None and (first.place.device, first.place.ranks) == ("CPU", 2)
-    age = datetime.now(timezone.utc) - datetime.fromisoformat(f"{first.place.date}+00:00")
-    assert timedelta(0) <= age < timedelta(minutes=2)
-
-
 class Recorder(Tracker):
     """A tracker that keeps what it is given."""
 
     def __init__(self) -> None:
-        self.values: dict[str, float] = {}
+        self.values: Row = {}
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self.values = values
+    def log(self, step: int, row: Row) -> None:
+        self.values = row
 
 
-def launch(
-    params: TrainParams, step: int, metrics: TrainMetrics | None = None, save_at: int | None = None,
-    speed: str = "",
-) -> tuple[TrainMetrics, Recorder, str]:  # fmt: skip
-    """Metrics of a launch that makes two steps after `step`, in 40 ms, half of them in no phase of a step.
+def launch(params: TrainParams, step: int, save_at: int | None = None, speed: str = "") -> tuple[Row, Table]:
+    """A launch that makes two steps after `step`, in 40 ms, half of them in no phase of a step.
 
     Returns:
-        The metrics, what a tracker got, and the content of speed.tsv, which starts with `speed`.
+        What a tracker got last, and speed.tsv, which starts with `speed`.
     """
     identity = RunIdentity(params={}, data=TokenFingerprints(train="", validation=""), model="", code="")
     run = Run(params=params, identity=identity, num_rows=1000, seq_length=8)
     recorder, timers = Recorder(), Timers(lambda phase: None)
     table = Table(SPEED_COLUMNS, speed)
-    logger = MetricsLogger(run, 2, Console(1, step, 9), recorder, timers, None, History(), table, metrics, PLACE)
+    logger = MetricsLogger(run, 2, Console(1, step, 9), recorder, timers, None, History(), table)
     for number in (step + 1, step + 2):
         with timers.phase("forward"):
             time.sleep(0.01)
         time.sleep(0.01)  # a collective operation, logging
-        if number == save_at:
-            with timers.phase("saving"):
-                time.sleep(0.02)
         logger.log(number, StepResult(loss=1.0, grad_norm=1.0), None, is_validated=False)
-    return logger.snapshot(), recorder, table.text()
+        if number == save_at:
+            logger.time_steps(number)
+    return recorder.values, table
 
 
 def test_the_phases_add_up_to_the_time_by_the_clock(params: TrainParams) -> None:
-    metrics, recorder, _ = launch(params, step=0)
-    milliseconds = sum(value for name, value in recorder.values.items() if name.endswith("_ms"))
+    row, _ = launch(params, step=0)
+    milliseconds = sum(value or 0 for name, value in row.items() if name.endswith("_ms"))
     assert milliseconds >= 20
-    assert recorder.values["other_ms"] >= 10
+    assert (row["other_ms"] or 0) >= 10
     tokens_per_step = 8 * params.total_batch_size
-    assert recorder.values["tokens_per_second"] == pytest.approx(1000 * tokens_per_step / milliseconds)
-    assert sum(metrics.cost.milliseconds.values()) == pytest.approx(500 * metrics.cost.training_seconds, abs=0.5)
+    assert row["tokens_per_second"] == pytest.approx(1000 * tokens_per_step / milliseconds)
+    assert row["seconds"] == pytest.approx(2 * milliseconds / 1000)
 
 
-def test_what_each_save_costs_is_shown(params: TrainParams) -> None:
-    _, recorder, _ = launch(params, step=0, save_at=2)
-    assert recorder.values["milliseconds_per_save"] == pytest.approx(2 * recorder.values["saving_ms"])  # of two steps
-    assert "milliseconds_per_save" not in launch(params, step=0)[1].values
+def rows_of(table: Table, path: Path) -> list[Row]:
+    path.write_text(table.text())
+    return history.read(path)
 
 
-def test_the_cost_is_that_of_all_launches(params: TrainParams) -> None:
-    first, _, speed = launch(params, step=0)
-    both, recorder, text = launch(params, step=2, metrics=first, speed=speed)
-    assert (first.cost.steps, both.cost.steps) == (2, 4)
-    assert (first.cost.launches, both.cost.launches) == (1, 2)
-    assert both.cost.training_seconds >= first.cost.training_seconds + 0.04
-    assert both.cost.milliseconds["forward"] >= 10
-    assert both.cost.tokens_per_second == pytest.approx(both.tokens / both.cost.training_seconds, rel=0.01)
+def test_the_cost_is_that_of_all_launches(params: TrainParams, tmp_path: Path) -> None:
+    _, first = launch(params, step=0)
+    last, table = launch(params, step=2, save_at=3, speed=first.text())
+    assert table.text().startswith(first.text())
+    rows = rows_of(table, tmp_path / SPEED)
+    assert tuple(rows[0]) == SPEED_COLUMNS
+    assert [row["step"] for row in rows] == [2, 3, 4]  # a save ends a row, so that none of its steps is lost by a kill
+    cost = Cost.of(rows, first_step=0, launches=2, tokens_per_step=8 * params.total_batch_size)
+    assert (cost.steps, cost.launches, cost.mfu) == (4, 2, None)
+    assert cost.training_seconds >= 0.08
+    assert cost.training_seconds == pytest.approx(rows[-1]["seconds"], abs=0.01)
+    assert sum(cost.milliseconds.values()) == pytest.approx(250 * cost.training_seconds, abs=0.5)
+    assert cost.milliseconds["forward"] >= 10
+    assert cost.tokens_per_second == pytest.approx(4 * 8 * params.total_batch_size / cost.training_seconds, rel=0.01)
+    assert cost.memory_peak_gib == pytest.approx(max(row["memory_peak_gib"] or 0 for row in rows), abs=1e-3)
+    for name, value in last.items():
+        assert rows[-1][name] == (None if value is None else pytest.approx(value, abs=1e-3))
 
-    header, *rows = [line.split("\t") for line in text.splitlines()]
-    assert text.startswith(speed)
-    assert tuple(header) == SPEED_COLUMNS
-    before, after = (dict(zip(header, row, strict=True)) for row in rows)
-    assert (before["step"], after["step"], after["mfu"], after["milliseconds_per_save"]) == ("2", "4", "", "")
-    assert float(after["seconds"]) == pytest.approx(both.cost.training_seconds, abs=0.01)
-    for name, value in recorder.values.items():
-        assert float(after[name]) == pytest.approx(value, abs=1e-3)
+
+def test_the_cost_of_a_run_that_adopted_is_that_of_its_own_steps(params: TrainParams, tmp_path: Path) -> None:
+    _, table = launch(params, step=6)
+    rows = rows_of(table, tmp_path / SPEED)
+    assert Cost.of(rows, first_step=6, launches=1, tokens_per_step=8).steps == 2
+
+
+def test_the_utilization_is_a_mean_over_the_time() -> None:
+    rows: list[Row] = [
+        {
+            "step": 1,
+            "seconds": 3.0,
+            "tokens_per_second": 8 / 3,
+            "mfu": 0.5,
+            "memory_peak_gib": 2.0,
+            "forward_ms": 3000.0,
+        },
+        {"step": 3, "seconds": 4.0, "tokens_per_second": 16.0, "mfu": 0.1, "memory_peak_gib": 1.0, "forward_ms": 500.0},
+    ]
+    cost = Cost.of(rows, first_step=0, launches=1, tokens_per_step=8)
+    assert (cost.mfu, cost.tokens_per_second, cost.memory_peak_gib) == (0.4, 6.0, 2.0)
+    assert cost.milliseconds == {"forward": 1333.333}

@@ -22,11 +22,10 @@ import numpy as np
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
-from stages.base import history
 from stages.base.errors import StageError
 from stages.base.record import DamagedFile
 from stages.checkpointing.layout import list_checkpoints, step_name
-from stages.checkpointing.state import STATE, TrainState
+from stages.checkpointing.state import STATE, TrainMetrics, TrainState
 from stages.launching.verification import check_once, check_together
 from stages.training.loop import dropout_seed
 from tests.project import flip_bit
@@ -60,8 +59,8 @@ def test_10_11_12_a_training_killed_many_times_ends_with_the_same_result(fresh: 
     assert result(project) == reference
     assert sorted(path.name for path in project.checkpoints().glob("step-*")) == names(10, 12)
     last = project.checkpoints() / step_name(12)
-    assert history.series(history.read(last / history.SPEED), "seconds")[0] == [4, 8, 12]
-    assert TrainState.read(last / STATE).metrics.cost.launches == 4  # those that have published 2, 4, 6, and the last
+    cost = TrainMetrics.of(last).cost
+    assert (cost.launches, cost.steps) == (4, 12)  # those that have published 2, 4, 6, and the last
 
 
 @pytest.mark.slow
@@ -323,8 +322,9 @@ def test_a_resumed_training_has_the_threads_with_which_it_began(fresh: Given, ra
     ranks.run(project, "kill rank 0 at step 5", KILLED, OMP_NUM_THREADS="3")
     output = ranks.run(project, OMP_NUM_THREADS="1", MKL_CBWR="COMPATIBLE")
     assert "without interruption: variables.MKL_CBWR: nothing there, 'COMPATIBLE' here\n" in output
-    place = TrainState.read(project.checkpoints() / step_name(12) / STATE).metrics.place
+    place = TrainState.read(project.checkpoints() / step_name(12) / STATE).place
     assert place and place.threads == 3
+    assert place.since == 4 and re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d", place.date)
     assert output.count("each rank computes with 3 threads, as until now, and not with 1\n") == 1
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from stages.base import publish
 from stages.base.errors import StageError
+from stages.base.identity import Adoption
 from stages.base.params_file import load_params
 from stages.base.record import FileEntry
 from stages.checkpointing.layout import CheckpointManifest, step_name, verify
@@ -23,9 +24,10 @@ from stages.checkpointing.state import Place
 from stages.launching import segments as segments_module
 from stages.launching.place import device
 from stages.launching.runtime import TrainRuntime
-from stages.launching.segments import Segment
+from stages.launching.segments import Segment, find
 from tests.project import REPO, Project, flip_bit
 from tests.ranks import Ranks
+from tests.trainings import checkpoint_manifest
 
 SEGMENTS = ("python", "-m", "stages.lineage", "segments")
 CHECKPOINTS = ("python", "-m", "stages.checkpoints")
@@ -71,7 +73,7 @@ def swap_tensors(checkpoint: Path) -> None:
 def name_other_hardware(checkpoint: Path) -> None:
     path = checkpoint / "state.json"
     content = json.loads(path.read_text())
-    content["metrics"]["place"]["device"] = "NVIDIA H100"
+    content["place"]["device"] = "NVIDIA H100"
     path.write_text(json.dumps(content))
 
 
@@ -166,7 +168,7 @@ def test_what_may_give_other_bits_is_named(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], obstacle: str | None
 ) -> None:
     given = {"place": None, "packages": packages(), "start": 3, **change}
-    states = {6: mock.Mock(metrics=mock.Mock(place=given["place"]))}
+    states = {6: mock.Mock(place=given["place"])}
     manifests = {3: mock.Mock(step=3), 6: mock.Mock(packages=given["packages"])}
     monkeypatch.setattr(segments_module.TrainState, "of", lambda path: states[int(path.name[5:])])
     monkeypatch.setattr(segments_module.CheckpointManifest, "read", lambda path: manifests[int(path.name[5:])])
@@ -175,12 +177,26 @@ def test_what_may_give_other_bits_is_named(
     assert found is None if obstacle is None else re.search(obstacle, found or "")
 
 
+def test_what_another_run_has_trained_is_not_trained_again(tmp_path: Path) -> None:
+    for step, origin in ((2, 2), (4, 4), (6, 4), (8, 4)):
+        path = tmp_path / step_name(step)
+        path.mkdir()
+        adopted = Adoption("0123456789abcdef", origin, [], None)
+        checkpoint_manifest(step=step, adopted=adopted).write(path)
+    run = mock.Mock(directory=tmp_path)
+    expected = [f"{step_name(4)} to {step_name(6)}", f"{step_name(6)} to {step_name(8)}"]
+    assert [segment.name for segment in find(run, None)] == expected
+    for step in (2, 4):
+        shutil.rmtree(tmp_path / step_name(step))
+    assert [segment.name for segment in find(run, None)] == expected[1:]
+
+
 @pytest.mark.parametrize(("place", "asked"), [(Place("cpu", 4, 1, None), 4), (Place("cpu", 16, 2, None), 3), (None, 3)])
 def test_a_part_has_the_ranks_of_its_training_unless_these_were_on_several_nodes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place | None, asked: int
 ) -> None:
     runtime = dataclasses.replace(load_params(TrainRuntime, "runtime", REPO / "params.yaml"), nproc_per_node=3)
-    monkeypatch.setattr(segments_module.TrainState, "of", lambda path: mock.Mock(metrics=mock.Mock(place=place)))
+    monkeypatch.setattr(segments_module.TrainState, "of", lambda path: mock.Mock(place=place))
     monkeypatch.setattr(segments_module.CheckpointManifest, "read", lambda path: mock.Mock(step=3))
     monkeypatch.setattr(segments_module, "begin", mock.Mock())
     counted = mock.Mock(side_effect=StageError("of the test"))

@@ -29,7 +29,7 @@ def train(name: str, run: Any, start: int, steps: range) -> None:
     tracker = trackers.start_tracker(name, run, start)
     for step in steps:
         tracker.log(step, {"loss": 10.0 - step})
-        tracker.log(step, {"tokens_per_second": 5.0})
+        tracker.log(step, {"tokens_per_second": 5.0, "mfu": None})
     tracker.close()
 
 

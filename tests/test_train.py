@@ -26,7 +26,7 @@ from stages.base.packed import TRAIN, VALIDATION
 from stages.base.params_file import load_params
 from stages.checkpointing import decision, run
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name
-from stages.checkpointing.state import TrainState
+from stages.checkpointing.state import TrainMetrics
 from stages.forward.attention import activate_kernels
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import Marks, count_labels, make_batch
@@ -450,7 +450,7 @@ def test_a_changed_batch_size_adopts_an_unfinished_run(training: Project, ranks:
     # Losses on other rows are not kept, and neither is what the steps of another run have cost.
     steps, _ = history.series(history.read(last / "history.tsv"), "validation_loss")
     assert steps == [step for step in (4, 8, 12) if step > adopted.step]
-    assert TrainState.read(last / "state.json").metrics.cost.steps == 12 - adopted.step
+    assert TrainMetrics.of(last).cost.steps == 12 - adopted.step
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 from stages.base.identity import RunIdentity, TokenFingerprints
 from stages.checkpointing.layout import FORMAT, CheckpointManifest, list_checkpoints, step_name, verify
 from stages.checkpointing.pointer import RunPointer
-from stages.checkpointing.state import ScalerState, TrainMetrics, TrainState
+from stages.checkpointing.state import ScalerState, TrainState
 from tests.project import Project
 
 
@@ -25,7 +25,7 @@ def checkpoint_manifest(**values: Any) -> CheckpointManifest:
 def train_state(step: int = 1, loss_scaler: ScalerState | None = None) -> TrainState:
     """The state of a training, as it is given to a `Saver`."""
     loss_scaler = loss_scaler or ScalerState(scale=1.0, good_steps=0)
-    return TrainState(step=step, epoch=0.0, metrics=TrainMetrics(), loss_scaler=loss_scaler)
+    return TrainState(step=step, loss_scaler=loss_scaler)
 
 
 Given = tuple[Project, dict[str, str]]

@@ -2,7 +2,7 @@
 
 history.tsv    a row every `history_freq` steps and at every validation. It has no clock times: the file is as
                reproducible as the weights
-speed.tsv      a row every `log_freq` steps: time and memory
+speed.tsv      a row every `log_freq` steps and at every save: time and memory
 """
 
 import csv
@@ -41,6 +41,11 @@ class Table:
         # repr: the shortest digits that are read back as the same float.
         cells = (values.get(name) for name in self._columns)
         self._lines.append("\t".join("" if value is None else repr(value) for value in cells))
+
+    def last(self, name: str) -> float | None:
+        """The value of a column in the last row; None where it is empty, or there is no row."""
+        cells = dict(zip(self._columns, self._lines[-1].split("\t"), strict=False))
+        return float(cells[name]) if len(self._lines) > 1 and cells.get(name) else None
 
     def text(self) -> str:
         """Content of the file."""

@@ -9,7 +9,7 @@ from stages.base.identity import Adoption
 from stages.base.record import FileEntry
 from stages.checkpointing.layout import CheckpointManifest, verify
 from stages.checkpointing.run import Run, differences
-from stages.checkpointing.state import STATE, Cost, TrainState
+from stages.checkpointing.state import STATE, TrainState
 
 
 def adopt(run: Run, checkpoint: Path) -> Path:
@@ -24,16 +24,15 @@ def adopt(run: Run, checkpoint: Path) -> Path:
     """
     manifest = verify(checkpoint, contents=False)
     verify(checkpoint, names=[STATE, HISTORY])
-    state, history = TrainState.of(checkpoint), History((checkpoint / HISTORY).read_text(encoding="utf-8"))
-    metrics = dataclasses.replace(state.metrics, cost=Cost())
+    history = History((checkpoint / HISTORY).read_text(encoding="utf-8"))
     if not _validates_same_rows(run, manifest):  # losses that nobody may compare with ours
-        history, metrics = history.without("validation_loss"), dataclasses.replace(metrics, validation_loss=None)
+        history = history.without("validation_loss")
     tensors = {name: entry for name, entry in manifest.files.items() if "/" in name}
     with publish.directory(run.directory / checkpoint.name) as target:
         for name in tensors:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             publish.link(checkpoint / name, target / name)
-        dataclasses.replace(state, metrics=metrics).write(target / STATE)
+        dataclasses.replace(TrainState.of(checkpoint), launches=0).write(target / STATE)
         publish.write_text(target / HISTORY, history.text())
         publish.write_text(target / SPEED, "")
         dataclasses.replace(

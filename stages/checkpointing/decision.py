@@ -7,9 +7,7 @@ of the decision whose files match their digests.
 
 import dataclasses
 import os
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -24,7 +22,6 @@ from stages.checkpointing.layout import (
     CheckpointManifest,
     UnsupportedFormat,
     checkpoint_root,
-    latest_valid,
     list_checkpoints,
     step_name,
     verify,
@@ -194,14 +191,18 @@ def begin(run: Run, resume: Resume) -> Decision:
     if decision.action not in ("adopt", "extend"):
         return decision
     others = [path for path in decision.checkpoints if path.parent == decision.checkpoints[0].parent]
-    own = []
+    own, problems = [], []
     for path in others:
-        with suppress(FileNotFoundError, DamagedFile):
+        try:
             own.append(adopt(run, path))
-    if not own:  # their run has deleted them meanwhile, or this raises an error
-        latest_valid([path for path in others if path.exists()], print, partial(verify, contents=False))
-        return begin(run, resume)
-    return replace(decision, checkpoints=own)
+        except (FileNotFoundError, DamagedFile) as error:
+            problems.append(str(error))
+    if own:
+        return replace(decision, checkpoints=own)
+    if any(path.exists() for path in others):
+        remedy = "to start over, set runtime.resume=never, or move that directory away"
+        raise StageError(*problems, f"no checkpoint in {others[0].parent} is valid; {remedy}")
+    return begin(run, resume)  # its run has deleted them meanwhile
 
 
 def _why_not_adopt(run: Run, resume: Resume, path: Path, manifest: CheckpointManifest, found: Found) -> str | None:

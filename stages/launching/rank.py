@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
 
@@ -76,15 +77,19 @@ class Rank:
         self.saved_at = time.monotonic()
         # Before the model is built: where there is a checkpoint, the weights of the model files are not read.
         start = self.find_start(chosen.checkpoints)
-        fix_threads(TrainState.of(start).metrics.place if start else None)
-        self.place = find_place(TrainState.of(start).step if start else 0) if is_rank0() else None
+        before = TrainState.of(start) if start else None
+        fix_threads(before.place if before else None)
+        self.place = find_place(before.step if before else 0) if is_rank0() else None
+        self.launches = 1 + (before.launches if before else 0)
         if start is None:
             verify_weights(model, lambda: heartbeat.note("verifying the weights"))
         self.trainer = Trainer(
             self.params, model, run.seq_length, run.total_steps, mesh, initialize=start is None, note=heartbeat.note
         )
         self.saver = saver.Saver(runtime, runtime.timeout_minutes, print_line, confirm_lock, heartbeat.goes_on)
-        state, history, speed = (None, History(sources=self.sources), "") if start is None else self.resume(start)
+        if start:
+            self.resume(start)
+        history, speed = ((start / name).read_text(encoding="utf-8") if start else "" for name in (HISTORY, SPEED))
         self.tracker = trackers.start_tracker(runtime.tracker if is_rank0() else "none", run, self.trainer.step)
         self.profiler = Profiler(runtime.profile_steps if is_rank0() else None,
                                  run.log_directory / "profile" / run.run_id)  # fmt: skip
@@ -93,8 +98,8 @@ class Rank:
         self.note = heartbeat.note
         self.metrics = MetricsLogger(
             run, runtime.log_freq, Console(dist.get_rank(), self.trainer.step, run.total_steps), self.tracker,
-            self.timers, flops.flops_per_token(self.trainer.model, run.seq_length), history,
-            Table(SPEED_COLUMNS, speed), state.metrics if state else None, self.place,
+            self.timers, flops.flops_per_token(self.trainer.model, run.seq_length), History(history, self.sources),
+            Table(SPEED_COLUMNS, speed), before.skipped_steps if before else 0,
         )  # fmt: skip
         if is_rank0():
             self.print_choices(model, mesh)
@@ -192,13 +197,15 @@ class Rank:
         if trainer.step in (0, self.saved_step):
             return
         self.heartbeat.note(f"saving step {trainer.step}")
+        self.metrics.time_steps(trainer.step)
+        date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M")
         state = TrainState(
             step=trainer.step,
-            epoch=trainer.step * self.params.total_batch_size / self.run.num_rows,
-            metrics=dataclasses.replace(
-                self.metrics.snapshot(), sources=trainer.train_loader.order.epochs(trainer.step)
-            ),
             loss_scaler=ScalerState(*scaler_state(trainer.scaler)),
+            skipped_steps=self.metrics.skipped_steps,
+            launches=self.launches,
+            place=self.place and dataclasses.replace(self.place, date=date),
+            sources=trainer.train_loader.order.epochs(trainer.step),
         )
         manifest = CheckpointManifest(
             format=FORMAT,
@@ -256,22 +263,20 @@ class Rank:
         files = {checkpoint / name: entry.sha256 for name, entry in manifest.files.items()}
         check_together(files, layout.REMEDY, lambda: self.heartbeat.note(f"verifying {checkpoint.name}"))
 
-    def resume(self, path: Path) -> tuple[TrainState, History, str]:
-        """Continue from a checkpoint; returns its state, its history, and the content of its speed.tsv."""
+    def resume(self, path: Path) -> None:
+        """Continue from a checkpoint."""
         trainer = self.trainer
         self.heartbeat.note(f"reading {path.name}")
         state = saver.load(path, trainer.model, trainer.optimizer, self.heartbeat.goes_on)
-        history = History((path / HISTORY).read_text(encoding="utf-8"), self.sources)
         manifest = CheckpointManifest.read(path)
         load_scaler_state(trainer.scaler, state.loss_scaler.scale, state.loss_scaler.good_steps)
         trainer.step, trainer.validation_loss, self.adopted = state.step, manifest.validation_loss, manifest.adopted
         self.saved_step = trainer.step  # nothing to publish before the next step
         if self.place:
             print_line(f"resuming from step {trainer.step} of {self.run.total_steps}: {path}")
-            others = differences(manifest, state.metrics.place, self.place)
+            others = differences(manifest, state.place, self.place)
             if others and (device_type() == "cpu" or self.params.deterministic):
                 print_line(f"the last bits may not be those of a training without interruption: {'; '.join(others)}")
-        return state, history, (path / SPEED).read_text(encoding="utf-8")
 
 
 def run(stop_signal: StopSignal) -> bool:

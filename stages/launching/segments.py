@@ -50,10 +50,12 @@ def find(run: Run, step: int | None) -> list[Segment]:
         StageError: there is none.
     """
     checkpoints = list_checkpoints(run.directory)[::-1]
-    starts: list[Path | None] = [None, *checkpoints]
-    if checkpoints and CheckpointManifest.read(checkpoints[0]).adopted:
-        starts, checkpoints = [*checkpoints], checkpoints[1:]  # it began with a checkpoint of another run
-    found = [Segment(start, end) for start, end in zip(starts, checkpoints, strict=False)]
+    adopted = CheckpointManifest.read(checkpoints[-1]).adopted if checkpoints else None
+    found = [
+        Segment(start, end)
+        for start, end in zip([None, *checkpoints], checkpoints, strict=False)
+        if not adopted or (start and CheckpointManifest.read(end).step > adopted.step)  # those before are another run's
+    ]
     if not found:
         raise StageError(
             f"{run.directory} has no checkpoints to compare: params.yaml, data, model or code are not those of a run "
@@ -83,7 +85,7 @@ def content(checkpoint: Path) -> dict[str, str]:
 def find_obstacle(run: Run, segment: Segment) -> str | None:
     """Why this machine may give other bits for a part, as far as its end tells; None: it must give the same."""
     manifest, state = CheckpointManifest.read(segment.end), TrainState.of(segment.end)
-    place = state.metrics.place
+    place = state.place
     if place and place.threads is None and not torch.cuda.is_available():
         return "it is not recorded with how many threads each rank computed"
     # `train_again` takes its ranks and threads.
@@ -104,7 +106,7 @@ def train_again(run: Run, runtime: TrainRuntime, segment: Segment) -> dict[str, 
         DamagedFile: a file of its start or of its end.
         StageError: the training fails.
     """
-    end, place = CheckpointManifest.read(segment.end), TrainState.of(segment.end).metrics.place
+    end, place = CheckpointManifest.read(segment.end), TrainState.of(segment.end).place
     if segment.start:
         layout.verify(segment.start)
     num_ranks = place.ranks if place and place.nodes == 1 else None  # of several nodes there are not so many here

@@ -8,17 +8,17 @@ import dataclasses
 import importlib.util
 import os
 from pathlib import Path
-from typing import Any
 
 from stages.base.errors import StageError
+from stages.base.history import Row
 from stages.checkpointing.run import Run
 
 
 class Tracker:
     """Receives the metrics of a training; this one drops them."""
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Receive metrics of a step; they may come in several calls."""
+    def log(self, step: int, row: Row) -> None:
+        """Receive a row of history.tsv or of speed.tsv."""
 
     def close(self) -> None:
         """Write what is pending."""
@@ -49,9 +49,10 @@ class _TensorBoard(Tracker):
         # TensorBoard then ignores what an earlier start of the run wrote for steps that are repeated, even step 0.
         self._writer = SummaryWriter(str(directory), purge_step=step + 1 if step else 0)
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+    def log(self, step: int, row: Row) -> None:
+        for name, value in row.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -74,16 +75,11 @@ class _Wandb(Tracker):
             config=dataclasses.asdict(run.params), settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log(self, step: int, row: Row) -> None:
         if step > self._last:
-            self._run.log(values, step=step)
+            self._run.log({name: value for name, value in row.items() if value is not None}, step=step)
             os.pwrite(self._steps, b"%20d" % step, 0)
 
     def close(self) -> None:
         self._run.finish()
         os.close(self._steps)
-
-
-def without_none(values: dict[str, Any]) -> dict[str, float]:
-    """`values` without those that are None."""
-    return {name: value for name, value in values.items() if value is not None}

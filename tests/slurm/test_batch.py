@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stages.checkpointing.state import STATE, TrainState
+from stages.base import history
 from tests.faults import environment
 from tests.project import BIN, Project, wait_for
 from tests.ranks import Ranks
@@ -192,7 +192,7 @@ def test_a_training_continues_on_another_number_of_nodes_and_ranks(
     local.set(seed=1, experiment_name="local")
     ranks.run(local)
     [last] = local.path.glob("outputs/local/checkpoints/*/step-00000012")
-    losses = [TrainState.read(path / STATE).metrics.loss for path in (newest_checkpoint(reproduced, 12), last)]
+    losses = [history.read(path / history.HISTORY)[-1]["loss"] for path in (newest_checkpoint(reproduced, 12), last)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
