@@ -577,7 +577,7 @@ def test_trap_13_too_long_strings_are_rejected() -> None:
 
 
 def test_trap_13_records_beside_a_too_long_string_are_kept() -> None:
-    limits = Limits(longest_string=100, chunk=10, batch=10, deepest=100)
+    limits = Limits(longest_string=100, longest_document=100, chunk=10, batch=10, deepest=100)
     long = "a" * 101
     rejection = rejection_of("a.json", f'["one"]\n["a",\n"{long}", "b"] {{"{long}": "two"}}', limits=limits)
     assert rejection["rows"] == ["one", "two"]
@@ -683,7 +683,7 @@ def test_trap_13_a_long_document_leaves_no_row_if_its_end_is_bad() -> None:
 
 def test_strings_of_a_rejected_record_are_not_counted() -> None:
     put({"a.json": '["kept"]', "b.json": json.dumps(["dropped"] * 99)[:-1]})
-    metrics = run(max_rejected_files=1, limits=Limits(batch=50, chunk=20, largest_held=10))
+    metrics = run(max_rejected_files=1, limits=Limits(batch=50, chunk=20))
     assert (metrics["strings"], metrics["mean_characters"], metrics["short_strings"]) == (1, 4, 1)
 
 
