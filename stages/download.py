@@ -96,7 +96,7 @@ def describe(params: DownloadParams) -> ModelManifest:
     _check_tokenizer(params.model_name, directory)
 
     # torch and transformers take seconds to import: not for --help
-    from stages.forward.document_mask import sees_what_follows
+    from stages.forward.attention_choice import sees_what_follows
     from stages.forward.load_probe import changed_by_loading
     from stages.model import meta
 

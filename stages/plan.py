@@ -37,7 +37,7 @@ from stages.model.dtypes import BY_NAME
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.planning import memory_plan
 from stages.planning.memory_plan import PeakMemory, Table
-from stages.training.mixture import RowOrder
+from stages.training.order import RowOrder
 from stages.training.params import TrainParams
 from stages.training.schedule import learning_rate, lr_ratio
 

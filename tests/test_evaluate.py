@@ -47,7 +47,7 @@ from stages.evaluation.request import (
 )
 from stages.export.evaluation import Evaluation
 from stages.export.lineage import InitialModel, Lineage
-from stages.forward import document_mask
+from stages.forward import attention_choice
 from stages.forward.loss import LossHead
 from stages.forward.rows import TokenRows
 from stages.ranks import process_group, watchdog
@@ -206,7 +206,7 @@ def test_loss_and_perplexity_are_those_of_each_document_alone(document_mask: boo
 
 
 def test_the_loss_of_padded_documents_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document_mask, "refusal", lambda _, name, *args: None if name == "padded" else "fails")
+    monkeypatch.setattr(attention_choice, "refusal", lambda _, name, *args: None if name == "padded" else "fails")
     evaluation = run_stage()
     loss, tokens = reference_loss(document_mask=True)
     assert evaluation.validation is not None
@@ -407,9 +407,9 @@ def test_the_model_computes_the_loss_itself_where_that_gives_the_same(capsys: py
 
 
 def test_the_attention_is_one_that_works_in_the_exported_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusal = document_mask.refusal
+    refusal = attention_choice.refusal
     monkeypatch.setattr(
-        document_mask,
+        attention_choice,
         "refusal",
         lambda config, name, mask, dtype, *args: (
             "needs bf16" if name == "varlen" and dtype == torch.float32 else refusal(config, name, mask, dtype, *args)
@@ -418,7 +418,7 @@ def test_the_attention_is_one_that_works_in_the_exported_dtype(monkeypatch: pyte
     model, _ = measure.load(request(), is_sharded=False)
     with measure.rows_attention(model, request(), LENGTH) as attention:
         assert (model.config._attn_implementation, attention) == ("sdpa", "sdpa")
-    monkeypatch.setattr(document_mask, "refusal", lambda *args: "is broken")
+    monkeypatch.setattr(attention_choice, "refusal", lambda *args: "is broken")
     with (
         pytest.raises(StageError, match=r"documents of .* cannot be kept apart"),
         measure.rows_attention(model, request(), LENGTH),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from stages.base.errors import StageError
 from stages.training.loader import BatchLoader
-from stages.training.mixture import LARGEST_PERIOD, Mixture, RowOrder, mixed_rows
+from stages.training.order import LARGEST_PERIOD, Mixture, RowOrder, mixed_rows
 from stages.training.params import TrainParams
 
 SHARES = st.lists(st.integers(0, 60), min_size=1, max_size=50).filter(any)

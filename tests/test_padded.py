@@ -13,11 +13,12 @@ from torch import Tensor
 
 from stages import download, plan
 from stages.base import history
+from stages.base.errors import StageError
 from stages.base.packed import TRAIN, VALIDATION
 from stages.base.params_file import load_params
-from stages.forward import document_mask
+from stages.forward import attention_choice
+from stages.forward.attention_choice import choose_attention
 from stages.forward.batch import Marks, make_batch
-from stages.forward.document_mask import choose_attention
 from stages.forward.loss import loss_sum, summed_loss
 from stages.forward.padded import count_tokens, padded_batches
 from stages.forward.rows import TokenRows
@@ -200,7 +201,7 @@ def save(directory: Path, config: dict[str, Any]) -> Path:
     return directory
 
 
-def choose(directory: Path) -> document_mask.AttentionChoice:
+def choose(directory: Path) -> attention_choice.AttentionChoice:
     return choose_attention("auto", directory, True, 1024, torch.float32, "cpu")
 
 
@@ -212,7 +213,7 @@ def test_auto_pads_where_nothing_else_keeps_documents_apart(tmp_path: Path) -> N
 
 
 def test_a_model_of_which_no_small_copy_computes_is_padded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document_mask, "small_config", lambda config: None)
+    monkeypatch.setattr(attention_choice, "small_config", lambda config: None)
     CONFIGS["llama"].save_pretrained(tmp_path)
     assert choose(tmp_path)[:2] == (
         "padded", "varlen, sdpa, eager cannot be tested, as no small copy of the model computes",
@@ -222,7 +223,7 @@ def test_a_model_of_which_no_small_copy_computes_is_padded(tmp_path: Path, monke
 def test_a_model_that_sees_what_stands_behind_is_refused(tmp_path: Path) -> None:
     save(tmp_path, {"model_type": "cpmant", "hidden_size": 16, "num_attention_heads": 2, "dim_head": 8, "dim_ff": 16,
                     "num_hidden_layers": 1, "vocab_size": 101})  # fmt: skip
-    with pytest.raises(document_mask.StageError, match="padded lets tokens attend to what stands behind them: use an"):
+    with pytest.raises(StageError, match="padded lets tokens attend to what stands behind them: use an"):
         choose(tmp_path)
 
 
@@ -230,8 +231,8 @@ def test_padding_on_the_left_would_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_
     def on_the_left(*args: Any, **kwargs: Any) -> list[dict[str, Tensor]]:
         return [{name: value.flip(1) for name, value in part.items()} for part in padded_batches(*args, **kwargs)]
 
-    monkeypatch.setattr(document_mask, "padded_batches", on_the_left)
-    with pytest.raises(document_mask.StageError, match="padded lets tokens attend to what stands behind them"):
+    monkeypatch.setattr(attention_choice, "padded_batches", on_the_left)
+    with pytest.raises(StageError, match="padded lets tokens attend to what stands behind them"):
         choose(save(tmp_path, MAMBA2))
 
 

@@ -20,9 +20,9 @@ from torch.profiler import profile, record_function
 from stages import plan
 from stages.base.errors import StageError
 from stages.base.packed import PackedTokens
+from stages.forward.attention_choice import AttentionChoice
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import Marks, make_batch
-from stages.forward.document_mask import AttentionChoice
 from stages.launching.runtime import TrainRuntime
 from stages.model.manifest import ModelManifest
 from stages.planning import memory_plan, peak_memory, preview

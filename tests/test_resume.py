@@ -26,7 +26,7 @@ from stages.base.errors import StageError
 from stages.base.record import DamagedFile
 from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.checkpointing.state import STATE, TrainMetrics, TrainState
-from stages.launching.verification import check_once, check_together
+from stages.launching.agreement import check_once, check_together
 from stages.training.loop import dropout_seed
 from tests.project import flip_bit
 from tests.ranks import Ranks

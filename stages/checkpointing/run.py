@@ -18,7 +18,7 @@ from stages.base.packed import TRAIN, VALIDATION, PackedTokens
 from stages.base.params_file import as_yaml
 from stages.checkpointing.layout import checkpoint_root
 from stages.model.manifest import MANIFEST
-from stages.training.mixture import RowOrder
+from stages.training.order import RowOrder
 from stages.training.params import TrainParams
 
 WEIGHTS = ("stages.training.loop", "stages.training.environment")

@@ -37,10 +37,10 @@ from stages.evaluation.samples import generate_samples
 from stages.evaluation.sharing import gathered, share
 from stages.forward import frozen_model
 from stages.forward.attention import activate_kernels
+from stages.forward.attention_choice import choose_attention
 from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
 from stages.forward.batch import read_batch
 from stages.forward.distributed import all_reduce_sum, is_rank0, run_on_all_ranks, run_on_rank0
-from stages.forward.document_mask import choose_attention
 from stages.forward.loss import fuse, losses
 from stages.forward.loss_probe import choose_loss
 from stages.forward.padded import extended, padded_batches

@@ -3,8 +3,8 @@
 from typing import Literal
 
 Attention = Literal["auto", "varlen", "flex", "sdpa", "eager", "padded"]
-"""auto: the first that works with the model (stages/forward/document_mask.py) | varlen: flash kernels of torch, given
-the lengths of the documents | flex: compiled for the model's own mask, also with soft caps | sdpa: torch's
+"""auto: the first that works with the model (stages/forward/attention_choice.py) | varlen: flash kernels of torch,
+given the lengths of the documents | flex: compiled for the model's own mask, also with soft caps | sdpa: torch's
 `scaled_dot_product_attention`, with a mask of (T, T) values where documents are kept apart | eager: matrix products,
 the slowest | padded: each document is a sequence of its own, padded, for models whose layers cannot be told where
 documents end."""

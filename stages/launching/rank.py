@@ -26,16 +26,21 @@ from stages.checkpointing.run import Run, packages
 from stages.checkpointing.state import ScalerState, TrainState
 from stages.forward.distributed import device_type, is_rank0, run_on_rank0
 from stages.launching import flops, trackers
-from stages.launching.agreement import check_shared, refuse_different_ranks
+from stages.launching.agreement import (
+    VERIFIED,
+    check_once,
+    check_shared,
+    check_together,
+    refuse_different_ranks,
+    verify_weights,
+)
 from stages.launching.console import Console, log_to, never_silent, print_line
 from stages.launching.metrics import SPEED_COLUMNS, MetricsLogger
-from stages.launching.place import differences, find_place, fix_threads
+from stages.launching.place import differences, find_place, fix_threads, start_line
 from stages.launching.profiler import Profiler
 from stages.launching.remedies import remedies
 from stages.launching.runtime import TrainRuntime, how_to_resume, read_launch
-from stages.launching.start_line import start_line
 from stages.launching.timers import Timers, memory_gib
-from stages.launching.verification import VERIFIED, check_once, check_together, verify_weights
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.ranks import handoff
 from stages.ranks.process_group import device_mesh, process_group

@@ -27,9 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from stages.base.errors import StageError
+from stages.forward.attention_choice import choose_attention
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import make_batch
-from stages.forward.document_mask import choose_attention
 from stages.forward.loss import assumed_device, loss_sum
 from stages.forward.loss_probe import choose_loss
 from stages.forward.rows import TokenRows

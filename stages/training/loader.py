@@ -32,7 +32,7 @@ from stages.forward.distributed import device_type
 from stages.forward.padded import count_tokens, padded_batches
 from stages.forward.rows import TokenRows
 from stages.forward.transfer import pinned, to_device
-from stages.training.mixture import RowOrder
+from stages.training.order import RowOrder
 from stages.training.params import TrainParams
 
 _SAMPLE = 2**20

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from stages.base.packed import TRAIN, VALIDATION
 from stages.base.splitmix64 import next_value
 from stages.forward.attention import activate_kernels
+from stages.forward.attention_choice import choose_attention
 from stages.forward.distributed import all_reduce_sum, device_type, run_on_rank0
-from stages.forward.document_mask import choose_attention
 from stages.forward.loss_probe import choose_loss
 from stages.forward.rope import fix_tables
 from stages.forward.rows import TokenRows

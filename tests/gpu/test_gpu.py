@@ -23,7 +23,7 @@ CODE = {**GPU, "PYTHONPATH": os.pathsep.join([str(REPO), *filter(None, [os.envir
 PROBE = """
 import torch
 from transformers import AutoConfig
-from stages.forward.document_mask import refusal
+from stages.forward.attention_choice import refusal
 from stages.forward.small_copy import small_config
 names = ["llama", "qwen3", "mistral", "phi3", "gpt_neox"]
 if torch.DTYPE != torch.float32:  # with heads of 256 values, flex needs more shared memory in it than GPUs have

@@ -18,8 +18,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from stages.base.errors import StageError
 from stages.forward import attention, document_mask
 from stages.forward.attention import varlen_attention
+from stages.forward.attention_choice import choose_attention
 from stages.forward.batch import make_batch
-from stages.forward.document_mask import choose_attention
 from stages.forward.isolated import isolated
 from stages.forward.loss import logits, loss_sum
 from stages.forward.rope import fix_tables
