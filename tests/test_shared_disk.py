@@ -215,16 +215,6 @@ def test_a_save_is_tried_again_while_the_disk_is_away(fresh: Given, ranks: Ranks
     assert result(project) == reference
 
 
-def test_the_checkpoint_before_may_be_away_while_the_next_one_names_it(fresh: Given, ranks: Ranks) -> None:
-    project, reference = fresh
-    project.set(runtime={"async_checkpoint": False, "timeout_minutes": 5})
-    # The first time it is read by what deletes old checkpoints.
-    faults = "\n".join(f"{name} rank 0 at open:.*step-00000002/manifest.json$" for name in ("ESTALE", "ETIMEDOUT"))
-    output = ranks.run(project, faults, status=0)
-    assert "step-00000004 is not saved yet" in output and os.strerror(errno.ETIMEDOUT) in output
-    assert result(project) == reference
-
-
 @pytest.mark.slow
 def test_a_disk_that_stays_away_is_a_clear_error(fresh: Given, ranks: Ranks) -> None:
     project, reference = fresh
