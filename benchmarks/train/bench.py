@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,6 +27,8 @@ from stages.model import meta
 EXPERIMENT = "bench"
 _MADE = "made"
 """This file exists when the project is complete."""
+_DOCUMENT = 1200
+"""Characters of a document, on average: some 400 tokens."""
 
 
 class Bench:
@@ -73,6 +76,15 @@ class Bench:
         shutil.rmtree(corpus, ignore_errors=True)  # of a process that was killed
         corpus.mkdir()
         make_text(corpus, self.args.megabytes)
+        random = np.random.default_rng(SEED)
+        for path in sorted(corpus.iterdir()):  # of whole files, most rows would be one document
+            text, start = path.read_text(errors="replace"), 0
+            with path.with_suffix(".jsonl").open("w") as file:
+                while start < len(text):
+                    end = start + 1 + int(random.exponential(_DOCUMENT))
+                    file.write(json.dumps(text[start:end]) + "\n")
+                    start = end
+            path.unlink()
         for name in ("dvc.yaml", "stages"):
             (self.project / name).unlink(missing_ok=True)
             (self.project / name).symlink_to(REPO / name)
