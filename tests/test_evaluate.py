@@ -403,7 +403,7 @@ def test_the_model_computes_the_loss_itself_where_that_gives_the_same(capsys: py
     write_model(GraniteConfig(**{**LLAMA.to_dict(), "model_type": "granite"}, logits_scaling=4.0))
     model, _ = measure.load(request(), is_sharded=False)
     assert not isinstance(model.get_output_embeddings(), LossHead)
-    assert "evaluate: loss plain, because it changes what its LM head returns" in capsys.readouterr().out
+    assert "evaluate: loss plain, because the model changes what its LM head returns" in capsys.readouterr().out
 
 
 def test_the_attention_is_one_that_works_in_the_exported_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

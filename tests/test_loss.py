@@ -39,6 +39,8 @@ CHANGING: dict[str, dict[str, Any]] = {
 }
 """Models that change their logits after the LM head, and the parameter of the config."""
 
+CHANGED = "the model changes what its LM head returns, as by a soft cap or a factor"
+
 
 def tiny(name: str, **changed: Any) -> PreTrainedConfig:
     config = small_config(AutoConfig.for_model(name, **changed))
@@ -174,16 +176,18 @@ def test_a_model_that_changes_its_logits_keeps_the_plain_loss(name: str, tmp_pat
     config = tiny(name, **CHANGING[name])
     config.save_pretrained(tmp_path)
     found = choose_loss("auto", tmp_path)
-    assert (found.name, found.reason) == ("plain", "it changes what its LM head returns, as by a soft cap or a factor")
+    assert (found.name, found.reason) == ("plain", CHANGED)
     assert choose_loss("plain", tmp_path) == LossChoice("plain", None)
-    with pytest.raises(StageError, match=r"loss fused is not possible with \w+: it changes .* use loss auto or plain"):
+    with pytest.raises(
+        StageError, match=r"loss fused is not possible with \w+: the model changes .* use loss auto or plain"
+    ):
         choose_loss("fused", tmp_path)
     # If the answer were ignored, no forward pass would give another loss.
     model = make_model(config)
     batch = make_batch(torch.randint(1, 64, (2, 16)), eos_token_id=0, document_mask=False)
     torch.testing.assert_close(loss_sum(model, batch), usual_loss(model, batch))  # plain
     fuse(model)
-    with pytest.raises(StageError, match=r"it changes what its LM head returns, .*; set loss to plain"):
+    with pytest.raises(StageError, match=r"the model changes what its LM head returns, .*; set loss to plain"):
         loss_sum(model, batch)
 
 
@@ -214,7 +218,7 @@ def test_a_model_that_uses_its_logits_keeps_the_plain_loss() -> None:
     kinds = (Sliced, Detached, OtherHead)
     sliced, detached, other_head = [str(obstacle_to_fuse(on_meta(kind, config))) for kind in kinds]
     assert "cannot continue with a loss in place of logits (IndexError" in sliced
-    assert "it changes what its LM head returns" in detached
+    assert "the model changes what its LM head returns" in detached
     assert other_head == "its LM head is not torch's nn.Linear, but Scaled"
 
 
@@ -233,7 +237,7 @@ def test_a_model_whose_values_decide_is_seen_as_it_computes() -> None:
     fuse(model)
     for odd in (False, True):
         batch = make_batch(torch.tensor([[1, 2, 3, 4 + odd]]), eos_token_id=0, document_mask=False)
-        refused = pytest.raises(StageError, match="it changes what its LM head returns")
+        refused = pytest.raises(StageError, match="the model changes what its LM head returns")
         with refused if odd else contextlib.nullcontext():
             assert loss_sum(model, batch) > 0
 
@@ -326,8 +330,8 @@ def test_a_fused_loss_that_is_impossible_ends_the_training_and_auto_says_why_not
     training.run("python", "-m", "stages.download")
     training.set(max_steps=1, loss="fused")
     output = ranks.run(training, status=2)
-    assert output.count("loss fused is not possible with GraniteForCausalLM: it changes what its LM head returns") == 1
+    assert output.count("loss fused is not possible with GraniteForCausalLM: the model changes what its LM head") == 1
     assert "Traceback" not in output
     training.set(loss="auto")
     output = ranks.run(training)
-    assert output.count("loss: plain, because it changes what its LM head returns") == 1
+    assert output.count("loss: plain, because the model changes what its LM head returns") == 1

@@ -33,7 +33,7 @@ _assumed: tuple[str, float] | None = None
 _FP16_FACTOR = 2.0**8
 """Of gradients while they are in fp16, in which those of most logits would vanish: they are small probabilities."""
 
-_CHANGES = "it changes what its LM head returns, as by a soft cap or a factor"
+_CHANGES = "the model changes what its LM head returns, as by a soft cap or a factor"
 
 
 class LossHead(nn.Linear):
