@@ -519,7 +519,7 @@ def preview(file: Path, params: ExtractParams) -> str:
             f"{path}: " + (f"records.{found[0]}" if found else "no rule: each string is a document"),
             *shown,
             f"{number} rows"
-            + ", as it has no text" * (not (number or result.rejected))
+            + ", as it has no text" * bool(result.silent)
             + f", of {params.min_chars} characters or more" * (params.min_chars > 1),
             *map(str, join_parts(result.rejected, NUM_PREVIEWED)),
             *(count_rules(params.records, result.counts, [result])[found[0]].describe() if found else ()),

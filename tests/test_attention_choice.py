@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, maski
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stages.base.errors import StageError
-from stages.forward import attention, document_mask
+from stages.forward import attention, attention_choice
 from stages.forward.attention import varlen_attention
 from stages.forward.attention_choice import choose_attention
 from stages.forward.batch import make_batch
@@ -52,7 +52,7 @@ def config_of(name: str) -> PreTrainedConfig:
 
 
 def refusal(name: str, attention: Any = "varlen", mask: bool = True, dtype: torch.dtype = torch.float32) -> str | None:
-    return document_mask.refusal(small_config(config_of(name)), attention, mask, dtype, "cpu")
+    return attention_choice.refusal(small_config(config_of(name)), attention, mask, dtype, "cpu")
 
 
 @pytest.mark.parametrize("attention", ["varlen", "sdpa"])
@@ -89,7 +89,7 @@ def test_tf32_is_no_difference(monkeypatch: pytest.MonkeyPatch, name: str) -> No
     with Tf32():
         assert "differ by" in str(refusal(name, "sdpa"))  # as rounding in fp32 it would be an error
         monkeypatch.setattr("torch.get_float32_matmul_precision", lambda: "high")
-        monkeypatch.setattr(document_mask, "rounding", lambda dtype, device: rounding(dtype, "cuda"))
+        monkeypatch.setattr(attention_choice, "rounding", lambda dtype, device: rounding(dtype, "cuda"))
         assert refusal(name, "sdpa") is None
 
 
@@ -175,15 +175,15 @@ def test_a_wrong_mask_is_seen(
         batch = make_batch(*args, **kwargs)
         return batch | {key: function(batch[key]) for key, function in changed.items()}
 
-    monkeypatch.setattr(document_mask, "make_batch", change)
+    monkeypatch.setattr(attention_choice, "make_batch", change)
     assert reason in str(refusal(name))
 
 
 def test_dropout_of_the_attention_is_not_dropped() -> None:
     config = small_config(AutoConfig.for_model("gpt2"))
-    reason = document_mask.refusal(config, "varlen", True, torch.float32, "cpu")
+    reason = attention_choice.refusal(config, "varlen", True, torch.float32, "cpu")
     assert "dropout (set that of the attention to 0" in str(reason)
-    assert document_mask.refusal(config, "sdpa", True, torch.float32, "cpu") is None
+    assert attention_choice.refusal(config, "sdpa", True, torch.float32, "cpu") is None
 
 
 @pytest.mark.parametrize("window", [0, 70, 700])
@@ -302,12 +302,14 @@ def test_auto_is_tested_without_document_mask_too(tmp_path: Path, monkeypatch: p
     assert choose(tmp_path, mask=False, length=1024) == "sdpa"
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", without_mask)  # and so without the window
     assert choose(tmp_path, mask=False, length=1024) == "varlen"
-    monkeypatch.setattr(document_mask, "refusal", lambda _, name, *args: None if name == "flex" else "fails")
+    monkeypatch.setattr(attention_choice, "refusal", lambda _, name, *args: None if name == "flex" else "fails")
     assert choose_attention("auto", tmp_path, False, 1024, torch.bfloat16, "cuda").name == "flex"
-    monkeypatch.setattr(document_mask, "refusal", lambda _, name, *args: None if name in ("flex", "sdpa") else "fails")
+    monkeypatch.setattr(
+        attention_choice, "refusal", lambda _, name, *args: None if name in ("flex", "sdpa") else "fails"
+    )
     assert choose_attention("auto", tmp_path, True, 1024, torch.bfloat16, "cuda").name == "flex"
     assert choose_attention("auto", tmp_path, True, 1024, torch.float32, "cuda").name == "sdpa"
-    monkeypatch.setattr(document_mask, "refusal", lambda *args: "fails")
+    monkeypatch.setattr(attention_choice, "refusal", lambda *args: "fails")
     assert choose(tmp_path, mask=False) == "eager"
 
 
@@ -327,8 +329,8 @@ def test_a_kernel_that_breaks_its_process_breaks_no_other(tmp_path: Path, monkey
         return function(*args)
 
     CONFIGS["llama"].save_pretrained(tmp_path)
-    monkeypatch.setattr(document_mask, "_find_fault", find_fault)
-    monkeypatch.setattr(document_mask, "isolated", in_another_process, raising=False)
+    monkeypatch.setattr(attention_choice, "_find_fault", find_fault)
+    monkeypatch.setattr(attention_choice, "isolated", in_another_process, raising=False)
     assert choose_attention("auto", tmp_path, True, 1024, torch.bfloat16, "cuda") == ("flex", None, ())
     with pytest.raises(StageError, match=r"fails .*misaligned address.*: use auto, or flex or sdpa or eager or padded"):
         choose_attention("varlen", tmp_path, True, 1024, torch.bfloat16, "cuda")
@@ -359,9 +361,9 @@ def test_varlen_has_torchs_own_kernels_where_those_of_flash_attention_fail(
 
     active: list[str] = []
     CONFIGS["llama"].save_pretrained(tmp_path)
-    monkeypatch.setattr(document_mask, "_find_fault", find_fault)
-    monkeypatch.setattr(document_mask, "activate_kernels", activate)
-    monkeypatch.setattr(document_mask, "deactivate_kernels", active.clear)
+    monkeypatch.setattr(attention_choice, "_find_fault", find_fault)
+    monkeypatch.setattr(attention_choice, "activate_kernels", activate)
+    monkeypatch.setattr(attention_choice, "deactivate_kernels", active.clear)
     assert choose_attention("auto", tmp_path, True, 1024, torch.float32, "cpu") == ("varlen", None, ("FA3",))
     fails = True
     expected = ("varlen", "FA3 computes gradients that differ", ())
@@ -386,7 +388,7 @@ def test_a_named_attention_that_does_not_work_is_refused(tmp_path: Path) -> None
 
 def test_a_model_that_cannot_be_tested_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     CONFIGS["llama"].save_pretrained(tmp_path)
-    monkeypatch.setattr(document_mask, "logits", lambda *_: torch.zeros(2, 32, 64))
+    monkeypatch.setattr(attention_choice, "logits", lambda *_: torch.zeros(2, 32, 64))
     with pytest.raises(StageError, match="computes logits that do not depend on what stands before"):
         choose(tmp_path, "sdpa")
 
@@ -466,4 +468,4 @@ def test_a_long_document_changes_no_other(name: str) -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_attention_is_chosen_for_models_whose_table_depends_on_the_length(name: str) -> None:
-    assert document_mask.refusal(small_config(rope_config(name)), "sdpa", True, torch.float32, "cpu") is None
+    assert attention_choice.refusal(small_config(rope_config(name)), "sdpa", True, torch.float32, "cpu") is None
