@@ -5,7 +5,7 @@ Writes   outputs/plan.json, outputs/rows.txt
 Command  python -m stages.plan
 
 The memory of each rank is measured with tensors that have no memory (stages/planning/peak_memory.py); no weight is
-read. All depends on the manifests and the parameters alone, not on this machine; `make doctor` checks that.
+read. All depends on the manifests and the parameters alone, not on this machine.
 """
 
 import dataclasses

@@ -880,6 +880,8 @@ def test_the_preview_shows_what_the_rules_make_of_a_file() -> None:
 def test_the_preview_says_what_min_chars_drops() -> None:
     put({"c.json": '["ab", "abc"]'})
     assert preview(Path("c.json"), replace(PARAMS, min_chars=4)).endswith("0 rows, of 4 characters or more")
+    put({"c.json": "[]"})
+    assert preview(Path("c.json"), PARAMS).endswith("0 rows, as it has no text")
 
 
 def test_a_preview_of_a_file_that_changes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -389,10 +389,10 @@ class Tokens:
         self.peek()
         text, place, values = self._text, self._place, []
         decode, find_comma = _flat.raw_decode, _COMMA.match  # local names: for each element
-        find_key = _KEY.match if is_object else re.compile("").match
+        find_begin = (_KEY if is_object else _SPACE).match
         with suppress(ValueError, RecursionError):
-            while key := find_key(text, place):
-                value, end = decode(text, key.end())
+            while begin := find_begin(text, place):
+                value, end = decode(text, begin.end())
                 if not (comma := find_comma(text, end)):
                     break
                 values.append(value)

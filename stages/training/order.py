@@ -27,6 +27,9 @@ from stages.base.errors import StageError
 from stages.base.splitmix64 import next_value
 from stages.training.params import TrainParams
 
+LARGEST_PERIOD = 100_000
+"""Rows. Five decimals of a share are more than anybody can measure."""
+
 _ROUNDS = 6
 
 
@@ -61,10 +64,6 @@ def permute(indices: NDArray[np.int64], num_rows: int, seed: int, epoch: int) ->
         values[outside] = (left << half_bits) | right
         outside = values >= num_rows
     return values.astype(np.int64)
-
-
-LARGEST_PERIOD = 100_000
-"""Rows. Five decimals of a share are more than anybody can measure."""
 
 
 class Places(NamedTuple):
