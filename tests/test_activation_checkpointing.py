@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from stages.base.errors import StageError
+from stages.building.activation_checkpointing import checkpoint_activations
 from stages.forward.attention import activate_kernels
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import make_batch
 from stages.forward.loss import loss_sum
 from stages.model import meta
-from stages.training.activation_checkpointing import checkpoint_activations
 from tests.models import CONFIGS, MIXTRAL, CountedGraphs
 
 KINDS = ("none", "selective_op", "full")

@@ -52,6 +52,7 @@ def test_a_statement_names_another_run_exactly_if_its_module_decides_numbers(pro
     before, root = digest(), project / "stages"
     names = {f"{path.relative_to(root)}": path for path in root.rglob("*.py")}
     deciding = {
+        *("building/sharding.py", "building/weights.py"),
         *("forward/attention.py", "forward/loss.py", "training/loop.py", "training/optimizer.py", "training/order.py"),
         *("training/schedule.py", "training/step.py", "model/meta.py", "base/splitmix64.py"),
     }
@@ -64,15 +65,15 @@ def test_a_statement_names_another_run_exactly_if_its_module_decides_numbers(pro
         path.write_text(text)
     assert deciding <= changed
     rooms = {name.split("/")[0] for name in changed if "/" in name}
-    assert rooms == {"base", "forward", "model", "training"}
+    assert rooms == {"base", "building", "forward", "model", "training"}
     assert {name for name in changed if name.startswith("base/")} == {"base/splitmix64.py"}
 
 
 def test_the_code_that_decides_numbers_knows_no_launcher_and_no_checkpoint() -> None:
     """It is given what it needs of them. And every module in these rooms is part of what names a run."""
-    reached = code.reached(*run.WEIGHTS)
-    assert {name.split(".")[1] for name in reached if "." in name} == {"base", "forward", "model", "training"}
-    files = {path for room in ("training", "forward") for path in (REPO / "stages" / room).glob("*.py")}
+    reached, rooms = code.reached(*run.WEIGHTS), ("building", "forward", "training")
+    assert {name.split(".")[1] for name in reached if "." in name} == {*rooms, "base", "model"}
+    files = {path for room in rooms for path in (REPO / "stages" / room).glob("*.py")}
     # These only read a finished model, or one that is downloaded.
     assert {path.name for path in files - {*reached.values()}} == {"frozen_model.py", "load_probe.py"}
 

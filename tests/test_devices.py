@@ -26,6 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from stages import launch
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
+from stages.building import sharded_model
+from stages.building.activation_checkpointing import _contexts
+from stages.building.sharded_model import convert_linears
 from stages.checkpointing.run import describe
 from stages.forward.batch import make_batch
 from stages.forward.loss import loss_sum
@@ -34,11 +37,9 @@ from stages.ranks import torchrun
 from stages.ranks.memory import memory_limit
 from stages.ranks.process_group import check_devices, use_gpu
 from stages.ranks.torch_errors import explain_torch_errors
-from stages.training import sharded_model
-from stages.training.activation_checkpointing import _contexts
 from stages.training.environment import set_environment
 from stages.training.params import TrainParams
-from stages.training.precision import check_precision, convert_linears, set_float32_precision
+from stages.training.precision import check_precision, set_float32_precision
 from tests.models import CONFIGS, MIXTRAL, CountedGraphs, full_value, manifest_of
 from tests.project import Project
 from tests.ranks import Ranks

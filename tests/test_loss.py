@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from stages.base.errors import StageError
+from stages.building import sharded_model, sharding
 from stages.forward import loss as loss_module
 from stages.forward.batch import make_batch
 from stages.forward.loss import fuse, logits, loss_sum, losses, obstacle_to_fuse, summed_loss
 from stages.forward.loss_probe import LossChoice, choose_loss
 from stages.forward.small_copy import rounding, small_config
-from stages.training import sharded_model, sharding
 from stages.training.params import TrainParams
 from tests.models import CONFIGS, full_value, manifest_of
 from tests.project import Project
@@ -302,7 +302,7 @@ def test_embeddings_that_are_not_tied_are_gathered_by_themselves(
     losses, found = [], []
     for units in (True, False):
         if not units:
-            monkeypatch.setattr(sharding, "untied_embeddings", lambda model: ([], []))
+            monkeypatch.setattr(sharding, "untied_embeddings", lambda model: [])
         model: Any = sharded_model.build(manifest_of(tmp_path, with_weights=True), params, mesh, initialize=True)
         loss = loss_sum(model.train(), batch)
         is_gathered = [

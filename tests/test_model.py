@@ -11,12 +11,12 @@ import transformers
 from torch.distributed.device_mesh import DeviceMesh
 
 from stages.base.errors import StageError
+from stages.building import sharded_model
+from stages.building.weights import rules_of_random_values
 from stages.forward.batch import make_batch
 from stages.forward.loss import loss_sum
-from stages.forward.sharded_weights import rules_of_random_values
 from stages.forward.small_copy import small_config
 from stages.launching.agreement import verify_weights
-from stages.training import sharded_model
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
 from stages.training.precision import make_grad_scaler

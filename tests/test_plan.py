@@ -20,6 +20,7 @@ from torch.profiler import profile, record_function
 from stages import plan
 from stages.base.errors import StageError
 from stages.base.packed import PackedTokens
+from stages.building import sharded_model
 from stages.forward.attention_choice import AttentionChoice
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import Marks, make_batch
@@ -28,7 +29,6 @@ from stages.model.manifest import ModelManifest
 from stages.planning import memory_plan, peak_memory, preview
 from stages.planning.memory_plan import PeakMemory
 from stages.planning.peak_memory import Chosen
-from stages.training import sharded_model
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
 from stages.training.precision import make_grad_scaler
@@ -489,7 +489,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from stages.base.params_file import load_params
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import make_batch
-from stages.training import sharded_model
+from stages.building import sharded_model
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
 from stages.planning.peak_memory import choose, measure

@@ -31,9 +31,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
+from stages.building import sharded_model, sharding, weights
+from stages.building.params import FSDP_PRESETS, FsdpParams
 from stages.checkpointing import saver
 from stages.checkpointing.state import ScalerState
-from stages.forward import sharded_weights, units
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import count_labels, make_batch
 from stages.forward.distributed import all_reduce_sum
@@ -41,8 +42,7 @@ from stages.forward.small_copy import small_config
 from stages.launching.runtime import TrainRuntime
 from stages.model import meta
 from stages.ranks.process_group import device_mesh, process_group
-from stages.training import sharded_model, sharding, step
-from stages.training.fsdp import FSDP_PRESETS, FsdpParams
+from stages.training import step
 from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainParams
 from stages.training.precision import load_scaler_state, make_grad_scaler, scaler_state
@@ -219,7 +219,7 @@ def resumed_and_not(directory: Path, params: TrainParams) -> dict[str, Any]:
 def every_model(directory: Path, params: TrainParams) -> dict[str, Any]:
     """What differs from `from_pretrained`, and how many bytes of the weights this rank read."""
     results = {}
-    opened = sharded_weights.safe_open
+    opened = weights.safe_open
     for name in (*CONFIGS, "mixtral"):
         read = 0
 
@@ -249,10 +249,10 @@ def every_model(directory: Path, params: TrainParams) -> dict[str, Any]:
 
                 return Slice()
 
-        sharded_weights.safe_open = Reader
+        weights.safe_open = Reader
         manifest = manifest_of(directory / name, with_weights=True)
         model = sharded_model.build(manifest, params, make_mesh(params.fsdp), initialize=True)
-        sharded_weights.safe_open = opened
+        weights.safe_open = opened
         theirs = transformers.AutoModelForCausalLM.from_pretrained(directory / name)
         ours = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         expected = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
@@ -474,10 +474,10 @@ class StrangeModel(nn.Module):
 
 def test_layers_to_wrap_are_found_in_the_model() -> None:
     model = StrangeModel()
-    assert units.modules_to_wrap(model, meta.layer_classes(model)) == list(model.layers)
+    assert sharding.find_units(model, meta.layer_classes(model)) == [*reversed(model.layers), model]
     assert meta.module_classes(model) == ["Embedding", "Linear", "ModuleList", "Strange"]
     with pytest.raises(StageError, match=r"embedding.weight and head.weight separately, but they are one weight"):
-        units.modules_to_wrap(model, ["Strange", "Embedding"])
+        sharding.find_units(model, ["Strange", "Embedding"])
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.gpu.results import print_result
 from stages.base.packed import TRAIN
 from stages.base.params_file import load_params
+from stages.building import sharded_model
 from stages.forward.attention import activate_kernels
 from stages.forward.batch import make_batch
 from stages.forward.distributed import all_reduce_sum, device_type
@@ -38,7 +39,6 @@ from stages.model.manifest import ModelManifest
 from stages.planning import peak_memory
 from stages.ranks import handoff
 from stages.ranks.process_group import device_mesh, process_group
-from stages.training import sharded_model
 from stages.training.environment import set_environment
 from stages.training.loader import BatchLoader
 from stages.training.optimizer import make_optimizer

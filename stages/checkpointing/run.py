@@ -25,7 +25,7 @@ WEIGHTS = ("stages.training.loop", "stages.training.environment")
 """What computes the weights: these modules, and what they reach in `DECIDING`."""
 
 DECIDING = (
-    *("stages.training", "stages.forward"),
+    *("stages.training", "stages.building", "stages.forward"),
     *("stages.model.meta", "stages.model.headers", "stages.model.dtypes", "stages.base.splitmix64"),
 )
 """The packages and modules whose statements decide numbers. The others that the loop reaches check files, whose digests

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from stages.base.errors import StageError
 from stages.base.packed import VALIDATION
+from stages.building import frozen_model
 from stages.evaluation import generation
 from stages.evaluation.request import (
     LossSum,
@@ -35,7 +36,6 @@ from stages.evaluation.request import (
 )
 from stages.evaluation.samples import generate_samples
 from stages.evaluation.sharing import gathered, share
-from stages.forward import frozen_model
 from stages.forward.attention import activate_kernels
 from stages.forward.attention_choice import choose_attention
 from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention

@@ -1,1 +1,1 @@
-"""From rows of tokens to their loss: batches, attention, and the loss of a model that the ranks share."""
+"""From rows of tokens to their loss: batches, attention, and the loss of a model."""

@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from stages.base.errors import StageError
+from stages.building import sharded_model
 from stages.forward.attention_choice import choose_attention
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import make_batch
@@ -35,7 +36,6 @@ from stages.forward.loss_probe import choose_loss
 from stages.forward.rows import TokenRows
 from stages.model.manifest import ModelManifest
 from stages.planning.memory_plan import KINDS, PeakMemory, Table, batch_sizes
-from stages.training import sharded_model
 from stages.training.loader import BatchLoader, Padding
 from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams

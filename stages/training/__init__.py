@@ -1,1 +1,1 @@
-"""Decides the weights: order, sharding, precision, optimizer, schedule and the loop. Its code names the run."""
+"""Decides the weights: order, precision, optimizer, schedule and the loop. Its code names the run."""

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stages.base.packed import TRAIN, VALIDATION
 from stages.base.splitmix64 import next_value
+from stages.building import sharded_model
+from stages.building.sharding import compute_dtype
 from stages.forward.attention import activate_kernels
 from stages.forward.attention_choice import choose_attention
 from stages.forward.distributed import all_reduce_sum, device_type, run_on_rank0
@@ -25,11 +27,10 @@ from stages.forward.loss_probe import choose_loss
 from stages.forward.rope import fix_tables
 from stages.forward.rows import TokenRows
 from stages.model.manifest import ModelManifest
-from stages.training import sharded_model
 from stages.training.loader import BatchLoader
 from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainParams
-from stages.training.precision import compute_dtype, make_grad_scaler
+from stages.training.precision import make_grad_scaler
 from stages.training.schedule import learning_rate
 from stages.training.step import StepResult, UnreadStep, train_step, validation_losses
 

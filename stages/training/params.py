@@ -1,7 +1,7 @@
 """The parameters that decide the weights. Those under `runtime`, which do not, are in stages/launching/runtime.py.
 
-Options are beside their component where its module imports no torch (schedule.py, fsdp.py). The launcher, `plan` and
-`checkpoints` read them all, and must answer before torch is imported.
+Options are beside their component where its module imports no torch (schedule.py, stages/building/params.py). The
+launcher, `plan` and `checkpoints` read them all, and must answer before torch is imported.
 """
 
 import importlib.util
@@ -13,10 +13,7 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, Po
 
 from stages.base.errors import StageError
 from stages.base.outputs import ExperimentName
-from stages.forward.attention_names import Attention
-from stages.model.files import CONFIG
-from stages.model.manifest import ModelManifest
-from stages.training.fsdp import FsdpParams
+from stages.building.params import BuildParams
 from stages.training.schedule import ScheduleParams
 
 
@@ -24,17 +21,6 @@ def _refuse_no_clipping(value: object) -> object:
     if value in (None, 0, math.inf, "inf"):  # as other trainers have it
         raise ValueError("no clipping is written as a limit that no gradient reaches: 1.0e+9")
     return value
-
-
-def _gone(former: str, instead: str) -> BeforeValidator:
-    """Name what to use in the place of a value that there was."""
-
-    def check(value: object) -> object:
-        if value == former:
-            raise ValueError(f"there is no such value any more: use {instead}")
-        return value
-
-    return BeforeValidator(check)
 
 
 Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -45,12 +31,10 @@ RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$", coerce_numbers_to_str=Tr
 
 
 @dataclass(frozen=True)
-class TrainParams(ScheduleParams):
+class TrainParams(ScheduleParams, BuildParams):
     """The leaves of `params.yaml` that decide what is learned."""
 
     experiment_name: ExperimentName
-    seed: Annotated[int, Field(ge=0, lt=2**32)]
-    """Fixes the order of the rows, random weights and dropout. Times the number of ranks, 64 bits hold it."""
     initial_weights: Literal["auto", "pretrained", "random"]
     """Where the weights come from; the model manifest lists the files, or none for random weights."""
     batch_size: PositiveInt
@@ -83,25 +67,12 @@ class TrainParams(ScheduleParams):
     """Added to the root of the second moment."""
     max_grad_norm: Norm
     """Gradients are scaled down to this L2 norm over all parameters."""
-    precision: Literal["bf16", "fp16", "fp32", "fp8"]
-    """Of forward and backward pass. The weights that the optimizer updates are fp32. fp16: the loss is scaled | fp8:
-    bf16, and 8 bits in the matrix products of the layers (from torchao; GPUs of Ada, Hopper and newer)."""
     tf32: bool
     """Whether GPUs multiply fp32 matrices in TF32, with 10 instead of 23 bits after the point."""
     deterministic: bool
     """Whether GPUs give the same bits in every run, by slower algorithms. CPUs always do."""
-    activation_checkpointing: Annotated[Literal["none", "full", "selective_op"], _gone("selective", "selective_op")]
-    """full: keep only the inputs of each layer and recompute the rest in the backward pass | selective_op: also keep
-    the results of attention and of every second matrix product."""
     document_mask: bool
     """Whether tokens attend within their own document only."""
-    attention: Annotated[Attention, _gone("flash_attention_2", "varlen, the same kernel in torch, or auto")]
-    """The attention function; each of them gives the same results up to rounding, or is refused for the model."""
-    loss: Literal["auto", "fused", "plain"]
-    """fused: the LM head computes it, some tokens at a time | plain: from the logits of all tokens | auto:
-    fused where that gives the same loss."""
-    compile: bool
-    """Whether torch.compile compiles the layers, each by itself."""
     eval_freq: PositiveInt
     """Optimizer steps between two validations; there is one before the first step and one after the last."""
     eval_batch_size: PositiveInt | None
@@ -110,8 +81,6 @@ class TrainParams(ScheduleParams):
     """Held-out rows that a validation measures, spread evenly over all of them and always the same; null for all."""
     history_freq: PositiveInt
     """Optimizer steps between two rows of history.tsv."""
-    fsdp: FsdpParams
-    """How the model is sharded over the ranks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,18 +107,6 @@ class TrainParams(ScheduleParams):
     def rows_per_validation_pass(self) -> int:
         """Rows per device and forward pass of a validation."""
         return self.eval_batch_size or self.batch_size
-
-    def check_compile(self, model: ModelManifest) -> None:
-        """Check that `compile` can be used with the model.
-
-        Raises:
-            StageError: torch cannot compile how transformers collects the router logits.
-        """
-        if self.compile and model.router_loss_coef:
-            raise StageError(
-                f"compile true is not possible with the router loss of {model.architecture}: use compile false, or set "
-                f"output_router_logits to false in a copy of the model's {CONFIG}"
-            )
 
     def check_export_from(self, num_validation_rows: int) -> None:
         """Check that there are rows by which `export_from` can choose.

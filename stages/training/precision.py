@@ -1,32 +1,15 @@
-"""How exactly the training computes: dtypes, TF32, float8, sums in a fixed order, and the loss scale of fp16.
+"""How exactly the training computes: TF32, float8, sums in a fixed order, and the loss scale of fp16.
 
 The weights that the optimizer updates, and the gradients summed over the ranks, are fp32 in any case.
 """
 
 import torch
-from torch import nn
 from torch.amp import GradScaler
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from stages.base.errors import StageError
-from stages.model.dtypes import PRECISIONS
 from stages.training.params import TrainParams
 
 _GROWTH_TRACKER = "_growth_tracker"  # in the state dict of a GradScaler
-
-
-def mixed_precision_policy(precision: str) -> MixedPrecisionPolicy:
-    """What FSDP2 casts gathered weights and the inputs of the model to."""
-    if precision == "fp32":
-        return MixedPrecisionPolicy()
-    # By default FSDP2 reduces in `param_dtype`: a sum over many ranks in bf16 would lose the small gradients.
-    return MixedPrecisionPolicy(param_dtype=compute_dtype(precision), reduce_dtype=torch.float32)
-
-
-def compute_dtype(precision: str) -> torch.dtype:
-    """What the layers compute in: with fp8 bf16, except for matrix products."""
-    dtype: torch.dtype = getattr(torch, PRECISIONS["bf16" if precision == "fp8" else precision])
-    return dtype
 
 
 def check_precision(params: TrainParams, seq_length: int) -> None:
@@ -75,36 +58,6 @@ def use_deterministic_algorithms() -> None:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     # It would fill all new memory with NaN, to show reads of what nobody has written: a pass over each tensor.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def convert_linears(layers: list[nn.Module]) -> None:
-    """Have the linear layers inside `layers` compute in float8, with torchao. Modules and parameters keep their names.
-
-    Inputs, weights and gradients are cast with one scale per tensor, computed from its largest value each time (dynamic
-    tensorwise scaling). torchao can also gather the weights in float8 (`enable_fsdp_float8_all_gather`); then the
-    parameters, and so the checkpoints, would contain a class of torchao, which nothing else could load.
-
-    The head is not in a layer, so it is not converted: its error would reach the loss directly.
-
-    Raises:
-        StageError: there is no linear layer that can compute in float8.
-    """
-    from torchao.float8 import convert_to_float8_training  # slow to import, and an extra
-
-    converted = []
-
-    def is_suitable(module: nn.Module, name: str) -> bool:
-        # The GPU multiplies float8 matrices only where both dims are multiples of 16.
-        suitable = isinstance(module, nn.Linear) and module.in_features % 16 == module.out_features % 16 == 0
-        converted.extend([name] * suitable)
-        return suitable
-
-    for layer in layers:
-        convert_to_float8_training(layer, module_filter_fn=is_suitable)
-    if not converted:
-        raise StageError(
-            "precision fp8: no layer of the model has linear modules whose sizes are multiples of 16: use bf16"
-        )
 
 
 def make_grad_scaler(precision: str, device: torch.device) -> GradScaler:

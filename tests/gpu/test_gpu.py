@@ -77,7 +77,7 @@ from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS
 from stages.forward.batch import make_batch
 from stages.forward.loss import loss_sum
 from stages.forward.transfer import to_device
-from stages.training.activation_checkpointing import checkpoint_activations
+from stages.building.activation_checkpointing import checkpoint_activations
 sizes = dict(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=512,
              num_hidden_layers=2, vocab_size=512, sliding_window=100, pad_token_id=None)
 def gradient(attention, kind, compiles):

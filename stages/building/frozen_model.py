@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from transformers import GenerationConfig, PreTrainedModel
 
-from stages.forward import units
+from stages.building.sharding import find_units
+from stages.building.weights import read_weights, rebuild_buffers
 from stages.forward.loss import fuse
-from stages.forward.sharded_weights import read_weights, rebuild_buffers
 from stages.model import headers, meta
 from stages.model.files import GENERATION_CONFIG
 
@@ -37,9 +37,7 @@ def load(
     if loss == "fused":
         fuse(model)  # before it is sharded, which gives modules other classes
     model.requires_grad_(False).eval()
-    layers = units.modules_to_wrap(model, layer_classes)
-    embeddings = [module for modules in units.untied_embeddings(model) for module in modules]
-    for module in [*layers, *embeddings, model]:  # modules inside others first, as fully_shard requires
+    for module in find_units(model, layer_classes):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
     model.to_empty(device=mesh.device_type)
     rebuild_buffers(model, reference, seed=0)

@@ -1,16 +1,18 @@
-"""The `fsdp` section of params.yaml: names of FSDP1, which people know, and what FSDP2 makes of them.
+"""The parameters of how the model is built. Its section `fsdp` has the names of FSDP1, which people know.
 
-No torch here: the launcher and `plan` read these parameters before torch is imported. stages/training/sharding.py turns
-them into calls of `fully_shard`.
+No torch here: the launcher and `plan` read these parameters before torch is imported. sharding.py turns `fsdp` into
+calls of FSDP2.
 """
 
 import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, PositiveInt
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 
 from stages.base.errors import StageError
+from stages.forward.attention_names import Attention
+from stages.model.files import CONFIG
 from stages.model.manifest import ModelManifest
 
 
@@ -23,6 +25,17 @@ def _refuse(value: Any, reason: str) -> AfterValidator:
         return given
 
     return AfterValidator(check)
+
+
+def _gone(former: str, instead: str) -> BeforeValidator:
+    """Name what to use in the place of a value that there was."""
+
+    def check(value: object) -> object:
+        if value == former:
+            raise ValueError(f"there is no such value any more: use {instead}")
+        return value
+
+    return BeforeValidator(check)
 
 
 _DEFAULTS = {
@@ -170,3 +183,38 @@ class FsdpParams:
             divisors = ", ".join(str(number) for number in range(1, world_size + 1) if world_size % number == 0)
             raise StageError(f"fsdp.size {size} does not divide the {world_size} ranks: use one of {divisors}")
         return world_size // size, size
+
+
+@dataclass(frozen=True)
+class BuildParams:
+    """What decides how the model is built, and how it computes."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**32)]
+    """Fixes the order of the rows, random weights and dropout. Times the number of ranks, 64 bits hold it."""
+    precision: Literal["bf16", "fp16", "fp32", "fp8"]
+    """Of forward and backward pass. The weights that the optimizer updates are fp32. fp16: the loss is scaled | fp8:
+    bf16, and 8 bits in the matrix products of the layers (from torchao; GPUs of Ada, Hopper and newer)."""
+    activation_checkpointing: Annotated[Literal["none", "full", "selective_op"], _gone("selective", "selective_op")]
+    """full: keep only the inputs of each layer and recompute the rest in the backward pass | selective_op: also keep
+    the results of attention and of every second matrix product."""
+    attention: Annotated[Attention, _gone("flash_attention_2", "varlen, the same kernel in torch, or auto")]
+    """The attention function; each of them gives the same results up to rounding, or is refused for the model."""
+    loss: Literal["auto", "fused", "plain"]
+    """fused: the LM head computes it, some tokens at a time | plain: from the logits of all tokens | auto:
+    fused where that gives the same loss."""
+    compile: bool
+    """Whether torch.compile compiles the layers, each by itself."""
+    fsdp: FsdpParams
+    """How the model is sharded over the ranks."""
+
+    def check_compile(self, model: ModelManifest) -> None:
+        """Check that `compile` can be used with the model.
+
+        Raises:
+            StageError: torch cannot compile how transformers collects the router logits.
+        """
+        if self.compile and model.router_loss_coef:
+            raise StageError(
+                f"compile true is not possible with the router loss of {model.architecture}: use compile false, or set "
+                f"output_router_logits to false in a copy of the model's {CONFIG}"
+            )
