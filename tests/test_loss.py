@@ -20,8 +20,7 @@ from stages.base.errors import StageError
 from stages.building import sharded_model, sharding
 from stages.forward import loss as loss_module
 from stages.forward.batch import make_batch
-from stages.forward.loss import fuse, logits, loss_sum, losses, obstacle_to_fuse, summed_loss
-from stages.forward.loss_probe import LossChoice, choose_loss
+from stages.forward.loss import LossChoice, choose_loss, fuse, logits, loss_sum, losses, obstacle_to_fuse, summed_loss
 from stages.forward.small_copy import rounding, small_config
 from stages.training.params import TrainParams
 from tests.models import CONFIGS, full_value, manifest_of

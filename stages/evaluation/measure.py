@@ -41,8 +41,7 @@ from stages.forward.attention_choice import choose_attention
 from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
 from stages.forward.batch import read_batch
 from stages.forward.distributed import all_reduce_sum, is_rank0, run_on_all_ranks, run_on_rank0
-from stages.forward.loss import fuse, losses
-from stages.forward.loss_probe import choose_loss
+from stages.forward.loss import choose_loss, fuse, losses
 from stages.forward.padded import extended, padded_batches
 from stages.forward.rope import fix_tables
 from stages.forward.rows import TokenRows

@@ -13,7 +13,8 @@ may be infinite in fp16.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from stages.base.errors import StageError, one_line
 from stages.forward.transfer import Readback, read_late
+from stages.model import meta
 
 _CPU_LOGITS, _GPU_LOGITS, _LARGE_GPU_LOGITS = 2**23, 2**27, 2**29
 """How many there are at a time: 32 MiB in fp32 on CPUs, 512 on GPUs, whose products should be large, and 2 GiB on large
@@ -102,6 +104,33 @@ def fuse(model: nn.Module, compiles: bool = False) -> None:
     head = _head(model)
     head.__class__ = LossHead
     head.compiles = compiles
+
+
+class LossChoice(NamedTuple):
+    """How the loss is computed."""
+
+    name: Literal["fused", "plain"]
+    reason: str | None
+    """Why not fused, where `auto` would have preferred that."""
+
+
+def choose_loss(loss: Literal["auto", "fused", "plain"], directory: Path) -> LossChoice:
+    """Decide how the loss is computed.
+
+    Args:
+        loss: As in params.yaml.
+        directory: Of the model.
+
+    Raises:
+        StageError: `loss` is fused, which the model does not allow.
+    """
+    if loss == "plain":
+        return LossChoice("plain", None)
+    model = meta.build(directory, dtype=torch.bfloat16)  # torch knows the shapes of grouped products in bf16 alone
+    reason = obstacle_to_fuse(model)
+    if loss == "fused" and reason:
+        raise StageError(f"loss fused is not possible with {type(model).__name__}: {reason}; use loss auto or plain")
+    return LossChoice("plain" if reason else "fused", reason)
 
 
 def obstacle_to_fuse(model: nn.Module) -> str | None:

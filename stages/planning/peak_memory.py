@@ -31,8 +31,7 @@ from stages.building import sharded_model
 from stages.forward.attention_choice import choose_attention
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import make_batch
-from stages.forward.loss import assumed_device, loss_sum
-from stages.forward.loss_probe import choose_loss
+from stages.forward.loss import assumed_device, choose_loss, loss_sum
 from stages.forward.rows import TokenRows
 from stages.model.manifest import ModelManifest
 from stages.planning.memory_plan import KINDS, PeakMemory, Table, batch_sizes

@@ -94,7 +94,7 @@ class BatchLoader:
 
     def step_indices(self, step: int) -> NDArray[np.int64]:
         """The indices of the rows of a step: (grad_accum_steps, batch_size) int64."""
-        indices = self._step_rows(step)
+        indices = self.order.step(step)
         return indices.reshape(-1, dist.get_world_size(), self._params.batch_size)[:, dist.get_rank()]
 
     def validation_batches(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -137,7 +137,7 @@ class BatchLoader:
         """What padded documents cost on a number of ranks, in the first steps."""
         num_tokens, shapes = 0, []
         for step in range(1 + min(20, _SAMPLE // (self._params.total_batch_size * self._rows.seq_length))):
-            batch = self._batch(self._step_rows(step))
+            batch = self._batch(self.order.step(step))
             num_tokens += count_tokens(batch)
             padded = self._padded(batch, self._params.batch_size, num_ranks, None)
             shapes += [made["input_ids"].shape for made in padded]
@@ -146,14 +146,10 @@ class BatchLoader:
 
     def _make(self, step: int) -> StepBatches:
         if self._params.attention == "padded":
-            batches = self._own_padded(self._step_rows(step), self._params.batch_size)
+            batches = self._own_padded(self.order.step(step), self._params.batch_size)
         else:
             batches = [self._batch(indices) for indices in self.step_indices(step)]
         return StepBatches([pinned(batch) for batch in batches], sum(map(count_labels, batches)))
-
-    def _step_rows(self, step: int) -> NDArray[np.int64]:
-        """The rows of a step, on all ranks: (total_batch_size,)."""
-        return self.order.step(step)
 
     def _batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         lengths = self._params.attention in NEED_LENGTHS

@@ -23,7 +23,7 @@ from stages.building.sharding import compute_dtype
 from stages.forward.attention import activate_kernels
 from stages.forward.attention_choice import choose_attention
 from stages.forward.distributed import all_reduce_sum, device_type, run_on_rank0
-from stages.forward.loss_probe import choose_loss
+from stages.forward.loss import choose_loss
 from stages.forward.rope import fix_tables
 from stages.forward.rows import TokenRows
 from stages.model.manifest import ModelManifest
