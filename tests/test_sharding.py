@@ -34,7 +34,7 @@ from stages.base.params_file import load_params
 from stages.building import sharded_model, sharding, weights
 from stages.building.params import FSDP_PRESETS, FsdpParams
 from stages.checkpointing import saver
-from stages.checkpointing.state import ScalerState
+from stages.checkpointing.state import ScalerState, TrainState
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import count_labels, make_batch
 from stages.forward.distributed import all_reduce_sum
@@ -120,7 +120,8 @@ class Training:
         self.saver.wait()
 
     def load(self, directory: Path) -> None:
-        state = saver.load(directory, self.model, self.optimizer)
+        saver.load(directory, self.model, self.optimizer)
+        state = TrainState.of(directory)
         self.step = state.step
         load_scaler_state(self.scaler, state.loss_scaler.scale, state.loss_scaler.good_steps)
 

@@ -24,7 +24,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 
 from stages.base import publish
@@ -299,18 +298,13 @@ class Saver:
             raise _save_error(directory, error) from None
 
 
-def load(
-    directory: Path, model: nn.Module, optimizer: Optimizer, goes_on: Callable[[], None] = lambda: None
-) -> TrainState:
-    """Fill model and optimizer from a verified checkpoint, and return its state.
+def load(directory: Path, model: nn.Module, optimizer: Optimizer, goes_on: Callable[[], None] = lambda: None) -> None:
+    """Fill model and optimizer, whose state is allocated, from a verified checkpoint.
 
     The number of ranks may differ from the one that saved it. `goes_on` is called as bytes are read.
     """
-    optimizer_state = get_optimizer_state_dict(model, optimizer)
-    tensors = {MODEL: _model_state(model), OPTIMIZER: optimizer_state["state"]}
+    tensors = {MODEL: _model_state(model), OPTIMIZER: _optimizer_state(model, optimizer)}
     run_on_all_ranks(lambda: _read_tensors(directory, tensors, goes_on))
-    set_optimizer_state_dict(model, optimizer, optimizer_state)
-    return TrainState.of(directory)
 
 
 def _read_tensors(checkpoint: Path, tensors: dict[str, Any], goes_on: Callable[[], None]) -> None:
@@ -336,7 +330,7 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The state of each parameter by its name, as `get_optimizer_state_dict` returns it, but in a tenth of the time.
+    """The state of each parameter by its name, in the tensors of the optimizer themselves.
 
     Without the parameter groups, which the parameters of the run decide.
     """

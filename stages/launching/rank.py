@@ -272,7 +272,8 @@ class Rank:
         """Continue from a checkpoint."""
         trainer = self.trainer
         self.heartbeat.note(f"reading {path.name}")
-        state = saver.load(path, trainer.model, trainer.optimizer, self.heartbeat.goes_on)
+        saver.load(path, trainer.model, trainer.optimizer, self.heartbeat.goes_on)
+        state = TrainState.of(path)
         manifest = CheckpointManifest.read(path)
         load_scaler_state(trainer.scaler, state.loss_scaler.scale, state.loss_scaler.good_steps)
         trainer.step, trainer.validation_loss, self.adopted = state.step, manifest.validation_loss, manifest.adopted
