@@ -115,7 +115,7 @@ def test_a_line_fits_a_terminal_and_has_the_remaining_time(
     console = Console(0, step, run.total_steps)
     logger = MetricsLogger(run, 1, console, Recorder(), timers, None, History(), table)
     monkeypatch.setattr(timers, "read", lambda: {"forward": 1.5, "other": 0.5})
-    logger.log(step + 1, StepResult(loss=10.4321, grad_norm=12.345), None, is_validated=False)
+    logger.log(step + 1, StepResult(loss=10.4321, grad_norm=12.345))
     line = capsys.readouterr().out.rstrip("\n")
     assert re.fullmatch(
         r"\d\d-\d\d \d\d:\d\d:\d\d step 118001/218000  loss 10\.4321  lr \d\.\d\de-\d\d  grad norm 12\.35  "
@@ -137,7 +137,7 @@ def test_slow_steps_print_a_line_every_30_s(
     logger = MetricsLogger(run, 10, console, Recorder(), Timers(lambda _: None), None, History(), table)
     for step in range(1, 7):
         clock[0] += 22
-        logger.log(step, StepResult(loss=1.0, grad_norm=1.0), None, is_validated=False)
+        logger.log(step, StepResult(loss=1.0, grad_norm=1.0))
     assert re.findall(r" step (\d+)/", capsys.readouterr().out) == ["2", "4", "6"]
     assert [row.split("\t")[0] for row in table.text().splitlines()] == ["step", "2", "4", "6"]
 
@@ -178,7 +178,7 @@ def launch(params: TrainParams, step: int, save_at: int | None = None, speed: st
         with timers.phase("forward"):
             time.sleep(0.01)
         time.sleep(0.01)  # a collective operation, logging
-        logger.log(number, StepResult(loss=1.0, grad_norm=1.0), None, is_validated=False)
+        logger.log(number, StepResult(loss=1.0, grad_norm=1.0))
         if number == save_at:
             logger.time_steps(number)
     return recorder.values, table

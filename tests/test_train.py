@@ -32,7 +32,8 @@ from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import Marks, count_labels, make_batch
 from stages.forward.loss import loss_sum
 from stages.forward.rows import TokenRows
-from stages.launching.rank import Rank
+from stages.launching.hooks import RankHooks
+from stages.launching.rank import start
 from stages.launching.runtime import Launch, TrainRuntime
 from stages.ranks.watchdog import Heartbeat
 from stages.training import loop, step
@@ -228,11 +229,12 @@ class Signal:
         """As of `StopSignal`."""
 
 
-def make_rank(mesh: DeviceMesh, max_unread: int) -> Rank:
+def make_rank(mesh: DeviceMesh, max_unread: int) -> RankHooks:
     """A training in this process, whose numbers are read as late as on a GPU if `max_unread` is 1."""
     described = run.describe(load_params(TrainParams))
     runtime, chosen = load_params(TrainRuntime, "runtime"), decision.begin(described, "auto")
-    one = Rank(described, runtime, chosen, mesh, Signal(), Heartbeat(), lambda: None)  # type: ignore[arg-type]
+    signal: Any = Signal()
+    one = start(described, runtime, chosen.checkpoints, mesh, signal, Heartbeat(), lambda: None)
     one.trainer.max_unread = max_unread
     return one
 
@@ -287,9 +289,9 @@ def test_16_a_signal_during_the_validation_before_the_first_step_ends_a_rank(
 ) -> None:
     monkeypatch.chdir(training.path)
     one, measured = make_rank(mesh, max_unread=0), []
-    monkeypatch.setattr(Signal, "training_starts", lambda self: measured.append(one.trainer.validation_loss))
+    monkeypatch.setattr(Signal, "training_starts", lambda self: measured.append(one.trainer.validation))
     assert one.train()
-    assert measured and measured[0]  # from then on, signals are remembered
+    assert measured and measured[0] and measured[0].loss  # from then on, signals are remembered
 
 
 def test_the_validation_loss_does_not_depend_on_the_rows_of_a_forward_pass(
@@ -303,7 +305,7 @@ def test_the_validation_loss_does_not_depend_on_the_rows_of_a_forward_pass(
         one = make_rank(mesh, max_unread=0)
         one.trainer.validate(one)
         assert one.trainer.validation_loader.num_validation_batches == math.ceil(14 / (size or 2))
-        losses[size] = one.trainer.validation_loss
+        losses[size] = one.trainer.validation.loss
     assert losses == pytest.approx(dict.fromkeys(losses, losses[None]), rel=1e-6)
 
 

@@ -6,18 +6,16 @@ speed.tsv      every `log_freq` steps, 30 s where they are slow, and at each sav
 """
 
 import math
-from collections.abc import Mapping
 from time import monotonic
-from types import MappingProxyType
 
-from stages.base.history import History, Table, of_source
+from stages.base.history import History, Row, Table, of_source
 from stages.checkpointing.run import Run
 from stages.launching import flops
 from stages.launching.console import SILENT_SECONDS, Console
 from stages.launching.timers import PHASES, Timers, memory_gib, reset_peak_memory
 from stages.launching.trackers import Tracker
 from stages.training.schedule import learning_rate
-from stages.training.step import StepResult
+from stages.training.step import StepResult, Validation
 
 SPEED_COLUMNS = (
     *("step", "seconds", "tokens_per_second", "mfu", "memory_gib", "memory_peak_gib"),
@@ -39,34 +37,37 @@ class MetricsLogger:
         self._tracker, self._timers, self._flops_per_token = tracker, timers, flops_per_token
         self._tokens_per_step = run.params.total_batch_size * run.seq_length
         self._seconds_before = speed.last("seconds") or 0.0  # of the earlier launches
-        self._num_steps, self._timed_steps = 0, 0  # of this launch
-        self._timed_seconds: dict[str, float] = {}
+        self._seconds, self._timed_steps, self._untimed_steps = 0.0, 0, 0  # of this launch
         self._printed_at = monotonic()
 
-    def log(
-        self, step: int, result: StepResult, validation_loss: float | None, is_validated: bool,
-        source_losses: Mapping[str, float | None] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
+    def log(self, step: int, result: StepResult, validation: Validation | None = None) -> None:
         """Report step `step` (0: nothing was trained yet), and the validation after it if there was one."""
         is_last = step == self._run.total_steps
         # Of the update just done: steps are counted from 1 here, and from 0 in the schedule.
-        lr = learning_rate(self._params, self._run.total_steps, max(0, step - 1))
-        if step % self._params.history_freq == 0 or validation_loss is not None or is_last:
+        lr = learning_rate(self._params, self._run.total_steps, step - 1) if step else None
+        if validation and validation.loss is not None:
+            of_sources = [f"  {name} {_nan_if_none(loss):.4f}" for name, loss in validation.of_sources.items()]
+            self.console.line(
+                f"step {step}: validation loss {validation.loss:.4f} ({validation.num_rows:,} rows)"
+                + "".join(of_sources)
+            )
+        if step % self._params.history_freq == 0 or (validation and validation.loss is not None) or is_last:
             # Unrounded and without times: a resumed run must give the same file, byte for byte.
-            row: dict[str, float | None] = {
+            row: Row = {
                 "epoch": step * self._params.total_batch_size / self._run.num_rows,
                 "tokens": step * self._tokens_per_step,
                 "loss": result.loss,
-                "lr": lr if step else None,
+                "lr": lr,
                 "grad_norm": result.grad_norm,
-                "validation_loss": validation_loss,
-                **{of_source(name): loss for name, loss in source_losses.items() if is_validated},
             }
+            if validation:
+                row["validation_loss"] = validation.loss
+                row |= {of_source(name): loss for name, loss in validation.of_sources.items()}
             self.history.add(step=step, **row)
             self._tracker.log(step, row)
-        if step == 0:
+        if lr is None:
             return
-        self._num_steps += 1
+        self._untimed_steps += 1
         self.skipped_steps += result.grad_norm is None
         self.console.advance()
         # Ten slow steps take minutes, in which a person would think that the training hangs.
@@ -74,46 +75,50 @@ class MetricsLogger:
             self._printed_at = monotonic()
             self._print(step, result, lr, self.time_steps(step))
 
-    def time_steps(self, step: int) -> dict[str, float | None]:
+    def time_steps(self, step: int) -> Row:
         """Add a row of speed.tsv about the steps since the row before, if there are any; returns it.
 
         Tokens per second, MFU, memory of rank 0 in GiB at the end and at its peak, and milliseconds per step of each
         phase. `seconds` is the training time of the whole run so far.
         """
-        steps = self._num_steps - self._timed_steps
+        steps, self._untimed_steps = self._untimed_steps, 0
         if not steps:
             return {}
-        read = self._timers.read()
-        seconds = {name: value - self._timed_seconds.get(name, 0.0) for name, value in read.items()}
-        self._timed_steps, self._timed_seconds = self._num_steps, read
-        rate = steps * self._tokens_per_step / sum(seconds.values())
+        phases = self._timers.read()
+        passed = sum(phases.values())
+        self._seconds, self._timed_steps = self._seconds + passed, self._timed_steps + steps
+        rate = steps * self._tokens_per_step / passed
         now, peak = memory_gib()
         reset_peak_memory()  # each row has its own peak: that of loading would hide all later ones
-        row = {
-            "seconds": self._seconds_before + sum(read.values()),
+        row: Row = {
+            "seconds": self._seconds_before + self._seconds,
             "tokens_per_second": rate,
             "mfu": flops.utilization(rate, self._flops_per_token, self._params.precision),
             "memory_gib": now,
             "memory_peak_gib": peak,
-            **{f"{name}_ms": 1000 * value / steps for name, value in seconds.items()},
+            **{f"{name}_ms": 1000 * value / steps for name, value in phases.items()},
         }
         self.speed.add(step=step, **{name: value and round(value, 4) for name, value in row.items()})
         self._tracker.log(step, row)
         return row
 
-    def _print(self, step: int, result: StepResult, lr: float, speed: dict[str, float | None]) -> None:
+    def _print(self, step: int, result: StepResult, lr: float, speed: Row) -> None:
         """The line of some steps: in one of a terminal, so memory and phases are in speed.tsv alone."""
-        loss, grad_norm = (math.nan if value is None else value for value in result)
         mfu = speed["mfu"]
         # Of this launch with its validations and saves; the first steps of one, which compile, count less and less.
-        left = (self._run.total_steps - step) * sum(self._timed_seconds.values()) / self._num_steps
+        left = (self._run.total_steps - step) * self._seconds / self._timed_steps
         self.console.line(
-            f"step {step}/{self._run.total_steps}  loss {loss:.4f}  lr {lr:.2e}  grad norm {grad_norm:.2f}  "
-            f"{speed['tokens_per_second']:,.0f} tokens/s"
+            f"step {step}/{self._run.total_steps}  loss {_nan_if_none(result.loss):.4f}  lr {lr:.2e}  "
+            f"grad norm {_nan_if_none(result.grad_norm):.2f}  {speed['tokens_per_second']:,.0f} tokens/s"
             + ("" if mfu is None else f"  MFU {mfu:.0%}")
             + (f"  {self.skipped_steps} steps skipped" if self.skipped_steps else "")
             + (f"  ETA {clock(left)}" if left else "")
         )
+
+
+def _nan_if_none(value: float | None) -> float:
+    """To print it."""
+    return math.nan if value is None else value
 
 
 def clock(seconds: float) -> str:

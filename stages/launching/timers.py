@@ -12,13 +12,11 @@ PHASES = ("data", "forward", "backward", "update", "validation", "saving")
 
 
 class Timers:
-    """Seconds since the start, by phase. On a GPU the times are those of its work, not of queueing it."""
+    """Seconds by phase. On a GPU the times are those of its work, not of queueing it."""
 
     def __init__(self, on_phase: Callable[[str], None]) -> None:
         self._on_phase = on_phase
         self._start = time.perf_counter()
-        self.counts = dict.fromkeys(PHASES, 0)
-        """How often each phase has started."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
         self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -26,7 +24,6 @@ class Timers:
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of the block to phase `name`; `on_phase` is called as it starts. Phases do not overlap."""
         self._on_phase(name)
-        self.counts[name] += 1
         if torch.cuda.is_available():
             # Events are read when the times are reported: reading a clock here would have to wait for the GPU.
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -40,15 +37,16 @@ class Timers:
             self._seconds[name] += time.perf_counter() - start_time
 
     def read(self) -> dict[str, float]:
-        """The seconds of each phase since the start. With `other`, the sum is the time that has passed by the clock.
+        """The seconds of each phase since it was read before. With `other`, the sum is the time that has passed.
 
         What a GPU has not finished counts at the next read: it is not waited for.
         """
         while self._events and self._events[0][2].query():
             name, start, end = self._events.popleft()
             self._seconds[name] += start.elapsed_time(end) / 1000
-        passed = time.perf_counter() - self._start
-        return {**self._seconds, "other": passed - sum(self._seconds.values())}
+        seconds, self._seconds = self._seconds, dict.fromkeys(PHASES, 0.0)
+        begun, self._start = self._start, time.perf_counter()
+        return {**seconds, "other": self._start - begun - sum(seconds.values())}
 
 
 def memory_gib() -> tuple[float, float]:

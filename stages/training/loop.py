@@ -1,7 +1,7 @@
 """The loop of the training: one rank of it, from the model to the last step.
 
 All that decides the weights is here, or is called from here. What a training does beside that (find a checkpoint, save,
-report, stop) comes from outside, as `Hooks`: stages/launching/rank.py.
+report, stop) comes from outside, as `Hooks`: stages/launching/hooks.py.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from stages.training.optimizer import make_optimizer, set_lr
 from stages.training.params import TrainParams
 from stages.training.precision import make_grad_scaler
 from stages.training.schedule import learning_rate
-from stages.training.step import StepResult, UnreadStep, train_step, validation_losses
+from stages.training.step import StepResult, UnreadStep, Validation, train_step, validate
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Hooks(Protocol):
     def wishes(self) -> tuple[bool, bool]:
         """Whether this rank wants to stop, and to save, before the next step. All do what one of them wants."""
 
-    def report(self, step: int, result: StepResult, is_validated: bool) -> None:
+    def report(self, step: int, result: StepResult, validation: Validation | None) -> None:
         """What a step has measured, and the validation after it; step 0: before the training."""
 
     def save(self) -> None:
@@ -110,10 +110,8 @@ class Trainer:
 
         self.step = 0
         """Steps done."""
-        self.validation_loss: float | None = None
-        """Of this very step, if it was validated."""
-        self.source_losses: dict[str, float | None] = {}
-        """Of the last validation, by source; nothing if there are no sources."""
+        self.validation: Validation | None = None
+        """Of this very step."""
         self._unread: deque[UnreadStep] = deque()
         """The newest steps, whose numbers are not read yet."""
         # On a GPU the numbers of a step are read when the next one is queued: the GPU always has something to do.
@@ -192,7 +190,7 @@ class Trainer:
                 self.model, self.optimizer, self.scaler, batches, num_labels, self.params, self._hooks.phase
             )
         self.step += 1
-        self.validation_loss = None
+        self.validation = None
         self._unread.append(UnreadStep(self.step, num_labels, numbers))
 
     def _must_validate(self, step: int) -> bool:
@@ -201,23 +199,21 @@ class Trainer:
 
     def _report(self, step: int, result: StepResult) -> None:
         """Report a step, and the validation after it, which is made here where it is due."""
-        is_validated = self._must_validate(step)
-        if is_validated:
+        if self._must_validate(step):
             assert step == self.step, "`catch_up` reports it before the next step"
             self.validate(self._hooks)
-        self._hooks.report(step, result, is_validated)
+        self._hooks.report(step, result, self.validation if step == self.step else None)
 
     def validate(self, hooks: Hooks) -> None:
         """Measure the loss on the validation rows; a collective."""
         loader = self.validation_loader
         with hooks.phase("validation"):
-            self.validation_loss, of_source = validation_losses(
+            self.validation = validate(
                 self.model,
                 hooks.progress(loader.validation_batches(), loader.num_validation_batches),
-                loader.validation_rows,
+                {source: len(rows) for source, rows in loader.validation_rows.items()},
                 before_forward=lambda: hooks.note(f"validation after step {self.step}"),
             )
-            self.source_losses = {source: loss for source, loss in of_source.items() if source}
 
 
 def dropout_seed(seed: int, step: int, dp_rank: int) -> int:

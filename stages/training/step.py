@@ -1,7 +1,7 @@
 """One optimizer step, and one validation."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import NamedTuple
@@ -29,6 +29,16 @@ class StepResult(NamedTuple):
     """Mean loss of the step, in nats per token; also None where no token of the step has a label."""
     grad_norm: float | None
     """L2 norm of the gradient, before clipping."""
+
+
+class Validation(NamedTuple):
+    """What a validation has measured, in nats per token; None where there are no labels."""
+
+    loss: float | None
+    """Mean over all tokens, whatever shares the training gives the sources."""
+    of_sources: dict[str, float | None]
+    """None: the rows are of all files."""
+    num_rows: int
 
 
 class UnreadStep:
@@ -118,16 +128,20 @@ def train_step(
 
 
 @torch.no_grad()
-def validation_losses(
-    model: nn.Module, batches: Iterable[tuple[str, dict[str, Tensor]]], sources: Iterable[str],
+def validate(
+    model: nn.Module, batches: Iterable[tuple[str, dict[str, Tensor]]], num_rows: Mapping[str, int],
     before_forward: Callable[[], None],
-) -> tuple[float | None, dict[str, float | None]]:  # fmt: skip
-    """Mean loss over the validation batches of all ranks, in nats per token, and of those of each source.
+) -> Validation:  # fmt: skip
+    """Measure the validation batches of all ranks, each of one source; a collective.
 
-    None where there are no labels. The mean of all is one over tokens, whatever shares the training gives the sources.
+    Args:
+        model: That of the training.
+        batches: Of this rank, with the source of each.
+        num_rows: Of each source, on all ranks.
+        before_forward: Called before each forward pass.
     """
     model.eval()
-    sums = {source: [0.0, 0.0] for source in sources}  # nats and labels
+    sums = {source: [0.0, 0.0] for source in num_rows}  # nats and labels
     measured: list[str] = []
 
     def of_sources() -> Iterator[dict[str, Tensor]]:
@@ -146,8 +160,8 @@ def validation_losses(
             module.reshard()
     # Sums, not means: ranks have different numbers of labels, and some only repeated rows without any.
     summed = all_reduce_sum(*chain.from_iterable(sums.values()))
-    of_source = dict(zip(sums, zip(summed[::2], summed[1::2], strict=True), strict=True))
-    return _mean(sum(summed[::2]), sum(summed[1::2])), {source: _mean(*pair) for source, pair in of_source.items()}
+    of_source = {name: _mean(*pair) for name, *pair in zip(sums, summed[::2], summed[1::2], strict=True) if name}
+    return Validation(_mean(sum(summed[::2]), sum(summed[1::2])), of_source, sum(num_rows.values()))
 
 
 def _mean(nats: float, num_labels: float) -> float | None:
