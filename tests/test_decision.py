@@ -104,7 +104,6 @@ def test_what_a_launch_does(case: Case, params: TrainParams) -> None:
     own = make_run(params, **ours)
     found = Found(
         own=dict(reversed(checkpoints(own, *case.own).items())),
-        own_unsupported=[],
         is_finished=own.total_steps in case.own,
         others=checkpoints(other, *case.others),
         unsupported=[],
@@ -120,13 +119,13 @@ def test_what_a_launch_does(case: Case, params: TrainParams) -> None:
 
 def test_a_foreign_checkpoint_in_the_directory_of_a_run_is_refused(params: TrainParams) -> None:
     own, other = make_run(params), make_run(params, seed=7)
-    found = Found(checkpoints(other, 4), [], False, {}, [], False, False)
+    found = Found(checkpoints(other, 4), False, {}, [], False, False)
     with pytest.raises(StageError, match=r"belongs to another run; move it away\. It differs in\nparams.seed: 7 there"):
         decide(own, "auto", found)
 
 
 def test_checkpoints_of_another_version_are_named(params: TrainParams) -> None:
-    found = Found({}, [], False, {}, ["x has the format 1"], False, False)
+    found = Found({}, False, {}, ["x has the format 1"], False, False)
     assert decide(make_run(params), "auto", found).reason.endswith("; x has the format 1")
 
 
@@ -134,7 +133,7 @@ def test_after_a_restart_never_means_what_this_launch_has_saved(
     params: TrainParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, other = make_run(params, batch_size=4), make_run(params)
-    found = Found({}, [], False, checkpoints(other, 10), [], False, False)
+    found = Found({}, False, checkpoints(other, 10), [], False, False)
     runtime = replace(load_params(TrainRuntime, "runtime", REPO / "params.yaml"), resume="never")
     for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
@@ -153,7 +152,7 @@ def test_the_checkpoint_that_differs_in_the_least_is_explained(
 ) -> None:
     near, far = make_run(params, lr=0.5), make_run(params, lr=0.5, seed=7, train="t2")
     others = {**checkpoints(far, 10), **checkpoints(near, 4)}
-    found = Found({}, [], False, others, [], is_copy=False, has_router_loss=False)
+    found = Found({}, False, others, [], is_copy=False, has_router_loss=False)
     assert near.run_id in decide(make_run(params), "auto", found).reason
 
 
@@ -169,7 +168,7 @@ def test_what_cannot_be_extended_is_an_error_that_lists_what_can(params: TrainPa
     ):
         extending = make_run(params, num_epochs=2, lr=0.5, extend_from=named.run_id)
         with pytest.raises(StageError) as error:
-            decide(extending, "auto", Found({}, [], False, others, [], False, False))
+            decide(extending, "auto", Found({}, False, others, [], False, False))
         message = f"extend_from: run {named.run_id} cannot be extended:\n{reason}\n"
         assert str(error.value) == f"{message}runs that can be extended: {good.run_id}"
 

@@ -47,16 +47,14 @@ Resume = Literal["auto", "never", "own"]
 class Found:
     """What `find` has found on the disk, and what else a decision depends on."""
 
-    own: dict[Path, CheckpointManifest | None]
-    """The checkpoints of the run itself, newest first; None: the manifest is damaged."""
-    own_unsupported: list[str]
-    """What is said of those of the run itself that other versions of the pipeline wrote."""
+    own: dict[Path, CheckpointManifest | StageError]
+    """The checkpoints of the run itself, newest first, or why their manifest cannot be read."""
     is_finished: bool
     """Whether the last of them is there, and its files have the sizes that its manifest lists."""
     others: dict[Path, CheckpointManifest]
     """Those of other runs of the experiment that can be read, newest first in each run."""
     unsupported: list[str]
-    """The same of other runs."""
+    """What is said of those that other versions of the pipeline wrote."""
     is_copy: bool
     """Whether this is the copy that DVC makes of a project for `dvc exp run --temp` and queued experiments."""
     has_router_loss: bool
@@ -76,30 +74,23 @@ class Decision:
 
 def find(run: Run) -> Found:
     """Look for the checkpoints of the experiment of `run`. Reads no tensors: a finished run may have terabytes."""
-    own_unsupported: list[str] = []
-    unsupported: list[str] = []
 
-    def read(paths: list[Path], unsupported: list[str]) -> dict[Path, CheckpointManifest | None]:
-        found: dict[Path, CheckpointManifest | None] = {}
-        for path in paths:
+    def read(directory: Path) -> dict[Path, CheckpointManifest | StageError]:
+        found: dict[Path, CheckpointManifest | StageError] = {}
+        for path in list_checkpoints(directory):
             try:
                 found[path] = CheckpointManifest.read(path)
-            except UnsupportedFormat as error:
-                unsupported.append(str(error))
-            except StageError:
-                found[path] = None  # `layout.latest_valid` reports the damaged ones
+            except StageError as error:
+                found[path] = error  # `layout.latest_valid` reports the damaged ones
         return found
 
     directories = sorted(checkpoint_root(run.params.experiment_name).glob("*/"))
-    others = [
-        read(list_checkpoints(directory), unsupported) for directory in directories if directory.name != run.run_id
-    ]
+    others = [entry for each in directories if each.name != run.run_id for entry in read(each).items()]
     return Found(
-        own=read(list_checkpoints(run.directory), own_unsupported),
-        own_unsupported=own_unsupported,
+        own=read(run.directory),
         is_finished=_is_complete(run.directory / step_name(run.total_steps)),
-        others={path: manifest for found in others for path, manifest in found.items() if manifest is not None},
-        unsupported=unsupported,
+        others={path: manifest for path, manifest in others if isinstance(manifest, CheckpointManifest)},
+        unsupported=[str(error) for _, error in others if isinstance(error, UnsupportedFormat)],
         # Several copies train at the same time. If one adopted a checkpoint of another, its result would depend on
         # which of them was ahead, or was interrupted.
         is_copy=Path(os.environ.get("DVC_ROOT", ".")).resolve() != Path.cwd(),
@@ -140,11 +131,12 @@ def decide(run: Run, resume: Resume, found: Found) -> Decision:
         StageError: a checkpoint in the run's own directory belongs to another run, or another version of the pipeline
             wrote it, or the run that `extend_from` names cannot be extended.
     """
-    if resume != "never" and found.own_unsupported:
-        raise StageError(*found.own_unsupported, "runtime.resume=never deletes them and starts over")
+    unsupported = [str(error) for error in found.own.values() if isinstance(error, UnsupportedFormat)]
+    if resume != "never" and unsupported:
+        raise StageError(*unsupported, "runtime.resume=never deletes them and starts over")
     if resume != "never" and found.own:  # they exclude all others, even those with more steps
         for path, manifest in found.own.items():
-            if manifest is not None and manifest.identity != run.identity:
+            if isinstance(manifest, CheckpointManifest) and manifest.identity != run.identity:
                 lines = differences(manifest.identity, run.identity)
                 raise StageError(f"{path} belongs to another run; move it away. It differs in", *lines)
         newest = next(iter(found.own))
@@ -162,8 +154,8 @@ def decide(run: Run, resume: Resume, found: Found) -> Decision:
     if run.params.extend_from is not None:
         path = _last_to_extend(run, found)
         return Decision("extend", [path], f"extending {path} with another schedule")
-    if resume == "never" and (number := len(found.own) + len(found.own_unsupported)):
-        why = f"runtime.resume is never, so its {number} checkpoints are deleted"
+    if resume == "never" and found.own:
+        why = f"runtime.resume is never, so its {len(found.own)} checkpoints are deleted"
     elif not found.others:
         why = "there is no checkpoint to continue from"
     else:
