@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,12 +37,18 @@ def checkpoint_activations(model: PreTrainedModel, layers: list[Any], kind: str)
         hasattr(layer, "gradient_checkpointing") for layer in layers
     ):
         raise StageError(f"activation_checkpointing {kind}: {type(model).__name__} does not support it, use none")
-    options = {"context_fn": _contexts} if kind == "selective_op" else {}
     for layer in layers:
         # Not by transformers, some releases of which checkpoint the call of a layer: outside of what is compiled, so
         # torch would not see its operations, and outside of FSDP's hooks, which would run again with it.
+        layer.forward = _checkpointed(layer.forward, {"context_fn": _contexts} if kind == "selective_op" else {})
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
         # The reentrant variant gives no gradients where no input of a layer requires them.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+    return checkpointed
 
 
 def _contexts() -> Any:
