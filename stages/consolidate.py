@@ -4,14 +4,17 @@ Reads     outputs/<experiment_name>/run.json, the checkpoint it points to, data/
           data/license.json and the files that they list; for the lineage data/splits/summary.json, data/extract.json
           and data/pack.json
 Writes    outputs/<experiment_name>/model/: config, tokenizer, generation config, safetensors (with an index if there
-          are several), README.md (the model card), the license of the initial model, lineage.json
+          are several), README.md (the model card), the license of the initial model, lineage.json;
+          outputs/<experiment_name>/adapter/: with `lora_r`, the adapters as PEFT stores them; else empty
 Command   python -m stages.consolidate
 
 Every tensor is compared with the checkpoint's manifest and with the model that config.json describes, and the directory
-appears only when all files are written. Weights are stored as `save_pretrained` stores them, tied ones once and experts
-one by one, in the dtype of the initial model or in `export_dtype`, but for those that the model's class keeps in fp32.
+appears only when all files are written. Adapters are merged into the weights of the initial model. Weights are stored
+as `save_pretrained` stores them, tied ones once and experts one by one, in the dtype of the initial model or in
+`export_dtype`, but for those that the model's class keeps in fp32.
 """
 
+import dataclasses
 import os
 import re
 import shutil
@@ -34,7 +37,7 @@ from stages.checkpointing.pointer import RunPointer, resolve
 from stages.export import card
 from stages.export.evaluation import bits_per_byte
 from stages.export.lineage import InitialModel, Lineage
-from stages.model import headers, tokenizer
+from stages.model import adapters, headers, tokenizer
 from stages.model.dtypes import PRECISIONS
 from stages.model.files import (
     CARD,
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from stages.export.mapped import Digests, TensorSpec
+    from stages.export.mapped import Digests, ShardedTensors, TensorSpec
 
 _OUTDATED_CONFIG_KEYS = {"torch_dtype", "_name_or_path"}
 """An older name of `dtype`, and where somebody's copy of the initial model was."""
@@ -96,7 +99,7 @@ def main() -> None:
         raise StageError(f"--checkpoint: {args.checkpoint} is no checkpoint: it has no {layout.MANIFEST}")
     params, runtime = load_params(ConsolidateParams), load_params(ConsolidateRuntime, "runtime")
     target = _new_output(args.output) if args.output else outputs.directory(params.experiment_name) / "model"
-    with publish.lock(target):
+    with publish.lock(target), publish.lock(adapter_directory(target)):
         model = ModelManifest.read()
         if args.checkpoint:
             checkpoint, pointer = args.checkpoint, RunPointer.to(args.checkpoint)
@@ -131,6 +134,11 @@ def _new_output(path: Path) -> Path:
     return path
 
 
+def adapter_directory(target: Path) -> Path:
+    """Where the adapters go that are merged into the model at `target`."""
+    return target.with_name("adapter" if target.name == "model" else f"{target.name}-adapter")
+
+
 def export_dtype(params: ConsolidateParams, model: ModelManifest) -> str:
     """PyTorch's name of the dtype in which floating-point weights are stored."""
     return PRECISIONS[params.export_dtype] if params.export_dtype else model.dtype
@@ -163,7 +171,7 @@ def export(
     # Here, not above: they take seconds, and --help and the checks of `main` need neither.
     import torch
 
-    from stages.export import mapped
+    from stages.export import mapped, merged
     from stages.model import meta
 
     dtype = export_dtype(params, model)
@@ -183,13 +191,24 @@ def export(
         if name not in tied  # stored once, as save_pretrained does; loading ties them again
     }
     # Twice, because the manifest lists what the training meant to save, and the shards contain what it did save.
-    _check_listed(checkpoint / layout.MANIFEST, manifest.tensors, expected)
-    weights.check(expected)
+    settings = pointer.identity.params
+    trained = expected
+    if settings.get("lora_r"):
+        trained = _adapters(reference, model, settings)
+    _check_listed(checkpoint / layout.MANIFEST, manifest.tensors, trained)
+    weights.check(trained)
+    tensors: mapped.Tensors = weights
+    if settings.get("lora_r"):
+        model.verify(model.weights)
+        stored = meta.check_headers(reference, headers.read(source, model.weights))
+        scale = settings["lora_alpha"] / settings["lora_r"]
+        tensors = merged.MergedTensors(source, stored, weights, trained, scale)
     num_workers = runtime.num_workers or len(os.sched_getaffinity(0))
     # The directory gets its final name after its last file, so a killed run leaves no model that looks finished.
-    with publish.directory(target) as temporary:
+    # The adapter first: where both are to be replaced, a kill between them leaves the model that is not finished.
+    with publish.directory(target) as temporary, publish.directory(adapter_directory(target)) as adapter:
         digests = mapped.write_safetensors(
-            weights, expected, temporary, num_workers, meta.stored_dtypes(source, getattr(torch, dtype)),
+            tensors, expected, temporary, num_workers, meta.stored_dtypes(source, getattr(torch, dtype)),
             params.max_shard_size, meta.stored_as(reference),
         )  # fmt: skip
         # Read the files back as the download stage would: the model can be the start of another training.
@@ -209,7 +228,52 @@ def export(
         losses = _losses(checkpoint, lineage)
         text = card.readme(lineage, model.architecture, dtype, not model.weights, terms, losses)
         publish.write_text(temporary / CARD, text)
+        if trained is not expected:
+            _write_adapter(adapter, weights, trained, reference, model, lineage, terms, losses, num_workers)
     return list(digests.files)
+
+
+def _adapters(reference: "PreTrainedModel", model: ModelManifest, params: dict[str, Any]) -> "dict[str, TensorSpec]":
+    """The tensors of the adapters that a training with these parameters has, by name."""
+    import torch
+
+    from stages.export.mapped import TensorSpec
+    from stages.model import meta
+
+    kinds = adapters.choose(model.linears, params["lora_target_modules"], model.architecture)
+    targets = {
+        name: (module.in_features, module.out_features)
+        for name, module in meta.find_linears(reference, model.layer_classes).items()
+        if adapters.kind(name) in kinds
+    }
+    shapes = adapters.shapes(targets, params["lora_r"])
+    return {name: TensorSpec(shape, torch.float32) for name, shape in shapes.items()}
+
+
+def _write_adapter(
+    directory: Path, weights: "ShardedTensors", specs: "Mapping[str, TensorSpec]", reference: "PreTrainedModel",
+    model: ModelManifest, lineage: Lineage, terms: ModelLicense, losses: "card.Losses | None", num_workers: int,
+) -> None:  # fmt: skip
+    """Write the adapters as PEFT stores them, with a card and a lineage.json of their own."""
+    from torch import float32, nn
+
+    from stages.export import mapped
+
+    digests = mapped.write_safetensors(
+        weights, specs, directory, num_workers, dict.fromkeys(specs, float32),
+        parts={name: {adapters.stored_name(name): spec.shape} for name, spec in specs.items()}, stem=adapters.STEM,
+    )  # fmt: skip
+    targets = {name.removesuffix(adapters.A) for name in specs if name.endswith(adapters.A)}
+    others = {name for name, module in reference.named_modules() if isinstance(module, nn.Linear)} - targets
+    config = adapters.peft_config(sorted(targets), others, lineage.params, model.model_name, model.commit)
+    publish.write_json(directory / adapters.CONFIG, config)
+    for name in terms.texts():
+        (directory / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(model.directory() / name, directory / name)
+    files = {name: publish.sha256_file(directory / name) for name in (adapters.CONFIG, *terms.texts())}
+    own = dataclasses.replace(lineage, weights=digests.files, tensors=digests.tensors, files=files)
+    own.write(directory / LINEAGE)
+    publish.write_text(directory / CARD, card.adapter_readme(own, model.architecture, terms, losses))
 
 
 def _check_listed(path: Path, listed: dict[str, TensorEntry], expected: "Mapping[str, TensorSpec]") -> None:

@@ -96,6 +96,7 @@ def describe(params: DownloadParams) -> ModelManifest:
     _check_tokenizer(params.model_name, directory)
 
     # torch and transformers take seconds to import: not for --help
+    from stages.forward.adapter_probe import describe_linears
     from stages.forward.attention_choice import sees_what_follows
     from stages.forward.load_probe import changed_by_loading
     from stages.model import meta
@@ -133,6 +134,7 @@ def describe(params: DownloadParams) -> ModelManifest:
             eos_token_id=eos_token_id,
             bos_token_id=_first(loaded.bos_token_id, getattr(config, "bos_token_id", None)),
             pad_token_id=_first(loaded.pad_token_id, getattr(config, "pad_token_id", None)),
+            linears=describe_linears(model, meta.layer_classes(model), directory),
             **loaded.fields(),
         )
         _check_trainable(manifest, is_quantized=bool(getattr(model.config, "quantization_config", None)))

@@ -299,7 +299,7 @@ def rounding_texts(evaluation: Evaluation) -> tuple[str, str]:
     return cost, (
         f"rounding the weights to {evaluation.dtype} has undone {min(undone, 1):.0%} of the gain: the loss on held-out "
         f"rows was {untrained:.4f} before training and {trained:.4f} after it, and is {exported:.4f} with the exported "
-        "weights. Set export_dtype: fp32"
+        "weights. Set export_dtype: fp32, or with LoRA use the adapter, which is not rounded"
     )
 
 

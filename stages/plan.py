@@ -1,6 +1,7 @@
 """Estimate what a training will need, before a GPU is booked for it, and show what the model will be fed.
 
-Reads    data/model.json, data/tokenizer.json and the config of the model, data/tokens/train, data/tokens/validation
+Reads    data/model.json, data/tokenizer.json and the config of the model, data/pack.json, data/tokens/train,
+         data/tokens/validation
 Writes   outputs/plan.json, outputs/rows.txt
 Command  python -m stages.plan
 
@@ -25,7 +26,7 @@ from pydantic import Field, PositiveInt
 from stages.base import command, outputs, publish
 from stages.base.command import format_gib
 from stages.base.errors import StageError, one_line
-from stages.base.packed import TRAIN, VALIDATION, PackedTokens
+from stages.base.packed import METRICS, TRAIN, VALIDATION, PackedTokens, PackMetrics
 from stages.base.params_file import load_params
 from stages.base.record import Record
 from stages.checkpointing.decision import decide, find
@@ -33,7 +34,8 @@ from stages.checkpointing.layout import checkpoint_root, size_of
 from stages.checkpointing.run import describe
 from stages.forward.rows import TokenRows
 from stages.launching.runtime import TrainRuntime, how_to_resume
-from stages.model.dtypes import BY_NAME
+from stages.model import adapters
+from stages.model.dtypes import BY_NAME, PRECISIONS
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.planning import memory_plan
 from stages.planning.memory_plan import PeakMemory, Table
@@ -95,6 +97,9 @@ class Plan(Record):
     STAGE: ClassVar[str] = "plan"
 
     parameters: int
+    """Of the model."""
+    trained_parameters: int
+    """All of these, or those of the adapters beside them."""
     training_rows: int
     validation_rows: int
     steps: int
@@ -111,7 +116,8 @@ class Plan(Record):
     validation_share: float
     """Of the compute of the training, from 0 to 1: a forward pass is a third of forward and backward pass."""
     training_state_bytes: int
-    """Weights and gradients in fp32, and the moments of AdamW, of one copy of the model. Activations come on top."""
+    """Weights and gradients in fp32, and the moments of AdamW, of one copy of the model, and the weights that are not
+    trained. Activations come on top."""
     num_ranks: int
     """That `peak` and `peaks` are computed for."""
     peak: PeakMemory | None
@@ -121,7 +127,7 @@ class Plan(Record):
     `plan.gpu_memory_gb` is."""
     checkpoint_bytes: int
     model_bytes: int
-    """Of the exported model."""
+    """Of the exported model and its adapters."""
 
 
 def main() -> None:
@@ -138,11 +144,13 @@ def main() -> None:
         model = ModelManifest.read()
         _print_summary(params, runtime, plan, model)
         _print_decay(params, model)
+        _warn_of_new_tokens(params, model)
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
         limit = int(gpu_gib * 2**30) if gpu_gib else None
         peak, table = measure_memory(model, params, num_ranks, extra.seq_length, limit)
         if peak is not None and limit is not None:
-            memory_plan.check_fits(peak, table, limit, "plan.gpu_memory_gb")
+            could_adapt = params.lora_r is None and bool(model.weights)
+            memory_plan.check_fits(peak, table, limit, "plan.gpu_memory_gb", could_adapt)
         rows = preview(params, model)
         plan = dataclasses.replace(plan, num_ranks=num_ranks, peak=peak, peaks=table or None)
         plan.write(outputs.PLAN)
@@ -201,7 +209,7 @@ def measure_memory(
         peak = peak_memory.measure(model, chosen, num_ranks, seq_length, rows=rows, device_memory=limit)
         table = peak_memory.make_table(model, chosen, num_ranks, seq_length, limit, rows) if limit else {}
     except peak_memory.ERRORS as error:
-        state = _state_bytes(params, model.num_parameters) / size
+        state = _state_bytes(params, model) / size
         print(
             f"plan: activations of {model.architecture} cannot be measured ({type(error).__name__}: "
             f"{one_line(error)}): weights, gradients and optimizer state of each of {num_ranks} "
@@ -214,6 +222,15 @@ def measure_memory(
     if limit:
         print(f"plan: GiB of each rank by activation_checkpointing and batch_size; !: too much for {format_gib(limit)}")
         print("\n".join(memory_plan.lines(table, limit)))
+        if params.lora_r and size > 1:
+            whole = dataclasses.replace(params.fsdp, strategy="ddp", sharding_strategy=None, cpu_offload=False)
+            changed = chosen._replace(params=dataclasses.replace(chosen.params, fsdp=whole))
+            needed = peak_memory.measure(model, changed, num_ranks, seq_length, rows=rows, device_memory=limit).total
+            if needed <= memory_plan.USABLE * limit:
+                print(
+                    f"plan: with fsdp.strategy ddp each rank holds the whole model, in {format_gib(needed)}, and "
+                    "gathers no weights"
+                )
     return peak, table
 
 
@@ -278,10 +295,11 @@ def _most_checkpoints(params: TrainParams, runtime: TrainRuntime, plan: Plan) ->
 
 def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model: ModelManifest) -> None:
     disk = _most_checkpoints(params, runtime, plan) * plan.checkpoint_bytes + plan.model_bytes
+    adapted = _describe_adapters(params, plan, model) if params.lora_r else ""
     print(
         f"plan: {plan.steps:,} steps, {plan.tokens:,} tokens ({plan.epochs:.2f} epochs) of a model of "
-        f"{plan.parameters:,} parameters: {format_gib(plan.training_state_bytes)} of weights, gradients and optimizer "
-        f"state over the ranks that share a copy of it; {format_gib(disk)} of disk for checkpoints and model"
+        f"{plan.parameters:,} parameters{adapted}: {format_gib(plan.training_state_bytes)} of weights, gradients and "
+        f"optimizer state over the ranks that share a copy of it; {format_gib(disk)} of disk for checkpoints and model"
     )
     width = max(map(len, plan.sources), default=0)
     for name, source in plan.sources.items():
@@ -322,12 +340,47 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
         print(ROUTER_LOSS_OFF)
 
 
+def _describe_adapters(params: TrainParams, plan: Plan, model: ModelManifest) -> str:
+    """What is trained beside the weights of the model; prints which linear modules get no adapter, and why."""
+    kinds = adapters.choose(model.linears, params.lora_target_modules, model.architecture)
+    if params.lora_target_modules == adapters.ALL_LINEAR:
+        for name in model.linears.keys() - kinds.keys():
+            print(f"plan: {name} gets no adapter: {model.linears[name].problem}")
+    share = sum(linear.weights for linear in kinds.values()) / plan.parameters
+    modules = sum(linear.modules for linear in kinds.values())
+    return (
+        f", {share:.0%} of which get adapters (LoRA) of rank {params.lora_r} in {modules:,} linear modules, "
+        f"{plan.trained_parameters:,} parameters that are trained"
+    )
+
+
+def _warn_of_new_tokens(params: TrainParams, model: ModelManifest) -> None:
+    """Warn where turns end with tokens that the model may not know, as adapters leave the embedding as it is."""
+    if params.lora_r is None:
+        return
+    packed = PackMetrics.read(METRICS)
+    conversations = packed.train.conversations
+    if conversations is None or packed.chat_templates == model.chat_templates:
+        return
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model.verify_tokenizer()))
+    names = ", ".join(str(tokenizer.id_to_token(token)) for token in conversations.terminators)
+    print(
+        f"warning: the chat template is not that of {model.model_name}, and adapters do not train the embedding: if "
+        f"the model does not know {names or 'the tokens of the template'}, use its own template, or lora_r null"
+    )
+
+
 def _print_decay(params: TrainParams, model: ModelManifest) -> None:
-    from stages.model import meta  # both import torch
+    import torch
+
+    from stages.model import meta
     from stages.training.optimizer import find_matrices
 
-    decayed = sum(param.numel() for param in find_matrices(meta.build(model.directory())))
-    print(f"plan: weight decay {params.weight_decay} for {decayed:,} of {model.num_parameters:,} parameters")
+    trained = params.num_trained(model)
+    decayed = trained if params.lora_r else sum(map(torch.numel, find_matrices(meta.build(model.directory()))))
+    print(f"plan: weight decay {params.weight_decay} for {decayed:,} of {trained:,} parameters")
 
 
 def launched_nodes(runtime: TrainRuntime, environment: Mapping[str, str]) -> int | None:
@@ -378,8 +431,9 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
         )
     params.fsdp.wrapped_classes(model)
     params.check_compile(model)
+    params.check_lora(model)
     params.check_packages()
-    num_parameters, moments = model.num_parameters, _MOMENTS[params.optimizer]
+    trained_parameters, moments = params.num_trained(model), _MOMENTS[params.optimizer]
     order = RowOrder(params, train.num_rows, train.sources)
     steps = params.total_steps(order.num_rows)
     order.check_repeats(steps)
@@ -390,7 +444,8 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
     validated, trained = validations * rows_per_validation, steps * params.total_batch_size  # rows
     tokens_per_step = params.total_batch_size * train.seq_length
     return Plan(
-        parameters=num_parameters,
+        parameters=model.num_parameters,
+        trained_parameters=trained_parameters,
         training_rows=train.num_rows,
         validation_rows=validation.num_rows,
         steps=steps,
@@ -410,19 +465,22 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
         validations=validations,
         rows_per_validation=rows_per_validation,
         validation_share=round(validated / (validated + 3 * trained), 4),
-        training_state_bytes=_state_bytes(params, num_parameters),
+        training_state_bytes=_state_bytes(params, model),
         num_ranks=0,
         peak=None,
         peaks=None,
         # Without the gradients: a checkpoint is between two steps, where there are none.
-        checkpoint_bytes=int((_FP32 + moments) * num_parameters),
-        model_bytes=BY_NAME[model.dtype].itemsize * num_parameters,
+        checkpoint_bytes=int((_FP32 + moments) * trained_parameters),
+        model_bytes=BY_NAME[model.dtype].itemsize * model.num_parameters
+        + (_FP32 * trained_parameters if params.lora_r else 0),
     )
 
 
-def _state_bytes(params: TrainParams, num_parameters: int) -> int:
+def _state_bytes(params: TrainParams, model: ModelManifest) -> int:
     """Weights, gradients and moments of one copy of the model."""
-    return int((2 * _FP32 + _MOMENTS[params.optimizer]) * num_parameters)
+    trained = int((2 * _FP32 + _MOMENTS[params.optimizer]) * params.num_trained(model))
+    frozen = BY_NAME[PRECISIONS[params.precision]].itemsize * model.num_parameters if params.lora_r else 0
+    return trained + frozen
 
 
 def _existing(path: Path) -> Path:

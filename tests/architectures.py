@@ -36,6 +36,7 @@ from stages.base.params_file import load_params
 from stages.evaluation import measure
 from stages.forward.rows import TokenRows
 from stages.forward.small_copy import VOCAB_SIZE, small_config
+from stages.model.adapters import LinearKind
 from stages.ranks.watchdog import Heartbeat
 from tests.models import write_tokenizer
 from tests.project import REPO, SMALL, Project
@@ -77,6 +78,8 @@ class Finding:
     """Between the last validation loss of the training and transformers' own loss of the model that was exported, of
     one document at a time, as a part of it."""
     reason: str = ""
+    adapters: str = ""
+    """Which linear modules in the layers can have adapters (LoRA)."""
     transformers: str = transformers.__version__
 
 
@@ -146,10 +149,19 @@ def attempt(name: str, project: Project, ranks: Ranks, has_weights: bool = False
         name, attention=found(r", attention (\w+),", output), loss=found(r", loss (\w+),", output),
         padding=found(r"(\d+%) of the tokens that are computed are padding", output),
         parameters=manifest.num_parameters, difference=difference,
-        reason=found(r"attention: padded, because (.*);", output),
+        reason=found(r"attention: padded, because (.*);", output), adapters=adapted(manifest.linears),
     )  # fmt: skip
     assert difference <= TOLERANCE, f"the loss differs by {difference:.1e} from that of each document alone"
     return finding
+
+
+def adapted(linears: dict[str, LinearKind]) -> str:
+    """Which of the linear modules can have adapters."""
+    unfit = [name for name, linear in linears.items() if linear.problem]
+    if len(unfit) == len(linears):
+        return "none"
+    ends = sorted({".".join(name.split(".")[-2:]) for name in unfit})
+    return f"all but {', '.join(ends)}" if ends else "all"
 
 
 def completed(config: transformers.PreTrainedConfig) -> transformers.PreTrainedConfig:
@@ -270,8 +282,8 @@ def write_table(findings: list[Finding]) -> None:
         f"transformers {transformers.__version__}, on a CPU in fp32: of {number} types, {len(findings)} were tried. "
         f"{len(kinds['trained'])} are trained with their documents apart, {len(kinds['refused'])} are refused for what "
         f"they are, and {len(kinds['left'])} are left.", "",
-        "| type | attention | padding | loss | difference |", "|---|---|---|---|---|",
-        *(f"| {each.name} | {each.attention} | {each.padding} | {each.loss} | {each.difference:.0e} |"
+        "| type | attention | padding | loss | adapters | difference |", "|---|---|---|---|---|---|",
+        *(f"| {each.name} | {each.attention} | {each.padding} | {each.loss} | {each.adapters} | {each.difference:.0e} |"
           for each in kinds["trained"]), "",
     ]  # fmt: skip
     for kind, title in (("refused", "refused, because"), ("left", "left, because")):

@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
 
 from stages.base.record import FileEntry
-from stages.model import hub, meta
+from stages.model import adapters, hub, meta
 from stages.model.manifest import ModelManifest
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
@@ -70,6 +70,7 @@ MIXTRAL = transformers.MixtralConfig(
 def manifest_of(directory: Path, with_weights: bool) -> ModelManifest:
     """The manifest that `download` would write for a model of CONFIGS in `directory`."""
     model = meta.build(directory)
+    linears = meta.find_linears(model, meta.layer_classes(model))  # not tried with adapters, which takes a second
     others = {"eos_token_id": 0, "bos_token_id": None, "pad_token_id": None}
     manifest = meta.describe(
         model,
@@ -81,6 +82,7 @@ def manifest_of(directory: Path, with_weights: bool) -> ModelManifest:
         weights=hub.weight_files(directory) if with_weights else [],
         **others,
         tokenizer=FileEntry.of_text(""),
+        linears={adapters.kind(name): adapters.LinearKind(1, 1, 1, None) for name in linears},
     )
     return dataclasses.replace(manifest, max_seq_length=64)
 

@@ -451,6 +451,9 @@ def test_a_special_token_looks_other_than_its_name_in_a_text() -> None:
         # Gradients of an earlier forward pass.
         (transformers.LlamaConfig, False, {"activation_checkpointing": "full", "total_batch_size": 4}),
         (transformers.MixtralConfig, False, {"precision": "fp32"}),
+        # Weights that FSDP2 does not manage, and no gradient of them.
+        (transformers.LlamaConfig, True, {"lora_r": 8, "precision": "fp32"}),
+        (transformers.LlamaConfig, False, {"lora_r": 8, "precision": "fp32", "activation_checkpointing": "full"}),
     ],
 )
 def test_a_real_step_allocates_what_is_predicted(
@@ -459,8 +462,8 @@ def test_a_real_step_allocates_what_is_predicted(
     """As the allocator of a GPU counts: all bytes of tensors, whether they were written to or not."""
     config = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied}  # fmt: skip
-    kind(**config).save_pretrained(tmp_path)
-    manifest = manifest_of(tmp_path, with_weights=False)
+    transformers.AutoModelForCausalLM.from_config(kind(**config)).save_pretrained(tmp_path)
+    manifest = manifest_of(tmp_path, with_weights=True)
     params = dataclasses.replace(params, **{"batch_size": 2, "total_batch_size": 2, "precision": "bf16", **changes})
     predicted = measure(manifest, params, 1, 16, "cpu").total
     params = peak_memory.choose(manifest, params).params

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 
 from stages.base.errors import StageError
 from stages.forward.attention_names import Attention
+from stages.model import adapters
 from stages.model.files import CONFIG
 from stages.model.manifest import ModelManifest
 
@@ -191,6 +192,14 @@ class BuildParams:
 
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     """Fixes the order of the rows, random weights and dropout. Times the number of ranks, 64 bits hold it."""
+    lora_r: PositiveInt | None
+    """Rank of the adapters (LoRA), which alone are trained; null: all weights are."""
+    lora_alpha: PositiveInt
+    """The summand of an adapter is multiplied by `lora_alpha / lora_r`."""
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)]
+    """Of the input of an adapter."""
+    lora_target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)]
+    """The linear modules that get one: all in the layers, or the ends of their names."""
     precision: Literal["bf16", "fp16", "fp32", "fp8"]
     """Of forward and backward pass. The weights that the optimizer updates are fp32. fp16: the loss is scaled | fp8:
     bf16, and 8 bits in the matrix products of the layers (from torchao; GPUs of Ada, Hopper and newer)."""
@@ -206,6 +215,30 @@ class BuildParams:
     """Whether torch.compile compiles the layers, each by itself."""
     fsdp: FsdpParams
     """How the model is sharded over the ranks."""
+
+    def num_trained(self, model: ModelManifest) -> int:
+        """Parameters of the model that are trained, or of its adapters."""
+        if self.lora_r is None:
+            return model.num_parameters
+        kinds = adapters.choose(model.linears, self.lora_target_modules, model.architecture)
+        return adapters.num_parameters(kinds, self.lora_r)
+
+    def check_lora(self, model: ModelManifest) -> None:
+        """Check that `lora_r` can be used with the model, and with the other parameters.
+
+        Raises:
+            StageError: naming what cannot be together.
+        """
+        if self.lora_r is None:
+            return
+        if not model.weights:
+            raise StageError(
+                f"lora_r is {self.lora_r}, but {model.model_name} starts from random weights, which adapters would "
+                "leave random: set lora_r to null, or use a model with weights"
+            )
+        if self.precision == "fp8":
+            raise StageError("lora_r and precision fp8 cannot be used together: use precision bf16")
+        adapters.choose(model.linears, self.lora_target_modules, model.architecture)
 
     def check_compile(self, model: ModelManifest) -> None:
         """Check that `compile` can be used with the model.

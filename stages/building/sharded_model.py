@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from stages.base.errors import StageError
 from stages.building.activation_checkpointing import checkpoint_activations
+from stages.building.lora import add_adapters, initialize_adapters
 from stages.building.params import BuildParams
 from stages.building.sharding import materialize, shard
 from stages.building.weights import check_set, make_weights, read_weights, rebuild_buffers
@@ -33,10 +34,13 @@ next one is an error."""
 def prepare(manifest: ModelManifest, params: BuildParams, mesh: DeviceMesh) -> PreTrainedModel:
     """Build and shard the model on the meta device: all of `build` that needs no memory."""
     params.check_compile(manifest)
+    params.check_lora(manifest)
     assert callable(attention.varlen_attention), "its import makes it known to transformers"
     model = meta.build(manifest.directory(), IMPLEMENTATIONS.get(params.attention))
     # Found before sharding, because fully_shard gives them other classes.
     layers = [module for module in model.modules() if type(module).__name__ in manifest.layer_classes]
+    if params.lora_r:
+        add_adapters(model, manifest, params)
     if params.precision == "fp8":
         convert_linears(layers)
     checkpoint_activations(model, layers, params.activation_checkpointing)
@@ -59,15 +63,15 @@ def build(
 ) -> PreTrainedModel:  # fmt: skip
     """Build and shard the model that `manifest` describes.
 
-    Parameters are fp32 DTensors, sharded on their first dim; layers compute in `params.precision`.
+    What is trained are fp32 DTensors, sharded on their first dim; layers compute in `params.precision`.
 
     Args:
         manifest: The model manifest.
         params: With what `choose_attention` and `choose_loss` returned: with `auto`, transformers' own attention and
             the plain loss.
         mesh: The ranks of each copy of the model are its last axis.
-        initialize: Whether to fill the parameters, with those of the files, which are verified, or random ones. A
-            checkpoint fills them otherwise; what no checkpoint holds, the buffers, is made in both cases.
+        initialize: Whether to fill what is trained, with the weights of the files, which are verified, or random ones.
+            A checkpoint fills it otherwise. What no checkpoint holds is filled in both cases.
         note: Called before each layer is made, to note progress for a watchdog.
     """
     model = prepare(manifest, params, mesh)
@@ -75,12 +79,13 @@ def build(
     directory = manifest.directory()
     reference = meta.build(directory)  # not sharded
     rebuild_buffers(model, reference, params.seed)
+    if manifest.weights and (initialize or params.lora_r):  # no checkpoint has the weights beside adapters
+        read_weights(model, directory, meta.check_headers(reference, headers.read(directory, manifest.weights)))
+    elif initialize:
+        make_weights(model, reference, manifest.layer_classes, params.seed, note)
     if initialize:
-        if manifest.weights:
-            read_weights(model, directory, meta.check_headers(reference, headers.read(directory, manifest.weights)))
-        else:
-            make_weights(model, reference, manifest.layer_classes, params.seed, note)
         check_set(dict(model.named_buffers()))
+        initialize_adapters(model, params.seed)
     return model
 
 

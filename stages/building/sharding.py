@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from stages.base.errors import StageError
@@ -77,6 +78,8 @@ def shard(model: nn.Module, wrapped_classes: list[str], params: BuildParams, mes
     # with one rank would be made twice a step; `strategy: fsdp` still frees it.
     is_alone = mesh.size(mesh.ndim - 1) == 1 and fsdp.strategy != "fsdp"
     frees = fsdp.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD") and not is_alone
+    # What is not trained, and not sharded, needs nothing of FSDP2, which would keep a copy of it.
+    ignored = {param for param in model.parameters() if not param.requires_grad} if _is_whole(fsdp, mesh) else None
     units = find_units(model, wrapped_classes)
     for module in units:
         is_wrapped = module is not model and type(module).__name__ in wrapped_classes
@@ -91,6 +94,7 @@ def shard(model: nn.Module, wrapped_classes: list[str], params: BuildParams, mes
             mp_policy=_mixed_precision(params.precision),
             reshard_after_forward=is_freed,
             offload_policy=CPUOffloadPolicy() if _offloads(fsdp, mesh) else OffloadPolicy(),
+            ignored_params=ignored,
         )
         assert isinstance(module, FSDPModule)
         module.set_unshard_in_backward(is_gathered)
@@ -122,16 +126,28 @@ def _mixed_precision(precision: str) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=compute_dtype(precision), reduce_dtype=torch.float32)
 
 
-def materialize(model: nn.Module, params: BuildParams, mesh: DeviceMesh) -> None:
+def allocate(model: PreTrainedModel, device: str) -> None:
+    """Allocate a sharded meta model on a device."""
+    model.to_empty(device=device)
+    if not all(isinstance(param, DTensor) for param in model.parameters()):
+        model.tie_weights()  # `to_empty` makes two of a parameter that FSDP2 does not manage
+
+
+def materialize(model: PreTrainedModel, params: BuildParams, mesh: DeviceMesh) -> None:
     """Allocate each rank's part of a sharded meta model, and its buffers, without initializing them."""
     if not _offloads(params.fsdp.resolved(), mesh):
-        model.to_empty(device=mesh.device_type)
+        allocate(model, mesh.device_type)
         return
-    model.to_empty(device="cpu")
+    allocate(model, "cpu")
     # CPUOffloadPolicy brings parameters to the GPU when they are needed, but not buffers.
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(mesh.device_type)
+
+
+def _is_whole(fsdp: FsdpParams, mesh: DeviceMesh) -> bool:
+    """Whether each rank holds a whole copy of the model on its device."""
+    return mesh.size(mesh.ndim - 1) == 1 and not _offloads(fsdp, mesh)
 
 
 def _offloads(fsdp: FsdpParams, mesh: DeviceMesh) -> bool:

@@ -37,7 +37,7 @@ def rebuild_buffers(model: nn.Module, reference: PreTrainedModel, seed: int) -> 
     # Children before parents, as transformers does: a parent may fill the buffers of a child (as in Falcon H1).
     for name, module in reversed([*reference.named_modules()]):
         if any(True for _ in module.buffers()):
-            with _seeded(f"{seed}/{name}"), torch.no_grad():
+            with seeded(f"{seed}/{name}"), torch.no_grad():
                 rules[module](module)  # parameters beside the buffers stay on the meta device
     buffers = dict(model.named_buffers())
     for name, buffer in reference.named_buffers():
@@ -67,11 +67,14 @@ def read_weights(model: nn.Module, directory: Path, stored: dict[str, list[Store
         with safe_open(directory / file, framework="pt") as reader:
             # `copy_` converts, from bf16 to the fp32 that the optimizer updates. `get_slice` reads these rows only.
             for target, first, part in tensors:
-                if not isinstance(target, DTensor):
+                if not part.shape:
                     target.copy_(reader.get_tensor(part.key))
                     continue
-                local = target.to_local().view(-1)
-                start = _local_rows(target).start * math.prod(target.shape[1:])
+                if isinstance(target, DTensor):
+                    local = target.to_local().view(-1)
+                    start = local_rows(target).start * math.prod(target.shape[1:])
+                else:  # this rank holds all of it
+                    local, start = target.view(-1), 0
                 row = math.prod(part.shape[1:])
                 begin, end = max(start, first), min(start + len(local), first + part.shape[0] * row)
                 if begin < end:
@@ -79,7 +82,7 @@ def read_weights(model: nn.Module, directory: Path, stored: dict[str, list[Store
                     local[begin - start : end - start].copy_(rows.reshape(-1))
 
 
-def _local_rows(param: DTensor) -> slice:
+def local_rows(param: DTensor) -> slice:
     """Which rows of the full tensor this rank holds. `fully_shard` splits the first dim as `torch.chunk` does."""
     placement, mesh = param.placements[-1], param.device_mesh
     assert isinstance(placement, Shard) and placement.dim == 0
@@ -112,7 +115,7 @@ def make_weights(
             # else it is tied to one that is a parameter of the model
             if (name := f"{names[module]}.{key}".lstrip(".")) in params
         }
-        with _seeded(f"{seed}/{part}"), _SeededRows(own, seed), torch.no_grad():
+        with seeded(f"{seed}/{part}"), _SeededRows(own, seed), torch.no_grad():
             for param in own:
                 param.fill_(torch.nan)
             for module in modules:
@@ -121,7 +124,7 @@ def make_weights(
             for param, name in own.items():
                 sharded = params[name]
                 assert isinstance(sharded, DTensor)
-                sharded.to_local().copy_(param[_local_rows(sharded)])
+                sharded.to_local().copy_(param[local_rows(sharded)])
         done |= set(own.values())
         for module in modules:
             module.to_empty(device="meta", recurse=False)  # frees it: only one layer at a time is in memory
@@ -153,7 +156,7 @@ def rules_of_random_values(model: PreTrainedModel) -> dict[nn.Module, Callable[[
 
 
 @contextmanager
-def _seeded(seed: str) -> Iterator[None]:
+def seeded(seed: str) -> Iterator[None]:
     """Have the generator of the CPU give the same numbers on all ranks."""
     with torch.random.fork_rng(devices=[]):
         # torch.manual_seed would seed the GPUs too, which are not forked

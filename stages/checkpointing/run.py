@@ -77,7 +77,7 @@ def describe(params: TrainParams) -> Run:
     train, validation = PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION)
     params.check_export_from(validation.num_rows)
     identity = RunIdentity(
-        params=dataclasses.asdict(params),
+        params=params.identity(),
         data=TokenFingerprints(train.fingerprint, validation.fingerprint),
         model=publish.sha256_file(MANIFEST),
         code=code.digest(*WEIGHTS, within=DECIDING),

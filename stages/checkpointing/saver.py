@@ -43,6 +43,7 @@ from stages.checkpointing.metadata import Reader
 from stages.checkpointing.retention import CheckpointRuntime
 from stages.checkpointing.state import STATE, TrainState
 from stages.forward.distributed import gather_on_rank0, run_on_all_ranks, run_on_rank0
+from stages.model.adapters import is_adapter
 
 _SWITCH_INTERVAL = 0.0005
 """Seconds after which the interpreter passes from the thread that saves to the one that trains; by default 5 ms, which
@@ -323,10 +324,16 @@ def _read_tensors(checkpoint: Path, tensors: dict[str, Any], goes_on: Callable[[
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
-    """Parameters, a tied one once, and the buffers that belong to the state of the model."""
+    """What is saved of a model: its adapters alone, if it has some.
+
+    Else its parameters, a tied one once, and the buffers that belong to the state of the model.
+    """
+    params = dict(model.named_parameters())
+    if adapters := {name: param for name, param in params.items() if is_adapter(name)}:
+        return adapters
     persistent = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return {**dict(model.named_parameters()), **buffers}
+    return {**params, **buffers}
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -147,7 +147,10 @@ def check_export(request: Request, exported: LossSum) -> None:
         raise StageError(
             f"{losses}. They are not the weights of the checkpoint: run `dvc repro -f -s consolidate`, and then again"
         )
-    raise StageError(f"{losses}. Rounding the weights to {dtype} has changed it: set export_dtype: fp32")
+    raise StageError(
+        f"{losses}. Rounding the weights to {dtype} has changed it: set export_dtype: fp32, or with LoRA "
+        "use the adapter, which is not rounded"
+    )
 
 
 def _is_of(source: str, batch: Batch) -> bool:

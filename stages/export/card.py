@@ -6,7 +6,7 @@ https://huggingface.co/docs/hub/model-cards describes the metadata at its beginn
 import math
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
@@ -50,32 +50,65 @@ def readme(
             config and tokenizer.
         losses: Of the weights before they were rounded to `dtype`; None: there are none of this step.
     """
+    name = lineage.params["experiment_name"]
+    start = "random weights, with the config and tokenizer of" if is_random else "the weights of"
+    how = f", as low-rank adapters of rank {rank} that are merged into them" if (rank := _rank(lineage)) else ""
+    use = f"""from transformers import AutoModelForCausalLM, AutoTokenizer
+
+name = "{name}"  # the directory of this file, or its id on the Hub
+model = AutoModelForCausalLM.from_pretrained(name)
+tokenizer = AutoTokenizer.from_pretrained(name)"""
+    intro = f"{architecture}, trained for {lineage.step} steps from {start} {_source(lineage)}{how}."
+    metadata = _metadata(lineage, dtype, is_random, terms, losses)
+    return _page(lineage, metadata, intro, use, dtype, is_random, terms, losses)
+
+
+def adapter_readme(lineage: Lineage, architecture: str, terms: ModelLicense, losses: Losses | None) -> str:
+    """The card of the adapters alone, for PEFT; the arguments are those of `readme`."""
+    name, rank = lineage.params["experiment_name"], _rank(lineage)
+    use = f"""from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = "{lineage.model.name}"
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "{name}")  # the directory of this file
+tokenizer = AutoTokenizer.from_pretrained(base)"""
+    intro = (
+        f"Low-rank adapters (LoRA) of rank {rank} for {architecture}, trained for {lineage.step} steps beside the "
+        f"weights of {_source(lineage)}. They are fp32."
+    )
+    metadata = _metadata(lineage, "float32", False, terms, losses, library="peft")
+    return _page(lineage, metadata, intro, use, "float32", False, terms, losses)
+
+
+def _rank(lineage: Lineage) -> int | None:
+    rank: int | None = lineage.params.get("lora_r")
+    return rank
+
+
+def _page(
+    lineage: Lineage, metadata: ModelCardData, intro: str, use: str, dtype: str, is_random: bool, terms: ModelLicense,
+    losses: Losses | None,
+) -> str:  # fmt: skip
     # No date: the same training gives the same bytes.
-    metadata = _metadata(lineage, dtype, is_random, terms, losses).to_yaml()
-    name, source, data = lineage.params["experiment_name"], _source(lineage), lineage.data
+    data = lineage.data
     inputs = (
         'tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True, '
         'return_dict=True, return_tensors="pt")'
         if _is_chat(lineage)
         else 'tokenizer("Once upon a time", add_special_tokens=False, return_tensors="pt")'
     )
-    start = "random weights, with the config and tokenizer of" if is_random else "the weights of"
     return f"""---
-{metadata}
+{metadata.to_yaml()}
 ---
 
-# {name}
+# {lineage.params["experiment_name"]}
 
-{architecture}, trained for {lineage.step} steps from {start} {source}.
+{intro}
 
 ## Use
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-name = "{name}"  # the directory of this file, or its id on the Hub
-model = AutoModelForCausalLM.from_pretrained(name)
-tokenizer = AutoTokenizer.from_pretrained(name)
+{use}
 inputs = {inputs}
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
@@ -99,7 +132,7 @@ Fingerprints of the packed tokens:
 
 ## License
 
-{_license(source, is_random, terms)}
+{_license(_source(lineage), is_random, terms)}
 """
 
 
@@ -110,8 +143,9 @@ def _is_chat(lineage: Lineage) -> bool:
 
 
 def _metadata(
-    lineage: Lineage, dtype: str, is_random: bool, terms: ModelLicense, losses: Losses | None
-) -> ModelCardData:
+    lineage: Lineage, dtype: str, is_random: bool, terms: ModelLicense, losses: Losses | None,
+    library: Literal["transformers", "peft"] = "transformers",
+) -> ModelCardData:  # fmt: skip
     given: dict[str, Any] = {} if is_random else terms.metadata
     model, name = lineage.model, lineage.params["experiment_name"]
     # The Hub links to it, so a local directory cannot be it; but what that was trained from, here, can.
@@ -125,14 +159,14 @@ def _metadata(
         for kind, (text, value) in (losses.metrics() if losses else {}).items()
     ]  # fmt: skip
     return ModelCardData(
-        library_name="transformers",
+        library_name=library,
         pipeline_tag="text-generation",
         license=given.get("license", "unknown"),
         license_name=given.get("license_name"),
         license_link=given.get("license_link"),
         language=given.get("language"),
         base_model=base,
-        base_model_relation="finetune" if base else None,
+        base_model_relation=("adapter" if library == "peft" else "finetune") if base else None,
         tags=["corpus-to-checkpoint"],
         model_name=name if results else None,
         eval_results=results or None,

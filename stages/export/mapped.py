@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -109,7 +109,7 @@ class ShardedTensors:
         target = torch.frombuffer(content, dtype=dtype).view(entry.size)
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(
-            {name: target if dtype == entry.properties.dtype else _in_range(name, target)}, self._listed
+            {name: target if dtype == entry.properties.dtype else in_range(name, target)}, self._listed
         )
         for item in planner.create_local_plan().items:
             self._read(item, planner)
@@ -125,7 +125,7 @@ class ShardedTensors:
             self._reader.read_data(LoadPlan([item]), planner)
 
 
-def _in_range(name: str, tensor: Tensor) -> Tensor:
+def in_range(name: str, tensor: Tensor) -> Tensor:
     """A tensor that refuses values beyond the range of its dtype.
 
     torch makes infinities of them, without an error, and the model then computes NaN. NaN and infinities that are in
@@ -156,28 +156,37 @@ class Digests(NamedTuple):
     """Of the bytes of each tensor."""
 
 
+class Tensors(Protocol):
+    """Where the values of tensors come from."""
+
+    def load(self, name: str, content: memoryview, dtype: torch.dtype, goes_on: Callable[[int], object]) -> None:
+        """As `ShardedTensors.load`."""
+
+
 def write_safetensors(
-    tensors: ShardedTensors,
+    tensors: Tensors,
     specs: Mapping[str, TensorSpec],
     directory: Path,
     num_workers: int,
     dtypes: Mapping[str, torch.dtype],
     max_shard_bytes: float = math.inf,
     parts: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None,
+    stem: str = "model",
 ) -> Digests:
     """Write the tensors in `specs` as `model.safetensors`, or as several files with an index.
 
     The bytes depend on the tensors and the arguments alone, not on how many ranks wrote the checkpoint.
 
     Args:
-        tensors: Of a checkpoint; `check` has passed.
-        specs: Shape and dtype of each tensor in the checkpoint, in the model's order.
+        tensors: Those of a checkpoint, whose `check` has passed, or merged ones.
+        specs: Shape and dtype of each tensor there, in the model's order.
         directory: An existing directory.
         num_workers: Threads that hash tensors.
         dtypes: In which each of `specs` is written; floating-point tensors alone may have another one than there.
         max_shard_bytes: Tensors share a file up to this size; a larger tensor of `specs` has a file of its own.
         parts: For each tensor the names and shapes of those that are written in its place, in the order of its
             elements and in one file; None: it alone.
+        stem: What the names of the files begin with.
 
     Raises:
         StageError: a value is beyond the range of its dtype, or a file is not what `.metadata` says.
@@ -192,7 +201,7 @@ def write_safetensors(
     groups = _split(stored, max_shard_bytes)
     numbers = [f"-{number:05d}-of-{len(groups):05d}" for number in range(1, len(groups) + 1)]
     files = {
-        f"model{number}.safetensors": group
+        f"{stem}{number}.safetensors": group
         for number, group in zip(numbers if len(groups) > 1 else [""], groups, strict=True)
     }
     total = sum(_num_bytes(tensor) for tensor in stored.values())

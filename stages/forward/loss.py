@@ -270,8 +270,11 @@ class _FusedLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden)
         # Added up in float32 over all parts, and rounded once, as the product of a plain loss is.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
+        # A head that is not trained has none: of a large vocabulary it would have gigabytes.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        grad_bias = None
+        if bias is not None and ctx.needs_input_grad[3]:
+            grad_bias = torch.zeros_like(bias, dtype=torch.float32)
         ctx.dtype, ctx.factor = hidden.dtype, _FP16_FACTOR if hidden.dtype == torch.float16 else 1.0
         for part in parts:
             tokens, has_label = hidden[part], _has_label(labels[part])
@@ -290,7 +293,9 @@ class _FusedLoss(torch.autograd.Function):
             loss += of_part
             torch.mm(rounded, weight, out=grad_hidden[part]).mul_(has_label)
             tokens = tokens * has_label
-            if tokens.is_cuda and ctx.dtype != torch.float32:
+            if grad_weight is None:
+                pass
+            elif tokens.is_cuda and ctx.dtype != torch.float32:
                 torch.addmm(grad_weight, rounded.T, tokens, out_dtype=torch.float32, out=grad_weight)
             else:
                 grad_weight.addmm_(grad.T.float(), tokens.float())

@@ -67,12 +67,14 @@ def flops_per_token(model: PreTrainedModel, seq_length: int) -> int | None:
     if layers is None or not heads or size is None or has_experts or kinds - {"full_attention", "sliding_attention"}:
         return None
     head_dim = getattr(config, "head_dim", None) or size // heads
-    # 6: a multiplication and an addition, once forward and twice backward (for the inputs and for the weights).
+    # 6: a multiplication and an addition, once forward and twice backward (for the inputs and for the weights, if they
+    # are trained).
     # 12: the same for two products of each head, queries with keys and attention with values.
-    return 6 * _num_multiplied(model) + 12 * int(layers * heads * head_dim) * seq_length
+    weights = sum((6 if param.requires_grad else 4) * param.numel() for param in _multiplied(model))
+    return weights + 12 * int(layers * heads * head_dim) * seq_length
 
 
-def _num_multiplied(model: PreTrainedModel) -> int:
+def _multiplied(model: PreTrainedModel) -> list[nn.Parameter]:
     """Parameters without those that are only looked up: embeddings that are not the output's weights, too."""
     outputs = model.get_output_embeddings()
     looked_up = {
@@ -82,4 +84,4 @@ def _num_multiplied(model: PreTrainedModel) -> int:
         for param in module.parameters(recurse=False)
         if outputs is None or param is not outputs.weight
     }
-    return sum(param.numel() for param in model.parameters() if param not in looked_up)
+    return [param for param in model.parameters() if param not in looked_up]

@@ -137,7 +137,7 @@ def start(
     state = TrainState.of(checkpoint) if checkpoint else None
     fix_threads(state.place if state else None)
     place = find_place(state.step if state else 0) if is_rank0() else None
-    if checkpoint is None:
+    if checkpoint is None or run.params.lora_r:
         verify_weights(model, lambda: heartbeat.note("verifying the weights"))
     trainer = Trainer(
         run.params, model, run.seq_length, run.total_steps, mesh, initialize=checkpoint is None, note=heartbeat.note

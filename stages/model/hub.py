@@ -16,7 +16,7 @@ from typing import Any
 
 from stages.base import command, publish
 from stages.base.errors import StageError, naming
-from stages.model import config, hub_cache
+from stages.model import adapters, config, hub_cache
 from stages.model.files import (
     CONFIG,
     GENERATION_CONFIG,
@@ -76,6 +76,11 @@ def resolve(model_name: str, model_revision: str, want_weights: bool) -> ModelSo
         commit = source.name  # from here on it, and not the branch, which may get another one between two requests
         for name in sorted(_small_files(source)):  # download checks the weights later
             hub_cache.check(model_name, commit, name, publish.sha256_file(source / name))
+    if not (source / CONFIG).is_file() and (source / adapters.CONFIG).is_file():
+        raise StageError(
+            f"model_name is {model_name!r}: these are adapters (LoRA), not a model: use the directory of the model "
+            "that they are merged into; in this pipeline it is the one beside them"
+        )
     if not (source / CONFIG).is_file():
         raise StageError(f"model_name is {model_name!r}: it has no {CONFIG}, so transformers cannot load it")
     # Before anything large is fetched; what the cache lacks of the weights is fetched below.

@@ -11,6 +11,7 @@ from typing import ClassVar
 from stages.base.errors import StageError
 from stages.base.record import FileEntry, FileName, RelativePath, SealedRecord, check_files
 from stages.model import hub_cache
+from stages.model.adapters import LinearKind
 from stages.model.files import CONFIG
 
 MANIFEST = Path("data/model.json")
@@ -71,6 +72,8 @@ class ModelManifest(SealedRecord):
     """By their names in chat templates, such as `bos_token`."""
     chat_templates: dict[str, str] = field(default_factory=dict)
     """By name; `default` is the one for conversations, `tool_use` for those with tools, if it is there."""
+    linears: dict[str, LinearKind] = field(default_factory=dict)
+    """The linear modules in the layers, by their names without numbers, and whether they can have adapters."""
 
     def directory(self) -> Path:
         """The directory of the model's files on this machine; no socket is opened.

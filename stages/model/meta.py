@@ -142,6 +142,17 @@ def module_classes(model: nn.Module) -> list[str]:
     return sorted({type(module).__name__ for module in inner if any(True for _ in module.parameters())})
 
 
+def find_linears(model: nn.Module, layer_classes: Iterable[str]) -> dict[str, nn.Linear]:
+    """The linear modules in the layers of a model, by name."""
+    layers = [module for module in model.modules() if type(module).__name__ in layer_classes]
+    inside = {inner for layer in layers for inner in layer.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and module in inside
+    }
+
+
 def vocab_size(model: PreTrainedModel) -> int:
     """Rows of the embedding: every token id must be smaller."""
     weight: torch.Tensor = model.get_input_embeddings().get_parameter("weight")

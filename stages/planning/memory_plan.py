@@ -27,7 +27,7 @@ class PeakMemory:
     is_upper_bound: bool
     """Whether a GPU may need less, because it has an attention function for the model that CPUs do not have."""
     weights: int
-    """This rank's part, in fp32, and buffers."""
+    """This rank's part, in fp32, or in the dtype of `precision` if they are not trained; and buffers."""
     gradients: int
     """This rank's part, in fp32."""
     optimizer: int
@@ -39,7 +39,7 @@ class PeakMemory:
     temporaries: int
     """Of the backward pass: gradients of activations and logits, and activations that are computed again."""
     staging: int
-    """Of a checkpoint in CPU memory, while it is written asynchronously: weights and optimizer state of this rank."""
+    """Of a checkpoint in CPU memory, while it is written asynchronously: what is trained, and its optimizer state."""
 
     def describe(self) -> str:
         """What it consists of, for people."""
@@ -76,7 +76,7 @@ def lines(table: Table, limit: int) -> list[str]:
     return [*rows, f"largest batch_size that fits: {_largest_of_each(table, limit) or 'none'}"]
 
 
-def check_fits(peak: PeakMemory, table: Table, limit: int, source: str) -> None:
+def check_fits(peak: PeakMemory, table: Table, limit: int, source: str, could_adapt: bool = False) -> None:
     """Refuse what cannot fit, before a GPU is booked for it.
 
     Args:
@@ -84,6 +84,7 @@ def check_fits(peak: PeakMemory, table: Table, limit: int, source: str) -> None:
         table: Of others, for the message.
         limit: Bytes of the memory of a GPU.
         source: Where the limit comes from.
+        could_adapt: Whether adapters would need less.
 
     Raises:
         StageError: naming the settings that would fit.
@@ -92,6 +93,8 @@ def check_fits(peak: PeakMemory, table: Table, limit: int, source: str) -> None:
         return
     fitting = _largest_of_each(table, limit)
     remedy = f"use a batch_size of at most: {fitting}" if fitting else "more ranks, or fsdp.cpu_offload true"
+    if could_adapt:
+        remedy += ", or train adapters alone (lora_r 16)"
     raise StageError(
         f"each rank needs {format_gib(peak.total)} at the peak of a step, and a GPU has {format_gib(limit)} "
         f"({source}): {remedy}"

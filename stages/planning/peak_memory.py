@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker, _FSDPRefType, _FSDPState
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from stages.base.errors import StageError
-from stages.building import sharded_model
+from stages.building import sharded_model, sharding
 from stages.forward.attention_choice import choose_attention
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import make_batch
@@ -137,13 +138,13 @@ def _measure(
         make_optimizer(torch.nn.Linear(64, 64), params)  # torchao computes tables with values at its first state
         accumulates = params.total_batch_size > params.batch_size * num_ranks
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # the model is on the meta device, and is not fake
-            model.to_empty(device="cpu")
+            sharding.allocate(model, "cpu")
             optimizer = make_optimizer(model, params)
             scaler = make_grad_scaler(params.precision, torch.device("cpu"))
             batch, validated = tree_map_only(torch.Tensor, mode.from_tensor, batches)
             if accumulates:  # the last forward pass of a step has the gradients of those before it beside it
                 for param in model.parameters():
-                    param.grad = torch.zeros_like(param)
+                    param.grad = torch.zeros_like(param) if param.requires_grad else None
             model.train()
             offloaded = ("weights", "gradients", "optimizer") if params.fsdp.resolved().cpu_offload else ()
             tracker = _Tracker(model, optimizer, mode, [name for kind in offloaded for name in _KINDS[kind]])
@@ -154,11 +155,13 @@ def _measure(
                     tracker.reset_mod_stats()  # it asks for this between two forward passes
                     with torch.no_grad():
                         loss_sum(model.eval(), validated)
+            parts = [param for param in model.parameters() if isinstance(param, DTensor) and param.requires_grad]
+            trained = sum(param.to_local().nbytes for param in parts)
     sizes = {kind: sum(tracker.peak[name] for name in names) for kind, names in _KINDS.items()}
     return PeakMemory(
         total=tracker.peak_size,
         is_upper_bound=chosen.is_upper_bound,
-        staging=sizes["weights"] + sizes["optimizer"],
+        staging=(trained if params.lora_r else sizes["weights"]) + sizes["optimizer"],
         **sizes,
     )
 
@@ -218,6 +221,9 @@ class _Tracker(FSDPMemTracker):
         """Bytes, without the kinds in `ignored`."""
         self.peak: dict[str, int] = {}
         """Bytes of each kind, by its name."""
+        # The weights that FSDP2 does not manage: torch's own would miss them, or take them for activations.
+        whole = [param for param in model.parameters() if not isinstance(param, DTensor)]
+        self._name([*whole], _FSDPRefType.SHARDED_PARAM)
 
     def _fsdp_param_group_post_backward(self, fsdp_mod: Any, orig_fsdp_param_group_post_backward: Any) -> Any:
         # torch's own has the last gradient of the group in a variable while it is reduced, so that it ends too late.

@@ -4,10 +4,11 @@ Options are beside their component where its module imports no torch (schedule.p
 launcher, `plan` and `checkpoints` read them all, and must answer before torch is imported.
 """
 
+import dataclasses
 import importlib.util
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -107,6 +108,15 @@ class TrainParams(ScheduleParams, BuildParams):
     def rows_per_validation_pass(self) -> int:
         """Rows per device and forward pass of a validation."""
         return self.eval_batch_size or self.batch_size
+
+    def identity(self) -> dict[str, Any]:
+        """The parameters as far as they decide what is learned: without adapters, none of theirs."""
+        values = dataclasses.asdict(self)
+        if self.lora_r is None:
+            return {name: value for name, value in values.items() if not name.startswith("lora_")}
+        if isinstance(self.lora_target_modules, list):
+            values["lora_target_modules"] = sorted(set(self.lora_target_modules))
+        return values
 
     def check_export_from(self, num_validation_rows: int) -> None:
         """Check that there are rows by which `export_from` can choose.
