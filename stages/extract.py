@@ -126,7 +126,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class RejectedFile:
-    """What could not be read of a file, or of a part of one."""
+    """What could not be read of a file, or of a part of one, as far as it is listed."""
 
     place: tuple[str, int]
     """Printable path, and offset of the part: the order of the parts of all splits."""
@@ -263,8 +263,10 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         if params.deduplicate_strings:
             targets = [directory / name for name in shard_names]
             shards = deduplicate(tasks, shards, targets, runtime, counts)
-        rejected = join_parts(chain.from_iterable(result.rejected for result in results), limits.num_listed)
-        counts["rejected_files"] = len({entry.path for entry in rejected})
+        files = [file for result in results for file in result.rejected]
+        rejected = join_parts(files, limits.num_listed)[: limits.most_listed]
+        rejected_names = {file.place[0] for file in files}
+        counts["rejected_files"] = len(rejected_names)
         # Before the error, which refers the user to this file for all rejections.
         sourced = [shard._replace(source=summary.source(index)) for index, shard in enumerate(shards)]
         dataset = Dataset(params.features, sourced)
@@ -282,7 +284,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             f"extract: {counts['structured_files']} files of JSON, YAML or tables have no rule: each of their strings "
             "is a document, or of CSV the file. For some of the values, or conversations, write rules (docs/records.md)"
         )
-    if silent := sorted(find_silent(results) - {entry.path for entry in rejected}):
+    if silent := sorted(find_silent(results) - rejected_names):
         print(
             f"extract: {len(silent)} files have no text, and nothing in them was rejected, such as {silent[0]}: "
             f"`python -m stages.extract --preview {params.raw_dir}/{silent[0]}` shows why"
@@ -302,11 +304,11 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     # Not the empty ones, which are all equal: all but the first come from the store in any run.
     used = [result.is_reused for result, part in zip(results, parts, strict=True) if part.files]
     unused = "".join(
-        f"{what} {', '.join(names[:NUM_PRINTED])}; "
+        f"{what} {', '.join(names[:NUM_PRINTED])}{remedy.format(names[0])}; "
         for index, rule in enumerate(of_rules)
-        for what, names in (
-            (f"columns that records.{index} does not use:", rule.unused_columns),
-            (f"roles that records.{index} does not know:", rule.unknown_roles),
+        for what, names, remedy in (
+            (f"columns that records.{index} does not use:", rule.unused_columns, ""),
+            (f"roles that records.{index} does not know:", rule.unknown_roles, " (add such as roles: {{{}: user}})"),
         )
         if names
     )
@@ -418,13 +420,15 @@ def read_files(files: Iterable[splits.RawFile], path: Path, params: ExtractParam
     silent: list[str] = []
     changed: list[str] = []
     of_rules: dict[int, Records] = {}
+    num_listed = 0  # rejections of all files
     name = ""  # printable, of the current file, or part
     rejections: list[Rejection] = []  # of it
     reasons: Counter[str] = Counter()  # of these, and of those that are not listed
 
     def report(what: Rejected) -> None:
         reasons[f"rejected {what.reason}"] += 1
-        if len(rejections) < limits.num_listed:  # a JSON Lines file in a wrong format has millions
+        # A JSON Lines file in a wrong format has millions.
+        if len(rejections) < min(limits.num_listed, limits.most_listed - num_listed):
             rejections.append(Rejection(path=name, position=what.position, reason=what.reason, detail=what.detail))
 
     with paused_collector(), arrow.StreamWriter(path, params.features) as stream:
@@ -474,10 +478,11 @@ def read_files(files: Iterable[splits.RawFile], path: Path, params: ExtractParam
             counts += reasons
             if file.part and writer.has_text:
                 fit.append(name)
-            elif not (writer.has_text or rejections):
+            elif not (writer.has_text or reasons):
                 silent.append(name)
-            if rejections:
+            if reasons:
                 rejected.append(RejectedFile((name, offset), rejections))
+                num_listed += len(rejections)
         shard = writer.close()
     for index, records in of_rules.items():
         counts.update({f"rule {index} {name}": count for name, count in records.counts.items()})

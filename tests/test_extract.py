@@ -1441,6 +1441,18 @@ def test_many_bad_lines_are_counted_and_the_first_are_listed() -> None:
     assert len(metrics["rejections"]) == 5
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_no_more_rejections_are_listed_than_later_stages_read(num_splits: int) -> None:
+    put({f"{number}.jsonl": "x\n" * 3 for number in range(9)})
+    for is_fresh in (True, False):  # the second time from the store
+        metrics = run(num_splits, max_rejected_files=9, is_fresh=is_fresh, limits=Limits(most_listed=5))
+        assert (metrics["rejected_files"], metrics["rejected"]) == (9, {"invalid JSON": 27})
+        assert len(metrics["rejections"]) == 5
+    stored = [json.loads(path.read_text())["value"]["rejected"] for path in Path("data/.reuse").glob("*/value.json")]
+    assert max(sum(len(file["rejections"]) for file in files) for files in stored) == 5
+    assert Limits().most_listed * 1000 < publish.LARGEST
+
+
 def test_rejected_names_that_are_not_utf8_are_listed() -> None:
     put({os.fsdecode(b"\xff.json"): "["})
     assert run(max_rejected_files=1)["rejections"][0]["path"] == "\\xff.json"

@@ -759,7 +759,7 @@ def test_roles_that_nobody_knows_are_named() -> None:
     assert extract_raw(num_splits=2, records=[{"files": "*"}])["rules"][0]["unknown_roles"] == ["agent"]
     runtime = ExtractRuntime(num_workers=1, reuse_gib=1)
     message = extract(replace(PARAMS, records=[Rule(files="*")]), runtime)
-    assert "roles that records.0 does not know: agent; " in message
+    assert "roles that records.0 does not know: agent (add such as roles: {agent: user}); " in message
     shown = preview(Path("a.jsonl"), replace(PARAMS, records=[Rule(files="*")]))
     assert shown.endswith("roles that are not known: agent: say what they are, as in roles: {agent: user}")
     for role in ("assistant", "agent"):

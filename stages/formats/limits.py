@@ -37,6 +37,8 @@ class Limits:
     """Rows of a table that may need nothing, as one run of 2^40 nulls does; beyond them a row has a bit of the file."""
     num_listed: int = 1000
     """Rejections of one file that are listed in data/extract.json. All are counted."""
+    most_listed: int = 100_000
+    """Rejections that are listed of a split, and of all files: more would be too large a file for later stages."""
 
 
 LIMITS = Limits()
