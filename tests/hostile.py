@@ -166,6 +166,9 @@ HOSTILE: dict[str, File] = {
     "large_white_space.json": lambda unit: fill(300 * unit, b'["a"', b" \n", b',"b"]'),
     "large_brackets.json": lambda unit: fill(300 * unit, b"", b"["),
     "large_short_strings.json": lambda unit: fill(70 * unit, b'["a"', ',"Ж","b"'.encode(), b"]"),
+    "large_list_of_lists.json": lambda unit: fill(70 * unit, b"[[]", b",[]", b"]"),
+    "large_object.json": lambda unit: fill(70 * unit, b'{"":"a"', ',"Ж":"b"'.encode(), b"}"),
+    "large_list_of_objects.json": lambda unit: fill(70 * unit, b"[0", b',{"a":["b",{}],"c":"d"}', b"]"),
     # Long places.
     "strings_at_each_level.json": lambda unit: fill(20_000 * 4 * unit // MIB, b"", b'["a",'),
     "strings_at_depth.json": lambda unit: itertools.chain(

@@ -14,7 +14,8 @@ BOUND = 1024
 """MiB of a worker of `extract`, with the interpreter and its libraries (docs/data.md)."""
 QUICK = (
     "line_feeds.json", "open_string.json", "documents.json", "short_strings.json", "not_a_number.json",
-    "large_line_feeds.json", "large_emoji_and_ascii.json", "large_brackets.json", "long_key.json",
+    "large_line_feeds.json", "large_list_of_lists.json", "large_object.json", "large_emoji_and_ascii.json",
+    "large_brackets.json", "long_key.json",
     "one_line_of_escapes.jsonl", "short_lines.jsonl", "long.txt", "large_cp1252.txt", "long_key_of_many.yaml",
     "reread.yaml", "bomb.yaml.gz", "window.jsonl.zst", "row_group.parquet", "page.parquet", "bomb.arrow",
 )  # fmt: skip

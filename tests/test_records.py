@@ -508,7 +508,8 @@ def test_a_record_that_is_too_large_is_rejected_and_the_others_kept() -> None:
     items = [{"t": "a"}, large, {"t": "b"}, many, {"t": "c"}]
     rule = {"files": "*", "text": "$.t"}
     for name, content, positions in (
-        ("a.json", json.dumps(items), ["line 1", "line 1"]),
+        ("a.json", json.dumps(items), ["line 1, element 2", "line 1, element 4"]),
+        ("a.json", json.dumps(items, indent=1), ["line 5, element 2", "line 11, element 4"]),
         ("a.jsonl", jsonl(*items), ["line 2", "line 4"]),
         ("a.csv", "t\na\n" + "x" * 500 + "\nb\n", None),
         ("a.yaml", yaml.safe_dump_all(items), None),
@@ -882,6 +883,19 @@ def test_the_preview_says_what_min_chars_drops() -> None:
     assert preview(Path("c.json"), replace(PARAMS, min_chars=4)).endswith("0 rows, of 4 characters or more")
     put({"c.json": "[]"})
     assert preview(Path("c.json"), PARAMS).endswith("0 rows, as it has no text")
+
+
+def test_what_has_no_row_in_json_is_named_by_its_element_and_first_line() -> None:
+    items = [{"text": "a"}, {"other": "b"}, {"text": "c"}, {"other": "d", "more": ["e"]}]
+    for text, each, positions in (
+        (json.dumps(items), None, ["line 1, element 2", "line 1, element 4"]),
+        (json.dumps(items, indent=1), None, ["line 5, element 2", "line 11, element 4"]),
+        (json.dumps({"x": items}, indent=1), "$.x[*]", ["line 6, element 2", "line 12, element 4"]),
+        ("\n".join(map(json.dumps, items)), None, ["line 2", "line 4"]),
+    ):
+        put({"a.json": text})
+        metrics = extract_raw(records=[{"files": "*", "each": each, "text": "$.text"}])
+        assert [record["position"] for record in metrics["rules"][0]["first_left_out"]] == positions
 
 
 def test_a_preview_of_a_file_that_changes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

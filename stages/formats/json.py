@@ -278,6 +278,7 @@ def walk(
     while True:
         kind = tokens.peek()
         part: Any = _LARGE
+        tokens.element = indices[-1] + 1 if closing[-1:] == ["]"] else 0
         try:
             if steps == ():
                 take(tokens.value())
@@ -302,7 +303,7 @@ def walk(
             outer.append(steps)
             indices.append(-1)
             if len(outer) > tokens.limits.deepest:
-                raise Rejected("nested too deep", f"more than {tokens.limits.deepest} levels", tokens.position())
+                raise Rejected("nested too deep", f"more than {tokens.limits.deepest} levels", tokens.line())
             if tokens.peek() == closing[-1]:
                 tokens.mark(closing[-1])
                 part = closing.pop(), outer.pop(), indices.pop()
@@ -336,13 +337,22 @@ class Tokens:
         self._text = ""
         self._ahead = ""  # follows the text, where a value was sought in more than a piece
         self._place = 0  # in the text, after the last token
+        self._begin = 0  # in the text, where the last value begins
         self._certain = 0  # a number that ends before this place does not continue in the next piece
         self._lines_before = 0
         self._characters_before = 0  # of the line in which the text begins
 
+        self.element = 0
+        """The number of the last value in its list, from 1; 0: it is in none. Set by whoever knows the list."""
+
     def position(self) -> str:
-        """The current line, from 1."""
-        return f"line {self._line()}"
+        """The line in which the last value begins, and which element it is."""
+        return self.line(self._begin) + f", element {self.element}" * bool(self.element)
+
+    def line(self, place: int | None = None) -> str:
+        """The line of a place in the text, or of the next token, from 1."""
+        before = self._text.count("\n", 0, self._place if place is None else place)
+        return f"line {self._lines_before + before + 1}"
 
     def peek(self) -> str:
         """The character that the next token begins with; empty at the end."""
@@ -387,16 +397,25 @@ class Tokens:
         A large collection of small elements would take several times as long by `value`, `mark` and `key`.
         """
         self.peek()
-        text, place, values = self._text, self._place, []
-        decode, find_comma = _flat.raw_decode, _COMMA.match  # local names: for each element
+        self._begin = place = self._place
+        text, values = self._text, []
         find_begin = (_KEY if is_object else _SPACE).match
         with suppress(ValueError, RecursionError):
             while begin := find_begin(text, place):
-                value, end = decode(text, begin.end())
-                if not (comma := find_comma(text, end)):
+                value, end = _flat.raw_decode(text, begin.end())
+                if not (comma := _COMMA.match(text, end)):
                     break
                 values.append(value)
                 place = comma.end()
+                if len(values) > 1:
+                    continue
+                # Where what is between the first two elements occurs last, one may end, too.
+                if last := text.rfind(text[end - 1 : place + 1], place, place + self.limits.batch) + 1:
+                    with suppress(ValueError, RecursionError):
+                        inside = text[place:last].join("{}" if is_object else "[]")
+                        values.append(_flat.decode(inside))
+                        place = _match(_COMMA, text, last).end()
+                        break
         self._place = place
         return _flatten(values)
 
@@ -421,7 +440,8 @@ class Tokens:
 
     def _value(self, decode_at: DecodeAt, is_whole: bool) -> Any:
         while True:
-            start, text = self._place, self._text
+            start = self._begin = self._place
+            text = self._text
             try:
                 value, end = decode_at(text, start)
                 if end < self._certain or text[end - 1] in '"]}':
@@ -440,7 +460,7 @@ class Tokens:
             if is_whole and is_too_large(text, self.limits, start):
                 raise TooLarge(self.limits)
             if text[start] in _CLOSING:
-                if not is_whole and len(text) - start >= self.limits.batch:
+                if not is_whole and 4 * (len(text) - start) >= self.limits.batch:  # a character has at most 4 bytes
                     return _LARGE
             elif len(text) - start > self.limits.longest_string:
                 self._pass_over()
@@ -464,9 +484,6 @@ class Tokens:
         detail = f"a string has more than {longest} bytes of UTF-8: split it"
         raise _TooLong("string too long", detail, position)
 
-    def _line(self) -> int:
-        return self._lines_before + self._text.count("\n", 0, self._place) + 1
-
     def _advance(self, place: int) -> None:
         """Drop the text before `place`, and read a further piece."""
         rest = self._text[place:]  # a token that is cut
@@ -480,7 +497,7 @@ class Tokens:
             self._is_read = not data
             self.size += len(data)
             piece = self._decoder.decode(data, self._is_read)
-        self._text, self._place = rest + piece, 0
+        self._text, self._place, self._begin = rest + piece, 0, 0
         self._set_certain()
 
     def _set_certain(self) -> None:
@@ -496,7 +513,7 @@ class Tokens:
         what = "the document does not end"
         if self._place < len(self._text):
             what = f"unexpected {self._text[self._place : self._place + 20]!r}"
-        return Rejected("invalid JSON", what, f"line {self._line()}, character {self._column(self._place) + 1}")
+        return Rejected("invalid JSON", what, f"{self.line()}, character {self._column(self._place) + 1}")
 
 
 def _match(pattern: re.Pattern[str], text: str, place: int) -> re.Match[str]:

@@ -92,8 +92,9 @@ class TextWriter:
         self.has_text = self.has_text or any(strings)
         texts = [string for string in strings if self.column or len(string) >= self._min_chars]
         characters = sum(map(len, texts))
-        # A character has at most 4 bytes. Most calls end with this comparison.
-        if characters > self._limits.longest_document // 4:
+        # A character has at most 4 bytes. Most calls end with these comparisons, without a look at each string.
+        longest = self._limits.longest_document // 4
+        if characters > longest and max(map(len, texts)) > longest:
             texts = [piece for text in texts for piece in self._pieces(text)]
         self._extend(texts, characters)
 
