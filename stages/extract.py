@@ -522,6 +522,7 @@ def preview(file: Path, params: ExtractParams) -> str:
     return "\n".join(
         [
             f"{path}: " + (f"records.{found[0]}" if found else "no rule: each string is a document"),
+            *_skipped(printable(path)),
             *shown,
             f"{number} rows"
             + ", as it has no text" * bool(result.silent)
@@ -530,6 +531,18 @@ def preview(file: Path, params: ExtractParams) -> str:
             *(count_rules(params.records, result.counts, [result])[found[0]].describe() if found else ()),
         ]
     )
+
+
+def _skipped(path: str) -> list[str]:
+    """A line that says why `organize` has skipped a raw file; none where it has not, or has not run."""
+    try:
+        summary = splits.read_summary(splits.SPLITS)
+    except StageError:
+        return []
+    reasons = {item.path: item.reason for item in summary.passed_over}
+    reasons |= {item.path: f"it has the bytes of {item.of}" for item in summary.duplicates}
+    names = [path, *(f"{above}/" for above in Path(path).parents)]
+    return [f"organize skips it: {reasons[name]}" for name in names if name in reasons]
 
 
 def _show(number: int, column: int, text: str) -> str:

@@ -23,6 +23,7 @@ from stages.formats import json as json_format
 from stages.formats import paths, records
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.rules import Rule, find
+from stages.organize import OrganizeParams, OrganizeRuntime, organize
 from stages.splits import tree
 from tests.corpus import CORPUS, PARAMS, content_of, extract_file, extract_raw, put, read_rows
 from tests.project import REPO
@@ -896,6 +897,15 @@ def test_what_has_no_row_in_json_is_named_by_its_element_and_first_line() -> Non
         put({"a.json": text})
         metrics = extract_raw(records=[{"files": "*", "each": each, "text": "$.text"}])
         assert [record["position"] for record in metrics["rules"][0]["first_left_out"]] == positions
+
+
+def test_the_preview_says_that_organize_skips_a_file() -> None:
+    put({"a.txt": "a", ".hidden/b.txt": "b", "c.txt": "a"})
+    organize(OrganizeParams(1, PARAMS.raw_dir, deduplicate_files=True), OrganizeRuntime(num_workers=1))
+    skipped = [preview(Path(name), PARAMS).split("\n")[1] for name in ("a.txt", ".hidden/b.txt", "c.txt")]
+    assert skipped == [
+        "--- 1: a document", "organize skips it: hidden", "organize skips it: it has the bytes of a.txt",
+    ]  # fmt: skip
 
 
 def test_a_preview_of_a_file_that_changes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
