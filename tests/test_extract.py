@@ -38,9 +38,7 @@ from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.base.publish import sha256_file
 from stages.extract import ExtractParams, ExtractRuntime, extract
-from stages.formats import json as json_format
-from stages.formats import jsonl, readers, source, writer
-from stages.formats import yaml as yaml_format
+from stages.formats import json_format, jsonl, readers, source, writer, yaml_format
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.source import Rejected
 from stages.formats.writer import TextWriter
@@ -545,12 +543,12 @@ def test_trap_13_memory_does_not_grow_with_the_file() -> None:
                 file.write(json.dumps(["a string of some length " * 4] * 10_000)[1:-1] + ",")
             file.write('"end"]')
         code = (
-            "from pathlib import Path; from stages.formats import json, source, writer as w;"
+            "from pathlib import Path; from stages.formats import json_format, source, writer as w;"
             "from stages.splits import tree; from stages.work import arrow;"
             "stream = arrow.StreamWriter(Path('shard.arrow'), arrow.TEXT);"
             "writer = w.TextWriter(stream, 1, print); path = Path('raw.json');"
             "digest = tree.measure(path)[1];"
-            "json.read(source.Source(path, compression='', digest=digest), writer);"
+            "json_format.read(source.Source(path, compression='', digest=digest), writer);"
             f"assert writer.close().rows == {size * 10_000 + 1}"
         )
         peaks.append(peak_memory(code))

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.extract import ExtractParams, ExtractRuntime, extract, preview
-from stages.formats import json as json_format
-from stages.formats import paths, records
+from stages.formats import json_format, paths, records
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.rules import Rule, find
 from stages.organize import OrganizeParams, OrganizeRuntime, organize
@@ -75,7 +74,7 @@ def test_a_path_finds_what_the_library_finds(document: Any, path: str) -> None:
     found = jsonpath.JSONPathEnvironment(strict=True).finditer(path, document)
     # RFC 9535, section 2.3.4: a slice selects nothing of a string; python-jsonpath selects characters.
     expected = [match.obj for match in found if not of_string(match)]
-    assert paths.compile(path)(document) == expected
+    assert paths.finder(path)(document) == expected
 
 
 def of_string(match: Any) -> bool:
@@ -96,7 +95,7 @@ def of_string(match: Any) -> bool:
 )
 def test_trap_32_a_path_finds_both_values_of_a_key_that_occurs_twice(path: str, expected: list[str]) -> None:
     document = json_format.decode('{"a": "x", "a": "y", "b": "z"}')
-    assert paths.compile(path)(document) == expected
+    assert paths.finder(path)(document) == expected
 
 
 @pytest.mark.parametrize(
@@ -458,7 +457,7 @@ STRINGS = st.recursive(
 )
 def test_records_of_a_large_file_are_those_of_the_document(document: Any, steps: list[str], chunk: int) -> None:
     each = "$" + "".join(steps)
-    expected = ["\n".join(paths.strings(found)) for found in paths.compile(each)(document)]
+    expected = ["\n".join(paths.strings(found)) for found in paths.finder(each)(document)]
     for indent in (None, 1):
         text = json.dumps(document, indent=indent, ensure_ascii=indent is None)
         sink = streamed(text, replace(SMALL, batch=chunk), each=each, text="$")

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO
 
-from stages.formats import json
+from stages.formats import json_format
 from stages.formats.limits import Limits
 from stages.formats.source import Pieces, Rejected, Source
 from stages.formats.writer import TextWriter
@@ -23,7 +23,7 @@ def read(source: Source, sink: TextWriter) -> None:
     Raises:
         Rejected: it is one document over several lines.
     """
-    into = json.Strings(sink, source.limits)
+    into = json_format.Strings(sink, source.limits)
     try:
         _read(source, into)
     finally:
@@ -39,7 +39,7 @@ def read_records(source: Source, records: "Records") -> None:
     _read(source, records)
 
 
-def _read(source: Source, into: "json.Strings | Records") -> None:
+def _read(source: Source, into: "json_format.Strings | Records") -> None:
     if source.first_line == 1 and is_one_document(source.begin):  # once, and not for each of its lines
         detail = "a JSON document over several lines, and no JSON Lines: rename it to end in .json"
         raise Rejected("invalid JSON", detail)
@@ -57,7 +57,7 @@ def _read(source: Source, into: "json.Strings | Records") -> None:
             number += 1
 
 
-def _read_lines(text: str, first: int, into: "json.Strings | Records", limits: Limits) -> None:
+def _read_lines(text: str, first: int, into: "json_format.Strings | Records", limits: Limits) -> None:
     """Read some lines. `first` is the number of the first one."""
     decode_at, add, end_record = into.decode_at, into.add, into.end  # local names, as this runs for each record
     number = first
@@ -74,10 +74,10 @@ def _read_lines(text: str, first: int, into: "json.Strings | Records", limits: L
             _read_line(io.BytesIO(line.encode()), into, limits)
 
 
-def _read_line(line: BinaryIO, into: "json.Strings | Records", limits: Limits) -> None:
+def _read_line(line: BinaryIO, into: "json_format.Strings | Records", limits: Limits) -> None:
     """Read a line of any length, given as a stream."""
     try:
-        json.read_record(line.read, into, limits)
+        json_format.read_record(line.read, into, limits)
     except Rejected as rejected:
         into.reject(rejected)
         into.end()

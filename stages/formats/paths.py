@@ -68,7 +68,7 @@ def check(path: str) -> None:
 
 
 @cache
-def compile(path: str) -> Find:
+def finder(path: str) -> Find:
     """The function that finds the values of a valid path."""
     steps = [
         (isinstance(segment, segments.JSONPathRecursiveDescentSegment), [*map(_selector, segment.selectors)])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from stages.formats import json, jsonl, tables, yaml
+from stages.formats import json_format, jsonl, tables, yaml_format
 from stages.formats.limits import Limits
 from stages.formats.records import Records
 from stages.formats.rules import TEXT
@@ -63,9 +63,9 @@ READERS: dict[str, Callable[[Any, TextWriter], None]] = {
     "text": _read_text,
     "csv": _read_text,
     "tsv": _read_text,
-    "json": json.read,
+    "json": json_format.read,
     "jsonl": jsonl.read,
-    "yaml": yaml.read,
+    "yaml": yaml_format.read,
     "parquet": tables.read,
     "arrow": tables.read,
 }
@@ -74,9 +74,9 @@ READERS: dict[str, Callable[[Any, TextWriter], None]] = {
 RECORD_READERS: dict[str, Callable[[Any, Records], None]] = {
     "csv": partial(tables.read_delimited, delimiter=","),
     "tsv": partial(tables.read_delimited, delimiter="\t"),
-    "json": json.read_records,
+    "json": json_format.read_records,
     "jsonl": jsonl.read_records,
-    "yaml": yaml.read_records,
+    "yaml": yaml_format.read_records,
     "parquet": tables.read_records,
     "arrow": tables.read_records,
 }

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 
 from stages.base.names import printable
-from stages.formats import json as json_format
-from stages.formats import paths
+from stages.formats import json_format, paths
 from stages.formats.limits import Limits
 from stages.formats.rules import (
     KNOWN_ROLES,
@@ -101,7 +100,7 @@ class Records:
         self._roles = _Roles(rule)
         makers = [_maker(one, min_chars, self._roles) for one in alternatives]
         self._make = makers[0] if len(makers) == 1 else _first_present(alternatives, makers)
-        self._find = None if rule.each is None else paths.compile(rule.each)
+        self._find = None if rule.each is None else paths.finder(rule.each)
         self._sink, self._limits = sink, limits
         self._rows: list[str] = []  # not yet in the sink
         self._size = 0  # characters of these
@@ -205,7 +204,7 @@ class Records:
 
 def _first_present(alternatives: list[Rule], makers: list[Maker]) -> Maker:
     """What takes the first of several rules whose path leads to something; they have no written messages."""
-    finds = [paths.compile(rule.messages or rule.prompt or rule.text) for rule in alternatives]
+    finds = [paths.finder(rule.messages or rule.prompt or rule.text) for rule in alternatives]
 
     def make(record: Any) -> Row:
         for find, make_row in zip(finds, makers, strict=True):
@@ -229,7 +228,7 @@ def _maker(rule: Rule, min_chars: int, roles: _Roles) -> Maker:
     makers = {name: _side_maker(side, name, rule, roles) for name, side in sides.items()}
     if rule.system or rule.history:
         makers["messages"] = _with_beginning(rule, makers["messages"])
-    find_tools = paths.compile(rule.tools) if rule.tools else None
+    find_tools = paths.finder(rule.tools) if rule.tools else None
 
     def make(record: Any) -> Row:
         conversation = {name: make_side(record) for name, make_side in makers.items()}
@@ -243,7 +242,7 @@ def _maker(rule: Rule, min_chars: int, roles: _Roles) -> Maker:
 
 
 def _text_maker(path: str, min_chars: int) -> Maker:
-    find = paths.compile(path)
+    find = paths.finder(path)
 
     def make(record: Any) -> Row:
         text = _join(find(record))
@@ -273,7 +272,7 @@ def _side_maker(side: Side, name: str, rule: Rule, roles: _Roles) -> Callable[[A
     if not isinstance(side, str):
         turns = [_turn_maker(turn, roles) for turn in side]
         return lambda record: [message for make in turns if (message := make(record)) is not None]
-    find = paths.compile(side)
+    find = paths.finder(side)
 
     def make(record: Any) -> Any:
         values = find(record)
@@ -294,7 +293,7 @@ def _side_maker(side: Side, name: str, rule: Rule, roles: _Roles) -> Callable[[A
 
 def _with_beginning(rule: Rule, make_messages: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The function that makes the messages of a record, after its system message and its history."""
-    find_system, find_history = (paths.compile(path) if path else None for path in (rule.system, rule.history))
+    find_system, find_history = (paths.finder(path) if path else None for path in (rule.system, rule.history))
 
     def make(record: Any) -> Any:
         messages = make_messages(record)
@@ -320,7 +319,7 @@ def _is_pair(value: Any) -> bool:
 
 def _turn_maker(turn: dict[str, Any], roles: _Roles) -> Callable[[Any], dict[str, Any] | None]:
     """The function that makes a message that is written in a rule; None: a system message without content."""
-    finds = {key: paths.compile(part) for key, part in turn.items() if is_path(part)}
+    finds = {key: paths.finder(part) for key, part in turn.items() if is_path(part)}
 
     def make(record: Any) -> dict[str, Any] | None:
         message = {**turn}

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stages.base.errors import one_line
-from stages.formats import json, paths
+from stages.formats import json_format, paths
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.source import Changed, Rejected, Source, may_be_changed, open_raw, state, verify_table
 from stages.formats.writer import TextWriter
@@ -242,7 +242,7 @@ def _converter(kind: pa.DataType, refuse: Callable[[], object]) -> Callable[[Any
 def _parsed(text: str) -> Any:
     """The value of a cell of type JSON; what is not valid stays text."""
     try:
-        return json.decode(_SURROGATES.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text))
+        return json_format.decode(_SURROGATES.sub(lambda escape: r"\ufffd" if escape[1] else escape[0], text))
     except (ValueError, RecursionError):
         return text
 
@@ -336,7 +336,7 @@ def read_delimited(source: Source, records: "Records", delimiter: str) -> None:
         while line := text.readline(limits.longest_record + 1):
             size, num_values = size + len(line), num_values + line.count(delimiter)
             if size > limits.longest_record or num_values > limits.most_values:
-                raise json.TooLarge(limits)
+                raise json_format.TooLarge(limits)
             yield line
 
     csv.field_size_limit(limits.longest_record)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import yaml
 from yaml._yaml import CParser
 
-from stages.formats import json, paths
+from stages.formats import json_format, paths
 from stages.formats.limits import Limits
 from stages.formats.source import Rejected, Source
 from stages.formats.writer import TextWriter
@@ -80,8 +80,8 @@ def read(source: Source, sink: TextWriter) -> None:
     def as_json() -> None:
         sink.drop()  # what libyaml has read
         # One record: none is kept if an error follows.
-        into = json.Strings(sink, source.limits)
-        json.read_record(source.stream().read, into, source.limits)
+        into = json_format.Strings(sink, source.limits)
+        json_format.read_record(source.stream().read, into, source.limits)
         into.flush()
 
     _read_all(source, lambda text: _read(text, sink, source.limits), as_json)
@@ -93,7 +93,9 @@ def read_records(source: Source, records: "Records") -> None:
     Raises:
         Rejected: as `read` does; or a document is too large.
     """
-    _read_all(source, lambda text: _compose(text, records, source.limits), lambda: json.read_records(source, records))
+    _read_all(
+        source, lambda text: _compose(text, records, source.limits), lambda: json_format.read_records(source, records)
+    )
 
 
 def _read_all(source: Source, read: Callable[["_Text"], None], read_as_json: Callable[[], None]) -> None:
@@ -280,7 +282,7 @@ def _compose(text: _Text, records: "Records", limits: Limits) -> None:
             _check_directives(event)
             continue
         if characters > limits.longest_record or values > limits.most_values:
-            raise json.TooLarge(limits)
+            raise json_format.TooLarge(limits)
         nodes.append(node)
         if anchor:
             named[anchor] = node, characters - before[0], values - before[1]
