@@ -147,7 +147,7 @@ def test_text_that_cannot_be_encoded_is_a_difference(monkeypatch: pytest.MonkeyP
 
     encode = FastTokenizer.encode
     monkeypatch.setattr(FastTokenizer, "encode", fail)
-    monkeypatch.setattr(Encoder, "_compare", lambda self, text: 0)
+    monkeypatch.setattr(Comparison, "check_sample", lambda self, text, size: 0)
     with pytest.raises(Differs, match="cannot encode all of the text: no reason"):
         tokens_of(fast, "the other tokens")
 
@@ -189,7 +189,7 @@ def test_a_difference_in_a_fixed_text_is_found(monkeypatch: pytest.MonkeyPatch) 
     _, fast = encoders("BPE of bytes")
     monkeypatch.setattr(FastTokenizer, "encode", of_another_unicode("HTTPServer"))
     with pytest.raises(Differs, match="it gives other tokens for the text 'camelCase HTTPServer"):
-        fast._comparison.check_all([], [], [])
+        fast._comparison.check_all([], [])
 
 
 def test_each_batch_is_sampled_at_another_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ tokenizer itself another one is compared, with its normalizer and pre-tokenizer,
 borders of words.
 """
 
+import zlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,10 @@ _COMPOSED = "".join(f"{{0}}{second}" for second in _SECOND)
 
 _AROUND = ("{}", " {} ", "a{}b", "{0}{0}", "\n{}\n", "  {}", "{}.")
 """An added token alone and among others: it may be a word only if it is one, and take the spaces around it."""
+
+
+_END = 1 << 12
+"""Bytes of a batch of text that decide which part of it is compared."""
 
 
 class Differs(Exception):
@@ -54,6 +59,8 @@ class Comparison:
             Differs: it gives other words.
             Failed: the fast one cannot be used.
         """
+        self.differing: set[str] = set()
+        """Characters. A regular expression would need a microsecond for each character of a text."""
         words = vocabulary.words(content)
         self.fast = FastTokenizer(vocabulary.complete_bytes(content))
         self._own = own
@@ -62,29 +69,46 @@ class Comparison:
         self._check(*self._words, TEXTS, "words")
 
     def characters(self, characters: Sequence[str]) -> NDArray[np.bool_]:
-        """Which characters should be left to the model's own tokenizer, (n,)."""
+        """Which characters, and from now on all text with them, are left to the model's own tokenizer, (n,)."""
         result = np.zeros(len(characters), np.bool_)
         for own, fast, probes in ((self._own, self.fast, ("{0}", "a{0}{0}b")), (*self._words, self._probes)):
             for probe in probes:
                 result |= _differ(own, fast, [probe.format(character) for character in characters])
+        self.differing.update(character for character, differs in zip(characters, result, strict=True) if differs)
         return result
+
+    def differs(self, text: str) -> bool:
+        """Whether a text is left to the model's own tokenizer."""
+        return not self.differing.isdisjoint(text)
+
+    def encode(self, strings: Sequence[str], has_differing: bool) -> list[NDArray[Any]]:
+        """The ids of each string's tokens, (n,); `has_differing`: one of them has a character that differs."""
+        if not has_differing:
+            return self.fast.encode(strings)
+        return [(encode(self._own, [each]) if self.differs(each) else self.fast.encode([each]))[0] for each in strings]
+
+    def check_sample(self, text: bytes, size: int) -> None:
+        """Raise Differs if the tokens of about `size` bytes of a text differ; which ones depends on the text alone."""
+        start = _border(text, zlib.crc32(text[-_END:]) % max(1, len(text) - size))
+        sample = str(text[start : _border(text, start + size)], "utf-8")
+        if not self.differs(sample):
+            self.check(sample)
 
     def check(self, text: str) -> None:
         """Raise Differs if the tokens of a text differ."""
         self._check(self._own, self.fast, [text], "tokens")
 
-    def check_all(self, added: Iterable[str], choosy: Collection[str], differing: Collection[str]) -> None:
+    def check_all(self, added: Iterable[str], choosy: Collection[str]) -> None:
         """Raise Differs if the tokens of `TEXTS` differ, or those of text around added tokens.
 
         Args:
             added: The added tokens, as they are spelled.
             choosy: Those of them for which it matters what is beside them.
-            differing: Characters; texts with one of these are left out.
         """
         added = [*added]
         around = [around.format(token) for token in added for around in _AROUND]
         around += [f"a {pair}" for one in choosy for other in added for pair in (one + other, other + one)]
-        self._check(self._own, self.fast, [*filter({*differing}.isdisjoint, (*TEXTS, *around))], "tokens")
+        self._check(self._own, self.fast, [*filter(self.differing.isdisjoint, (*TEXTS, *around))], "tokens")
 
     def _check(self, own: Tokenizer, fast: FastTokenizer, texts: Sequence[str], what: str) -> None:
         if (differ := _differ(own, fast, texts)).any():
@@ -102,3 +126,12 @@ def _differ(own: Tokenizer, fast: FastTokenizer, strings: Sequence[str]) -> NDAr
             return np.array([True])
         return np.concatenate([_differ(own, fast, [string]) for string in strings])
     return np.array([not np.array_equal(*pair) for pair in pairs], np.bool_)
+
+
+def _border(text: bytes, index: int) -> int:
+    """The last byte up to `index` that begins a character, or the end."""
+    if index >= len(text):
+        return len(text)
+    while text[index] & 0xC0 == 0x80:  # UTF-8: 10xxxxxx continues a character
+        index -= 1
+    return index

@@ -11,9 +11,7 @@ batches; no document of a corpus is longer than one.
 
 import os
 import sys
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -35,7 +33,6 @@ NAME = f"tokenizers {tokenizers.__version__}"
 """The model's own, of the version that transformers requires."""
 
 Tokens = NDArray[np.integer[Any]]
-Encode = Callable[[Sequence[str]], Sequence[NDArray[Any]]]
 
 
 TrainOn = Literal["assistant", "last", "completion", "all"]
@@ -116,9 +113,6 @@ class Piece(NamedTuple):
 _SEEN, _DROPPED, _DIFFERS = 1, 2, 4
 """Bits for a character."""
 
-_END = 1 << 12
-"""Bytes of a batch of text that decide which part of it is compared."""
-
 
 class _Refused(Exception):
     """A document cannot be encoded; the message is the reason."""
@@ -151,8 +145,6 @@ class Encoder:
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._known = np.zeros(sys.maxunicode + 1, np.uint8)  # of each character
         self._plain = b""  # ASCII characters that were seen, are not dropped, and do not differ
-        self._differing: set[str] = set()  # characters; a regular expression needs a microsecond for each of a text
-        self._own: Encode = partial(encode, self._tokenizer)
         self._comparison: Comparison | None = None
         if spec.is_fast:
             self._load_fast(content)
@@ -169,7 +161,7 @@ class Encoder:
         if (differing := self._known[:128] & (_DIFFERS | _DROPPED) == _DIFFERS).any():
             raise Differs(f"it gives other tokens for the character {chr(int(differing.argmax()))!r}")
         choosy = [text for text, token in added.items() if token.single_word or token.lstrip or token.rstrip]
-        self._comparison.check_all(added, choosy, self._differing)
+        self._comparison.check_all(added, choosy)
 
     def encode(self, documents: pa.StringArray) -> Iterator[Piece]:
         """Yield the documents' tokens, each document with EOS at its end, in pieces of some documents.
@@ -200,7 +192,7 @@ class Encoder:
         text = bytes(_text(batch))
         num_dropped, has_differing = self._look_at(text)
         if self._comparison:
-            self._compare(text)
+            self._comparison.check_sample(text, self._limits.sample)
         tokens, num_slow = self._encode_batch(batch, has_differing)
         return Piece(tokens, num_dropped, num_slow)
 
@@ -218,7 +210,6 @@ class Encoder:
             if self._comparison:
                 self._known[new[self._comparison.characters([*map(chr, new)])]] |= _DIFFERS
             self._plain = bytes(np.flatnonzero(self._known[:128] == _SEEN).tolist())
-            self._differing.update(chr(code) for code in new if self._known[code] & _DIFFERS)
         known = self._known[codes]
         return int(np.count_nonzero(known & _DROPPED)), bool(np.any(known & _DIFFERS))
 
@@ -237,32 +228,17 @@ class Encoder:
         is_partly_lost = len("".join(encoding.tokens)) < len(word)
         return is_partly_lost or not (encoding.ids or character.isspace())
 
-    def _compare(self, text: bytes) -> None:
-        """Encode a sample of a text with both tokenizers; where it is depends on the text alone."""
-        assert self._comparison
-        start = _border(text, zlib.crc32(text[-_END:]) % max(1, len(text) - self._limits.sample))
-        sample = str(text[start : _border(text, start + self._limits.sample)], "utf-8")
-        if not self._differs(sample):
-            self._comparison.check(sample)
-
-    def _differs(self, text: str) -> bool:
-        return not self._differing.isdisjoint(text)
-
-    def _best(self, has_differing: bool) -> Encode:
-        """What encodes text with or without a character for which the two tokenizers differ."""
-        return self._own if has_differing or not self._comparison else self._comparison.fast.encode
-
     def _encode_batch(self, batch: pa.StringArray, has_differing: bool) -> tuple[Tokens, int]:
         """The tokens of all documents together, (n,), and how many characters the fast tokenizer has not encoded."""
         different = batch.dictionary_encode()  # records repeat their strings: encode each once
         strings = different.dictionary.to_pylist()
         num_slow = 0
-        documents: Sequence[NDArray[Any]]
-        if has_differing:
-            documents = [self._best(self._differs(string))([string])[0] for string in strings]
-            num_slow = sum(len(string) for string in batch.to_pylist() if self._differs(string))
+        if self._comparison:
+            documents = self._comparison.encode(strings, has_differing)
+            if has_differing:
+                num_slow = sum(len(string) for string in batch.to_pylist() if self._comparison.differs(string))
         else:
-            documents = self._best(False)(strings)
+            documents = encode(self._tokenizer, strings)
         end = np.array([self._spec.eos_token_id], np.uint32)
         tokens = self._narrow(np.concatenate([part for document in documents for part in (document, end)]))
         self._check(tokens, len(documents))
@@ -295,12 +271,3 @@ def _text(documents: pa.StringArray) -> memoryview:
     _, offsets, data = documents.buffers()
     ends = np.frombuffer(offsets, np.int32)[documents.offset :][: len(documents) + 1]
     return memoryview(data)[ends[0] : ends[-1]]
-
-
-def _border(text: bytes, index: int) -> int:
-    """The last byte up to `index` that begins a character, or the end."""
-    if index >= len(text):
-        return len(text)
-    while text[index] & 0xC0 == 0x80:  # UTF-8: 10xxxxxx continues a character
-        index -= 1
-    return index
