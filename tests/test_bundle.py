@@ -26,6 +26,8 @@ from stages.base.record import FileEntry
 from stages.model.manifest import ModelManifest
 from tests.project import REPO, Project, flip_bit, make_pipeline
 
+pytestmark = pytest.mark.slow  # each test makes a bundle, or installs one
+
 PYTHON = f"3.{sys.version_info.minor}"
 SETUP = f"""#!/usr/bin/env bash
 # Notes how it was called, and makes an environment that has nothing of its own.

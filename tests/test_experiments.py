@@ -21,6 +21,8 @@ from tests.pipeline import ran
 from tests.project import REPO, Project, commands, wait_for
 from tests.trainings import checkpoint_manifest
 
+pytestmark = pytest.mark.slow  # each runs DVC experiments
+
 GUIDE = "docs/experiments.md"
 
 COLUMNS = ["steps", "tokens_per_s", "memory_peak_gib", "validation_loss"]

@@ -858,7 +858,7 @@ def strings_in(value: Any) -> list[str]:
     return [string for child in children for string in strings_in(child)]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=50)
 @given(st.lists(JSON_VALUES, max_size=4), st.booleans(), st.sampled_from([None, 1]), st.sampled_from([1, 5, 1 << 20]))
 def test_any_json_gives_exactly_its_strings_in_order(
     values: list[Any], ascii_only: bool, indent: int | None, chunk: int
@@ -1164,7 +1164,7 @@ YAML_VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=50)
 @given(YAML_VALUES, st.booleans(), st.sampled_from([True, False, None]))
 def test_any_yaml_gives_exactly_its_strings_in_order(value: Any, unicode: bool, flow: bool | None) -> None:
     # Double quotes for all scalars: numbers then have tags, and no plain scalar is a string in YAML 1.1 only.

@@ -15,7 +15,7 @@ from stages.training.params import TrainParams
 SHARES = st.lists(st.integers(0, 60), min_size=1, max_size=50).filter(any)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=50)
 @given(shares=SHARES, first=st.integers(0, 10**9))
 def test_each_source_is_within_one_row_of_its_share_at_every_position(shares: list[int], first: int) -> None:
     mixture = Mixture({str(number): share for number, share in enumerate(shares)})

@@ -66,7 +66,7 @@ def test_trap_01_counts_differ_by_at_most_one(paths: set[str], num_splits: int) 
     assert counts.max() - counts.min() <= 1
 
 
-@settings(max_examples=300)
+@settings(max_examples=50)
 @given(PATHS, st.text(st.characters(codec="utf-8"), min_size=9, max_size=9), st.integers(1, 30))
 def test_trap_01_one_added_file_moves_fewer_than_num_splits_others(
     paths: set[str], added: str, num_splits: int
@@ -325,7 +325,7 @@ def measured_parts(path: Path, size: int) -> list[parts.Measured]:
     return [part for measured in map(parts.measure, tasks) for part in measured or () if part.start < part.end]
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(
     st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n"), max_size=30), max_size=30),
     st.booleans(),

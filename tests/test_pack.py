@@ -112,7 +112,7 @@ DOCUMENT = st.text(st.characters(codec="utf-8") | st.sampled_from("ab \n"), min_
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.lists(DOCUMENT, max_size=4), min_size=2, max_size=4), st.integers(2, 9), st.integers(1, 12))
 def test_trap_25_decoding_gives_back_the_documents(splits: list[list[str]], seq_length: int, batch: int) -> None:
     splits = [["long enough for a row", *documents] for documents in splits]

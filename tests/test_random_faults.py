@@ -15,6 +15,8 @@ from tests.project import Project, flip_bit, wait_for
 from tests.random_faults import began_again, delete_empty, digests, find_lost, find_processes, role, table
 from tests.trainings import checkpoint_manifest, published, result
 
+pytestmark = pytest.mark.slow  # of a tool that CI does not run
+
 
 def make_results(project: Project) -> None:
     for name in ("data/splits", "data/corpus", "data/tokens", "outputs/test/model"):

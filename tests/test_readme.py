@@ -26,6 +26,7 @@ def test_the_commands_of_the_readme_run(reproduced: Project) -> None:
         reproduced.run("bash", "-c", command.replace("make ", "make --old-file setup "))
 
 
+@pytest.mark.slow
 def test_a_colleague_gets_the_results_and_has_nothing_to_run(reproduced: Project, tmp_path: Path) -> None:
     """The commands of "Working together"."""
     section = (REPO / "README.md").read_text().split("## Working together")[1].split("\n## ")[0]

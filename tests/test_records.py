@@ -65,7 +65,7 @@ PATHS = st.lists(st.tuples(st.sampled_from(["", "", ".."]), SEGMENTS | FILTERS),
 )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=50)
 @given(DOCUMENTS, PATHS)
 def test_a_path_finds_what_the_library_finds(document: Any, path: str) -> None:
     if isinstance(document, str):  # which the library takes for JSON
@@ -451,7 +451,7 @@ STRINGS = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=50)
 @given(
     STRINGS, st.lists(st.sampled_from(["[*]", ".a", ".b", "[0]", "[1]"]), max_size=3), st.sampled_from([1, 7, 10**6])
 )

@@ -16,6 +16,8 @@ from scripts import install, sample_corpus
 from stages.base import publish
 from tests.project import REPO
 
+pytestmark = pytest.mark.slow  # most run setup.sh
+
 TINY_LLAMA = REPO / "models" / "tiny-llama"
 
 

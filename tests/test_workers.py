@@ -34,7 +34,7 @@ from tests.project import BIN, REPO, is_alive, start_stage, wait_for
 pytestmark = pytest.mark.usefixtures("empty_project")
 
 LOCAL = ("--host", "127.0.0.1", "--no-dashboard", "--dashboard-address", "127.0.0.1:0")
-EXECUTORS = ["processes", "dask"]
+EXECUTORS = ["processes", pytest.param("dask", marks=pytest.mark.slow)]
 
 
 class DaskCluster(NamedTuple):
@@ -112,12 +112,14 @@ def task_processes() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_results_come_in_the_order_of_the_tasks(executor: str, dask_cluster: DaskCluster) -> None:
+def test_results_come_in_the_order_of_the_tasks(executor: str, request: pytest.FixtureRequest) -> None:
     """Few results are in memory at a time, and they have the order of the tasks."""
-    runtime = Runtime(num_workers=2) if executor == "processes" else dask_runtime(dask_cluster)
+    is_dask = executor == "dask"
+    runtime = dask_runtime(request.getfixturevalue("dask_cluster")) if is_dask else Runtime(num_workers=2)
     assert list(ordered_map(tasks.be_slow, range(5), runtime, ahead=1)) == [0, -1, -2, -3, -4]
 
 
+@pytest.mark.slow
 def test_only_the_requested_number_of_tasks_runs_at_a_time(tmp_path: Path, dask_cluster: DaskCluster) -> None:
     runtime = dask_runtime(dask_cluster)
     results = ordered_map(tasks.wait, [tmp_path] * 9, runtime, ahead=1)
@@ -141,6 +143,7 @@ def test_processes_open_no_socket_and_write_nothing() -> None:
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_extract_gives_the_same_bytes_on_a_cluster(dask_cluster: DaskCluster) -> None:
     put({f"{number}.json": json.dumps(["text", f"{number}"] * number) for number in range(30)})
     put({"ümlaut.txt": "ä", os.fsdecode(b"latin\xe4.txt"): "b", "c.csv": "c"})
@@ -155,6 +158,7 @@ def test_extract_gives_the_same_bytes_on_a_cluster(dask_cluster: DaskCluster) ->
     assert sorted(path.name for path in dask_cluster.file.parent.iterdir()) == ["log", "scheduler.json"]
 
 
+@pytest.mark.slow
 def test_the_work_of_a_killed_dask_worker_is_done_by_another(dask_cluster: DaskCluster) -> None:
     put_slow_files()
     put({"large.jsonl": "".join(f'"line {number}"\n' for number in range(60_000))})
@@ -204,9 +208,9 @@ def start_writing(*scheduler: str) -> psutil.Popen:
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_trap_21_an_interrupt_ends_the_tasks_and_others_change_nothing(
-    executor: str, number: signal.Signals, dask_cluster: DaskCluster
+    executor: str, number: signal.Signals, request: pytest.FixtureRequest
 ) -> None:
-    stage = start_writing(*[dask_cluster.address] * (executor == "dask"))
+    stage = start_writing(*[request.getfixturevalue("dask_cluster").address] * (executor == "dask"))
     processes = task_processes() if executor == "dask" else stage.children(recursive=True)
     assert len(processes) >= 2
     for delay in (0, 0.02, 0.1, 0.3):
@@ -223,6 +227,7 @@ def test_trap_21_an_interrupt_ends_the_tasks_and_others_change_nothing(
     assert [path.name for path in Path().iterdir()] == ["stage.py"]
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_tasks_of_other_dask_workers(dask_cluster: DaskCluster, tmp_path: Path) -> None:
     results = ordered_map(tasks.fail_or_write, [None, tmp_path, tmp_path], dask_runtime(dask_cluster))
     with pytest.raises(StageError, match="of a task"):
@@ -319,6 +324,7 @@ def test_small_corpora_are_organized_and_extracted_without_processes(monkeypatch
         extract(PARAMS, ExtractRuntime(num_workers=2, reuse_gib=1))
 
 
+@pytest.mark.slow
 def test_errors_of_tasks_reach_the_user(dask_cluster: DaskCluster) -> None:
     runtime = dask_runtime(dask_cluster)
     with pytest.raises(StageError, match=r"^the value is 1, at most 0 are allowed: lower it$"):
@@ -333,6 +339,7 @@ def test_errors_of_tasks_reach_the_user(dask_cluster: DaskCluster) -> None:
         list(ordered_map(tasks.fail, ["kill"], runtime))
 
 
+@pytest.mark.slow
 def test_workers_with_other_code_or_packages_are_refused(
     dask_cluster: DaskCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
