@@ -278,7 +278,7 @@ def walk(
     while True:
         kind = tokens.peek()
         part: Any = _LARGE
-        tokens.element = indices[-1] + 1 if closing[-1:] == ["]"] else 0
+        tokens.element = indices[-1] + 1 if steps is not None and closing[-1:] == ["]"] else 0  # without: not counted
         try:
             if steps == ():
                 take(tokens.value())
@@ -343,7 +343,7 @@ class Tokens:
         self._characters_before = 0  # of the line in which the text begins
 
         self.element = 0
-        """The number of the last value in its list, from 1; 0: it is in none. Set by whoever knows the list."""
+        """The number of the last value in its list, from 1; 0: it is in none, or not under a rule. Set by `walk`."""
 
     def position(self) -> str:
         """The line in which the last value begins, and which element it is."""
