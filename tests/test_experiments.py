@@ -80,13 +80,14 @@ def test_a_model_stays_when_another_experiment_has_its_turn(empty_project: Path)
     """A pipeline with the outs of ours; `exp run` begins with `dvc checkout`, which would delete what no stage has."""
     project = Project(empty_project)
     directory = "outputs/${experiment_name}"
-    written = "&&".join(f"echo {directory} > {directory}/{name}" for name in ("model/README.md", "run.json"))
+    paths = ("model/README.md", "adapter/README.md", "run.json")
+    written = "&&".join(f"echo {directory} > {directory}/{name}" for name in paths)
     keep = f"from pathlib import Path; from stages.evaluate import keep_from_dvc as keep; keep(Path('{directory}'))"
     stages = {
         "consolidate": {
-            "cmd": f"mkdir -p {directory}/model && {written}",
+            "cmd": f"mkdir -p {directory}/model {directory}/adapter && {written}",
             "params": ["experiment_name"],
-            "outs": [f"{directory}/model", f"{directory}/run.json"],
+            "outs": [f"{directory}/model", f"{directory}/adapter", f"{directory}/run.json"],
         },
         "evaluate": {
             "cmd": f'python -c "{keep}" && echo > outputs/metrics.json',
@@ -107,7 +108,7 @@ def test_a_model_stays_when_another_experiment_has_its_turn(empty_project: Path)
     assert "up to date" in project.run("dvc", "status")
     project.run("dvc", "exp", "run", "-S", "experiment_name=second", **environment)
     for name in ("first", "second"):
-        for path in ("model/README.md", "run.json"):
+        for path in paths:
             assert (project / f"outputs/{name}/{path}").read_text() == f"outputs/{name}\n"
 
 
