@@ -18,6 +18,7 @@ import dataclasses
 import os
 import re
 import shutil
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -99,7 +100,7 @@ def main() -> None:
         raise StageError(f"--checkpoint: {args.checkpoint} is no checkpoint: it has no {layout.MANIFEST}")
     params, runtime = load_params(ConsolidateParams), load_params(ConsolidateRuntime, "runtime")
     target = _new_output(args.output) if args.output else outputs.directory(params.experiment_name) / "model"
-    with publish.lock(target), publish.lock(adapter_directory(target)):
+    with publish.lock(target):
         model = ModelManifest.read()
         if args.checkpoint:
             checkpoint, pointer = args.checkpoint, RunPointer.to(args.checkpoint)
@@ -113,12 +114,16 @@ def main() -> None:
                 else "run `dvc repro train`"
             )
             raise StageError(f"{MANIFEST} is not of the model that {checkpoint} was trained from: {remedy}")
-        weights = export(params, runtime, model, pointer, checkpoint, target)
+        rank = pointer.identity.params.get("lora_r")
+        adapter = None
+        if rank or not args.output:  # an out of DVC, which is empty without adapters
+            adapter = target.with_name(f"{target.name}-adapter" if args.output else "adapter")
+        weights = export(params, runtime, model, pointer, checkpoint, target, adapter)
     size = sum((target / name).stat().st_size for name in weights)
     dtype = export_dtype(params, model)
     print(
         f"consolidate: {target}: step {pointer.step} of run {pointer.run_id}, {dtype}, "
-        f"{size:,} bytes in {len(weights)} files"
+        f"{size:,} bytes in {len(weights)} files" + (f"; adapters of rank {rank} in {adapter}" if rank else "")
     )
 
 
@@ -134,11 +139,6 @@ def _new_output(path: Path) -> Path:
     return path
 
 
-def adapter_directory(target: Path) -> Path:
-    """Where the adapters go that are merged into the model at `target`."""
-    return target.with_name("adapter" if target.name == "model" else f"{target.name}-adapter")
-
-
 def export_dtype(params: ConsolidateParams, model: ModelManifest) -> str:
     """PyTorch's name of the dtype in which floating-point weights are stored."""
     return PRECISIONS[params.export_dtype] if params.export_dtype else model.dtype
@@ -151,8 +151,9 @@ def export(
     pointer: RunPointer,
     checkpoint: Path,
     target: Path,
+    adapter: Path | None,
 ) -> list[str]:
-    """Write a model directory from a checkpoint.
+    """Write a model directory from a checkpoint, and the directory of its adapters.
 
     Args:
         params: What decides the bytes.
@@ -161,6 +162,7 @@ def export(
         pointer: To the checkpoint.
         checkpoint: Its directory.
         target: The model directory, replaced if it exists.
+        adapter: That of the adapters, replaced too, and empty without adapters; None: there are none.
 
     Returns:
         The names of the weight files.
@@ -190,23 +192,21 @@ def export(
         for name, tensor in reference.state_dict().items()
         if name not in tied  # stored once, as save_pretrained does; loading ties them again
     }
-    # Twice, because the manifest lists what the training meant to save, and the shards contain what it did save.
     settings = pointer.identity.params
-    trained = expected
-    if settings.get("lora_r"):
-        trained = _adapters(reference, model, settings)
+    trained = _adapters(reference, model, settings) if settings.get("lora_r") else expected
+    # Twice, because the manifest lists what the training meant to save, and the shards contain what it did save.
     _check_listed(checkpoint / layout.MANIFEST, manifest.tensors, trained)
     weights.check(trained)
     tensors: mapped.Tensors = weights
-    if settings.get("lora_r"):
+    if trained is not expected:
         model.verify(model.weights)
         stored = meta.check_headers(reference, headers.read(source, model.weights))
         scale = settings["lora_alpha"] / settings["lora_r"]
         tensors = merged.MergedTensors(source, stored, weights, trained, scale)
     num_workers = runtime.num_workers or len(os.sched_getaffinity(0))
-    # The directory gets its final name after its last file, so a killed run leaves no model that looks finished.
-    # The adapter first: where both are to be replaced, a kill between them leaves the model that is not finished.
-    with publish.directory(target) as temporary, publish.directory(adapter_directory(target)) as adapter:
+    # A directory gets its final name after its last file, so a killed run leaves no model that looks finished. That of
+    # the adapters gets it first.
+    with publish.directory(target) as temporary, ExitStack() as stack:
         digests = mapped.write_safetensors(
             tensors, expected, temporary, num_workers, meta.stored_dtypes(source, getattr(torch, dtype)),
             params.max_shard_size, meta.stored_as(reference),
@@ -228,8 +228,11 @@ def export(
         losses = _losses(checkpoint, lineage)
         text = card.readme(lineage, model.architecture, dtype, not model.weights, terms, losses)
         publish.write_text(temporary / CARD, text)
+        if adapter:
+            stack.enter_context(publish.lock(adapter))
+            directory = stack.enter_context(publish.directory(adapter))
         if trained is not expected:
-            _write_adapter(adapter, weights, trained, reference, model, lineage, terms, losses, num_workers)
+            _write_adapter(directory, weights, trained, reference, model, lineage, terms, losses, num_workers)
     return list(digests.files)
 
 

@@ -97,8 +97,8 @@ def keep_from_dvc(directory: Path) -> None:
     """Have DVC leave the model of an experiment where it is when another `experiment_name` has its turn.
 
     `dvc exp run` and `dvc checkout` delete what DVC put there and no stage of the moment has as an out, unless it was
-    changed since (`_remove_unused_links` in dvc/repo/checkout.py). So a small file of each gets a new time and keeps its
-    bytes: `dvc status` finds nothing changed.
+    changed since (`_remove_unused_links` in dvc/repo/checkout.py). So a small file of each gets a new time and keeps
+    its bytes: `dvc status` finds nothing changed.
     """
     with suppress(OSError):  # links to a cache with files of another user, which DVC then deletes as before
         for path in (directory / "model" / CARD, directory / "run.json", *directory.glob(f"adapter/{CARD}")):
