@@ -252,6 +252,8 @@ def test_a_rank_pads_its_own_share_alone(training: Project, monkeypatch: pytest.
     loader = BatchLoader(TokenRows(TRAIN), load_params(TrainParams), eos_token_id=0)
     batches = loader._make(0).batches
     assert made == [len(batches)], "the passes of the other ranks are not made"
+    of_all = loader._padded(loader._batch(loader.order.step(0)), 1, 4, None)
+    assert len(of_all) == 4 * len(batches)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
