@@ -154,6 +154,15 @@ def make_nano(directory: Path, **config: Any) -> None:
     (directory / "config.json").write_text(json.dumps({**values, **small, **config}))
 
 
+def save_weights(directory: Path) -> None:
+    """Store random weights of a model beside its config."""
+    code = (
+        "import sys, torch; from transformers import AutoConfig, AutoModelForCausalLM; torch.manual_seed(0); "
+        "AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1])).save_pretrained(sys.argv[1])"
+    )
+    subprocess.run([sys.executable, "-c", code, str(directory)], check=True)
+
+
 def make_pipeline(project: Project) -> None:
     """All files of this repository, with a small corpus and model, and without git."""
     files = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=REPO, text=True)

@@ -30,7 +30,7 @@ from stages.model.manifest import ModelManifest
 from stages.training.params import TrainParams
 from tests.conftest import made_once, make_training
 from tests.models import CONFIGS, full_value, manifest_of
-from tests.project import Project, flip_bit
+from tests.project import Project, flip_bit, save_weights
 from tests.ranks import Ranks
 from tests.test_sharding import Training, with_fsdp
 from tests.trainings import Given, newest_checkpoint, result, weights
@@ -403,9 +403,7 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 @pytest.mark.slow
 def test_the_pipeline_with_adapters_without_and_with_again(reproduced: Project) -> None:
     """`-S lora_r=4` is another run, and the first one is there again."""
-    torch.manual_seed(0)
-    directory = reproduced / "models/nano"
-    AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(directory)).save_pretrained(directory)
+    save_weights(reproduced / "models/nano")
     reproduced.set(lora_r=4)
     reproduced.run("dvc", "repro")
     first = weights(reproduced), {path.name: path.read_bytes() for path in (reproduced / ADAPTER).iterdir()}
