@@ -75,7 +75,11 @@ def test_the_code_that_decides_numbers_knows_no_launcher_and_no_checkpoint() -> 
     assert {name.split(".")[1] for name in reached if "." in name} == {*rooms, "base", "model"}
     files = {path for room in rooms for path in (REPO / "stages" / room).glob("*.py")}
     # These only read a finished model, or one that is downloaded.
-    assert {path.name for path in files - {*reached.values()}} == {"frozen_model.py", "load_probe.py"}
+    assert {path.name for path in files - {*reached.values()}} == {
+        "adapter_probe.py",
+        "frozen_model.py",
+        "load_probe.py",
+    }
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_what_else_a_resume_reads_is_checked(checkpoint: Path) -> None:
     train_state(step=2).write(checkpoint / "state.json")
     reseal(checkpoint)
     with pytest.raises(DamagedFile, match=r"state\.json is damaged or was changed"):
-        Trained().load(checkpoint)
+        TrainState.of(checkpoint)
 
 
 def test_a_manifest_lists_what_is_read(checkpoint: Path) -> None:
