@@ -117,7 +117,9 @@ def main() -> None:
         rank = pointer.identity.params.get("lora_r")
         adapter = None
         if rank or not args.output:  # an out of DVC, which is empty without adapters
-            adapter = target.with_name(f"{target.name}-adapter" if args.output else "adapter")
+            adapter = target.with_name("adapter")
+            if args.output:
+                adapter = _new_output(target.with_name(f"{target.name}-adapter"))
         weights = export(params, runtime, model, pointer, checkpoint, target, adapter)
     size = sum((target / name).stat().st_size for name in weights)
     dtype = export_dtype(params, model)
@@ -232,7 +234,12 @@ def export(
             stack.enter_context(publish.lock(adapter))
             directory = stack.enter_context(publish.directory(adapter))
         if trained is not expected:
+            for file in small:  # with its tokenizer and templates, it is used as the model is
+                if file != CONFIG:
+                    (directory / file).parent.mkdir(exist_ok=True)
+                    shutil.copyfile(temporary / file, directory / file)
             _write_adapter(directory, weights, trained, reference, model, lineage, terms, losses, num_workers)
+        publish.sync_tree(temporary)  # what may fail is done when the first directory gets its name
     return list(digests.files)
 
 
@@ -261,6 +268,7 @@ def _write_adapter(
     from torch import float32, nn
 
     from stages.export import mapped
+    from stages.model import meta
 
     digests = mapped.write_safetensors(
         weights, specs, directory, num_workers, dict.fromkeys(specs, float32),
@@ -270,13 +278,12 @@ def _write_adapter(
     others = {name for name, module in reference.named_modules() if isinstance(module, nn.Linear)} - targets
     config = adapters.peft_config(sorted(targets), others, lineage.params, model.model_name, model.commit)
     publish.write_json(directory / adapters.CONFIG, config)
-    for name in terms.texts():
-        (directory / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(model.directory() / name, directory / name)
-    files = {name: publish.sha256_file(directory / name) for name in (adapters.CONFIG, *terms.texts())}
+    files = {name: digest for name, digest in lineage.files.items() if name != CONFIG}
+    files[adapters.CONFIG] = publish.sha256_file(directory / adapters.CONFIG)
     own = dataclasses.replace(lineage, weights=digests.files, tensors=digests.tensors, files=files)
     own.write(directory / LINEAGE)
-    publish.write_text(directory / CARD, card.adapter_readme(own, model.architecture, terms, losses))
+    problem = adapters.peft_problem(targets, meta.has_joined_experts(reference))
+    publish.write_text(directory / CARD, card.adapter_readme(own, model.architecture, terms, losses, problem))
 
 
 def _check_listed(path: Path, listed: dict[str, TensorEntry], expected: "Mapping[str, TensorSpec]") -> None:

@@ -144,7 +144,9 @@ def main() -> None:
         model = ModelManifest.read()
         _print_summary(params, runtime, plan, model)
         _print_decay(params, model)
-        _warn_of_new_tokens(params, model)
+        if params.lora_r:
+            _warn_of_peft(params, model)
+            _warn_of_new_tokens(params, model)
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
         limit = int(gpu_gib * 2**30) if gpu_gib else None
         peak, table = measure_memory(model, params, num_ranks, extra.seq_length, limit)
@@ -354,10 +356,17 @@ def _describe_adapters(params: TrainParams, plan: Plan, model: ModelManifest) ->
     )
 
 
+def _warn_of_peft(params: TrainParams, model: ModelManifest) -> None:
+    """Warn where the adapters cannot be used without merging them."""
+    from stages.model import meta
+
+    kinds = adapters.choose(model.linears, params.lora_target_modules, model.architecture)
+    if problem := adapters.peft_problem(kinds, meta.has_joined_experts(meta.build(model.directory()))):
+        print(f"warning: {problem}")
+
+
 def _warn_of_new_tokens(params: TrainParams, model: ModelManifest) -> None:
     """Warn where turns end with tokens that the model may not know, as adapters leave the embedding as it is."""
-    if params.lora_r is None:
-        return
     packed = PackMetrics.read(METRICS)
     conversations = packed.train.conversations
     if conversations is None or packed.chat_templates == model.chat_templates:

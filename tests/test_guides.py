@@ -24,6 +24,7 @@ NEEDS_NETWORK = "hf download"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("document", ["docs/fsdp.md", "docs/lora.md", "docs/troubleshooting.md"])
 def test_the_commands_of_a_guide_run(reproduced: Project, document: str) -> None:
     commands = re.findall(r"^\$ (.*?)(?:  +#.*)?$", (REPO / document).read_text(), re.MULTILINE)

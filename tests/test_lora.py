@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import multiprocessing
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -24,8 +24,9 @@ from stages.base.params_file import load_params
 from stages.building import lora
 from stages.checkpointing import run
 from stages.checkpointing.layout import CheckpointManifest, step_name
+from stages.export import mapped, merged
 from stages.forward.adapter_probe import describe_linears
-from stages.model import adapters, meta
+from stages.model import adapters, headers, meta
 from stages.model.manifest import ModelManifest
 from stages.training.params import TrainParams
 from tests.conftest import made_once, make_training
@@ -316,12 +317,16 @@ def test_the_files_of_adapters_say_what_made_them(exported: Project) -> None:
     assert lineage["run_id"] == of_model["run_id"] and lineage["weights"].keys() == {adapters.WEIGHTS}
     assert of_model["params"]["lora_r"] == 4
     assert "library_name: peft" in (exported / ADAPTER / "README.md").read_text()
+    assert lineage["files"].keys() >= {"tokenizer.json", adapters.CONFIG}
+    tokens, expected = (transformers.AutoTokenizer.from_pretrained(exported / name)("a b").input_ids
+                        for name in (ADAPTER, MODEL))  # fmt: skip
+    assert tokens == expected
 
 
 def test_adapters_as_an_initial_model_are_refused_by_their_name(exported: Project) -> None:
     exported.set(model_name=ADAPTER)
     output = exported.run("python", "-m", "stages.download", status=2)
-    assert "these are adapters (LoRA), not a model: use the directory of the model" in output
+    assert "adapters (LoRA) are in it: use the directory of the model" in output
 
 
 def described(config: transformers.PretrainedConfig, directory: Path) -> dict[str, adapters.LinearKind]:
@@ -337,8 +342,9 @@ def test_an_adapter_that_would_have_no_effect_is_not_made(tmp_path: Path) -> Non
     linears = described(transformers.MambaConfig(**SMALL, state_size=8), tmp_path)
     dead = linears["backbone.layers.mixer.dt_proj"]
     assert dead.problem and "with its weight directly" in dead.problem
+    # With kernels for GPUs in training, those of x_proj and out_proj would not act either.
     fit = adapters.choose(linears, adapters.ALL_LINEAR, "MambaForCausalLM")
-    assert [name.rpartition(".")[2] for name in fit] == ["in_proj", "x_proj", "out_proj"]
+    assert [name.rpartition(".")[2] for name in fit] == ["in_proj"]
     with pytest.raises(StageError, match="'dt_proj': the model computes with its weight directly"):
         adapters.choose(linears, ["in_proj", "dt_proj"], "MambaForCausalLM")
 
@@ -353,6 +359,51 @@ def test_what_is_no_linear_module_of_a_layer_is_refused(tmp_path: Path) -> None:
     assert list(adapters.choose(linears, ["self_attn.v_proj", "v_proj"], "")) == ["model.layers.self_attn.v_proj"]
     with pytest.raises(StageError, match="lora_r is not possible with GPT2LMHeadModel: its layers have no linear"):
         adapters.choose(described(CONFIGS["gpt2"], tmp_path / "gpt2"), adapters.ALL_LINEAR, "GPT2LMHeadModel")
+
+
+def test_adapters_that_peft_would_drop_are_named(tmp_path: Path) -> None:
+    deepseek = transformers.DeepseekV3Config(
+        **SMALL, intermediate_size=48, moe_intermediate_size=16, num_attention_heads=4, num_key_value_heads=4,
+        n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1, q_lora_rank=8,
+        kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+    )  # fmt: skip
+    linears = described(deepseek, tmp_path)
+    assert "model.layers.mlp.shared_experts.up_proj" in linears
+    assert not any(linear.problem for linear in linears.values())
+    assert meta.has_joined_experts(meta.build(tmp_path))
+    problem = adapters.peft_problem(linears, has_joined_experts=True)
+    assert problem and problem.startswith(
+        "PEFT may take adapters of down_proj, gate_proj, up_proj for those of the exp"
+    )
+    assert adapters.peft_problem(["model.layers.self_attn.o_proj"], has_joined_experts=True) is None
+    assert adapters.peft_problem(linears, has_joined_experts=False) is None
+
+
+def test_a_weight_that_is_stored_in_parts_gets_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, low, high = torch.randn(6, 3), torch.randn(2, 3), torch.randn(6, 2)
+    save_file({"one": weight[:4].clone(), "two": weight[4:].clone()}, tmp_path / "model.safetensors")
+    parts = [
+        headers.StoredTensor("model.safetensors", name, "F32", (rows, 3)) for name, rows in (("one", 4), ("two", 2))
+    ]
+    values = {f"x{adapters.A}": low, f"x{adapters.B}": high}
+    given = mock.Mock(load=lambda name, content, *_: content.__setitem__(slice(None), values[name].numpy().tobytes()))
+    specs = {name: mapped.TensorSpec(tuple(value.shape), torch.float32) for name, value in values.items()}
+    monkeypatch.setattr(merged, "_BLOCK", 9)  # three rows
+    found = bytearray(6 * 3 * 4)
+    tensors = merged.MergedTensors(tmp_path, {"x.weight": parts}, given, specs, 0.5)
+    tensors.load("x.weight", memoryview(found), torch.float32, lambda _: None)
+    merged_weight = torch.frombuffer(found, dtype=torch.float32).view(6, 3)
+    assert torch.allclose(merged_weight, weight + high @ low * 0.5)
+
+
+def test_a_directory_beside_the_output_is_not_replaced(exported: Project) -> None:
+    other = exported / "other-adapter/notes.txt"
+    other.parent.mkdir()
+    other.write_text("mine")
+    checkpoint = str(newest_checkpoint(exported, 12))
+    command = ("python", "-m", "stages.consolidate", "--checkpoint", checkpoint, "--output", "other")
+    assert "other-adapter exists, and is no model of this pipeline" in exported.run(*command, status=2)
+    assert other.read_text() == "mine"
 
 
 def test_a_name_that_means_other_modules_too_is_written_out() -> None:
@@ -401,6 +452,7 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_pipeline_with_adapters_without_and_with_again(reproduced: Project) -> None:
     """`-S lora_r=4` is another run, and the first one is there again."""
     save_weights(reproduced / "models/nano")

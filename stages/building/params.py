@@ -6,7 +6,7 @@ calls of FSDP2.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt
 
@@ -186,6 +186,13 @@ class FsdpParams:
         return world_size // size, size
 
 
+def _check_targets(value: object) -> object:
+    is_list = isinstance(value, list) and value and all(isinstance(name, str) for name in value)
+    if value != adapters.ALL_LINEAR and (not is_list or adapters.ALL_LINEAR in cast(list[str], value)):
+        raise ValueError(f"write {adapters.ALL_LINEAR}, or names in brackets such as [q_proj, v_proj]")
+    return value
+
+
 @dataclass(frozen=True)
 class BuildParams:
     """What decides how the model is built, and how it computes."""
@@ -198,7 +205,7 @@ class BuildParams:
     """The summand of an adapter is multiplied by `lora_alpha / lora_r`."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)]
     """Of the input of an adapter."""
-    lora_target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)]
+    lora_target_modules: Annotated[Literal["all-linear"] | list[str], BeforeValidator(_check_targets)]
     """The linear modules that get one: all in the layers, or the ends of their names."""
     precision: Literal["bf16", "fp16", "fp32", "fp8"]
     """Of forward and backward pass. The weights that the optimizer updates are fp32. fp16: the loss is scaled | fp8:

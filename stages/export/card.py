@@ -63,18 +63,20 @@ tokenizer = AutoTokenizer.from_pretrained(name)"""
     return _page(lineage, metadata, intro, use, dtype, is_random, terms, losses)
 
 
-def adapter_readme(lineage: Lineage, architecture: str, terms: ModelLicense, losses: Losses | None) -> str:
-    """The card of the adapters alone, for PEFT; the arguments are those of `readme`."""
+def adapter_readme(
+    lineage: Lineage, architecture: str, terms: ModelLicense, losses: Losses | None, problem: str | None
+) -> str:
+    """The card of the adapters alone, and of PEFT's `problem` with them; the other arguments are those of `readme`."""
     name, rank = lineage.params["experiment_name"], _rank(lineage)
     use = f"""from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-base = "{lineage.model.name}"
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "{name}")  # the directory of this file
-tokenizer = AutoTokenizer.from_pretrained(base)"""
+name = "{name}"  # the directory of this file, or its id on the Hub
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{lineage.model.name}"), name)
+tokenizer = AutoTokenizer.from_pretrained(name)"""
     intro = (
         f"Low-rank adapters (LoRA) of rank {rank} for {architecture}, trained for {lineage.step} steps beside the "
-        f"weights of {_source(lineage)}. They are fp32."
+        f"weights of {_source(lineage)}. They are fp32." + f"\n\n**{problem}.**" * bool(problem)
     )
     metadata = _metadata(lineage, "float32", False, terms, losses, library="peft")
     return _page(lineage, metadata, intro, use, "float32", False, terms, losses)

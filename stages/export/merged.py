@@ -61,7 +61,8 @@ class MergedTensors:
                     rows = slice(start, min(start + size, part.shape[0]))
                     weight = stored[rows]
                     if low is not None and high is not None:
-                        weight = weight.float() + (high[rows] @ low) * self._scale
+                        at = first // row  # where these rows are in the whole weight
+                        weight = weight.float() + (high[at + rows.start : at + rows.stop] @ low) * self._scale
                     block = target[first + rows.start * row : first + rows.stop * row]
                     (block if weight.dtype == dtype else in_range(name, block)).copy_(weight.reshape(-1))
                     goes_on(block.nbytes)

@@ -5,6 +5,8 @@ Mamba does with that of `dt_proj`, an adapter does nothing while it is trained. 
 choice of an indexer, it never moves.
 """
 
+import inspect
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from stages.model.adapters import LinearKind, kind
 
 _DENSE_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 """How many of the first layers have no experts. A small copy may have one layer, so another one has experts in it."""
+_BYPASSED = "the model computes with its weight directly, so an adapter would have no effect"
 _RANK = 2
 _STD = 0.3
 _TOLERANCE = 1e-3
@@ -44,7 +47,7 @@ def describe_linears(model: nn.Module, layer_classes: list[str], directory: Path
     untested = "it is not in a small copy of the model, so adapters cannot be tried"
     described: dict[str, LinearKind] = {}
     for name, modules in found.items():
-        problem = problems.get("", problems.get(name, untested))
+        problem = _BYPASSED if hands_on_weight(model, modules[0]) else problems.get("", problems.get(name, untested))
         if any(uses[module.weight] > 1 for module in modules):
             problem = "its weight belongs to several modules"
         described[name] = LinearKind(
@@ -54,6 +57,14 @@ def describe_linears(model: nn.Module, layer_classes: list[str], directory: Path
             problem=problem,
         )
     return described
+
+
+def hands_on_weight(model: nn.Module, module: nn.Module) -> bool:
+    """Whether the code of the module around another one uses its weight itself, if only for a kernel on GPUs."""
+    name = next(name for name, other in model.named_modules() if other is module)
+    outer, _, leaf = name.rpartition(".")
+    source = inspect.getsource(type(model.get_submodule(outer)))
+    return re.search(rf"\.{re.escape(leaf)}\.weight\b(?!\.(?:dtype|device|shape))", source) is not None
 
 
 def _find_problems(directory: Path, layer_classes: list[str]) -> dict[str, str | None]:
@@ -120,7 +131,7 @@ def _problem(modules: list[nn.Linear], logits: Callable[[], Tensor], plain: Tens
             module.weight -= high @ low
         largest = merged.abs().max()
         if not (adapted - merged).abs().max() <= _TOLERANCE * largest:  # NaN, too
-            return "the model computes with its weight directly, so an adapter would have no effect"
+            return _BYPASSED
     if not any(low.grad is not None and low.grad.any() for low, _ in matrices):
         return "no gradient reaches it, so an adapter would not be trained"
     return None

@@ -98,6 +98,22 @@ def stored_name(name: str) -> str:
     return _PREFIX + name
 
 
+def peft_problem(targets: Iterable[str], has_joined_experts: bool) -> str | None:
+    """What PEFT would do to adapters of these modules; None: it loads them as they are.
+
+    Args:
+        targets: Names of modules, or their kinds.
+        has_joined_experts: Whether the experts of a layer are one parameter, and stored one by one.
+    """
+    ends = sorted({"gate_proj", "up_proj", "down_proj"}.intersection(name.rpartition(".")[2] for name in targets))
+    if not (has_joined_experts and ends):
+        return None
+    return (
+        f"PEFT may take adapters of {', '.join(ends)} for those of the experts, and drop them: use the merged model, "
+        "or name other modules in lora_target_modules"
+    )
+
+
 def peft_config(
     targets: Iterable[str], others: Iterable[str], params: Mapping[str, Any], model_name: str, commit: str | None
 ) -> dict[str, Any]:

@@ -76,10 +76,10 @@ def resolve(model_name: str, model_revision: str, want_weights: bool) -> ModelSo
         commit = source.name  # from here on it, and not the branch, which may get another one between two requests
         for name in sorted(_small_files(source)):  # download checks the weights later
             hub_cache.check(model_name, commit, name, publish.sha256_file(source / name))
-    if not (source / CONFIG).is_file() and (source / adapters.CONFIG).is_file():
+    if (source / adapters.CONFIG).is_file():  # transformers would load them
         raise StageError(
-            f"model_name is {model_name!r}: these are adapters (LoRA), not a model: use the directory of the model "
-            "that they are merged into; in this pipeline it is the one beside them"
+            f"model_name is {model_name!r}: adapters (LoRA) are in it: use the directory of the model that they are "
+            f"merged into; in this pipeline it is the one beside them. Without them, remove {adapters.CONFIG}"
         )
     if not (source / CONFIG).is_file():
         raise StageError(f"model_name is {model_name!r}: it has no {CONFIG}, so transformers cannot load it")

@@ -153,6 +153,11 @@ def find_linears(model: nn.Module, layer_classes: Iterable[str]) -> dict[str, nn
     }
 
 
+def has_joined_experts(model: PreTrainedModel) -> bool:
+    """Whether a parameter of a meta model is stored in several parts, as those of all experts of a layer are."""
+    return any(len(parts) > 1 for parts in stored_as(model).values())
+
+
 def vocab_size(model: PreTrainedModel) -> int:
     """Rows of the embedding: every token id must be smaller."""
     weight: torch.Tensor = model.get_input_embeddings().get_parameter("weight")
