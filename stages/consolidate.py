@@ -195,12 +195,13 @@ def export(
         if name not in tied  # stored once, as save_pretrained does; loading ties them again
     }
     settings = pointer.identity.params
-    trained = _adapters(reference, model, settings) if settings.get("lora_r") else expected
+    is_adapted = bool(settings.get("lora_r"))
+    trained = _adapters(reference, model, settings) if is_adapted else expected
     # Twice, because the manifest lists what the training meant to save, and the shards contain what it did save.
     _check_listed(checkpoint / layout.MANIFEST, manifest.tensors, trained)
     weights.check(trained)
     tensors: mapped.Tensors = weights
-    if trained is not expected:
+    if is_adapted:
         model.verify(model.weights)
         stored = meta.check_headers(reference, headers.read(source, model.weights))
         scale = settings["lora_alpha"] / settings["lora_r"]
@@ -233,7 +234,7 @@ def export(
         if adapter:
             stack.enter_context(publish.lock(adapter))
             directory = stack.enter_context(publish.directory(adapter))
-        if trained is not expected:
+        if is_adapted:
             for file in small:  # with its tokenizer and templates, it is used as the model is
                 if file != CONFIG:
                     (directory / file).parent.mkdir(exist_ok=True)
