@@ -40,10 +40,10 @@ unbundle: ## Verify the bundle in BUNDLE, then install it in TARGET (by default,
 	@python3 "$(BUNDLE)/unbundle.py" "$(TARGET)" $(ARGS)
 
 test: setup ## Run all tests that are not slow
-	$(PY) -m pytest -m "not slow" -n 2 --dist worksteal --durations 40
+	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile --durations 40
 
 slow: setup ## Run the slow tests: whole pipelines, large inputs, bundles, experiments, Dask
-	$(PY) -m pytest -m slow -n 2 --dist worksteal
+	$(PY) -m pytest -m slow -n 2 --dist loadfile
 
 faults: setup ## Test the faults of a training (docs/faults.md), at every step and every file
 	$(PY) -m pytest -n 2 $(addprefix tests/test_,$(addsuffix .py,checkpoints resume launch faults nodes other_launchers shared_disk))
