@@ -114,7 +114,8 @@ class Plan(Record):
     """During the training: before the first step, every `eval_freq` steps, and after the last one."""
     rows_per_validation: int
     validation_share: float
-    """Of the compute of the training, from 0 to 1: a forward pass is a third of forward and backward pass."""
+    """Of the compute of the training, from 0 to 1: a forward pass is a third of forward and backward pass; beside
+    adapters half, as the weights need no gradients."""
     training_state_bytes: int
     """Weights and gradients in fp32, and the moments of AdamW, of one copy of the model, and the weights that are not
     trained. Activations come on top."""
@@ -473,7 +474,7 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
         },
         validations=validations,
         rows_per_validation=rows_per_validation,
-        validation_share=round(validated / (validated + 3 * trained), 4),
+        validation_share=round(validated / (validated + (2 if params.lora_r else 3) * trained), 4),
         training_state_bytes=_state_bytes(params, model),
         num_ranks=0,
         peak=None,

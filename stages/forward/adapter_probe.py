@@ -39,15 +39,15 @@ def describe_linears(model: nn.Module, layer_classes: list[str], directory: Path
         layer_classes: Of the model's layers.
         directory: Of the model's config.
     """
-    found: dict[str, list[nn.Linear]] = {}
-    for name, module in meta.find_linears(model, layer_classes).items():
-        found.setdefault(kind(name), []).append(module)
+    found = _by_kind(model, layer_classes)
     uses: Counter[Tensor] = Counter(param for module in model.modules() for param in module.parameters(recurse=False))
     problems = _find_problems(directory, layer_classes) if found else {}
     untested = "it is not in a small copy of the model, so adapters cannot be tried"
     described: dict[str, LinearKind] = {}
-    for name, modules in found.items():
-        problem = _BYPASSED if hands_on_weight(model, modules[0]) else problems.get("", problems.get(name, untested))
+    for name, named in found.items():
+        modules = named.values()
+        is_bypassed = _hands_on_weight(model, next(iter(named)))
+        problem = _BYPASSED if is_bypassed else problems.get("", problems.get(name, untested))
         if any(uses[module.weight] > 1 for module in modules):
             problem = "its weight belongs to several modules"
         described[name] = LinearKind(
@@ -59,9 +59,16 @@ def describe_linears(model: nn.Module, layer_classes: list[str], directory: Path
     return described
 
 
-def hands_on_weight(model: nn.Module, module: nn.Module) -> bool:
-    """Whether the code of the module around another one uses its weight itself, if only for a kernel on GPUs."""
-    name = next(name for name, other in model.named_modules() if other is module)
+def _by_kind(model: nn.Module, layer_classes: list[str]) -> dict[str, dict[str, nn.Linear]]:
+    """The linear modules in the layers of each kind, by name."""
+    found: dict[str, dict[str, nn.Linear]] = {}
+    for name, module in meta.find_linears(model, layer_classes).items():
+        found.setdefault(kind(name), {})[name] = module
+    return found
+
+
+def _hands_on_weight(model: nn.Module, name: str) -> bool:
+    """Whether the code of the module around a linear one uses its weight itself, if only for a kernel on GPUs."""
     outer, _, leaf = name.rpartition(".")
     source = inspect.getsource(type(model.get_submodule(outer)))
     return re.search(rf"\.{re.escape(leaf)}\.weight\b(?!\.(?:dtype|device|shape))", source) is not None
@@ -88,9 +95,7 @@ def _find_problems(directory: Path, layer_classes: list[str]) -> dict[str, str |
 
 
 def _try(model: nn.Module, layer_classes: list[str]) -> dict[str, str | None]:
-    modules: dict[str, list[nn.Linear]] = {}
-    for name, module in meta.find_linears(model, layer_classes).items():
-        modules.setdefault(kind(name), []).append(module)
+    """The problem of each kind of linear module in a small copy."""
     tokens = torch.randint(1, VOCAB_SIZE - 1, (2, 12))
     for param in model.parameters():
         param.requires_grad_(False)
@@ -99,12 +104,10 @@ def _try(model: nn.Module, layer_classes: list[str]) -> dict[str, str | None]:
         result: Tensor = model(tokens, use_cache=False).logits
         return result.float()
 
-    with torch.no_grad():
-        plain = logits()
-    return {name: _problem(of_kind, logits, plain) for name, of_kind in modules.items()}
+    return {name: _problem([*named.values()], logits) for name, named in _by_kind(model, layer_classes).items()}
 
 
-def _problem(modules: list[nn.Linear], logits: Callable[[], Tensor], plain: Tensor) -> str | None:
+def _problem(modules: list[nn.Linear], logits: Callable[[], Tensor]) -> str | None:
     """What is wrong with adapters of these modules alone."""
     matrices = [
         (torch.randn(_RANK, module.in_features) * _STD, torch.randn(module.out_features, _RANK) * _STD)
