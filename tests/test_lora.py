@@ -21,10 +21,11 @@ from transformers import AutoModelForCausalLM
 from stages import launch
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
-from stages.building import lora
+from stages.building import lora, sharded_model
 from stages.checkpointing import run
 from stages.checkpointing.layout import CheckpointManifest, step_name
 from stages.export import mapped, merged
+from stages.forward import adapter_probe
 from stages.forward.adapter_probe import describe_linears
 from stages.model import adapters, headers, meta
 from stages.model.manifest import ModelManifest
@@ -247,6 +248,19 @@ def test_a_base_in_the_dtype_of_the_computation_gives_the_same_bits(
     assert found[0] and all(torch.equal(tensor, found[1][key]) for key, tensor in found[0].items())
 
 
+def test_the_first_values_of_adapters_depend_on_the_seed_alone(params: TrainParams, mesh: Any, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32).save_pretrained(tmp_path)
+    manifest, found = manifest_of(tmp_path, with_weights=True), []
+    for state, seed in ((1, 0), (2, 0), (2, 1)):
+        torch.manual_seed(state)
+        adapted = dataclasses.replace(params, lora_r=3, seed=seed, attention="sdpa", loss="plain")
+        model = sharded_model.build(manifest, adapted, mesh, initialize=True)
+        found.append({name: full_value(param) for name, param in model.named_parameters() if name.endswith(adapters.A)})
+    one, same, other = found
+    assert one and all(torch.equal(tensor, same[name]) for name, tensor in one.items())
+    assert not any(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
 @pytest.fixture(scope="module")
 def exported(_adapted: Project, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A project with a model and its adapters, in fp32."""
@@ -347,6 +361,28 @@ def test_an_adapter_that_would_have_no_effect_is_not_made(tmp_path: Path) -> Non
     assert [name.rpartition(".")[2] for name in fit] == ["in_proj"]
     with pytest.raises(StageError, match="'dt_proj': the model computes with its weight directly"):
         adapters.choose(linears, ["in_proj", "dt_proj"], "MambaForCausalLM")
+
+
+class Odd(torch.nn.Module):
+    """Uses a linear module by its weight, whatever it calls it, and another one without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(64, 8)
+        self.plain, self.by_weight, self.detached = (torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor, use_cache: bool) -> Any:
+        weight = next(self.by_weight.parameters())
+        logits = self.plain(self.embedding(tokens)) @ weight.T
+        return mock.Mock(logits=logits + self.detached(self.embedding(tokens)).detach())
+
+
+def test_adapters_are_tried_on_what_a_model_computes() -> None:
+    torch.manual_seed(0)
+    found = adapter_probe._try(Odd(), ["Odd"])
+    assert found["plain"] is None
+    assert found["by_weight"] and "with its weight directly" in found["by_weight"]
+    assert found["detached"] and "no gradient reaches it" in found["detached"]
 
 
 def test_what_is_no_linear_module_of_a_layer_is_refused(tmp_path: Path) -> None:
