@@ -27,7 +27,7 @@ from stages.base.outputs import ExperimentName
 from stages.base.packed import METRICS, REMEDY, VALIDATION, PackedTokens, PackMetrics, PartMetrics
 from stages.base.params_file import load_params
 from stages.base.record import check_files
-from stages.evaluation.request import LossSum, Measurements, Request, Trained, ask_ranks, stored_dtype
+from stages.evaluation.request import QUANTIZED, LossSum, Measurements, Request, Trained, ask_ranks, stored_dtype
 from stages.export.evaluation import Evaluation, Loss, bits_per_byte, perplexity
 from stages.export.lineage import Lineage
 from stages.model.dtypes import PRECISIONS
@@ -40,7 +40,7 @@ DIGITS = 6
 """Significant digits of losses, and of what follows from them. The last bits may depend on the number of threads."""
 MAX_ROUNDED_AWAY = 0.05
 """Part of the gain that the rounding of the export may undo without a warning."""
-TOLERANCES = {"fp32": 1e-4, "fp16": 2**-10, "tf32": 2**-10, "bf16": 2**-7, "fp8": 2**-4}
+TOLERANCES = {"fp32": 1e-4, "fp16": 2**-10, "tf32": 2**-10, "bf16": 2**-7, "fp8": 2**-4, "nf4": 2**-3}
 """By how many nats the loss may change with the rounding of weights, or of what is computed with them, where the
 training has gained nothing; above 1 nat by how much of itself."""
 MAX_EXPLAINED = 0.5
@@ -238,6 +238,7 @@ def describe(
         exported=exported,
         samples=measurements.samples,
         sources={source: measured(found, of=texts[source]) for source, found in measurements.sources.items()},
+        lora_base=lineage.params.get("lora_base"),
     )
 
 
@@ -273,22 +274,25 @@ def find_trained(course: list[Row], lineage: Lineage, dtype: str) -> Trained | N
     params = lineage.params
     precision = "tf32" if params["tf32"] and params["precision"] == "fp32" else params["precision"]
     exported_as = {name: short for short, name in PRECISIONS.items()}.get(dtype, "fp32")
-    tolerance = max(TOLERANCES[precision], TOLERANCES[exported_as])
+    tolerance = max(TOLERANCES[each] for each in (precision, exported_as, params.get("lora_base") or "fp32"))
     allowed = tolerance * max(1.0, loss)
     if tolerance > TOLERANCES["fp32"] and untrained is not None and math.isfinite(untrained):  # something is rounded
         allowed = max(allowed, MAX_EXPLAINED * abs(untrained - loss))
-    return Trained(loss, lineage.step, allowed)
+    return Trained(loss, lineage.step, allowed, params.get("lora_base"))
 
 
 def rounding_texts(evaluation: Evaluation) -> tuple[str, str]:
-    """What the rounding of the export costs, and what to change where that is more than `MAX_ROUNDED_AWAY` of the gain.
+    """What the export costs, and what to change where that is more than `MAX_ROUNDED_AWAY` of the gain.
 
     Either is "" where there is nothing to say.
     """
-    if evaluation.dtype == "float32" or not (evaluation.trained and evaluation.exported):
+    is_exact = evaluation.dtype == "float32" and not evaluation.lora_base
+    if is_exact or not (evaluation.trained and evaluation.exported):
         return "", ""
     trained, exported = evaluation.trained.loss, evaluation.exported.loss
-    cost = f"rounding to {evaluation.dtype} costs {exported - trained:.4f} nats per token"
+    rounding = f"rounding to {evaluation.dtype}", "Set export_dtype: fp32, or with LoRA use the adapter, which is exact"
+    change, remedy = QUANTIZED if evaluation.lora_base else rounding
+    cost = f"{change} costs {exported - trained:.4f} nats per token"
     untrained = evaluation.untrained.loss if evaluation.untrained else trained
     if trained >= untrained:
         return cost, ""
@@ -297,9 +301,8 @@ def rounding_texts(evaluation: Evaluation) -> tuple[str, str]:
     if undone <= MAX_ROUNDED_AWAY:
         return cost, ""
     return cost, (
-        f"rounding the weights to {evaluation.dtype} has undone {min(undone, 1):.0%} of the gain: the loss on held-out "
-        f"rows was {untrained:.4f} before training and {trained:.4f} after it, and is {exported:.4f} with the exported "
-        "weights. Set export_dtype: fp32, or with LoRA use the adapter, which is not rounded"
+        f"{change} has undone {min(undone, 1):.0%} of the gain: the loss on held-out rows was {untrained:.4f} before "
+        f"training and {trained:.4f} after it, and is {exported:.4f} with the exported weights. {remedy}"
     )
 
 

@@ -354,6 +354,8 @@ def _describe_adapters(params: TrainParams, plan: Plan, model: ModelManifest) ->
     return (
         f", {share:.0%} of which get adapters (LoRA) of rank {params.lora_r} in {modules:,} linear modules, "
         f"{plan.trained_parameters:,} parameters that are trained"
+        + f", beside {params.num_quantized(model):,} weights in NF4"
+        * bool(params.lora_base)
     )
 
 
@@ -489,8 +491,11 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
 def _state_bytes(params: TrainParams, model: ModelManifest) -> int:
     """Weights, gradients and moments of one copy of the model."""
     trained = int((2 * _FP32 + _MOMENTS[params.optimizer]) * params.num_trained(model))
-    frozen = BY_NAME[PRECISIONS[params.precision]].itemsize * model.num_parameters if params.lora_r else 0
-    return trained + frozen
+    if params.lora_r is None:
+        return trained
+    quantized = params.num_quantized(model)
+    frozen = BY_NAME[PRECISIONS[params.precision]].itemsize * (model.num_parameters - quantized)
+    return trained + frozen + int(adapters.NF4_BYTES * quantized)
 
 
 def _existing(path: Path) -> Path:

@@ -384,7 +384,7 @@ def test_what_the_rounding_of_the_export_has_undone_is_a_warning(
         capsys.readouterr()
         evaluate.write(run_stage())
         output = capsys.readouterr().out
-        assert ("warning: rounding the weights to bfloat16 has undone 6% of the gain" in output) == warns
+        assert ("warning: rounding to bfloat16 has undone 6% of the gain" in output) == warns
         cost = f"rounding to bfloat16 costs {gain * undone:.4f} nats per token, {undone:.1%} of the gain"
         assert (cost in output) == (dtype == "bfloat16")
         assert ("export_dtype: fp32" in output) == warns

@@ -207,6 +207,8 @@ class BuildParams:
     """Of the input of an adapter."""
     lora_target_modules: Annotated[Literal["all-linear"] | list[str], BeforeValidator(_check_targets)]
     """The linear modules that get one: all in the layers, or the ends of their names."""
+    lora_base: Literal["nf4"] | None
+    """nf4: the weights of linear modules in the layers are quantized to 4.5 bits (QLoRA) | null: in `precision`."""
     precision: Literal["bf16", "fp16", "fp32", "fp8"]
     """Of forward and backward pass. The weights that the optimizer updates are fp32. fp16: the loss is scaled | fp8:
     bf16, and 8 bits in the matrix products of the layers (from torchao; GPUs of Ada, Hopper and newer)."""
@@ -229,6 +231,13 @@ class BuildParams:
             return model.num_parameters
         kinds = adapters.choose(model.linears, self.lora_target_modules, model.architecture)
         return adapters.num_parameters(kinds, self.lora_r)
+
+    def num_quantized(self, model: ModelManifest) -> int:
+        """Weights beside adapters that are quantized: those of which the model takes the module, not the weight."""
+        if self.lora_r is None or self.lora_base is None:
+            return 0
+        kinds = adapters.choose(model.linears, adapters.ALL_LINEAR, model.architecture)
+        return sum(linear.weights for linear in kinds.values())
 
     def check_lora(self, model: ModelManifest) -> None:
         """Check that `lora_r` can be used with the model, and with the other parameters.

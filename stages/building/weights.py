@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from stages.base.errors import StageError
+from stages.building.nf4 import Nf4Linear, quantize
 from stages.model.headers import StoredTensor
 
 _SEEDED_ELEMENTS = 1 << 15
@@ -55,31 +56,35 @@ def _unset_like(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def read_weights(model: nn.Module, directory: Path, stored: dict[str, list[StoredTensor]]) -> None:
-    """Fill parameters and stored buffers from safetensors, without reading the rows of other ranks."""
+    """Fill parameters and stored buffers from safetensors, without reading the rows of other ranks; quantize some."""
     targets = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+    quantized = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Nf4Linear)}
     by_file = defaultdict(list)
     for name, parts in stored.items():
         first = 0  # element of the parameter
         for part in parts:
-            by_file[part.file].append((targets[name], first, part))
+            by_file[part.file].append((name, first, part))
             first += math.prod(part.shape)
     for file, tensors in by_file.items():
         with safe_open(directory / file, framework="pt") as reader:
             # `copy_` converts, from bf16 to the fp32 that the optimizer updates. `get_slice` reads these rows only.
-            for target, first, part in tensors:
+            for name, first, part in tensors:
+                target, module = targets[name], quantized.get(name)
                 if not part.shape:
                     target.copy_(reader.get_tensor(part.key))
                     continue
-                if isinstance(target, DTensor):
-                    local = target.to_local().view(-1)
-                    start = local_rows(target).start * math.prod(target.shape[1:])
-                else:  # this rank holds all of it
-                    local, start = target.view(-1), 0
-                row = math.prod(part.shape[1:])
-                begin, end = max(start, first), min(start + len(local), first + part.shape[0] * row)
-                if begin < end:
-                    rows = reader.get_slice(part.key)[(begin - first) // row : (end - first) // row]
-                    local[begin - start : end - start].copy_(rows.reshape(-1))
+                local = target.to_local() if isinstance(target, DTensor) else target
+                own = local_rows(target) if isinstance(target, DTensor) else slice(0, len(target))  # or all of it
+                width, row = module.in_features if module else math.prod(target.shape[1:]), math.prod(part.shape[1:])
+                begin, end = max(own.start * width, first), min(own.stop * width, first + part.shape[0] * row)
+                if begin >= end:
+                    continue
+                rows = reader.get_slice(part.key)[(begin - first) // row : (end - first) // row]
+                if module:
+                    packed = quantize(rows.to(local.device)).view(local.dtype)
+                    local[begin // width - own.start : end // width - own.start] = packed
+                else:
+                    local.view(-1)[begin - own.start * width : end - own.start * width].copy_(rows.reshape(-1))
 
 
 def local_rows(param: DTensor) -> slice:

@@ -26,6 +26,7 @@ from stages.base.packed import VALIDATION
 from stages.building import frozen_model
 from stages.evaluation import generation
 from stages.evaluation.request import (
+    QUANTIZED,
     LossSum,
     Measurements,
     Request,
@@ -143,6 +144,9 @@ def check_export(request: Request, exported: LossSum) -> None:
         f"training, and is {loss:.6g} with the exported weights: {loss - trained.loss:+.4g} nats, where "
         f"{trained.allowed:.4g} is allowed"
     )
+    if trained.lora_base:
+        change, remedy = QUANTIZED
+        raise StageError(f"{losses}. {change[0].upper()}{change[1:]} has changed it. {remedy}")
     if dtype not in ("bfloat16", "float16"):
         raise StageError(
             f"{losses}. They are not the weights of the checkpoint: run `dvc repro -f -s consolidate`, and then again"

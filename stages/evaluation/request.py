@@ -25,6 +25,13 @@ MEASUREMENTS = "measurements.json"
 """Their names in the directory that the ranks share."""
 
 
+QUANTIZED = (
+    "merging adapters that were trained beside weights in NF4 into those of the files",
+    "Use the adapter beside weights in NF4, or train with lora_base null",
+)
+"""What `lora_base: nf4` changes in the export, and what to do where that is too much."""
+
+
 @dataclass(frozen=True)
 class Trained:
     """What the training has measured, on the rows that are measured first."""
@@ -34,6 +41,8 @@ class Trained:
     step: int
     allowed: float
     """By how many nats per token the loss may change in the export."""
+    lora_base: str | None = None
+    """nf4: the training computed with quantized weights, and the export has those of the files."""
 
 
 @dataclass(frozen=True)

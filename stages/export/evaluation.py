@@ -69,6 +69,8 @@ class Evaluation(Record):
     samples: list[Sample]
     sources: dict[str, Loss | None] = field(default_factory=dict)
     """Of the exported weights on all held-out rows of each source; none: the rows are of all files."""
+    lora_base: str | None = None
+    """nf4: the training computed with quantized weights, and the export has those of the files."""
 
     @property
     def measured_all(self) -> bool:

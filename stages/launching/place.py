@@ -133,7 +133,7 @@ def start_line(params: TrainParams, mesh: DeviceMesh) -> str:
         f"attention {params.attention}": True,
         f"loss {params.loss}": True,
         f"strategy {strategy}": True,
-        f"LoRA of rank {params.lora_r}": params.lora_r is not None,
+        f"LoRA of rank {params.lora_r}" + " on NF4" * bool(params.lora_base): params.lora_r is not None,
         f"batch {batch}": True,
         "CPU offload": fsdp.cpu_offload,
         f"optimizer {params.optimizer}": params.optimizer != "adamw",

@@ -14,6 +14,8 @@ ALL_LINEAR = "all-linear"
 A, B = ".lora_A.weight", ".lora_B.weight"
 """What PEFT appends to the name of a module."""
 WEIGHTS, CONFIG, STEM = "adapter_model.safetensors", "adapter_config.json", "adapter_model"
+NF4_BYTES = 0.5625
+"""Of a weight in NF4: 4 bits, and a 64th of a scale in fp32."""
 _PREFIX = "base_model.model."
 _NUM_SHOWN = 12
 

@@ -116,6 +116,8 @@ class TrainParams(ScheduleParams, BuildParams):
             return {name: value for name, value in values.items() if not name.startswith("lora_")}
         if isinstance(self.lora_target_modules, list):
             values["lora_target_modules"] = sorted(set(self.lora_target_modules))
+        if self.lora_base is None:  # as it was before there was another value
+            del values["lora_base"]
         return values
 
     def check_export_from(self, num_validation_rows: int) -> None:
