@@ -18,6 +18,8 @@ from stages.building import nf4, sharded_model
 from stages.building.nf4 import Nf4Linear, dequantize, quantize
 from stages.checkpointing.layout import step_name
 from stages.evaluate import rounding_texts
+from stages.evaluation import measure
+from stages.evaluation.request import LossSum, Trained
 from stages.export.evaluation import Loss
 from stages.model.adapters import ALL_LINEAR, is_adapter
 from stages.plan import _state_bytes
@@ -132,7 +134,7 @@ def test_killed_and_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> 
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
-def test_the_export_names_what_it_changes() -> None:
+def test_the_export_names_what_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     untrained, trained, exported = (Loss(1, 1, loss, 1.0, None) for loss in (4.0, 2.0, 2.5))
     evaluation: Any = SimpleNamespace(
         dtype="float32", lora_base="nf4", untrained=untrained, trained=trained, exported=exported
@@ -143,3 +145,13 @@ def test_the_export_names_what_it_changes() -> None:
         "25.0% of the gain"
     )
     assert "lora_base null" in warning
+    monkeypatch.setattr(measure, "stored_dtype", lambda _: "float32")
+    request: Any = SimpleNamespace(trained=Trained(2.0, 9, 0.1, "nf4"), directory=None)
+    with pytest.raises(StageError, match=r"\+0\.5 nats(.|\n)*Merging adapters(.|\n)*lora_base null"):
+        measure.check_export(request, LossSum(nats=25.0, tokens=10, rows=1))
+
+
+def test_a_training_without_it_is_the_run_that_it_was(params: TrainParams) -> None:
+    plain, quantized = (dataclasses.replace(params, lora_r=4, lora_base=base).identity() for base in (None, "nf4"))
+    assert "lora_base" not in plain and quantized["lora_base"] == "nf4"
+    assert "lora_base" not in dataclasses.replace(params, lora_base="nf4").identity()
