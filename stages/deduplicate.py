@@ -286,3 +286,7 @@ def similarity_of(rows: RowReader) -> Callable[[int, int], float]:
         return shared / max(1, len(first) + len(second) - shared)
 
     return similarity
+
+
+if __name__ == "__main__":
+    command.run(main, "signatures that are finished are in data/.reuse, and the next run continues with them")

@@ -27,8 +27,8 @@ def read(project: Path = Path()) -> Found[Config]:
                 f"dvc: {project.absolute()} has no .git: run `dvc config --local core.no_scm true`, or `git init`"
             ) from None
         raise StageError(
-            f"dvc: {one_line(problem)}: run the doctor in the root of the project; resolve merge conflicts, or take the "
-            "file from git (`git checkout dvc.lock`); if git has no dvc.lock, delete it: DVC's run cache has the results"
+            f"dvc: {one_line(problem)}: run the doctor in the root of the project; resolve merge conflicts, or take "
+            "git's file (`git checkout dvc.lock`); if git has no dvc.lock, delete it: DVC's run cache has the results"
         ) from None
     locks = project / ".dvc/tmp/rwlock"
     if locks.exists() and not locks.stat().st_size:
