@@ -142,10 +142,13 @@ def _candidates(
 def _of_band(
     split: Signed, own: Documents, is_equal: NDArray[np.bool_], first: int, size: int
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint64], Documents]:
-    """Two hashes of some values of the signatures of a split, and its documents that have signatures: (n,) each."""
+    """Two hashes of some values of the signatures of a split, and its documents that have signatures: (n,) each.
+
+    A text and a conversation never have the same: what is trained of them differs.
+    """
     rows = np.flatnonzero((split.heads["signature"] >= 0) & ~is_equal)
     where = split.heads["signature"][rows]
-    keys = np.full(len(rows), first, np.uint64)
+    keys = np.uint64(first) + (split.heads["column"][rows].astype(np.uint64) << np.uint64(32))
     for index in range(first, first + size):
         keys = next_value(keys ^ split.signatures[where, index])
     return keys, next_value(~keys), own[rows]
@@ -175,6 +178,8 @@ def _decide(
                 return others[index], found
         return None
 
+    if not len(documents):
+        return
     begins = np.flatnonzero(np.diff(documents, prepend=-1))
     for document, own in zip(documents[begins].tolist(), np.split(buckets, begins[1:]), strict=True):
         of_document = own.tolist()

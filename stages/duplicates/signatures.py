@@ -26,9 +26,9 @@ from stages.work import arrow, reuse
 NUM_HASHES = 128
 FEWEST_WORDS = 20
 """Of a document that has a signature: a few words of difference would be most of it."""
-HEAD = np.dtype([("high", "<u8"), ("low", "<u8"), ("words", "<u4"), ("signature", "<i4")])
-"""Of a document: the digest, and the index of its signature, -1 where it has none. Little-endian: on a cluster one
-machine may read what another one wrote."""
+HEAD = np.dtype([("high", "<u8"), ("low", "<u8"), ("words", "<u4"), ("signature", "<i4"), ("column", "u1")])
+"""Of a document: the digest, the index of its signature, -1 where it has none, and whether it is a conversation.
+Little-endian: on a cluster one machine may read what another one wrote."""
 SIGNATURE = np.dtype("<u2")
 _HASHED = 1 << 14  # shingles at once, which stay in the processor's cache
 
@@ -70,7 +70,7 @@ def sign(task: SignTask) -> bool:
         head = np.zeros(len(rows), HEAD)
         digests = b"".join(blake2b(row.encode(), digest_size=16, key=bytes([column])).digest() for row in rows)
         head["high"], head["low"] = np.frombuffer(digests, "<u8").reshape(-1, 2).T
-        head["signature"] = -1
+        head["signature"], head["column"] = -1, column
         if task.has_signatures:
             found, head["words"] = minima([document(row, column) for row in rows])
             is_long = head["words"] >= FEWEST_WORDS
