@@ -72,11 +72,11 @@ class SignedCorpus:
 
     def signatures(self, documents: Sequence[int]) -> NDArray[np.uint16]:
         """Those of some documents: (n, NUM_HASHES)."""
-        where = (np.searchsorted(self.offsets, documents, "right") - 1).tolist()
-        found = np.empty((len(documents), NUM_HASHES), np.uint16)
-        for index, (document, place) in enumerate(zip(documents, where, strict=True)):
-            split = self.splits[place]
-            found[index] = split.signatures[split.heads["signature"][document - self.offsets[place]]]
+        numbers, found = np.asarray(documents), np.empty((len(documents), NUM_HASHES), np.uint16)
+        where = np.searchsorted(self.offsets, numbers, "right") - 1
+        for index in np.unique(where).tolist():
+            own, split = where == index, self.splits[index]
+            found[own] = split.signatures[split.heads["signature"][numbers[own] - self.offsets[index]]]
         return found
 
 

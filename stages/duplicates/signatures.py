@@ -94,10 +94,13 @@ def read(path: Path) -> Signed:
     """What `sign` wrote."""
     with path.open("rb") as file:
         documents, signed = (int(number) for number in np.frombuffer(file.read(16), "<u8"))
-    begin = 16 + documents * HEAD.itemsize
-    heads = np.memmap(path, HEAD, "r", 16, (documents,)) if documents else np.empty(0, HEAD)
-    shape = (signed, NUM_HASHES)
-    return Signed(heads, np.memmap(path, SIGNATURE, "r", begin, shape) if signed else np.empty(shape, SIGNATURE))
+
+    def mapped(dtype: np.dtype[Any], begin: int, *shape: int) -> NDArray[Any]:
+        if not shape[0]:
+            return np.empty(shape, dtype)  # nothing cannot be mapped
+        return np.memmap(path, dtype, "r", begin, shape).view(np.ndarray)  # whose elements are found faster
+
+    return Signed(mapped(HEAD, 16, documents), mapped(SIGNATURE, 16 + documents * HEAD.itemsize, signed, NUM_HASHES))
 
 
 def document(row: str, column: int) -> str:
