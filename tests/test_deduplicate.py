@@ -184,6 +184,16 @@ def test_each_of_a_chain_of_versions_names_one_that_is_similar_itself() -> None:
         assert similarity == jaccard([texts, texts[:1]][split][row], [texts, texts[:1]][kept_split][kept_row]) >= 0.8
 
 
+def test_a_copy_of_what_leaves_names_what_stays() -> None:
+    short, long = words(100, 1), [*words(100, 1), *words(10, 2)]
+    make_corpus([[" ".join(short), " ".join(long)], [" ".join(short)]])
+    run()
+    similarity = jaccard(" ".join(short), " ".join(long))
+    assert dropped() == {
+        (0, 0): ((0, 1), "similar", similarity), (1, 0): ((0, 1), "equal", similarity),
+    }  # fmt: skip
+
+
 def test_conversations_are_compared_without_their_system_message() -> None:
     system = {"role": "system", "content": " ".join(words(300, 1))}
 
@@ -309,6 +319,9 @@ def test_pack_makes_the_rows_of_a_corpus_without_what_is_skipped(params: dict[st
     encode(**params)
     found, skipped = tokens(), dropped()
     assert len(skipped) == 130
+    run(None)
+    encode(**params)
+    assert tokens() != found  # not those that the store has
     kept = [[text for row, text in enumerate(rows) if (split, row) not in skipped] for split, rows in enumerate(splits)]
     make_corpus(kept, batch_size=3)
     run(None)
