@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from stages.base.splitmix64 import next_value
 from stages.duplicates.signatures import NUM_HASHES, Signed
@@ -181,7 +182,8 @@ def _decide(
     if not len(documents):
         return
     begins = np.flatnonzero(np.diff(documents, prepend=-1))
-    for document, own in zip(documents[begins].tolist(), np.split(buckets, begins[1:]), strict=True):
+    each = zip(documents[begins].tolist(), np.split(buckets, begins[1:]), strict=True)
+    for document, own in tqdm(each, total=len(begins), desc="deduplicate: compare", unit="document", disable=None):
         of_document = own.tolist()
         others = [*dict.fromkeys(other for bucket in of_document for other in stayed[bucket])]
         if others and (found := match(document, others)):
