@@ -1,8 +1,8 @@
 """Turn the sharded checkpoint of a training into a Hugging Face model directory.
 
 Reads     outputs/<experiment_name>/run.json, the checkpoint it points to, data/model.json, data/tokenizer.json,
-          data/license.json and the files that they list; for the lineage data/splits/summary.json, data/extract.json
-          and data/pack.json
+          data/license.json and the files that they list; for the lineage data/splits/summary.json, data/extract.json,
+          data/deduplicate.json and data/pack.json
 Writes    outputs/<experiment_name>/model/: config, tokenizer, generation config, safetensors (with an index if there
           are several), README.md (the model card), the license of the initial model, lineage.json;
           outputs/<experiment_name>/adapter/: with `lora_r`, the adapters as PEFT stores them; else empty

@@ -88,8 +88,6 @@ class ExtractParams:
     """Strings with fewer characters are dropped."""
     raw_dir: str
     """The directory of raw files, relative to the root of the project, or absolute."""
-    deduplicate_strings: bool
-    """Of equal strings only the first is kept, in the order of the splits and their rows."""
     records: list[Rule] | None
     """The first rule that fits the path of a file decides what its records become; without one each string is a row."""
 
@@ -147,7 +145,6 @@ class Metrics(Record):
     """Of which something could not be read."""
     records: int
     """Lines of JSON Lines, documents of JSON and YAML, and text files, if they were read."""
-    duplicate_strings: int
     strings: int
     """Rows of the corpus."""
     characters: int
@@ -235,15 +232,13 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     store = reuse.Store(reuse.root(), SplitResult)
     # With the versions of packages, unlike run_id: another parser may read other text, and a split costs only minutes.
     code_digest = code.digest_with_packages("stages.extract")
-    shard_names = [arrow.shard_name(index, len(parts)) for index in range(len(parts))]
     with publish.directory(CORPUS) as directory:
         tasks = [
             SplitTask(
                 manifest=splits.SPLITS / part.manifest,
                 digest=part.digest,
                 num_bytes=part.bytes,
-                # Under another name first, as `deduplicate` cannot drop rows from the file that it reads.
-                shard=directory / (f"whole-{index}" if params.deduplicate_strings else shard_names[index]),
+                shard=directory / arrow.shard_name(index, len(parts)),
                 params=params,
                 limits=limits,
                 store=store,
@@ -259,16 +254,12 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
                 "run `dvc repro` to organize them again"
             )
         counts = sum((result.counts for result in results), Counter())
-        shards = [result.shard for result in results]
-        if params.deduplicate_strings:
-            targets = [directory / name for name in shard_names]
-            shards = deduplicate(tasks, shards, targets, runtime, counts)
         files = [file for result in results for file in result.rejected]
         rejected = join_parts(files, limits.num_listed)[: limits.most_listed]
         rejected_names = {file.place[0] for file in files}
         counts["rejected_files"] = len(rejected_names)
         # Before the error, which refers the user to this file for all rejections.
-        sourced = [shard._replace(source=summary.source(index)) for index, shard in enumerate(shards)]
+        sourced = [result.shard._replace(source=summary.source(index)) for index, result in enumerate(results)]
         dataset = Dataset(params.features, sourced)
         fallback = sorted(chain.from_iterable(result.fallback for result in results))[: limits.num_listed]
         of_rules = count_rules(params.records, counts, results)
@@ -330,43 +321,10 @@ def find_silent(results: Iterable[SplitResult]) -> set[str]:
     return {path for result in results for path in result.silent} - {path for result in results for path in result.fit}
 
 
-def deduplicate(
-    tasks: Sequence[SplitTask],
-    shards: Sequence[Shard],
-    targets: Sequence[Path],
-    runtime: ExtractRuntime,
-    counts: Counter[str],
-) -> list[Shard]:
-    """Write `targets`, the shards without duplicate strings, remove those of `tasks`, and correct the counts."""
-    from stages.formats import duplicates
-
-    sources = [task.shard for task in tasks]
-    num_at_once = tasks[0].limits.digests
-    splits_to_digest = [duplicates.DigestTask(source, num_at_once) for source in sources]
-    num_bytes = sum(path.stat().st_size for path in sources)
-    digests = list(workers.ordered_map(duplicates.write_digests, splits_to_digest, runtime, num_bytes=num_bytes))
-    # In the stage, not by workers: what occurs first depends on all splits.
-    flags = duplicates.find(digests, [shard.rows for shard in shards], num_at_once)
-    filters = [
-        duplicates.Filter(source, target, flag, tasks[0].params.features)
-        for source, target, flag in zip(sources, targets, flags, strict=True)
-    ]
-    filtered = list(workers.ordered_map(duplicates.drop, filters, runtime, num_bytes=num_bytes))
-    for path in chain(sources, *digests):  # `publish.directory` publishes whatever is in the directory
-        path.unlink()
-    for result in filtered:  # splits are stored and counted with their duplicates
-        counts["duplicate_strings"] += result.duplicates
-        counts["strings"] -= result.duplicates
-        counts["characters"] -= result.characters
-        counts["short_strings"] -= result.num_short
-    return [result.shard for result in filtered]
-
-
 def key(manifest_digest: str, params: ExtractParams, limits: Limits, code_digest: str) -> str:
     """The digest of everything that decides the result of a split: its files, the parameters and the code.
 
-    It leaves out where the raw files are, as the manifest has their digests, and how many may be rejected. Duplicate
-    strings are dropped afterwards, as that depends on all splits.
+    It leaves out where the raw files are, as the manifest has their digests, and how many may be rejected.
     """
     decisive = {name: getattr(params, name) for name in ("fallback_encoding", "min_chars")}
     decisive["records"] = [dataclasses.asdict(rule) for rule in params.records or ()]
@@ -540,7 +498,6 @@ def _skipped(path: str) -> list[str]:
     except StageError:
         return []
     reasons = {item.path: item.reason for item in summary.passed_over}
-    reasons |= {item.path: f"it has the bytes of {item.of}" for item in summary.duplicates}
     names = [path, *(f"{above}/" for above in Path(path).parents)]
     return [f"organize skips it: {reasons[name]}" for name in names if name in reasons]
 
@@ -589,7 +546,6 @@ def metrics(
         fallback_encoded=fallback,
         rejected_files=counts["rejected_files"],
         records=counts["records"],
-        duplicate_strings=counts["duplicate_strings"],
         strings=counts["strings"],
         characters=counts["characters"],
         mean_characters=round(counts["characters"] / counts["strings"]) if counts["strings"] else None,

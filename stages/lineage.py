@@ -36,6 +36,7 @@ from stages.base.packed import TRAIN, VALIDATION
 from stages.base.params_file import PARAMS_FILE, as_yaml, flatten, load_params
 from stages.base.record import DamagedFile
 from stages.checkpointing import layout, run
+from stages.deduplicate import DeduplicateParams
 from stages.export.lineage import Lineage
 from stages.extract import ExtractParams
 from stages.formats.source import is_unchanged
@@ -49,7 +50,12 @@ from stages.training.params import TrainParams
 
 CORPUS = Path("data/corpus")
 _SUMMARY = RECORDS["organize"]
-_PARAMS: dict[str, Any] = {"organize": OrganizeParams, "extract": ExtractParams, "pack": PackParams}
+_PARAMS: dict[str, Any] = {
+    "organize": OrganizeParams,
+    "extract": ExtractParams,
+    "deduplicate": DeduplicateParams,
+    "pack": PackParams,
+}
 
 _NOT_LISTED = {LINEAGE, CARD, ".gitattributes"}
 """Files of a model directory without a digest: no program loads them. The last one is written by the Hub."""

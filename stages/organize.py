@@ -51,8 +51,6 @@ class OrganizeParams:
     """Parts that are processed in parallel. A part is held out of training entirely or not at all."""
     raw_dir: str
     """The directory of raw files, relative to the root of the project, or absolute."""
-    deduplicate_files: bool
-    """Of files with the same bytes only the first is kept, in the order of their paths."""
     sources: Annotated[list[str], Field(min_length=1)] | None = None
     """Directories in `raw_dir`, whose rows `mixture` gives shares; each has `num_splits` splits of its own. Others are
     not read. null: all files are one source, without a name."""
@@ -114,10 +112,6 @@ def organize(
             f"raw_dir {params.raw_dir!r} contains no file that can be read ({skipped(passed_over) or 'it is empty'}): "
             f"put files there that end in {' '.join(suffixes.FORMATS)}"
         )
-    # Before the assignment, so that the splits have equal counts of the files that are left.
-    duplicates: list[splits.Duplicate] = []
-    if params.deduplicate_files:
-        files, duplicates = deduplicate(root, files)
     of_source: dict[str, list[File]] = {source: [] for source in params.sources or [""]}
     for file in files:
         of_source[source_of(path_of(file), params.sources or [])].append(file)
@@ -138,8 +132,6 @@ def organize(
             splits=[write_split(directory, index, member) for index, member in enumerate(members)],
             sources=params.sources or [],
             names_not_utf8=[printable(path) for path in map(path_of, files) if not is_utf8(path)][:num_listed],
-            duplicate_files=len(duplicates),
-            duplicates=duplicates[:num_listed],
             passed_over_counts=reasons,
             passed_over=[
                 splits.PassedOver(printable(item.path), item.reason)
@@ -151,7 +143,6 @@ def organize(
         f"organize: {len(files)} files, {num_bytes / 1e6:.1f} MB, in {len(members)} splits with "
         f"{min(shares):.1%} to {max(shares):.1%} of the bytes; "
         + f"{len(num_parts)} files cut into {sum(num_parts)} parts; " * bool(num_parts)
-        + f"{len(duplicates)} duplicates dropped; " * params.deduplicate_files
         + f"{skipped(passed_over) or 'none skipped'} (see {target / splits.SUMMARY})"
     )
 
@@ -341,26 +332,6 @@ def measure(task: tuple[str, Sequence[str]]) -> list[tuple[int, str] | str]:
         except OSError as error:  # listed, not raised: one file without read permission must not hide the others
             results.append(f"unreadable: {error.strerror}")
     return results
-
-
-def deduplicate(root: Path, files: Sequence[File]) -> tuple[list[File], list[splits.Duplicate]]:
-    """The first file of each content, and the others."""
-    sizes = [sum(part.size for part in file) for file in files]
-    counts = Counter(sizes)
-    first_of: dict[str, File] = {}
-    duplicates = []
-    for file, size in zip(files, sizes, strict=True):
-        if len(file) == 1:
-            content = file[0].digest
-        elif counts[size] > 1:  # in another source it is cut at other places, so that the parts have other digests
-            _, content = tree.measure(os.path.join(root, path_of(file)))
-        else:
-            content = path_of(file)  # no other file is as long
-        # `files` is sorted, so the first is the same on every machine.
-        first = first_of.setdefault(content, file)
-        if first is not file:
-            duplicates.append(splits.Duplicate(path=printable(path_of(file)), of=printable(path_of(first))))
-    return list(first_of.values()), duplicates
 
 
 if __name__ == "__main__":

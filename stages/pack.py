@@ -1,6 +1,7 @@
 """Turn text and conversations into rows of tokens for the model, a part of them held out for validation.
 
-Reads    data/corpus/, data/model.json, data/tokenizer.json; for conversations the file that `chat_template` names
+Reads    data/corpus/, and data/duplicates/ with what is skipped of it; data/model.json, data/tokenizer.json; for
+         conversations the file that `chat_template` names
 Writes   data/tokens/train, data/tokens/validation: Hugging Face datasets, `input_ids` of seq_length tokens a row; with
          conversations also which tokens are trained, and which begin a document
          data/pack.json: documents, characters, bytes, tokens, rows, the share of unknown tokens, dropped characters;
@@ -43,7 +44,7 @@ from stages.base.params_file import load_params
 from stages.base.record import check_files
 from stages.model.manifest import ModelManifest
 from stages.tokenizing import chat_template, comparison, encoding, fast_tokenizer, packing, vocabulary
-from stages.work import arrow, reuse, workers
+from stages.work import arrow, reuse, skipped, workers
 
 CORPUS = Path("data/corpus")
 TEMPLATES = Path("models/templates")
@@ -106,6 +107,27 @@ class ShardTask(NamedTuple):
     tokens: Path
     """The file to write, in the form of `packing.encode`."""
     side: packing.Side | None
+    skipped: bytes
+    """The rows that are left out, as int64."""
+
+
+class Split(NamedTuple):
+    """A split of the corpus, and what is skipped of it."""
+
+    shard: Shard
+    skipped: bytes
+    """Rows, in order, as int64."""
+    digest: str
+    """Of what is skipped."""
+
+    @property
+    def num_skipped(self) -> int:
+        return len(self.skipped) // 8
+
+    @property
+    def rows(self) -> int:
+        """Those that are not skipped."""
+        return self.shard.rows - self.num_skipped
 
 
 _MAX_TIMES = 2
@@ -126,7 +148,7 @@ class Part(NamedTuple):
     directory: str
     """`train` or `validation`."""
     source: str | None
-    shards: list[Shard]
+    splits: list[Split]
     """Of the corpus."""
     side: packing.Side | None
     """The documents in them; None: all."""
@@ -209,7 +231,8 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     model = ModelManifest.read()
     spec = find_tokenizer_spec(params, model)
     corpus = Dataset.read(CORPUS, "extract", contents=True)
-    parts = find_parts(params, corpus)
+    skips = skipped.read(corpus)
+    parts = find_parts(params, corpus, skips)
     if "messages" in corpus.features:
         spec = spec._replace(chat=find_chat_spec(params, model))
     store = reuse.Store(reuse.root(), packing.Counts)
@@ -224,7 +247,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             written = write_parts(parts, spec, directory, store, params, runtime, max_batch_tokens)
         for part, rows in written:
             # With 0 splits an empty dataset is what was asked for.
-            if rows.num_rows or (part.directory == VALIDATION.name and not part.shards):
+            if rows.num_rows or (part.directory == VALIDATION.name and not part.splits):
                 continue
             message = too_few(part, rows, params)
             if part.directory == TRAIN.name or params.validation_fraction is not None or not part.side:
@@ -247,7 +270,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             train.metrics(),
             validation.metrics(),
             encoder,
-            corpus.fingerprint,
+            skips.fingerprint,
             fingerprint(
                 *(Dataset.read(directory / name, "pack").fingerprint for name in (TRAIN.name, VALIDATION.name))
             ),
@@ -263,7 +286,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         f"pack: {train.num_rows} rows to train on and {validation.num_rows} to validate ({held_out:.1%} of tokens), "
         f"of {params.seq_length} tokens; "
         + (f"{per_token} characters per token; " if (per_token := metrics.train.characters_per_token) else "")
-        + f"{train.num_reused + validation.num_reused} of {sum(len(part.shards) for part in parts)} splits reused; "
+        + f"{train.num_reused + validation.num_reused} of {sum(len(part.splits) for part in parts)} splits reused; "
         f"encoded by {encoder.name}"
         + (f" ({counts.num_slow / counts.num_characters:.1%} by {encoding.NAME})" if counts.num_slow else "")
         + (conversations_text(counts) if spec.chat else "")
@@ -377,60 +400,60 @@ def _find_templates(params: PackParams, model: ModelManifest) -> dict[str, str]:
         return {"default": path.read_text(encoding="utf-8")}
 
 
-def find_parts(params: PackParams, dataset: Dataset) -> list[Part]:
-    """The shards of the corpus by what becomes of them.
+def find_parts(params: PackParams, dataset: Dataset, skips: skipped.Skipped) -> list[Part]:
+    """The splits of the corpus by what becomes of them.
 
     Raises:
         StageError: there is no text, none to train on, or none to validate on.
     """
     if not dataset.num_rows:
         raise StageError(f"{CORPUS} contains no text: put files with text into raw_dir, or lower min_chars")
-    sources: dict[str | None, list[Shard]] = {}
-    for shard in dataset.shards:
-        sources.setdefault(shard.source, []).append(shard)
+    sources: dict[str | None, list[Split]] = {}
+    for shard, rows, digest in zip(dataset.shards, skips.rows, skips.digests, strict=True):
+        sources.setdefault(shard.source, []).append(Split(shard, rows.tobytes(), digest))
     if params.validation_fraction is not None:
         train, validation = (packing.Side(params.validation_fraction, is_held_out) for is_held_out in (False, True))
         return [
-            *(Part(TRAIN.name, source, shards, train) for source, shards in sources.items()),
-            *(Part(VALIDATION.name, source, shards, validation) for source, shards in sources.items()),
+            *(Part(TRAIN.name, source, splits, train) for source, splits in sources.items()),
+            *(Part(VALIDATION.name, source, splits, validation) for source, splits in sources.items()),
         ]
     num_splits = len(dataset.shards) // len(sources)
     params.check_splits(num_splits)
     num_train = num_splits - params.validation_splits  # entire splits, so no line of a file gives rows to both sides
-    for source, shards in sources.items():
-        if not any(shard.rows for shard in shards):
+    for source, splits in sources.items():
+        if not any(split.rows for split in splits):
             of_source = f" of source {source}" if source else ""
             raise StageError(
                 f"there is no text{of_source}: extract made no row of its files, and {RECORDS['extract']} says why"
             )
-    divided = [divide(source, shards, num_train) for source, shards in sources.items()]
+    divided = [divide(source, splits, num_train) for source, splits in sources.items()]
     return [*(train for train, _ in divided), *(held_out for _, held_out in divided)]
 
 
-def divide(source: str | None, shards: list[Shard], num_train: int) -> tuple[Part, Part]:
+def divide(source: str | None, splits: list[Split], num_train: int) -> tuple[Part, Part]:
     """What of a source is trained on, and what is held out: its splits after the first `num_train` ones.
 
     Documents instead, by their content, where these splits have none, all, or far more than their share. A file that
     is not cut is in one split, and a small one has fewer parts than there are splits.
     """
-    train, held_out = shards[:num_train], shards[num_train:]
-    fraction = len(held_out) / len(shards)
-    found, total = (sum(shard.rows for shard in some) for some in (held_out, shards))
+    train, held_out = splits[:num_train], splits[num_train:]
+    fraction = len(held_out) / len(splits)
+    found, total = (sum(split.rows for split in some) for some in (held_out, splits))
     # A document is the least that can be held out.
     if not held_out or (0 < found < total and found <= _MAX_TIMES * max(1, fraction * total)):
         return Part(TRAIN.name, source, train, None), Part(VALIDATION.name, source, held_out, None)
     of_source = f" of source {source}" if source else ""
-    chosen = packing.dividing_fraction([CORPUS / shard.filename for shard in shards], fraction)
+    chosen = packing.dividing_fraction([(CORPUS / shard.filename, rows) for shard, rows, _ in splits], fraction)
     if chosen is None:
         print(f"pack: warning: nothing{of_source} is held out: there is only one document")
-        return Part(TRAIN.name, source, shards, None), Part(VALIDATION.name, source, [], None)
+        return Part(TRAIN.name, source, splits, None), Part(VALIDATION.name, source, [], None)
     print(
         f"pack: {chosen:.0%} of the documents{of_source} are held out by their content: the last validation_splits = "
-        f"{len(held_out)} of num_splits = {len(shards)} splits have {found} of {total}; validation_fraction changes it"
+        f"{len(held_out)} of num_splits = {len(splits)} splits have {found} of {total}; validation_fraction changes it"
     )
     return (
-        Part(TRAIN.name, source, shards, packing.Side(chosen, False)),
-        Part(VALIDATION.name, source, shards, packing.Side(chosen, True)),
+        Part(TRAIN.name, source, splits, packing.Side(chosen, False)),
+        Part(VALIDATION.name, source, splits, packing.Side(chosen, True)),
     )
 
 
@@ -459,7 +482,7 @@ def write_parts(
             own, shards = [part for part in parts if part.directory == name], []
             for index, part in enumerate(own):
                 target = directory / name / arrow.shard_name(index, len(own))
-                of_part = islice(splits, len(part.shards))
+                of_part = islice(splits, len(part.splits))
                 rows, shard = write_rows(of_part, target, spec, features, params, max_batch_tokens)
                 written.append((part, rows))
                 shards.append(shard._replace(source=part.source))
@@ -481,12 +504,13 @@ def encode_splits(
             shard=CORPUS / shard.filename,
             num_documents=shard.rows,
             sha256=shard.sha256,
-            key=key(shard.sha256, part.side, spec, code_digest),
+            key=key(shard.sha256, part.side, digest, spec, code_digest),
             tokens=directory / f"{part.directory}-{shard.filename}",
             side=part.side,
+            skipped=rows,
         )
         for part in parts
-        for shard in part.shards
+        for shard, rows, digest in part.splits
     ]
     reused = fetch_splits(splits, store)  # all of them first: workers then start only if something is missing
     missing = [split for split in splits if split not in reused]
@@ -501,7 +525,9 @@ def encode_splits(
             yield split, counts, split in reused
 
 
-def key(shard_digest: str, side: packing.Side | None, spec: encoding.TokenizerSpec, code_digest: str) -> str:
+def key(
+    shard_digest: str, side: packing.Side | None, skipped_digest: str, spec: encoding.TokenizerSpec, code_digest: str
+) -> str:
     """The digest of what decides the tokens of a split: its text, which documents, the tokenizer, the code.
 
     How they are cut into rows is not included, so that another `seq_length` encodes nothing again; but where there are
@@ -509,7 +535,7 @@ def key(shard_digest: str, side: packing.Side | None, spec: encoding.TokenizerSp
     """
     # Without the path: the tokenizer's digest decides, so a moved HF_HOME encodes nothing again.
     decisive = {name: value for name, value in spec._asdict().items() if name != "path"}
-    return publish.sha256_json(["pack", shard_digest, side, decisive, code_digest])
+    return publish.sha256_json(["pack", shard_digest, side, skipped_digest, decisive, code_digest])
 
 
 def fetch_splits(splits: Sequence[ShardTask], store: reuse.Store[packing.Counts]) -> dict[ShardTask, packing.Counts]:
@@ -560,9 +586,9 @@ def encode_missing(
 
 def tasks_of(split: ShardTask, spec: encoding.TokenizerSpec) -> Iterator[packing.BatchTask]:
     """The tasks that encode a split: one for each of its record batches."""
-    for offset in arrow.batch_offsets(split.shard):
+    for offset, rows in packing.batches_of(split.shard, split.skipped):
         yield packing.BatchTask(
-            split.shard, offset, spec, split.tokens.with_name(f"{split.tokens.name}-{offset}"), split.side
+            split.shard, offset, spec, split.tokens.with_name(f"{split.tokens.name}-{offset}"), split.side, rows
         )
 
 
@@ -605,6 +631,8 @@ def too_few(part: Part, rows: PackedRows, params: PackParams) -> str:
     """The error message for a part without a single row."""
     name = f"{part.directory} of source {part.source}" if part.source else part.directory
     message = f"{name} has {rows.num_tokens} tokens, too few for one row of seq_length {params.seq_length}: "
+    if number := sum(split.num_skipped for split in part.splits):
+        message += f"set deduplicate to null, which skips {number} documents of its splits, or "
     if rows.counts.refused:
         first = {refused.reason.partition(":")[0]: refused.reason for refused in reversed(rows.counts.first_refused)}
         reasons = ", ".join(f"{count} ({first.get(reason, reason)})" for reason, count in rows.counts.refused.items())

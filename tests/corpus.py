@@ -30,7 +30,6 @@ PARAMS = ExtractParams(
     max_rejected_files=0,
     min_chars=1,
     raw_dir="data/raw",
-    deduplicate_strings=False,
     records=None,
 )
 
@@ -61,7 +60,7 @@ def put_large_file() -> None:
 
 def organize_raw(num_splits: int, raw_dir: str = PARAMS.raw_dir, **runtime: Any) -> None:
     """Assign the raw files to splits."""
-    params = OrganizeParams(num_splits=num_splits, raw_dir=raw_dir, deduplicate_files=False)
+    params = OrganizeParams(num_splits=num_splits, raw_dir=raw_dir)
     organize(params, OrganizeRuntime(**{"num_workers": 1, **runtime}))
 
 

@@ -1,8 +1,8 @@
 """How the data of a model was made, for its lineage: each data stage records its parameters and packages.
 
-The records are data/splits/summary.json, data/extract.json and data/pack.json. `consolidate` copies what is here into
-lineage.json, so it needs neither these stages nor their parameters, which may have been edited since. Each record names
-what its stage read, so those of other data, which a stage has written since, are left out.
+The records are data/splits/summary.json, data/extract.json, data/deduplicate.json and data/pack.json. `consolidate`
+copies what is here into lineage.json, so it needs neither these stages nor their parameters, which may have been edited
+since. Each record names what its stage read, so those of other data, which a stage has written since, are left out.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 RECORDS = {
     "organize": Path("data/splits/summary.json"),
     "extract": Path("data/extract.json"),
+    "deduplicate": Path("data/deduplicate.json"),
     "pack": Path("data/pack.json"),
 }
 """What each data stage writes about itself."""
@@ -61,9 +62,11 @@ class DataRecord(Record):
 
     origin: Origin
     source: str = ""
-    """Of what the stage read. In data/extract.json: SHA-256 of summary.json; in data/pack.json: that of the corpus."""
+    """Of what the stage read. In data/extract.json: SHA-256 of summary.json; in the others the `fingerprint` of the
+    record before."""
     fingerprint: str = ""
-    """Of what it wrote: the corpus, the tokens. summary.json has none: its own SHA-256 covers the manifests."""
+    """Of what it wrote: the corpus, also with what is skipped of it, the tokens. summary.json has none: its own SHA-256
+    covers the manifests."""
 
 
 def find_records(tokens: str) -> dict[str, DataRecord]:

@@ -13,7 +13,7 @@ from stages.base.identity import Adoption, RunId, TokenFingerprints
 from stages.base.origin import Origin
 from stages.base.record import FileName, RelativePath, SealedRecord
 
-DataStage = Annotated[str, Field(pattern="^(organize|extract|pack)$")]
+DataStage = Annotated[str, Field(pattern="^(organize|extract|deduplicate|pack)$")]
 
 
 @dataclass(frozen=True)
@@ -69,4 +69,4 @@ class Lineage(SealedRecord):
     corpus: str | None = None
     """Fingerprint of data/corpus."""
     origins: dict[DataStage, Origin] = field(default_factory=dict)
-    """Parameters and packages of `organize`, `extract` and `pack`, as far as the project has records of these data."""
+    """Parameters and packages of the data stages, as far as the project has records of these data."""

@@ -19,8 +19,6 @@ class Limits:
     """Bytes of a file that are read at once, and characters that the YAML reader hands on at once."""
     batch: int = 4 << 20
     """Characters of a record batch, unless a single string is longer, and of JSON that is parsed at once."""
-    digests: int = 2 << 20
-    """Strings, about, that are compared at once when duplicates are dropped: 100 bytes each."""
     longest_document: int = 1 << 20
     """Bytes of UTF-8: a longer string becomes several documents, unless it is a conversation."""
     longest_string: int = 32 << 20

@@ -244,7 +244,8 @@ def _compose(text: _Text, records: "Records", limits: Limits) -> None:
     ] = []  # is it a mapping, its anchor, what precedes it
     named: dict[str, tuple[Any, int, int]] = {}  # by anchor: a node, its characters, its values
     characters = values = 0  # of the document
-    records.position = lambda: f"line {text.mark.line + 1}"
+    first_line = 1  # of the document
+    records.position = lambda: f"line {first_line}"
     while True:
         event: Any = get_event()
         text.mark = event.end_mark
@@ -279,6 +280,8 @@ def _compose(text: _Text, records: "Records", limits: Limits) -> None:
         elif kind is yaml.StreamEndEvent:
             return
         else:
+            if kind is yaml.DocumentStartEvent:
+                first_line = event.start_mark.line + 1
             _check_directives(event)
             continue
         if characters > limits.longest_record or values > limits.most_values:

@@ -73,15 +73,6 @@ class Format:
 
 
 @dataclass(frozen=True)
-class Duplicate:
-    """A file that was dropped because an earlier one has the same bytes."""
-
-    path: str
-    of: str
-    """The path of the file that is kept."""
-
-
-@dataclass(frozen=True)
 class PassedOver:
     """A file or directory that is not read. Directories end with a slash."""
 
@@ -103,8 +94,6 @@ class Summary(Record):
     sources: list[str]
     """Directories in `raw_dir`; none: the splits are of all files."""
     names_not_utf8: list[str]
-    duplicate_files: int
-    duplicates: list[Duplicate]
     passed_over_counts: dict[str, int]
     """By reason."""
     passed_over: list[PassedOver]

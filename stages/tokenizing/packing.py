@@ -72,12 +72,48 @@ def _digests(batch: pa.RecordBatch) -> list[bytes]:
     ]
 
 
-def dividing_fraction(shards: Iterable[Path], fraction: float) -> float | None:
+def without(batch: pa.RecordBatch, skipped: bytes) -> pa.RecordBatch:
+    """A record batch without some of its rows, int64."""
+    if not skipped:
+        return batch
+    stays = np.ones(len(batch), np.bool_)
+    stays[np.frombuffer(skipped, np.int64)] = False
+    return batch.filter(arrow.from_bits(stays))
+
+
+def batches_of(shard: Path, skipped: bytes) -> Iterator[tuple[int, bytes]]:
+    """Where each record batch of a shard is in its file, and which of its rows are skipped.
+
+    Args:
+        shard: Of the corpus.
+        skipped: The rows of the shard that are skipped, in order, as int64.
+    """
+    rows, first = np.frombuffer(skipped, np.int64), 0
+    for offset in arrow.batch_offsets(shard):
+        if not skipped:
+            yield offset, b""
+            continue
+        end = first + len(arrow.read_batch(shard, offset))
+        begin, stop = np.searchsorted(rows, [first, end])
+        yield offset, (rows[begin:stop] - first).tobytes()
+        first = end
+
+
+def dividing_fraction(shards: Iterable[tuple[Path, bytes]], fraction: float) -> float | None:
     """A fraction for `Side` with which both sides have documents: the given one, unless there are too few for it.
 
-    None: all documents are equal.
+    Args:
+        shards: Of the corpus, each with the rows that are skipped, as int64.
+        fraction: That is held out.
+
+    Returns:
+        None: all documents are equal.
     """
-    batches = (arrow.read_batch(shard, offset) for shard in shards for offset in arrow.batch_offsets(shard))
+    batches = (
+        without(arrow.read_batch(shard, offset), of_batch)
+        for shard, skipped in shards
+        for offset, of_batch in batches_of(shard, skipped)
+    )
     digests = np.unique(np.frombuffer(b"".join(chain.from_iterable(map(_digests, batches))), ">u8"))
     if len(digests) < 2:
         return None
@@ -99,6 +135,8 @@ class BatchTask(NamedTuple):
     """The file to write: the documents' tokens, each document with EOS at its end, as an array of `spec.dtype`."""
     side: Side | None = None
     """None: all documents."""
+    skipped: bytes = b""
+    """The rows of the record batch that are left out, as int64."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +213,7 @@ def encode(task: BatchTask) -> Encoded:
     """
     batch = arrow.read_batch(task.shard, task.offset)  # memory-mapped: a task is pickled without its text
     counts, digest = Counts(num_read=len(batch)), hashlib.sha256()
+    batch = without(batch, task.skipped)
     if task.side:
         batch, digests = task.side.chosen(batch)
         if task.side.is_held_out:

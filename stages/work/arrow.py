@@ -50,7 +50,7 @@ def token_features(seq_length: int, is_marked: bool = False) -> Features:
 def schema(features: Features) -> pa.Schema:
     """The Arrow schema that `datasets` expects for one of the features above."""
     kinds = {
-        name: pa.string()
+        name: pa.type_for_alias(feature["dtype"])
         if feature["_type"] == "Value"
         else pa.list_(pa.type_for_alias(feature["feature"]["dtype"]), feature["length"])
         for name, feature in features.items()
@@ -189,6 +189,11 @@ def read_batch(path: Path, offset: int) -> pa.RecordBatch:
 def read_rows(path: Path) -> Iterator[tuple[pa.Array, int]]:
     """The strings of each record batch of a corpus, which are in one column; and which one."""
     for offset in batch_offsets(path):
-        batch = read_batch(path, offset)
-        column = next((index for index, values in enumerate(batch.columns) if not values.null_count), 0)
-        yield batch.column(column), column
+        yield read_strings(path, offset)
+
+
+def read_strings(path: Path, offset: int) -> tuple[pa.Array, int]:
+    """The strings of a record batch of a corpus, and the column that has them."""
+    batch = read_batch(path, offset)
+    column = next((index for index, values in enumerate(batch.columns) if not values.null_count), 0)
+    return batch.column(column), column

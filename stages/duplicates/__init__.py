@@ -1,0 +1,1 @@
+"""What `stages.deduplicate` uses: signatures of documents, and finding those that are equal or similar."""
