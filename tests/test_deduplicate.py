@@ -27,7 +27,7 @@ from stages.duplicates import finding, shingles, signatures
 from stages.duplicates.shingles import shingles_of
 from stages.pack import PackParams, PackRuntime, pack
 from stages.work import arrow
-from tests.byte_model import make_model
+from tests.byte_model import byte_tokenizer, make_model
 from tests.corpus import CORPUS, content_of, with_processes
 from tests.project import REPO, flip_bit
 
@@ -330,14 +330,25 @@ def test_pack_makes_the_rows_of_a_corpus_without_what_is_skipped(params: dict[st
     assert not set(map(str, dropped()))
 
 
+def test_of_two_versions_none_is_held_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """One of them is all that there is."""
+    make_model()
+    text = " ".join(words(50, 1))
+    make_corpus([[text, f"{text} more"], []])
+    run()
+    encode()
+    assert "nothing is held out: there is only one document" in capsys.readouterr().out
+
+
 def test_two_versions_are_never_on_both_sides() -> None:
     make_model()
     text, filler = " ".join(words(50, 1)), [f"number {number} is here" for number in range(30)]
     make_corpus([[*filler, text], [*filler[:3], f"{text} more"]])
     run()
     encode()
-    sides = [bytes(token % 256 for token in found) for found in tokens().values()]
-    assert len(dropped()) == 4 and sides
+    sides = {name: byte_tokenizer().decode(found) for name, found in tokens().items()}
+    assert dropped().keys() == {(0, 30), (1, 0), (1, 1), (1, 2)}
+    assert text not in sides["train"] and text in sides["validation"]
 
 
 def test_pack_refuses_what_is_not_of_its_corpus() -> None:
