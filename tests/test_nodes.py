@@ -35,6 +35,8 @@ ALLOCATION = {
 
 SLOW = "delay rank 1 at step 5\ndelay rank 1 at step 6\ndelay rank 1 at step 7"
 """Two seconds more in each of these steps, so that it still runs when it is interrupted."""
+LOST_NODE = SLOW
+"""Its torchrun is killed, too."""
 
 
 @pytest.fixture
@@ -61,18 +63,6 @@ def end(process: "subprocess.Popen[str]", status: int) -> str:
     assert process.returncode == status, output
     assert "Traceback" not in output
     return output
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_node_saves_on_all_and_they_compute_what_one_does(nodes: Given, ranks: Ranks) -> None:
-    project, reference = nodes
-    process = start(project, SLOW)
-    torchruns(process)["n2"].send_signal(signal.SIGUSR1)
-    output = end(process, INTERRUPTED)
-    assert "training with 2 ranks on 2 nodes (CPU, network lo)" in output
-    assert re.search(r"interrupted: step-0000000[567] is saved", output)
-    assert re.search("resuming from step [567] of 12", ranks.run(project))
-    assert result(project) == reference
 
 
 @pytest.mark.slow
@@ -155,46 +145,54 @@ def test_the_interface_is_the_one_that_reaches_the_first_node() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("victim", ["launcher", "agent", "rank"])
-def test_a_signal_to_any_process_saves_on_all(nodes: Given, victim: str, number: signal.Signals) -> None:
+def test_a_signal_to_any_process_saves_on_all(nodes: Given, ranks: Ranks, victim: str, number: signal.Signals) -> None:
     project, reference = nodes
     process = start(project, SLOW)
     processes = {"launcher": process, "agent": torchruns(process)["n2"], "rank": ranks_of(process)[1]}
     processes[victim].send_signal(number)
-    assert "interrupted: step-" in end(process, INTERRUPTED)
-    project.run(*LAUNCH, **ALLOCATION)
+    output = end(process, INTERRUPTED)
+    assert "training with 2 ranks on 2 nodes (CPU, network lo)" in output
+    assert re.search(r"interrupted: step-0000000[567] is saved", output)
+    # Two ranks of one machine compute what those of two nodes do.
+    assert re.search("resuming from step [567] of 12", ranks.run(project))
     assert result(project) == reference
 
 
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_named_with_its_node_and_restarted(nodes: Given) -> None:
-    project, reference = nodes
-    project.set(runtime={"timeout_minutes": 0.05, "max_restarts": 1})
-    output = end(start(project, "stop rank 1 at step 5"), 0)
-    assert re.search(
-        r"rank 1 on node n2 made no progress for \d+ s: step \d, \w+ \(the process is stopped, as by SIGSTOP, or its "
-        r"node is lost\); waiting for it: rank 0 on node n1 in step 6, agreeing with the other ranks\n[^$]*restart 1 ",
-        output,
-    ), output
-    assert result(project) == reference
+HANGS = (
+    r"rank 1 on node n2 made no progress for \d+ s: step \d, \w+ \(the process is stopped, as by SIGSTOP, or its node "
+    r"is lost\); waiting for it: rank 0 on node n1 in step 6, agreeing with the other ranks\n[^$]*restart 1 "
+)
+OUT_OF_MEMORY = (
+    r"error: rank 1 is out of memory \(DefaultCPUAllocator: can't allocate memory: you tried to allocate .*"
+    r"use batch_size 1 \(total_batch_size 8 stays, and so do the steps\), activation_checkpointing full"
+)
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_named(nodes: Given) -> None:
+@pytest.mark.parametrize(
+    ("faults", "runtime", "status", "message"),
+    [
+        ("stop rank 1 at step 5", {"timeout_minutes": 0.05, "max_restarts": 1}, 0, HANGS),
+        ("kill rank 1 at step 5", {}, 1, r"rank +: 1 \(local_rank: 0\)\n +exitcode +: -9 "),
+        ("memory rank 1 at step 5", {"max_restarts": 3}, 2, OUT_OF_MEMORY),  # the user's to fix: no restart
+        (LOST_NODE, {"max_restarts": 1}, 0,
+         r"error: node n2 was lost: torchrun has ended there without a word\n[^$]*restart 1 of 1"),
+    ],
+    ids=["a rank that hangs", "a killed rank", "out of memory", "a lost node"],
+)  # fmt: skip
+def test_what_ends_the_training_is_named_with_its_node_and_restarted(
+    nodes: Given, ranks: Ranks, faults: str, runtime: dict[str, Any], status: int, message: str
+) -> None:
     project, reference = nodes
-    output = end(start(project, "kill rank 1 at step 5"), 1)
-    assert re.search(r"rank +: 1 \(local_rank: 0\)\n +exitcode +: -9 ", output)
-    project.run(*LAUNCH, **ALLOCATION)
-    assert result(project) == reference
-
-
-@pytest.mark.slow
-def test_a_lost_node_is_named_and_the_training_restarted(nodes: Given) -> None:
-    project, reference = nodes
-    project.set(runtime={"max_restarts": 1})
-    process = start(project, SLOW)
-    torchruns(process)["n2"].kill()
-    output = end(process, 0)
-    assert re.search(r"error: node n2 was lost: torchrun has ended there without a word\n[^$]*restart 1 of 1", output)
+    project.set(runtime=runtime)
+    process = start(project, faults)
+    if faults == LOST_NODE:
+        torchruns(process)["n2"].kill()
+    output = end(process, status)
+    assert re.search(message, output), output
+    assert ("\nrestart 1 " in output) == (status == 0)
+    if status:
+        assert "resuming from step 4" in ranks.run(project)
     assert result(project) == reference
 
 
@@ -222,15 +220,6 @@ def test_no_process_outlives_a_killed_launcher(nodes: Given) -> None:
     wait_for(lambda: not any(map(is_alive, started)))
     project.run(*LAUNCH, **ALLOCATION)
     assert result(project) == reference
-
-
-@pytest.mark.slow
-def test_an_error_that_the_user_must_fix_ends_all_nodes(nodes: Given) -> None:
-    project, _ = nodes
-    project.set(runtime={"max_restarts": 3})
-    output = end(start(project, "memory rank 1 at step 5"), 2)
-    assert "error: rank 1 is out of memory" in output
-    assert "restart" not in output
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from stages.launching.runtime import TrainRuntime
 from stages.launching.segments import Segment, find
 from tests.project import REPO, Project, flip_bit
 from tests.ranks import Ranks
-from tests.trainings import checkpoint_manifest
+from tests.trainings import write_checkpoint
 
 SEGMENTS = ("python", "-m", "stages.lineage", "segments")
 CHECKPOINTS = ("python", "-m", "stages.checkpoints")
@@ -179,10 +179,7 @@ def test_what_may_give_other_bits_is_named(
 
 def test_what_another_run_has_trained_is_not_trained_again(tmp_path: Path) -> None:
     for step, origin in ((2, 2), (4, 4), (6, 4), (8, 4)):
-        path = tmp_path / step_name(step)
-        path.mkdir()
-        adopted = Adoption("0123456789abcdef", origin, [], None)
-        checkpoint_manifest(step=step, adopted=adopted).write(path)
+        write_checkpoint(tmp_path, step, adopted=Adoption("0123456789abcdef", origin, [], None))
     run = mock.Mock(directory=tmp_path)
     expected = [f"{step_name(4)} to {step_name(6)}", f"{step_name(6)} to {step_name(8)}"]
     assert [segment.name for segment in find(run, None)] == expected
