@@ -1,12 +1,12 @@
 """Which checkpoints stay, and the commands that look after them."""
 
-import dataclasses
 import errno
 import fcntl
 import os
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,7 +45,7 @@ from tests.trainings import checkpoint_manifest, train_state, write_checkpoint
 
 def open_saver(asynchronous: bool, **options: Any) -> Saver:
     runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
-    return Saver(dataclasses.replace(runtime, async_checkpoint=asynchronous), timeout_minutes=30, **options)
+    return Saver(replace(runtime, async_checkpoint=asynchronous), timeout_minutes=30, **options)
 
 
 def trained(model: torch.nn.Module, inputs: int) -> torch.optim.Optimizer:
@@ -244,7 +244,7 @@ def test_a_save_that_fails_while_the_training_fails_is_reported(mesh: DeviceMesh
 def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 1)
     write_checkpoint(tmp_path, 2)
-    dataclasses.replace(CheckpointManifest.read(tmp_path / step_name(2)), format=99).write(tmp_path / step_name(2))
+    replace(CheckpointManifest.read(tmp_path / step_name(2)), format=99).write(tmp_path / step_name(2))
     with pytest.raises(
         UnsupportedFormat, match=r"has the format 99, this version reads format 2: continue the run with"
     ):
@@ -325,8 +325,8 @@ def test_a_checkpoint_that_was_copied_to_another_clone_is_the_result_there(here:
         resolve("test")
     shutil.copytree(copied, last)
     assert resolve("test")[1].resolve() == last.resolve()
-    identity = dataclasses.replace(CheckpointManifest.read(last).identity, code="other")
-    dataclasses.replace(CheckpointManifest.read(last), identity=identity).write(last)
+    identity = replace(CheckpointManifest.read(last).identity, code="other")
+    replace(CheckpointManifest.read(last), identity=identity).write(last)
     assert f"{last.name} is valid" in run_here("checkpoints", "verify")
     with pytest.raises(StageError, match=r"is not the one that .*run\.json names"):  # valid, but another result
         resolve("test")

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ class Trained(NamedTuple):
     def list_files(self, **listed: Tensor | None) -> None:
         """Write the manifest, with other tensors than its own where `listed` has them, and run.json."""
         identity = checkpoint_manifest().identity
-        identity = dataclasses.replace(
+        identity = replace(
             identity,
             params={"experiment_name": "exp", "lr": 0.1},
             data=make_lineage().data,
@@ -289,22 +290,22 @@ def test_weights_that_a_class_keeps_in_fp32_are_not_rounded(name: str) -> None:
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16, torch.float32}
 
 
-@pytest.mark.parametrize("stated", [{"num_nextn_predict_layers": 1}, {}])
-def test_the_config_says_that_layers_which_the_model_lacks_are_not_there(stated: dict[str, int]) -> None:
+def test_the_config_says_that_layers_which_the_model_lacks_are_not_there() -> None:
     """A server would make random ones: those of MTP, which transformers drops. One is the default of the class."""
-    config = BIASES["mlp.gate.e_score_correction_bias"]
+    config, path = BIASES["mlp.gate.e_score_correction_bias"], MODEL / "config.json"
     make_model(config)
-    path = MODEL / "config.json"
     own = publish.read_json(path)
     values = {name: value for name, value in own.items() if "nextn" not in name and "mtp" not in name}
-    publish.write_json(path, {**values, **stated})
-    write_model_manifest()
     live = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    make_checkpoint({name: tensor.detach() for name, tensor in live.state_dict().items()})
-    consolidate.main()
-    found = publish.read_json(TARGET / "config.json")
-    assert found.pop("num_nextn_predict_layers") == 0
-    assert found == {**values, "architectures": ["Glm4MoeForCausalLM"], "dtype": "float32"}
+    checkpoint = make_checkpoint({name: tensor.detach() for name, tensor in live.state_dict().items()})
+    for stated in ({"num_nextn_predict_layers": 1}, {}):
+        publish.write_json(path, {**values, **stated})
+        write_model_manifest()
+        checkpoint.finish()
+        consolidate.main()
+        found = publish.read_json(TARGET / "config.json")
+        assert found.pop("num_nextn_predict_layers") == 0
+        assert found == {**values, "architectures": ["Glm4MoeForCausalLM"], "dtype": "float32"}
 
 
 @pytest.mark.parametrize(
@@ -386,6 +387,7 @@ def test_a_source_file_that_is_missing_or_changed_is_named(llama: Trained, name:
         ("shards", {NORM: torch.zeros(23)}, f"{NORM} is [23] torch.float32 instead of [24] torch.float32"),
         ("shards", {NORM: torch.zeros(24).half()}, f"{NORM} is [24] torch.float16 instead of [24] torch.float32"),
     ],
+    ids=["not listed", "listed too", "listed shape", "listed dtype", "not stored", "stored too", "shape", "dtype"],
 )
 def test_a_tensor_that_is_missing_or_is_not_that_of_the_model_is_named(
     llama: Trained, where: str, changed: dict[str, Tensor | None], problem: str
@@ -429,7 +431,7 @@ def test_a_tokenizer_that_encodes_in_another_way_than_in_the_training_is_refused
     trained = Tokenizer.from_file(str(TOKENIZER))
     trained.add_tokens(["a b"])
     publish.write_text(TOKENIZER, trained.to_str())
-    dataclasses.replace(ModelManifest.read(), tokenizer=FileEntry.of(TOKENIZER)).write()
+    replace(ModelManifest.read(), tokenizer=FileEntry.of(TOKENIZER)).write()
     llama.finish()
     assert_refused("the exported model would encode 'a b' with other tokens than it was trained")
 
@@ -514,7 +516,7 @@ def test_a_tensor_that_is_not_where_the_metadata_says_or_not_all_of_it_is_refuse
         "place of another": {"offset": places[row_of_a].offset, "length": places[row_of_a].length},
     }
     if change in moved:
-        places[row_of_b] = dataclasses.replace(places[row_of_b], **moved[change])
+        places[row_of_b] = replace(places[row_of_b], **moved[change])
     elif change == "no last part":
         chunks["b"].chunks.pop()
     elif change == "a part without a place":
@@ -805,11 +807,11 @@ def test_the_card_of_a_model_of_conversations_shows_the_chat_template() -> None:
 
 def test_the_card_names_the_base_model_on_the_hub() -> None:
     lineage = make_lineage()
-    local = dataclasses.replace(lineage.model, name="/home/ann/tiny")
-    assert "/home" not in readme(dataclasses.replace(lineage, model=local))
-    source = dataclasses.replace(lineage.model, name="owner/base", commit="c" * 40)
+    local = replace(lineage.model, name="/home/ann/tiny")
+    assert "/home" not in readme(replace(lineage, model=local))
+    source = replace(lineage.model, name="owner/base", commit="c" * 40)
     for is_random, expected in ((False, ("owner/base", "finetune")), (True, (None, None))):
-        text = readme(dataclasses.replace(lineage, model=source), is_random=is_random, license="mit", language="en")
+        text = readme(replace(lineage, model=source), is_random=is_random, license="mit", language="en")
         data = card_of(text).data
         assert (data.base_model, data.get("base_model_relation")) == expected
         assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
@@ -853,7 +855,7 @@ def test_the_lineage_contains_the_lineage_of_the_initial_model(llama: Trained) -
     weights = {"model.safetensors": publish.sha256_file(MODEL / "model.safetensors")}
     adopted = Adoption(run_id="zeroth", step=2, differences=[], adopted=None)
     parent = make_lineage(run_id="first", step=7, adopted=adopted, weights=weights)
-    of_other_weights = dataclasses.replace(parent, weights={"model.safetensors": "another"})
+    of_other_weights = replace(parent, weights={"model.safetensors": "another"})
     path = MODEL / "lineage.json"
     for write, expected in (
         (lambda: parent.write(path), parent),

@@ -1,7 +1,6 @@
 """The losses are those of the model, on any number of ranks; and what is exported has the loss of what was trained."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -11,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ def request(**changed: Any) -> Request:
 
     with pytest.raises(InterruptedError):
         evaluate.evaluate(load_params(EvaluateParams), RUNTIME, record)
-    return dataclasses.replace(found[0], **changed)
+    return replace(found[0], **changed)
 
 
 def reference_loss(document_mask: bool, first: int = 0, last: int | None = None) -> tuple[float, int]:
@@ -326,10 +326,10 @@ def test_what_the_rounding_of_the_export_has_undone_is_a_warning(
     evaluation = run_stage()
     assert evaluation.exported is not None
     untrained, trained = (
-        dataclasses.replace(evaluation.exported, loss=evaluation.exported.loss + difference)
+        replace(evaluation.exported, loss=evaluation.exported.loss + difference)
         for difference in (0.5 * (1 - undone), -0.5 * undone)
     )
-    evaluate.write(dataclasses.replace(evaluation, dtype=dtype, untrained=untrained, trained=trained))
+    evaluate.write(replace(evaluation, dtype=dtype, untrained=untrained, trained=trained))
     output = capsys.readouterr().out
     assert ("warning: rounding the weights to bfloat16 has undone 6% of the gain" in output) == warns
     cost = f"rounding to bfloat16 costs {0.5 * undone:.4f} nats per token, {undone:.1%} of the gain"
@@ -453,11 +453,11 @@ def pack_other_rows() -> None:
 
 def export_another_run() -> None:
     lineage = Lineage.read(MODEL / "lineage.json")
-    dataclasses.replace(lineage, history="0" * 64).write(MODEL / "lineage.json")
+    replace(lineage, history="0" * 64).write(MODEL / "lineage.json")
 
 
 def move_initial_model() -> None:
-    dataclasses.replace(describe_model(), model_name="gone").write()
+    replace(describe_model(), model_name="gone").write()
 
 
 @pytest.mark.parametrize(
@@ -472,6 +472,7 @@ def move_initial_model() -> None:
         (lambda: write_history(4.5, math.nan), "was nan at step 3: the training has diverged. Lower lr"),
         (lambda: write_history(4.5, math.inf), "was inf at step 3: the training has diverged. Lower lr"),
     ],
+    ids=["weights", "no lineage", "rows", "other rows", "other run", "initial model", "nan", "inf"],
 )
 def test_what_is_damaged_or_of_another_training_is_refused(change: Callable[[], object], problem: str) -> None:
     change()
