@@ -6,6 +6,7 @@ import socket
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from stages.base.command import USER_ERROR
@@ -16,16 +17,25 @@ from tests.faults import environment
 from tests.project import LAUNCH, Project, is_alive, ranks_of, run_here, wait_for
 from tests.ranks import Ranks
 from tests.trainings import Given, names, published, result, steps, weights
+from tests.two_nodes import ALLOCATION
 
 
-def test_13_no_rank_outlives_a_killed_launcher(fresh: Given, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("allocation", "seconds"),
+    [({}, 2), pytest.param(ALLOCATION, 60, marks=pytest.mark.slow)],
+    ids=["one machine", "two nodes"],
+)
+def test_13_no_process_outlives_a_killed_launcher(
+    fresh: Given, ranks: Ranks, allocation: dict[str, str], seconds: float
+) -> None:
     project, reference = fresh
-    process = project.popen(*LAUNCH, **environment("stop rank 1 at step 4"))
+    project.set(runtime={"nproc_per_node": 1 if allocation else 2, "launcher": "auto"})
+    process = project.popen(*LAUNCH, **allocation, **environment("stop rank 1 at step 4"))
     wait_for((project / "stopped").exists)
-    workers = ranks_of(process)
-    assert len(workers) == 2
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert len(started) == (5 if allocation else 3)  # srun, a torchrun on each node, two ranks
     process.kill()
-    wait_for(lambda: not any(map(is_alive, workers)), seconds=2)
+    wait_for(lambda: not any(map(is_alive, started)), seconds)
     process.communicate(timeout=60)
     assert "resuming from step 2" in ranks.run(project)
     assert result(project) == reference

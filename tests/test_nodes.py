@@ -20,17 +20,13 @@ from stages.launching.runtime import TrainRuntime
 from stages.ranks import process_group, torchrun
 from stages.ranks.signals import INTERRUPTED
 from tests.faults import environment
-from tests.project import BIN, LAUNCH, REPO, Project, is_alive, ranks_of, wait_for
+from tests.project import BIN, LAUNCH, REPO, Project, ranks_of, wait_for
 from tests.ranks import Ranks
 from tests.trainings import Given, result, weights
-from tests.two_nodes import CAN_UNSHARE, ON_TWO_NODES
+from tests.two_nodes import ALLOCATION, CAN_UNSHARE, ON_TWO_NODES
 
 STARTS = r"run \w+ starts at step 0: there is no checkpoint to continue from\n"
 """What the first launch prints before anything else."""
-ALLOCATION = {
-    "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "0",
-    "PATH": f"{BIN}:{REPO / 'tests/fake_slurm'}:{os.environ['PATH']}",
-}  # fmt: skip
 
 
 SLOW = "delay rank 1 at step 5\ndelay rank 1 at step 6\ndelay rank 1 at step 7"
@@ -206,20 +202,6 @@ def test_hybrid_shard_keeps_a_copy_of_the_model_on_each_node(nodes: Given, ranks
     assert "4 ranks on 2 nodes (CPU, network lo)" in (output := project.run(*LAUNCH, **ALLOCATION))
     assert "strategy fsdp HYBRID_SHARD in groups of 2" in output
     assert weights(project) == weights(local)
-
-
-@pytest.mark.slow
-def test_no_process_outlives_a_killed_launcher(nodes: Given) -> None:
-    project, reference = nodes
-    process = start(project, "stop rank 1 at step 5")
-    wait_for((project / "stopped").exists)
-    started = psutil.Process(process.pid).children(recursive=True)
-    assert len(started) == 5  # srun, torchrun twice, two ranks
-    process.kill()
-    process.communicate()
-    wait_for(lambda: not any(map(is_alive, started)))
-    project.run(*LAUNCH, **ALLOCATION)
-    assert result(project) == reference
 
 
 @pytest.mark.slow
