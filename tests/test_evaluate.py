@@ -68,13 +68,23 @@ RUNTIME = EvaluateRuntime(nproc_per_node=1, timeout_minutes=5)
 TEXT = packed_text()
 
 
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All that the stage reads, with rows of random words."""
+    directory = tmp_path_factory.mktemp("project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        write_params()
+        write_rows()
+        make_model(LLAMA)
+        write_history(untrained=4.5)
+    return directory
+
+
 @pytest.fixture(autouse=True)
-def project(empty_project: Path, mesh: object) -> None:
-    """All that the stage reads, with rows of random words; this process is the only rank."""
-    write_params()
-    write_rows()
-    make_model(LLAMA)
-    write_history(untrained=4.5)
+def project(made_once: Path, empty_project: Path, mesh: object) -> None:
+    """A copy of it as the current directory; this process is the only rank."""
+    shutil.copytree(made_once, ".", dirs_exist_ok=True)
 
 
 def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> None:
