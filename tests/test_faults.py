@@ -119,21 +119,6 @@ def test_15_26_a_rank_that_hangs_and_one_that_always_dies_are_named_and_there_ar
 
 
 @pytest.mark.slow
-def test_16_17_a_launcher_that_gets_two_signals_saves_and_stops(fresh: Given, ranks: Ranks) -> None:
-    project, reference = fresh
-    process = project.popen(*LAUNCH, **environment("delay rank 1 at step 5"))
-    wait_for(lambda: list(project.path.glob("outputs/test/checkpoints/*/step-00000004")))
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGHUP)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == INTERRUPTED, output
-    assert "is saved; the next launch continues from its newest checkpoint" in output
-    assert published(project) == names(4, 5)
-    assert "resuming from step 5" in ranks.run(project)
-    assert result(project) == reference
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "status"),
     [("kill rank 0 at os.rename:.*step-00000005.tmp$", CRASHED), ("full rank 0 at step-00000005", USER_ERROR)],

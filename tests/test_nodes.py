@@ -22,7 +22,7 @@ from stages.ranks.signals import INTERRUPTED
 from tests.faults import environment
 from tests.project import BIN, LAUNCH, REPO, Project, ranks_of, wait_for
 from tests.ranks import Ranks
-from tests.trainings import Given, result, weights
+from tests.trainings import Given, names, published, result, weights
 from tests.two_nodes import ALLOCATION, CAN_UNSHARE, ON_TWO_NODES
 
 STARTS = r"run \w+ starts at step 0: there is no checkpoint to continue from\n"
@@ -31,8 +31,7 @@ STARTS = r"run \w+ starts at step 0: there is no checkpoint to continue from\n"
 
 SLOW = "delay rank 1 at step 5\ndelay rank 1 at step 6\ndelay rank 1 at step 7"
 """Two seconds more in each of these steps, so that it still runs when it is interrupted."""
-LOST_NODE = SLOW
-"""Its torchrun is killed, too."""
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 
 
 @pytest.fixture
@@ -47,9 +46,9 @@ def torchruns(process: "subprocess.Popen[str]") -> dict[str, psutil.Process]:
     return {rank.parent().environ()["SLURMD_NODENAME"]: rank.parent() for rank in ranks_of(process)}
 
 
-def start(project: Project, faults: str) -> "subprocess.Popen[str]":
-    """Launch on two nodes, and wait until the first checkpoint is published."""
-    process = project.popen(*LAUNCH, **ALLOCATION, **environment(faults))
+def start(project: Project, faults: str, allocation: dict[str, str] = ALLOCATION) -> "subprocess.Popen[str]":
+    """Launch on two nodes, and wait until the second checkpoint is published."""
+    process = project.popen(*LAUNCH, **allocation, **environment(faults))
     wait_for(lambda: list(project.path.glob("outputs/test/checkpoints/*/step-00000004")) or process.poll() is not None)
     return process
 
@@ -63,13 +62,13 @@ def end(process: "subprocess.Popen[str]", status: int) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CAN_UNSHARE, reason="this machine allows no network namespaces")
-@pytest.mark.parametrize("names", ["", "127.0.1.1 n1\n127.0.1.1 n2\n"], ids=["unknown", "of loopback, as on Debian"])
-def test_no_name_of_a_node_has_to_resolve(nodes: Given, tmp_path: Path, names: str) -> None:
+@pytest.mark.parametrize("hosts", ["", "127.0.1.1 n1\n127.0.1.1 n2\n"], ids=["unknown", "of loopback, as on Debian"])
+def test_no_name_of_a_node_has_to_resolve(nodes: Given, tmp_path: Path, hosts: str) -> None:
     project, reference = nodes
     project.set(runtime={"timeout_minutes": 0.5})
-    hosts = tmp_path / "hosts"
-    hosts.write_text(f"127.0.0.1 localhost\n{names}")
-    output = project.run(*ON_TWO_NODES, str(hosts), *LAUNCH, **ALLOCATION)
+    file = tmp_path / "hosts"
+    file.write_text(f"127.0.0.1 localhost\n{hosts}")
+    output = project.run(*ON_TWO_NODES, str(file), *LAUNCH, **ALLOCATION)
     assert "training with 2 ranks on 2 nodes (CPU, network cable1)" in output
     assert result(project) == reference
 
@@ -139,18 +138,29 @@ def test_the_interface_is_the_one_that_reaches_the_first_node() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-@pytest.mark.parametrize("victim", ["launcher", "agent", "rank"])
-def test_a_signal_to_any_process_saves_on_all(nodes: Given, ranks: Ranks, victim: str, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("allocation", "victim", "numbers"),
+    [
+        *((ALLOCATION, victim, [number]) for victim in ("launcher", "torchrun", "rank") for number in SIGNALS),
+        ({}, "launcher", [signal.SIGTERM, signal.SIGHUP]),
+    ],
+)
+def test_16_17_a_signal_to_any_process_saves_on_all(
+    nodes: Given, ranks: Ranks, allocation: dict[str, str], victim: str, numbers: list[signal.Signals]
+) -> None:
     project, reference = nodes
-    process = start(project, SLOW)
-    processes = {"launcher": process, "agent": torchruns(process)["n2"], "rank": ranks_of(process)[1]}
-    processes[victim].send_signal(number)
+    project.set(runtime={"nproc_per_node": 1 if allocation else 2})
+    process = start(project, SLOW, allocation)
+    second = ranks_of(process)[1]
+    processes = {"launcher": process, "torchrun": second.parent(), "rank": second}
+    for number in numbers:
+        processes[victim].send_signal(number)
     output = end(process, INTERRUPTED)
-    assert "training with 2 ranks on 2 nodes (CPU, network lo)" in output
-    assert re.search(r"interrupted: step-0000000[567] is saved", output)
+    assert ("training with 2 ranks on 2 nodes (CPU, network lo)" in output) == bool(allocation)
+    saved = re.search(r"interrupted: step-0000000([567]) is saved; the next launch continues from its newest", output)
+    assert saved and published(project)[-1:] == names(int(saved[1]))
     # Two ranks of one machine compute what those of two nodes do.
-    assert re.search("resuming from step [567] of 12", ranks.run(project))
+    assert f"resuming from step {saved[1]} of 12" in ranks.run(project)
     assert result(project) == reference
 
 
@@ -171,7 +181,7 @@ OUT_OF_MEMORY = (
         ("stop rank 1 at step 5", {"timeout_minutes": 0.05, "max_restarts": 1}, 0, HANGS),
         ("kill rank 1 at step 5", {}, 1, r"rank +: 1 \(local_rank: 0\)\n +exitcode +: -9 "),
         ("memory rank 1 at step 5", {"max_restarts": 3}, 2, OUT_OF_MEMORY),  # the user's to fix: no restart
-        (LOST_NODE, {"max_restarts": 1}, 0,
+        (SLOW, {"max_restarts": 1}, 0,
          r"error: node n2 was lost: torchrun has ended there without a word\n[^$]*restart 1 of 1"),
     ],
     ids=["a rank that hangs", "a killed rank", "out of memory", "a lost node"],
@@ -182,7 +192,7 @@ def test_what_ends_the_training_is_named_with_its_node_and_restarted(
     project, reference = nodes
     project.set(runtime=runtime)
     process = start(project, faults)
-    if faults == LOST_NODE:
+    if faults == SLOW:  # of a node that is lost meanwhile
         torchruns(process)["n2"].kill()
     output = end(process, status)
     assert re.search(message, output), output
