@@ -219,9 +219,8 @@ def test_a_copy_that_fails_for_an_asynchronous_save_is_a_clear_error(
         raise error
 
     monkeypatch.setattr(StateDictStager, "stage", stage)
-    with pytest.raises(
-        StageError, match=rf"rank 0: .* {type(error).__name__}.* set runtime\.async_checkpoint to false"
-    ):
+    problem = rf"rank 0: .* {type(error).__name__}.* set runtime\.async_checkpoint to false"
+    with pytest.raises(StageError, match=problem):
         save_thrice(tmp_path, asynchronous=True)
 
 
@@ -245,9 +244,7 @@ def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp
     write_checkpoint(tmp_path, 1)
     write_checkpoint(tmp_path, 2)
     replace(CheckpointManifest.read(tmp_path / step_name(2)), format=99).write(tmp_path / step_name(2))
-    with pytest.raises(
-        UnsupportedFormat, match=r"has the format 99, this version reads format 2: continue the run with"
-    ):
+    with pytest.raises(UnsupportedFormat, match="has the format 99, this version reads format 2: continue the run"):
         latest_valid(list_checkpoints(tmp_path), pytest.fail)
 
 
@@ -316,6 +313,7 @@ def here(training: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 def test_a_checkpoint_that_was_copied_to_another_clone_is_the_result_there(here: Project) -> None:
+    assert "contains no checkpoints" in run_here("checkpoints", "list", status=2)
     directory = describe(load_params(TrainParams)).directory
     last = write_checkpoint(directory, 12, run_id=directory.name)
     pointer = Path("outputs/test/run.json")
@@ -332,23 +330,29 @@ def test_a_checkpoint_that_was_copied_to_another_clone_is_the_result_there(here:
         resolve("test")
 
 
-def test_checkpoints_are_listed_and_verified(here: Project) -> None:
-    assert "contains no checkpoints" in run_here("checkpoints", "list", status=2)
+@pytest.fixture
+def two_runs(here: Project) -> tuple[Path, Path]:
+    """An unfinished run with leftovers of a crash, and the current one, which has finished."""
     other = describe(load_params(TrainParams)).directory
     here.set(seed=1)
     current = describe(load_params(TrainParams)).directory
-    for run, losses in ((other, {6: None, 8: None}), (current, {8: 2.0, 10: 2.5, 12: 2.25})):
+    for run, losses in ((other, dict.fromkeys((2, 4, 6, 8))), (current, {8: 2.0, 10: 2.5, 12: 2.25})):
         for step, loss in losses.items():
-            write_checkpoint(run, step, validation_loss=loss, run_id=run.name)
+            write_checkpoint(run, step, validation_loss=loss, run_id=run.name, total_steps=12)
     RunPointer.to(current / step_name(12)).write(Path("outputs/test/run.json"))
     for name in ("step-00000009.damaged", "step-00000010.tmp"):
         (other / name).mkdir()
+    return other, current
+
+
+def test_checkpoints_are_listed_and_verified(two_runs: tuple[Path, Path]) -> None:
+    other, current = two_runs
     tomorrow = time.time() + 86_400  # where the clock of a file server is ahead
     os.utime(current / step_name(12), (tomorrow, tomorrow))
 
     output = run_here("checkpoints", "list")
     assert "-1 day" not in output
-    assert len(output.splitlines()) == 1 + 2 + 3 + 2
+    assert len(output.splitlines()) == 1 + 4 + 3 + 2
     assert "damaged, in quarantine" in output and "left by a crash" in output
     assert re.search(r"00008 .* 2.0000  complete, best, current run\n", output)
     assert re.search(r"00012 .* 2.2500  complete, current run, in run.json\n", output)
@@ -356,29 +360,20 @@ def test_checkpoints_are_listed_and_verified(here: Project) -> None:
     Path("data/model.json").unlink()
     assert "current run" not in run_here("checkpoints", "list"), "which it is depends on the model"
 
-    assert run_here("checkpoints", "verify").count("is valid") == 5
+    assert run_here("checkpoints", "verify").count("is valid") == 7
     (other / step_name(8) / "state.json").write_text("[]")
     assert "is damaged" in run_here("checkpoints", "verify", status=2)
 
 
-def test_checkpoints_are_pruned_where_nothing_needs_them(here: Project) -> None:
-    other = describe(load_params(TrainParams)).directory
-    here.set(seed=1)
-    current = describe(load_params(TrainParams)).directory
-    for step in (2, 4, 6, 8):
-        write_checkpoint(other, step, run_id=other.name, total_steps=12)
-    for step, loss in {8: 2.0, 10: 2.5, 12: 2.25}.items():
-        write_checkpoint(current, step, validation_loss=loss, run_id=current.name, total_steps=12)
-    RunPointer.to(current / step_name(12)).write(Path("outputs/test/run.json"))
-    for name in ("step-00000009.damaged", "step-00000010.tmp"):
-        (other / name).mkdir()
+def test_checkpoints_are_pruned_where_nothing_needs_them(here: Project, two_runs: tuple[Path, Path]) -> None:
+    other, current = two_runs
+    output = ""
 
     def pruned(*options: str) -> list[list[int]]:
         nonlocal output
         output = run_here("checkpoints", "prune", *options)
         return [steps(other), steps(current)]
 
-    output = ""
     with writer_lock(other, print):
         assert pruned("--other-runs", "--yes") == [[2, 4, 6, 8], [8, 12]], "the last one, and the best"
     assert f"{other.name} is being trained: skipped" in output and output.endswith("freed\n")
