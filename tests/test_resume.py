@@ -47,6 +47,7 @@ def test_10_11_12_a_training_killed_many_times_ends_with_the_same_result(fresh: 
     ranks.run(project, "kill rank 1 in write of step-00000006.tmp/optimizer/__1_0", -signal.SIGXFSZ)
     assert published(project) == names(2, 4)
     project.set(runtime={"async_checkpoint": True})
+    ranks.run(project, "kill rank 0 in write of step-00000006.tmp/model/__0_0", -signal.SIGXFSZ)
     ranks.run(project, "kill rank 0 at open:.*step-00000006.tmp/manifest.json.tmp", KILLED)
     ranks.run(project, "kill rank 0 at os.rename:.*step-00000006.tmp$", KILLED)
     assert published(project) == names(2, 4)
