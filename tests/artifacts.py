@@ -1,10 +1,15 @@
 """What the stages read and write, made small: a model on the disk, and whatever else several test files need."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
+from stages.base.identity import TokenFingerprints
+from stages.base.origin import Origin
+from stages.base.packed import METRICS, EncoderMetrics, PackMetrics, PartMetrics
+from stages.export.lineage import InitialModel, Lineage
 from tests.models import CONFIGS, write_tokenizer
 
 
@@ -31,3 +36,35 @@ def write_model(
     if words:
         write_tokenizer(directory, words)
     return directory
+
+
+# What is written beside exported weights.
+
+
+def make_lineage(**values: Any) -> Lineage:
+    """The lineage of a model of which only `values` matter."""
+    defaults: dict[str, Any] = {
+        "run_id": "0123", "step": 3, "adopted": None, "code": "c", "packages": {}, "checkpoint": "cs", "weights": {},
+        "model": InitialModel(name="<tiny & small>", revision="main", commit=None, manifest="m", lineage=None),
+        "data": TokenFingerprints(train="t", validation="v"), "params": {"experiment_name": "exp"},
+    }  # fmt: skip
+    return Lineage(**{**defaults, **values})
+
+
+def packed_text(**values: Any) -> PartMetrics:
+    """What `pack` counts of some text of which only `values` matter."""
+    defaults: dict[str, Any] = {
+        "documents": 1, "characters": 1, "bytes": 1, "tokens": 1, "characters_per_token": 1.0, "unknown_share": 0.0,
+        "dropped_characters": 0, "rows": 1,
+    }  # fmt: skip
+    return PartMetrics(**{**defaults, **values})
+
+
+def write_pack_metrics(fingerprint: str, text: PartMetrics | None = None, encoder: str = "", **values: Any) -> None:
+    """Write data/pack.json, of tokens with this fingerprint."""
+    text = text or packed_text()
+    defaults = {"source": "", "origin": Origin({}, {})}
+    encoded = EncoderMetrics(encoder, slow_characters=0, reason=None)
+    PackMetrics(train=text, validation=text, encoder=encoded, fingerprint=fingerprint, **{**defaults, **values}).write(
+        METRICS
+    )

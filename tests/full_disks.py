@@ -1,84 +1,58 @@
 """Stages that run in this process while the disk is full, for test_full_disk.py."""
 
-import contextlib
-import importlib
-import io
 import os
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
-from stages.base import command
 from stages.work import reuse
+from tests.project import run_in_process
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class Stage(NamedTuple):
-    """A stage, and what it writes."""
-
-    arguments: list[str]
-    """The module and its options."""
-    outputs: list[str]
-
-
-STAGES = {
-    "organize": Stage(["organize"], ["data/splits"]),
-    "extract": Stage(["extract"], ["data/corpus", "data/extract.json"]),
-    "download": Stage(["download"], ["data/license.json", "data/model.json", "data/tokenizer.json"]),
-    "pack": Stage(["pack"], ["data/tokens", "data/pack.json"]),
-    "plan": Stage(["plan"], ["outputs/plan.json", "outputs/rows.txt"]),
-    "train": Stage(
-        ["launch"],
-        [
-            *("outputs/test/run.json", "outputs/history.tsv", "outputs/speed.tsv", "outputs/train_metrics.json"),
-            "outputs/cost.json",
-        ],
-    ),
-    "consolidate": Stage(["consolidate"], ["outputs/test/model"]),
-    "evaluate": Stage(["evaluate"], ["outputs/metrics.json", "outputs/evaluation.json"]),
-    "report": Stage(["report"], ["outputs/report"]),
+OUTPUTS = {
+    "organize": ["data/splits"],
+    "extract": ["data/corpus", "data/extract.json"],
+    "download": ["data/license.json", "data/model.json", "data/tokenizer.json"],
+    "pack": ["data/tokens", "data/pack.json"],
+    "plan": ["outputs/plan.json", "outputs/rows.txt"],
+    "launch": [
+        *("outputs/test/run.json", "outputs/history.tsv", "outputs/speed.tsv", "outputs/train_metrics.json"),
+        "outputs/cost.json",
+    ],
+    "consolidate": ["outputs/test/model"],
+    "evaluate": ["outputs/metrics.json", "outputs/evaluation.json"],
+    "report": ["outputs/report"],
 }
-"""In their order. Where a training has finished, launch only writes its outputs."""
+"""What each stage writes. Where a training has finished, launch only writes its outputs."""
 
 
-def run(stage: Stage) -> tuple[int, str]:
-    """Run a stage as its command does, in this process; return its exit status and its error message."""
-    module, *options = stage.arguments
-    main = importlib.import_module(f"stages.{module}").main
-    error = io.StringIO()
-    arguments, sys.argv = sys.argv, [module, *options]
-    try:
-        with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
-            command.run(main)
-    except SystemExit as end:
-        return int(end.code or 0), error.getvalue()
-    finally:
-        sys.argv = arguments
-    return 0, error.getvalue()
+def run(stage: str) -> tuple[int, str]:
+    """Run a stage in this process; return its exit status and its error message."""
+    status, _, error = run_in_process(stage)
+    return status, error
 
 
-def content(stage: Stage) -> dict[str, bytes]:
+def content(stage: str) -> dict[str, bytes]:
     """The bytes of all files that a stage has published, by path."""
-    files = [file for path in map(Path, stage.outputs) for file in (path.rglob("*") if path.is_dir() else [path])]
+    files = [file for path in map(Path, OUTPUTS[stage]) for file in (path.rglob("*") if path.is_dir() else [path])]
     return {str(file): file.read_bytes() for file in files if file.is_file()}
 
 
-def clear(stage: Stage) -> None:
+def clear(stage: str) -> None:
     """Remove the outputs of a stage, and what it could reuse."""
-    for path in [*map(Path, stage.outputs), reuse.root()]:
+    for path in [*map(Path, OUTPUTS[stage]), reuse.root()]:
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
 
 
-def sweep(stage: Stage, cause: str, limits: Iterable[Callable[[], contextlib.AbstractContextManager[None]]]) -> int:
+def sweep(stage: str, cause: str, limits: Iterable[Callable[[], AbstractContextManager[None]]]) -> int:
     """Run a stage under one limit after the other, until it succeeds; return how often it failed.
 
     Each failure has exit status 2 and one line with a path, the cause and a remedy; nothing is published and nothing

@@ -1,5 +1,7 @@
 """Small projects that tests run the real stages in."""
 
+import importlib
+import io
 import json
 import os
 import re
@@ -9,12 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
+
+from stages.base import command
 
 REPO = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -52,6 +56,28 @@ def flip_bit(path: Path, index: int) -> None:
     content = bytearray(path.read_bytes())
     content[index] ^= 1
     path.write_bytes(content)
+
+
+def run_in_process(name: str, *options: str) -> tuple[int, str, str]:
+    """Exit status, output and errors of the command of a stage, in this process and the current directory."""
+    output, errors, arguments = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = [name, *options]
+    status: Any = 0
+    try:
+        with redirect_stdout(output), redirect_stderr(errors):
+            command.run(importlib.import_module(f"stages.{name}").main)
+    except SystemExit as end:
+        status = end.code or 0
+    finally:
+        sys.argv = arguments
+    return status, output.getvalue(), errors.getvalue()
+
+
+def run_here(name: str, *options: str, status: int = 0) -> str:
+    """Run a command as `run_in_process` does, check its exit status, and return what it printed."""
+    found, output, errors = run_in_process(name, *options)
+    assert found == status, output + errors
+    return output + errors
 
 
 class Project:

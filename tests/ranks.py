@@ -1,19 +1,20 @@
 """Ranks of a training without torchrun, as forks of a process that has imported torch: one second instead of ten.
 
-A request is a line of JSON on stdin: `directories` of the project, one for each rank, `faults`, `environment`, and
-`output`, the file that the ranks print into. The answer is two lines: the ids of their processes, then their exit
-statuses.
+A request is a line of JSON on stdin: `directories` of the project, one for each rank, `faults`, `environment`,
+`output`, the file that the ranks print into, and `call`, a file with what they call instead of a training. The answer
+is two lines: the ids of their processes, then their exit statuses.
 """
 
 import json
 import os
+import pickle
 import re
 import socket
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +50,19 @@ class Ranks:
             nodes: Instead, a rank on each of these: where it has the project.
             environment: Of all ranks; a variable of value None is not set.
         """
-        if self._is_running:  # a test ran out of time: its answer would be taken for the next one's
-            self.restart()
-        self.output = self.directory / "output.txt"
-        self.output.unlink(missing_ok=True)
         directories = [str(path) for path in nodes or [project.path] * world_size]
         if nodes:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = str(free.getsockname()[1])
             environment |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        request = {"directories": directories, "faults": faults, "environment": environment, "output": str(self.output)}
+        return self._request(directories=directories, faults=faults, environment=environment)
+
+    def _request(self, **request: Any) -> list[int]:
+        if self._is_running:  # a test ran out of time: its answer would be taken for the next one's
+            self.restart()
+        self.output = self.directory / "output.txt"
+        self.output.unlink(missing_ok=True)
+        request["output"] = str(self.output)
         assert self._server.stdin and self._server.stdout
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
@@ -81,6 +85,14 @@ class Ranks:
         ended = [statuses[int(victim[1])]] if victim else statuses
         assert set(ended) == {status}, (statuses, output)
         return output
+
+    def call(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function of a module on two ranks in the current directory, with the number of the rank first."""
+        call = self.directory / "call.pickle"
+        call.write_bytes(pickle.dumps((function, arguments)))
+        self._request(directories=[str(Path.cwd())] * 2, faults="", environment={}, call=str(call), path=sys.path)
+        statuses, output = self.wait()
+        assert statuses == [0, 0], output
 
     def restart(self) -> None:
         self.close()
@@ -121,13 +133,20 @@ def _fork(request: dict[str, Any], rank: int, directory: str) -> int:
         for standard in (1, 2):
             os.dup2(descriptor, standard)
         faults.inject(request["faults"])
-        status = _train()
+        status = _call(request, rank) if "call" in request else _train()
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _call(request: dict[str, Any], rank: int) -> int:
+    sys.path[:] = request["path"]
+    function, arguments = pickle.loads(Path(request["call"]).read_bytes())
+    function(rank, *arguments)
+    return 0
 
 
 def _train() -> Any:

@@ -1,12 +1,12 @@
 """Which checkpoints stay, and the commands that look after them."""
 
-import dataclasses
 import errno
 import fcntl
 import os
 import re
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +21,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from stages.base.errors import StageError
 from stages.base.history import HISTORY, SPEED
 from stages.base.params_file import load_params
-from stages.base.record import FileEntry
 from stages.checkpointing import retention
 from stages.checkpointing.layout import (
     CheckpointManifest,
@@ -34,25 +33,27 @@ from stages.checkpointing.layout import (
 )
 from stages.checkpointing.lock import rank_lock, try_writer_lock, writer_lock
 from stages.checkpointing.pointer import RunPointer, resolve
+from stages.checkpointing.run import describe
 from stages.checkpointing.saver import Saver, load
 from stages.export.mapped import ShardedTensors, TensorSpec, write_safetensors
 from stages.launching.runtime import TrainRuntime
 from stages.ranks.watchdog import Heartbeat
-from tests.project import REPO, Project, flip_bit
-from tests.ranks import Ranks
-from tests.trainings import Given, checkpoint_manifest, train_state
-
-COMMAND = ("python", "-m", "stages.checkpoints")
+from stages.training.params import TrainParams
+from tests.project import REPO, Project, run_here
+from tests.trainings import checkpoint_manifest, train_state, write_checkpoint
 
 
-def make(run: Path, step: int, loss: float | None = None) -> Path:
-    """A checkpoint with one file."""
-    path = run / step_name(step)
-    path.mkdir(parents=True)
-    (path / "state.json").write_text("{}")
-    files = {"state.json": FileEntry.of(path / "state.json")}
-    checkpoint_manifest(step=step, validation_loss=loss, files=files).write(path)
-    return path
+def open_saver(asynchronous: bool, **options: Any) -> Saver:
+    runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
+    return Saver(replace(runtime, async_checkpoint=asynchronous), timeout_minutes=30, **options)
+
+
+def trained(model: torch.nn.Module, inputs: int) -> torch.optim.Optimizer:
+    """An optimizer that has updated a model of so many inputs once."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, inputs)).sum().backward()
+    optimizer.step()
+    return optimizer
 
 
 def steps(run: Path) -> list[int]:
@@ -61,20 +62,20 @@ def steps(run: Path) -> list[int]:
 
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
     for step, loss in enumerate([None, 3.0, 2.0, 2.5, None, 2.75], 1):
-        make(tmp_path, step, loss)
+        write_checkpoint(tmp_path, step, validation_loss=loss)
     retention.prune(tmp_path, 2, print)
     assert steps(tmp_path) == [3, 5, 6]
-    make(tmp_path, 7, 1.5)
+    write_checkpoint(tmp_path, 7, validation_loss=1.5)
     retention.prune(tmp_path, 2, print)
     assert steps(tmp_path) == [6, 7]
 
 
 def test_27_other_and_incomplete_directories_neither_count_nor_are_deleted(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        make(tmp_path, step)
-    (make(tmp_path, 4) / "state.json").unlink()
-    (make(tmp_path, 5) / "manifest.json").write_text('{"step": 5}')
-    make(tmp_path, 6, loss=0.1).joinpath("state.json").write_text("{} ")
+        write_checkpoint(tmp_path, step)
+    (write_checkpoint(tmp_path, 4) / "state.json").unlink()
+    (write_checkpoint(tmp_path, 5) / "manifest.json").write_text('{"step": 5}')
+    write_checkpoint(tmp_path, 6, validation_loss=0.1).joinpath("state.json").write_text("{} ")
     (tmp_path / "step-00000007").mkdir()
     (tmp_path / "step-notes").write_text("mine")
     (tmp_path / "step-00000008.tmp").mkdir()
@@ -101,11 +102,8 @@ def test_all_files_are_synced_before_the_rename_and_the_manifest_is_last(
     monkeypatch.setattr(os, "fsync", new_fsync)
     monkeypatch.setattr(Path, "rename", new_rename)
     model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
-    with Saver(dataclasses.replace(runtime, async_checkpoint=False), timeout_minutes=30) as saver:
+    optimizer = trained(model, 2)
+    with open_saver(asynchronous=False) as saver:
         manifest = checkpoint_manifest()
         saver.save(tmp_path / "step-00000001", model, optimizer, train_state(), {HISTORY: "", SPEED: ""}, manifest)
 
@@ -147,8 +145,7 @@ def save_thrice(directory: Path, asynchronous: bool) -> list[bytes]:
     model = Odd()
     optimizer = torch.optim.AdamW(model.parameters())
     model.step(optimizer)
-    runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
-    with Saver(dataclasses.replace(runtime, async_checkpoint=asynchronous), timeout_minutes=30) as saver:
+    with open_saver(asynchronous) as saver:
         for step in (1, 2, 3):
             path = directory / step_name(step)
             saver.save(path, model, optimizer, train_state(step), {}, checkpoint_manifest(step=step))
@@ -169,15 +166,14 @@ def test_an_asynchronous_save_writes_the_bytes_of_a_synchronous_one(mesh: Device
     found.step(optimizers[1])  # its state is allocated, as that of `make_optimizer` is
     with torch.serialization.safe_globals([TwoTensor]):
         load(path, found, optimizers[1])
-    states = [
-        [
-            *model.parameters(),
-            *model.buffers(),
-            *(value for state in optimizer.state.values() for value in state.values()),
-        ]
-        for model, optimizer in zip((expected, found), optimizers, strict=True)
-    ]
-    assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+    for one, other in zip(expected.state_dict().values(), found.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(*(optimizer.state.values() for optimizer in optimizers), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    # The export reads it by the order of its elements.
+    transposed = {"transposed": TensorSpec((3, 2), torch.float32)}
+    write_safetensors(ShardedTensors(path), transposed, path, 1, {"transposed": torch.float32})
+    assert torch.equal(load_file(path / "model.safetensors")["transposed"], expected.get_buffer("transposed"))
 
 
 def test_27_what_is_no_checkpoint_makes_room_for_one(mesh: DeviceMesh, tmp_path: Path) -> None:
@@ -190,34 +186,13 @@ def test_27_what_is_no_checkpoint_makes_room_for_one(mesh: DeviceMesh, tmp_path:
     assert [path.name for path in (tmp_path / f"{step_name(2)}.damaged").iterdir()] == ["part"]
 
 
-def test_the_bytes_of_a_tensor_are_in_the_order_of_its_elements(mesh: DeviceMesh, tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    model.register_buffer("transposed", torch.arange(6.0).view(2, 3).T)
-    optimizer = torch.optim.AdamW(model.parameters())
-    runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
-    path = tmp_path / step_name(1)
-    for asynchronous in (False, True):
-        with Saver(dataclasses.replace(runtime, async_checkpoint=asynchronous), timeout_minutes=30) as saver:
-            saver.save(path, model, optimizer, train_state(), {}, checkpoint_manifest())
-        weights = ShardedTensors(path)
-        specs = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in model.state_dict().items()}
-        write_safetensors(weights, specs, path, num_workers=1, dtypes=dict.fromkeys(specs, torch.float32))
-        assert torch.equal(load_file(path / "model.safetensors")["transposed"], model.get_buffer("transposed"))
-        shutil.rmtree(path)
-
-
 def test_a_save_and_a_load_go_on_with_each_tensor_and_each_part_of_a_file(mesh: DeviceMesh, tmp_path: Path) -> None:
     """So the watchdog does not take a slow disk for a rank that hangs."""
     model = torch.nn.Sequential(*(torch.nn.Linear(700, 700, bias=False) for _ in range(3)))  # 2 MB each
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 700)).sum().backward()
-    optimizer.step()
-    runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
-    heartbeat = Heartbeat()
+    optimizer, heartbeat = trained(model, 700), Heartbeat()
     for asynchronous in (False, True):
         heartbeat.pieces, path = 0, tmp_path / str(asynchronous) / step_name(1)
-        runtime = dataclasses.replace(runtime, async_checkpoint=asynchronous)
-        with Saver(runtime, timeout_minutes=30, goes_on=heartbeat.goes_on) as saver:
+        with open_saver(asynchronous, goes_on=heartbeat.goes_on) as saver:
             saver.save(path, model, optimizer, train_state(), {}, checkpoint_manifest())
         num_tensors, num_mib = 3 + 2 * 3 + 3, size_of(path) >> 20  # weights, two moments, steps
         assert heartbeat.pieces >= num_tensors + num_mib
@@ -244,9 +219,8 @@ def test_a_copy_that_fails_for_an_asynchronous_save_is_a_clear_error(
         raise error
 
     monkeypatch.setattr(StateDictStager, "stage", stage)
-    with pytest.raises(
-        StageError, match=rf"rank 0: .* {type(error).__name__}.* set runtime\.async_checkpoint to false"
-    ):
+    problem = rf"rank 0: .* {type(error).__name__}.* set runtime\.async_checkpoint to false"
+    with pytest.raises(StageError, match=problem):
         save_thrice(tmp_path, asynchronous=True)
 
 
@@ -260,21 +234,17 @@ def test_a_save_that_fails_while_the_training_fails_is_reported(mesh: DeviceMesh
         saver.save(path, model, optimizer, train_state(), {}, checkpoint_manifest())
         raise ZeroDivisionError
 
-    runtime = load_params(TrainRuntime, "runtime", REPO / "params.yaml")
-    runtime = dataclasses.replace(runtime, async_checkpoint=True)
     reported: list[str] = []
-    with pytest.raises(ZeroDivisionError), Saver(runtime, timeout_minutes=30, report=reported.append) as saver:
+    with pytest.raises(ZeroDivisionError), open_saver(asynchronous=True, report=reported.append) as saver:
         train(saver)
     assert reported == [f"{path}.tmp: Not a directory"]
 
 
 def test_a_checkpoint_of_another_format_is_refused_and_not_taken_for_damaged(tmp_path: Path) -> None:
-    make(tmp_path, 1)
-    make(tmp_path, 2)
-    dataclasses.replace(CheckpointManifest.read(tmp_path / step_name(2)), format=99).write(tmp_path / step_name(2))
-    with pytest.raises(
-        UnsupportedFormat, match=r"has the format 99, this version reads format 2: continue the run with"
-    ):
+    write_checkpoint(tmp_path, 1)
+    write_checkpoint(tmp_path, 2)
+    replace(CheckpointManifest.read(tmp_path / step_name(2)), format=99).write(tmp_path / step_name(2))
+    with pytest.raises(UnsupportedFormat, match="has the format 99, this version reads format 2: continue the run"):
         latest_valid(list_checkpoints(tmp_path), pytest.fail)
 
 
@@ -282,7 +252,7 @@ def test_an_interrupted_deletion_leaves_no_checkpoint(tmp_path: Path, monkeypatc
     def interrupt(path: Path) -> None:
         raise KeyboardInterrupt
 
-    path = make(tmp_path, 1)
+    path = write_checkpoint(tmp_path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -294,7 +264,7 @@ def test_an_interrupted_deletion_leaves_no_checkpoint(tmp_path: Path, monkeypatc
 
 def test_a_step_may_be_damaged_twice(tmp_path: Path) -> None:
     for _ in range(2):
-        retention.quarantine(make(tmp_path, 1))
+        retention.quarantine(write_checkpoint(tmp_path, 1))
     assert [path.name for path in retention.list_leftovers(tmp_path)] == ["step-00000001.damaged"]
 
 
@@ -334,89 +304,97 @@ def test_a_launcher_shows_who_holds_the_directory(tmp_path: Path) -> None:
         writer_lock(tmp_path, print).__enter__()
 
 
-def test_a_checkpoint_that_was_copied_to_another_clone_is_the_result_there(
-    finished: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    project, _ = finished
-    last = project.checkpoints() / step_name(12)
-    RunPointer.to(last).write(project / "outputs/test/run.json")
-    clone = project.copy(tmp_path / "clone")
-    copied = clone.checkpoints() / last.name
-    shutil.rmtree(clone / "outputs/test/checkpoints")
-    monkeypatch.chdir(clone.path)
+@pytest.fixture
+def here(training: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A project with tokens and a model, as the current directory."""
+    monkeypatch.chdir(training.path)
+    monkeypatch.delenv("CHECKPOINT_ROOT", raising=False)
+    return training
+
+
+def test_a_checkpoint_that_was_copied_to_another_clone_is_the_result_there(here: Project) -> None:
+    assert "contains no checkpoints" in run_here("checkpoints", "list", status=2)
+    directory = describe(load_params(TrainParams)).directory
+    last = write_checkpoint(directory, 12, run_id=directory.name)
+    pointer = Path("outputs/test/run.json")
+    RunPointer.to(last).write(pointer)
+    copied = last.rename(here / "elsewhere")
     with pytest.raises(StageError, match="does not exist: copy it from where it was trained, set CHECKPOINT_ROOT"):
         resolve("test")
-    shutil.copytree(last, copied)
-    assert resolve("test")[1].resolve() == copied
-    assert f"{last.name} is valid" in clone.run(*COMMAND, "verify")
-    identity = dataclasses.replace(CheckpointManifest.read(copied).identity, code="other")
-    dataclasses.replace(CheckpointManifest.read(copied), identity=identity).write(copied)
+    shutil.copytree(copied, last)
+    assert resolve("test")[1].resolve() == last.resolve()
+    identity = replace(CheckpointManifest.read(last).identity, code="other")
+    replace(CheckpointManifest.read(last), identity=identity).write(last)
+    assert f"{last.name} is valid" in run_here("checkpoints", "verify")
     with pytest.raises(StageError, match=r"is not the one that .*run\.json names"):  # valid, but another result
         resolve("test")
 
 
-def test_checkpoints_are_listed_verified_and_pruned(training: Project, ranks: Ranks) -> None:
-    assert "contains no checkpoints" in training.run(*COMMAND, "list", status=2)
-    training.set(runtime={"async_checkpoint": False})
-    ranks.run(training, "kill rank 0 at step 9", -9)
-    unfinished = training.checkpoints()
-    training.set(seed=1, eval_freq=2)
-    ranks.run(training)
-    (finished,) = (path for path in unfinished.parent.iterdir() if path != unfinished)
-    pointer = training / "outputs/test/run.json"
-    RunPointer.to(finished / "step-00000012").write(pointer)
-    for path in (unfinished / "step-00000009.damaged", unfinished / "step-00000010.tmp"):
-        path.mkdir()
-    before = [steps(path) for path in (unfinished, finished)]
-    assert [found[-2:] for found in before] == [[6, 8], [10, 12]]
-    losses = {step: CheckpointManifest.read(finished / f"step-{step:08d}").validation_loss for step in before[1]}
-    last_and_best = sorted({12, min(losses, key=losses.__getitem__)})
+@pytest.fixture
+def two_runs(here: Project) -> tuple[Path, Path]:
+    """An unfinished run with leftovers of a crash, and the current one, which has finished."""
+    other = describe(load_params(TrainParams)).directory
+    here.set(seed=1)
+    current = describe(load_params(TrainParams)).directory
+    for run, losses in ((other, dict.fromkeys((2, 4, 6, 8))), (current, {8: 2.0, 10: 2.5, 12: 2.25})):
+        for step, loss in losses.items():
+            write_checkpoint(run, step, validation_loss=loss, run_id=run.name, total_steps=12)
+    RunPointer.to(current / step_name(12)).write(Path("outputs/test/run.json"))
+    for name in ("step-00000009.damaged", "step-00000010.tmp"):
+        (other / name).mkdir()
+    return other, current
 
-    (training / "data/model.json").rename(training / "model.json")
-    assert "current run" not in training.run(*COMMAND, "list"), "which it is depends on the model"
-    (training / "model.json").rename(training / "data/model.json")
+
+def test_checkpoints_are_listed_and_verified(two_runs: tuple[Path, Path]) -> None:
+    other, current = two_runs
     tomorrow = time.time() + 86_400  # where the clock of a file server is ahead
-    os.utime(finished / "step-00000012", (tomorrow, tomorrow))
-    output = training.run(*COMMAND, "list")
+    os.utime(current / step_name(12), (tomorrow, tomorrow))
+
+    output = run_here("checkpoints", "list")
     assert "-1 day" not in output
-    assert len(output.splitlines()) == 1 + len(before[0]) + len(before[1]) + 2
+    assert len(output.splitlines()) == 1 + 4 + 3 + 2
     assert "damaged, in quarantine" in output and "left by a crash" in output
-    best = min(losses, key=losses.__getitem__)
-    assert re.search(rf"{best:08d} .*  complete, best, current run(, in run.json)?\n", output)
-    assert re.search(rf"{losses[12]:.4f}  complete(, best)?, current run, in run.json\n", output)
-    assert output.count("current run") == len(before[1]) and output.count("in run.json") == 1
-    assert training.run(*COMMAND, "verify").count("is valid") == len(before[0]) + len(before[1])
+    assert re.search(r"00008 .* 2.0000  complete, best, current run\n", output)
+    assert re.search(r"00012 .* 2.2500  complete, current run, in run.json\n", output)
+    assert output.count("current run") == 3 and output.count("in run.json") == 1
+    Path("data/model.json").unlink()
+    assert "current run" not in run_here("checkpoints", "list"), "which it is depends on the model"
 
-    with writer_lock(unfinished, print):
-        output = training.run(*COMMAND, "prune", "--other-runs", "--yes")
-    assert f"{unfinished.name} is being trained: skipped" in output
-    assert [steps(path) for path in (unfinished, finished)] == [before[0], last_and_best]
-    assert len(retention.list_leftovers(unfinished)) == 2
+    assert run_here("checkpoints", "verify").count("is valid") == 7
+    (other / step_name(8) / "state.json").write_text("[]")
+    assert "is damaged" in run_here("checkpoints", "verify", status=2)
 
-    assert output.endswith("freed\n")
-    output = training.run(*COMMAND, "prune", "--other-runs")
-    assert "would delete" in output and "checkpoints prune --other-runs --yes`" in output
-    output = training.run(*COMMAND, "prune")
-    assert "would delete" in output and "checkpoints prune --yes`" in output
-    assert len(retention.list_leftovers(unfinished)) == 2
-    training.run(*COMMAND, "prune", "--yes")
-    assert retention.list_leftovers(unfinished) == []
-    assert 8 in steps(unfinished)
 
-    shard = next((unfinished / "step-00000008").rglob("*.distcp"))
-    flip_bit(shard, 100)
-    assert "is damaged" in training.run(*COMMAND, "verify", status=2)
-    training.run(*COMMAND, "prune", "--yes")
-    assert 6 in steps(unfinished)
+def test_checkpoints_are_pruned_where_nothing_needs_them(here: Project, two_runs: tuple[Path, Path]) -> None:
+    other, current = two_runs
+    output = ""
+
+    def pruned(*options: str) -> list[list[int]]:
+        nonlocal output
+        output = run_here("checkpoints", "prune", *options)
+        return [steps(other), steps(current)]
+
+    with writer_lock(other, print):
+        assert pruned("--other-runs", "--yes") == [[2, 4, 6, 8], [8, 12]], "the last one, and the best"
+    assert f"{other.name} is being trained: skipped" in output and output.endswith("freed\n")
+    assert len(retention.list_leftovers(other)) == 2
+    for options in (["--other-runs"], []):
+        assert pruned(*options) == [[2, 4, 6, 8], [8, 12]]
+        assert "would delete" in output and f"checkpoints {' '.join(['prune', *options, '--yes'])}`" in output
+    assert len(retention.list_leftovers(other)) == 2
+    assert pruned("--yes") == [[6, 8], [8, 12]]
+    assert retention.list_leftovers(other) == []
+
+    (other / step_name(8) / "state.json").write_text("[]")  # of the same size
+    assert pruned("--yes") == [[6, 8], [8, 12]]
     # A link to a run leads to what may be of another experiment.
-    elsewhere = unfinished.rename(training / "elsewhere")
-    unfinished.symlink_to(elsewhere)
-    output = training.run(*COMMAND, "prune", "--other-runs", "--yes")
-    assert f"{unfinished.name} is a link: skipped" in output and 6 in steps(elsewhere)
-    unfinished.unlink()
-    elsewhere.rename(unfinished)
-    training.run(*COMMAND, "prune", "--other-runs", "--yes")
-    assert [steps(path) for path in (unfinished, finished)] == [[], last_and_best]
+    elsewhere = other.rename(here / "elsewhere")
+    other.symlink_to(elsewhere)
+    pruned("--other-runs", "--yes")
+    assert f"{other.name} is a link: skipped" in output and 6 in steps(elsewhere)
+    other.unlink()
+    elsewhere.rename(other)
+    assert pruned("--other-runs", "--yes") == [[], [8, 12]]
 
 
 def test_16_a_signal_after_the_lock_was_released_is_no_error(tmp_path: Path) -> None:

@@ -13,70 +13,81 @@ import signal
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
+from torch.distributed.checkpoint import metadata as stored
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma3TextConfig,
-    GemmaConfig,
-    Glm4MoeConfig,
-    GPT2Config,
-    Lfm2MoeConfig,
-    LlamaConfig,
-    MixtralConfig,
-    PretrainedConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig, Lfm2MoeConfig, PretrainedConfig
 
 from stages import consolidate, download
 from stages.base import publish
 from stages.base.errors import StageError
-from stages.base.identity import Adoption, RunIdentity, TokenFingerprints
+from stages.base.identity import Adoption
 from stages.base.origin import RECORDS, Origin
-from stages.base.packed import ConversationMetrics, EncoderMetrics, PackMetrics, PartMetrics, fingerprint
+from stages.base.packed import ConversationMetrics, fingerprint
 from stages.base.record import FileEntry
 from stages.checkpointing import layout
-from stages.checkpointing.layout import CheckpointManifest, TensorEntry
+from stages.checkpointing.layout import TensorEntry
 from stages.checkpointing.pointer import RunPointer, pointer_path
 from stages.export import card, mapped
-from stages.export.lineage import InitialModel, Lineage
+from stages.export.lineage import Lineage
 from stages.model import tokenizer
 from stages.model.license import ModelLicense
 from stages.model.manifest import MANIFEST, TOKENIZER, ModelManifest
-from tests.models import LAYERS, SIZES, write_tokenizer
-from tests.project import REPO, flip_bit, start_stage, wait_for
+from tests import models
+from tests.artifacts import make_lineage, packed_text, write_model, write_pack_metrics
+from tests.project import REPO, flip_bit, run_here, wait_for
+from tests.trainings import checkpoint_manifest
 
 PARAMS = "experiment_name: exp\nexport_dtype: null\nmax_shard_size: 1GB\nruntime: {num_workers: 2}\n"
-CONFIGS: dict[str, PretrainedConfig] = {
-    "llama-tied": LlamaConfig(**SIZES, **LAYERS, tie_word_embeddings=True),
-    "llama-untied": LlamaConfig(**SIZES, **LAYERS, tie_word_embeddings=False),
-    "gpt2": GPT2Config(**SIZES, n_embd=16, n_layer=2, n_head=2, n_positions=32),
-    "qwen3": Qwen3Config(**SIZES, **LAYERS, num_key_value_heads=1, head_dim=8),
-    "gemma": GemmaConfig(**SIZES, **LAYERS, num_key_value_heads=1, head_dim=8),
-    "gemma3": Gemma3TextConfig(**SIZES, **LAYERS, num_key_value_heads=1, head_dim=8, sliding_window=4),
-    "mixtral": MixtralConfig(**SIZES, **LAYERS, num_key_value_heads=1, num_local_experts=3),
-}
+MODEL, TARGET = Path("models/tiny"), Path("outputs/exp/model")
+TOKENS = fingerprint("t", "v")
+"""Of the tokens that all checkpoints here were trained with."""
+NORM = "model.norm.weight"
+NAMES = ["llama", "llama untied, scaled rope", "gpt2", "qwen3", "gemma2", "gemma3"]
+CONFIGS = {**{name: models.CONFIGS[name] for name in NAMES}, "mixtral": models.MIXTRAL}
+
+
+class Trained(NamedTuple):
+    """A checkpoint of the current project."""
+
+    directory: Path
+    tensors: dict[str, Tensor]
+
+    def finish(self) -> None:
+        """Write its manifest, as training does after the shards, for what it and the initial model are now."""
+        (self.directory / "history.tsv").write_text("step\tvalidation_loss\n0\t4.5\n3\t2.25\n")
+        self.list_files()
+
+    def list_files(self, **listed: Tensor | None) -> None:
+        """Write the manifest, with other tensors than its own where `listed` has them, and run.json."""
+        identity = checkpoint_manifest().identity
+        identity = replace(
+            identity,
+            params={"experiment_name": "exp", "lr": 0.1},
+            data=make_lineage().data,
+            model=publish.sha256_file(MANIFEST),
+        )
+        files = (path for path in sorted(self.directory.rglob("*")) if path.is_file() and path.name != layout.MANIFEST)
+        tensors = {name: tensor for name, tensor in {**self.tensors, **listed}.items() if tensor is not None}
+        checkpoint_manifest(
+            run_id="run", step=3, total_steps=3, identity=identity,
+            files={str(path.relative_to(self.directory)): FileEntry.of(path) for path in files},
+            tensors={
+                name: TensorEntry(list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                for name, tensor in tensors.items()
+            },
+        ).write(self.directory)  # fmt: skip
+        RunPointer.to(self.directory).write(pointer_path("exp"))
 
 
 @pytest.fixture(autouse=True)
@@ -87,26 +98,37 @@ def project(empty_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("params.yaml").write_text(PARAMS)
 
 
-def make_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, pretrained: bool = True) -> ModelManifest:
-    """A model directory and its manifest, in the current project."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    directory = Path("models/tiny")
-    if pretrained:
-        model.save_pretrained(directory)
-    else:
-        model.config.save_pretrained(directory)
-    write_tokenizer(directory, ["<eos>", "a", "b"])
-    return write_model_manifest()
+@pytest.fixture(scope="module")
+def _llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    directory = tmp_path_factory.mktemp("llama")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        patch.delenv("CHECKPOINT_ROOT", raising=False)
+        make_model("llama")
+        tensors = trained_tensors(CONFIGS["llama"])
+        make_checkpoint(tensors, num_ranks=2)
+    return directory, tensors
 
 
-def write_model_manifest() -> ModelManifest:
-    params = download.DownloadParams(model_name="models/tiny", model_revision="main", initial_weights="auto")
-    manifest = download.describe(params)
+@pytest.fixture
+def llama(_llama: tuple[Path, dict[str, Tensor]], project: None) -> Trained:
+    """A model, and a checkpoint of two ranks, each with half of the rows of every tensor."""
+    directory, tensors = _llama
+    shutil.copytree(directory, ".", dirs_exist_ok=True)
+    return Trained(checkpoint_directory(), tensors)
+
+
+def make_model(config: str | PretrainedConfig, dtype: torch.dtype | None = torch.float32) -> None:
+    """A model directory and its manifest; without a dtype it has no weights."""
+    write_model(MODEL, CONFIGS[config] if isinstance(config, str) else config, dtype, words=["<eos>", "a", "b"])
+    write_model_manifest()
+
+
+def write_model_manifest() -> None:
+    manifest = download.describe(download.DownloadParams(str(MODEL), "main", "auto"))
     download.describe_license(manifest).write()
-    publish.write_text(TOKENIZER, tokenizer.load(Path("models/tiny")).content)
+    publish.write_text(TOKENIZER, tokenizer.load(MODEL).content)
     manifest.write()
-    return manifest
 
 
 def trained_tensors(config: PretrainedConfig) -> dict[str, Tensor]:
@@ -118,64 +140,77 @@ def trained_tensors(config: PretrainedConfig) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def save(tensors: dict[str, Any], directory: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for kind, state in (("model", tensors), ("optimizer", {"a": {"step": torch.tensor(3.0)}})):
-            dcp.save(state, checkpoint_id=directory / kind)
+def checkpoint_directory() -> Path:
+    return layout.checkpoint_root("exp") / "run" / layout.step_name(3)
 
 
-def finish(tensors: dict[str, Tensor]) -> Path:
-    """Add to the shards what training writes after them; returns the directory of the checkpoint."""
-    checkpoint = layout.checkpoint_root("exp") / "run" / layout.step_name(3)
-    (checkpoint / "history.tsv").write_text("step\tvalidation_loss\n0\t4.5\n3\t2.25\n")
-    write_manifest(checkpoint, tensors)
+def make_checkpoint(tensors: dict[str, Tensor], num_ranks: int | None = None) -> Trained:
+    """A checkpoint that torch writes, or one of so many ranks."""
+    checkpoint = Trained(checkpoint_directory(), tensors)
+    if num_ranks:
+        save_rows(checkpoint.directory, tensors, num_ranks)
+    else:
+        save(tensors, checkpoint.directory)
+    checkpoint.finish()
     return checkpoint
 
 
-def write_manifest(checkpoint: Path, tensors: dict[str, Tensor]) -> None:
-    """Write the manifest of a checkpoint as it is now, listing these tensors, and run.json."""
-    manifest = CheckpointManifest(
-        format=layout.FORMAT,
-        run_id="run",
-        step=3,
-        total_steps=3,
-        identity=RunIdentity(
-            params={"experiment_name": "exp", "lr": 0.1},
-            data=TokenFingerprints(train="t", validation="v"),
-            model=publish.sha256_file(MANIFEST),
-            code="c",
-        ),
-        validation_loss=2.25,
-        adopted=None,
-        packages={"torch": torch.__version__},
-        files={
-            str(path.relative_to(checkpoint)): FileEntry.of(path)
-            for path in sorted(checkpoint.rglob("*"))
-            if path.is_file() and path.name != layout.MANIFEST
-        },
-        tensors={
-            name: TensorEntry(shape=list(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in tensors.items()
-        },
-    )
-    manifest.write(checkpoint)
-    RunPointer.to(checkpoint).write(pointer_path("exp"))
+def save(tensors: dict[str, Tensor], directory: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(tensors, checkpoint_id=directory / "model")
 
 
-def make_checkpoint(tensors: dict[str, Tensor]) -> Path:
-    checkpoint = layout.checkpoint_root("exp") / "run" / layout.step_name(3)
-    checkpoint.mkdir(parents=True)
-    save(tensors, checkpoint)
-    return finish(tensors)
+def save_rows(directory: Path, tensors: dict[str, Tensor], num_ranks: int) -> None:
+    """A checkpoint of some ranks, each with a part of the rows of each tensor, as FSDP shards them."""
+    (directory / "model").mkdir(parents=True)
+    metadata = stored.Metadata({}, storage_data={})
+    for name, tensor in tensors.items():
+        metadata.state_dict_metadata[name] = stored.TensorStorageMetadata(stored.TensorProperties(), tensor.shape, [])
+    for rank in range(num_ranks):
+        content = io.BytesIO()
+        for number, (name, tensor) in enumerate(tensors.items()):
+            content.write(b"?" * number)  # at any place
+            start, part = content.tell(), tensor.tensor_split(num_ranks)[rank]
+            first_row = sum(len(before) for before in tensor.tensor_split(num_ranks)[:rank])
+            offsets = torch.Size([first_row, *(0 for _ in tensor.shape[1:])])
+            torch.save(part.clone(), content)
+            metadata.state_dict_metadata[name].chunks.append(stored.ChunkStorageMetadata(offsets, part.shape))
+            place = _StorageInfo(file_name(rank), start, content.tell() - start)
+            metadata.storage_data[stored.MetadataIndex(name, offsets)] = place
+        (directory / "model" / file_name(rank)).write_bytes(content.getvalue())
+    (directory / "model/.metadata").write_bytes(pickle.dumps(metadata))
 
 
-def exported_tensors() -> dict[str, Tensor]:
-    return {
-        name: tensor
-        for path in Path("outputs/exp/model").glob("*.safetensors")
-        for name, tensor in load_file(path).items()
-    }
+def file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
+
+
+def run(*options: str) -> None:
+    sys.argv[1:] = options
+    consolidate.main()
+
+
+def exported_tensors(directory: Path = TARGET) -> dict[str, Tensor]:
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def exported_lineage() -> Lineage:
+    consolidate.main()
+    return Lineage.read(TARGET / "lineage.json")
+
+
+def exported_card() -> ModelCard:
+    consolidate.main()
+    return card_of((TARGET / "README.md").read_text())
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Names, dtypes, shapes and values are the same."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(found[name], tensor), name
 
 
 def assert_refused(match: str) -> None:
@@ -186,39 +221,48 @@ def assert_refused(match: str) -> None:
     assert published == {"checkpoints", "run.json"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_values_dtypes_and_size_are_those_of_save_pretrained(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "export_dtype"),
+    [
+        *((name, torch.bfloat16, "null") for name in CONFIGS),
+        ("llama", torch.float32, "null"),
+        ("llama", torch.bfloat16, "fp32"),
+    ],
+    ids=str,
+)
+def test_values_dtypes_and_size_are_those_of_save_pretrained(name: str, dtype: torch.dtype, export_dtype: str) -> None:
     config = CONFIGS[name]
     make_model(config, dtype)
+    Path("params.yaml").write_text(PARAMS.replace("null", export_dtype))
     tensors = trained_tensors(config)
     make_checkpoint(tensors)
     consolidate.main()
 
+    dtype = torch.float32 if export_dtype == "fp32" else dtype
     live = AutoModelForCausalLM.from_config(config, dtype=dtype)  # not `.to(dtype)`, which would round buffers, too
     live.load_state_dict({key: tensor.to(dtype) for key, tensor in tensors.items()}, strict=False)
     live.save_pretrained("reference")
     expected = load_file("reference/model.safetensors")
-    found = exported_tensors()
-    assert found.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert found[key].dtype == tensor.dtype
-        assert torch.equal(found[key], tensor), key
+    assert_equal(exported_tensors(), expected)
     size = sum(tensor.nbytes for tensor in expected.values())
-    assert size <= Path("outputs/exp/model/model.safetensors").stat().st_size < size + 8192
+    assert size <= (TARGET / "model.safetensors").stat().st_size < size + 8192
 
-    loaded, info = AutoModelForCausalLM.from_pretrained(
-        "outputs/exp/model", local_files_only=True, output_loading_info=True
-    )
+    loaded, info = AutoModelForCausalLM.from_pretrained(TARGET, local_files_only=True, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert loaded.dtype == dtype
     input_ids = torch.arange(8)[None]
     with torch.inference_mode():
         assert torch.equal(loaded(input_ids).logits, live.eval()(input_ids).logits)
-    assert AutoTokenizer.from_pretrained("outputs/exp/model", local_files_only=True)("a b")["input_ids"] == [1, 2]
+    assert AutoTokenizer.from_pretrained(TARGET, local_files_only=True)("a b")["input_ids"] == [1, 2]
 
 
-MIXTURE = {**SIZES, **LAYERS, "num_key_value_heads": 1, "moe_intermediate_size": 16, "num_experts_per_tok": 1}
+MIXTURE = {
+    **models.SIZES,
+    **models.LAYERS,
+    "num_key_value_heads": 1,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 1,
+}
 BIASES = {
     "mlp.gate.e_score_correction_bias": Glm4MoeConfig(
         **MIXTURE, head_dim=8, n_routed_experts=2, first_k_dense_replace=1, num_mtp_layers=0
@@ -241,31 +285,27 @@ def test_weights_that_a_class_keeps_in_fp32_are_not_rounded(name: str) -> None:
     consolidate.main()
     found = exported_tensors()
     assert torch.equal(found[bias], live.get_buffer(bias))
-    AutoModelForCausalLM.from_pretrained("outputs/exp/model", local_files_only=True).save_pretrained("again")
-    expected = load_file("again/model.safetensors")
-    assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in expected.items()}
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    AutoModelForCausalLM.from_pretrained(TARGET, local_files_only=True).save_pretrained("again")
+    assert_equal(found, load_file("again/model.safetensors"))
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16, torch.float32}
 
 
-@pytest.mark.parametrize("stated", [{"num_nextn_predict_layers": 1}, {}])
-def test_the_config_says_that_layers_which_the_model_lacks_are_not_there(stated: dict[str, int]) -> None:
+def test_the_config_says_that_layers_which_the_model_lacks_are_not_there() -> None:
     """A server would make random ones: those of MTP, which transformers drops. One is the default of the class."""
-    config = BIASES["mlp.gate.e_score_correction_bias"]
+    config, path = BIASES["mlp.gate.e_score_correction_bias"], MODEL / "config.json"
     make_model(config)
-    path = Path("models/tiny/config.json")
-    values = {
-        name: value for name, value in publish.read_json(path).items() if "nextn" not in name and "mtp" not in name
-    }
-    publish.write_json(path, {**values, **stated})
-    write_model_manifest()
+    own = publish.read_json(path)
+    values = {name: value for name, value in own.items() if "nextn" not in name and "mtp" not in name}
     live = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    make_checkpoint({name: tensor.detach() for name, tensor in live.state_dict().items()})
-    consolidate.main()
-    found = publish.read_json(Path("outputs/exp/model/config.json"))
-    assert found.pop("num_nextn_predict_layers") == 0
-    assert found == {**values, "architectures": ["Glm4MoeForCausalLM"], "dtype": "float32"}
-    assert AutoModelForCausalLM.from_pretrained("outputs/exp/model").config.num_nextn_predict_layers == 0
+    checkpoint = make_checkpoint({name: tensor.detach() for name, tensor in live.state_dict().items()})
+    for stated in ({"num_nextn_predict_layers": 1}, {}):
+        publish.write_json(path, {**values, **stated})
+        write_model_manifest()
+        checkpoint.finish()
+        consolidate.main()
+        found = publish.read_json(TARGET / "config.json")
+        assert found.pop("num_nextn_predict_layers") == 0
+        assert found == {**values, "architectures": ["Glm4MoeForCausalLM"], "dtype": "float32"}
 
 
 @pytest.mark.parametrize(
@@ -285,155 +325,136 @@ def test_layers_of_mtp_are_found_in_any_config(config: dict[str, Any], exported:
     assert consolidate.without_mtp(config) == exported
 
 
-def _save_sharded(rank: int, store: str, directory: Path, tensors: dict[str, Tensor]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    save({name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in tensors.items()}, directory)
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks wrote, each half of the rows of every tensor of `llama-tied`."""
-    directory = tmp_path_factory.mktemp("shards")
-    store = str(tmp_path_factory.mktemp("store") / "store")
-    # Spawned, as a fork of this process, which has threads of torch and others, may crash.
-    mp.spawn(_save_sharded, (store, directory, trained_tensors(CONFIGS["llama-tied"])), nprocs=2)
-    assert len(list((directory / "model").glob("*.distcp"))) == 2
-    return directory
-
-
-@pytest.fixture
-def sharded(shards: Path) -> tuple[Path, dict[str, Tensor]]:
-    """A checkpoint of two ranks, and its tensors."""
-    config = CONFIGS["llama-tied"]
-    make_model(config)
-    tensors = trained_tensors(config)
-    shutil.copytree(shards, layout.checkpoint_root("exp") / "run" / layout.step_name(3))
-    return finish(tensors), tensors
-
-
-def test_shards_of_two_ranks_become_several_files_with_an_index(sharded: tuple[Path, dict[str, Tensor]]) -> None:
-    _, tensors = sharded
+def test_shards_of_two_ranks_become_several_files_with_an_index(llama: Trained) -> None:
     Path("params.yaml").write_text(PARAMS.replace("1GB", "6kB"))
     consolidate.main()
-    found = exported_tensors()
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    files = sorted(Path("outputs/exp/model").glob("*.safetensors"))
+    assert_equal(exported_tensors(), llama.tensors)
+    files = sorted(TARGET.glob("*.safetensors"))
     assert len(files) > 2
     for path in files:
         content = load_file(path)
         assert len(content) == 1 or sum(tensor.nbytes for tensor in content.values()) <= 6000
-    index = publish.read_json(Path("outputs/exp/model/model.safetensors.index.json"))
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    index = publish.read_json(TARGET / "model.safetensors.index.json")
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in llama.tensors.values())
     assert {files[0].with_name(name) for name in index["weight_map"].values()} == set(files)
-    loaded = AutoModelForCausalLM.from_pretrained("outputs/exp/model", local_files_only=True)
-    assert all(torch.equal(parameter, tensors[name]) for name, parameter in loaded.named_parameters())
+    loaded = AutoModelForCausalLM.from_pretrained(TARGET, local_files_only=True)
+    assert_equal({name: parameter.detach() for name, parameter in loaded.named_parameters()}, llama.tensors)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_missing_truncated_or_flipped_shard_is_named(sharded: tuple[Path, dict[str, Tensor]], rank: int) -> None:
-    checkpoint, _ = sharded
-    shard = checkpoint / f"model/__{rank}_0.distcp"
-    content = shard.read_bytes()
+# What is read.
 
-    flip_bit(shard, len(content) // 2)
-    assert_refused(f"{shard.name} is damaged")
-    shard.write_bytes(content[:-1])
-    assert_refused(f"{shard.name} .* it has {len(content) - 1} bytes instead of {len(content)}")
-    shard.unlink()
-    assert_refused(f"{shard.name} is missing")
 
-    shard.write_bytes(content)
+def assert_damage_is_named(path: Path) -> None:
+    """One bit, one byte less, or no file."""
+    content = path.read_bytes()
+    flip_bit(path, len(content) // 2)
+    assert_refused(f"{path.name} is damaged or was changed")
+    path.write_bytes(content[:-1])
+    assert_refused(f"{path.name} .* it has {len(content) - 1} bytes instead of {len(content)}")
+    path.unlink()
+    assert_refused(f"{path.name} is missing")
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [f"model/{file_name(0)}", f"model/{file_name(1)}", "model/.metadata", "history.tsv"])
+def test_a_missing_truncated_or_flipped_file_of_the_checkpoint_is_named(llama: Trained, name: str) -> None:
+    assert_damage_is_named(llama.directory / name)
     consolidate.main()
 
 
-def test_a_tensor_in_no_shard_is_an_error_and_not_zeros() -> None:
-    """The manifest lists it, the shards do not contain it: torch's own converter would write zeros."""
-    config = CONFIGS["llama-tied"]
-    make_model(config)
-    tensors = trained_tensors(config)
-    checkpoint = make_checkpoint({name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"})
-    write_manifest(checkpoint, tensors)
-    assert_refused(r"model\.norm\.weight is missing")
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE.md"])
+def test_a_source_file_that_is_missing_or_changed_is_named(llama: Trained, name: str) -> None:
+    (MODEL / "README.md").write_text("---\nlicense: other\nlicense_link: LICENSE.md\n---\n")
+    (MODEL / "LICENSE.md").write_text("All of it.")
+    write_model_manifest()
+    llama.finish()
+    assert_damage_is_named(MODEL / name)
 
 
-def test_a_tensor_with_a_missing_part_is_refused(sharded: tuple[Path, dict[str, Tensor]]) -> None:
-    import pickle
-
-    checkpoint, tensors = sharded
-    metadata = pickle.loads((checkpoint / "model/.metadata").read_bytes())
-    metadata.state_dict_metadata["model.norm.weight"].chunks.pop()
-    (checkpoint / "model/.metadata").write_bytes(pickle.dumps(metadata))
-    write_manifest(checkpoint, tensors)
-    assert_refused(r"model\.norm\.weight is incomplete: the shards do not contain element 8 of 16")
-
-
-@pytest.mark.parametrize("change", ["missing", "unexpected", "shape", "dtype"])
-def test_the_manifest_must_list_the_tensors_of_the_model(change: str) -> None:
-    config = CONFIGS["gpt2"]
-    make_model(config)
-    tensors = trained_tensors(config)
-    name = "transformer.ln_f.weight"
-    changed = {
-        "missing": {key: tensor for key, tensor in tensors.items() if key != name},
-        "unexpected": {**tensors, "other": torch.zeros(2)},
-        "shape": {**tensors, name: torch.zeros(15)},
-        "dtype": {**tensors, name: torch.zeros(16, dtype=torch.bfloat16)},
-    }[change]
-    make_checkpoint(changed)
-    assert_refused("1 tensors are not those of the model\n  (other|transformer.ln_f.weight): ")
-
-
-def test_shards_of_another_dtype_than_in_the_manifest_are_refused() -> None:
-    config = CONFIGS["gpt2"]
-    make_model(config)
-    tensors = trained_tensors(config)
-    half = {**tensors, "transformer.ln_f.weight": torch.zeros(16, dtype=torch.bfloat16)}
-    write_manifest(make_checkpoint(half), tensors)
-    assert_refused("transformer.ln_f.weight is .* torch.bfloat16 instead of .* torch.float32")
+@pytest.mark.parametrize(
+    ("where", "changed", "problem"),
+    [
+        ("manifest", {NORM: None}, f"of the model\n  {NORM}: no tensor instead of float32 [24]"),
+        ("manifest", {"other": torch.zeros(2)}, "of the model\n  other: float32 [2] instead of no tensor"),
+        ("manifest", {NORM: torch.zeros(23)}, f"of the model\n  {NORM}: float32 [23] instead of float32 [24]"),
+        ("manifest", {NORM: torch.zeros(24).half()}, f"of the model\n  {NORM}: float16 [24] instead of float32 [24]"),
+        ("shards", {NORM: None}, f"{NORM} is missing"),  # torch's own converter would write zeros
+        ("shards", {"other": torch.zeros(2)}, "other is not expected"),
+        ("shards", {NORM: torch.zeros(23)}, f"{NORM} is [23] torch.float32 instead of [24] torch.float32"),
+        ("shards", {NORM: torch.zeros(24).half()}, f"{NORM} is [24] torch.float16 instead of [24] torch.float32"),
+    ],
+    ids=["not listed", "listed too", "listed shape", "listed dtype", "not stored", "stored too", "shape", "dtype"],
+)
+def test_a_tensor_that_is_missing_or_is_not_that_of_the_model_is_named(
+    llama: Trained, where: str, changed: dict[str, Tensor | None], problem: str
+) -> None:
+    if where == "manifest":
+        llama.list_files(**changed)
+    else:
+        shutil.rmtree(llama.directory / "model")
+        tensors = {**llama.tensors, **changed}
+        save({name: tensor for name, tensor in tensors.items() if tensor is not None}, llama.directory)
+        llama.list_files()
+    assert_refused(re.escape(problem))
 
 
-def test_checkpoints_and_models_other_than_those_of_the_pointer_are_refused() -> None:
-    config = CONFIGS["gpt2"]
-    make_model(config)
-    tensors = trained_tensors(config)
-    checkpoint = make_checkpoint(tensors)
+def test_a_checkpoint_other_than_that_of_the_pointer_is_refused(llama: Trained) -> None:
     pointer = pointer_path("exp").read_text()
-    shutil.rmtree(checkpoint)
-    other = {**tensors, "transformer.ln_f.weight": tensors["transformer.ln_f.weight"] + 1}
-    make_checkpoint(other)  # as a run that was started over does
+    shutil.rmtree(llama.directory)
+    make_checkpoint({**llama.tensors, NORM: llama.tensors[NORM] + 1})  # as a run that was started over does
     pointer_path("exp").write_text(pointer)
     assert_refused("is not the one that")
-    shutil.rmtree(checkpoint)
-    make_checkpoint(tensors)  # with another random id in .metadata
-    assert pointer_path("exp").read_text() == pointer
+    for _ in range(2):
+        shutil.rmtree(llama.directory)
+        make_checkpoint(llama.tensors)  # with another random id in .metadata
+        pointer, before = pointer_path("exp").read_text(), pointer
+    assert pointer == before
+
+
+def test_a_checkpoint_of_another_model_is_said_to_be_one(llama: Trained) -> None:
     MANIFEST.write_text(MANIFEST.read_text() + " ")
-    assert_refused("not of the model that .*step-00000003 was trained from: run `dvc repro train`")
+    problem = "not of the model that .*step-00000003 was trained from: "
+    assert_refused(f"{problem}run `dvc repro train`")
+    with pytest.raises(StageError, match=f"{problem}set model_name and model_revision"):
+        run("--checkpoint", str(llama.directory), "--output", "elsewhere")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
-def test_a_source_file_that_is_missing_or_changed_is_named(name: str) -> None:
-    config = CONFIGS["gpt2"]
-    make_model(config)
-    make_checkpoint(trained_tensors(config))
-    path = Path("models/tiny") / name
-    content = path.read_bytes()
-    path.write_bytes(content.replace(b"{", b"[", 1))
-    assert_refused(f"{name} is damaged or was changed")
-    path.unlink()
-    assert_refused(f"{name} is missing")
+def test_a_mistake_of_the_user_is_one_message() -> None:
+    assert run_here("consolidate", status=2) == "error: data/model.json is missing: run `dvc repro download`\n"
+
+
+def test_a_tokenizer_that_encodes_in_another_way_than_in_the_training_is_refused(llama: Trained) -> None:
+    trained = Tokenizer.from_file(str(TOKENIZER))
+    trained.add_tokens(["a b"])
+    publish.write_text(TOKENIZER, trained.to_str())
+    replace(ModelManifest.read(), tokenizer=FileEntry.of(TOKENIZER)).write()
+    llama.finish()
+    assert_refused("the exported model would encode 'a b' with other tokens than it was trained")
+
+
+# From shards to files.
+
+
+def exported_rows(
+    directory: Path, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32, num_workers: int = 2,
+    **options: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    """What is written of a checkpoint in `directory`."""
+    weights = mapped.ShardedTensors(directory)
+    specs = {name: mapped.TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    weights.check(specs)
+    (directory / "result").mkdir()
+    mapped.write_safetensors(weights, specs, directory / "result", num_workers, dict.fromkeys(specs, dtype), **options)
+    return exported_tensors(directory / "result")
 
 
 @pytest.mark.parametrize("beside", [1.0, math.inf, -math.inf, math.nan])
-def test_values_beyond_the_range_of_the_source_dtype_are_refused(beside: float) -> None:
-    config = CONFIGS["gpt2"]
-    make_model(config, torch.float16)
-    tensors = trained_tensors(config)
-    tensors["transformer.ln_f.weight"][3:5] = torch.tensor([7e4, beside])
-    make_checkpoint(tensors)
-    assert_refused(r"transformer\.ln_f\.weight has the value 70000, beyond the 65504 of torch\.float16")
+def test_values_beyond_the_range_of_the_stored_dtype_are_refused(tmp_path: Path, beside: float) -> None:
+    tensors = {"a": torch.tensor([1.0, 7e4, beside])}
+    save(tensors, tmp_path)
+    problem = r"a has the value 70000, beyond the 65504 of torch\.float16: set export_dtype"
+    with pytest.raises(StageError, match=problem):
+        exported_rows(tmp_path, tensors, torch.float16)
 
 
 def test_scalars_integers_and_mixed_dtypes_are_kept(tmp_path: Path) -> None:
@@ -446,9 +467,9 @@ def test_scalars_integers_and_mixed_dtypes_are_kept(tmp_path: Path) -> None:
         "empty": torch.zeros(0, 4),
         "matrix": torch.randn(3, 5),
     }
-    save(tensors, tmp_path / "checkpoint")
+    save(tensors, tmp_path)
     specs = {name: mapped.TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    weights = mapped.ShardedTensors(tmp_path / "checkpoint")
+    weights = mapped.ShardedTensors(tmp_path)
     weights.check(specs)
     dtypes = {name: torch.bfloat16 if spec.dtype.is_floating_point else spec.dtype for name, spec in specs.items()}
     digests = mapped.write_safetensors(weights, specs, tmp_path, num_workers=2, dtypes=dtypes)
@@ -457,51 +478,53 @@ def test_scalars_integers_and_mixed_dtypes_are_kept(tmp_path: Path) -> None:
     assert digests.tensors == {
         name: hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest() for name, tensor in found.items()
     }
-    assert found.keys() == tensors.keys()
     content = (tmp_path / "model.safetensors").read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     for name, entry in json.loads(content[8:start]).items():
         if name != "__metadata__":  # each tensor is aligned, so that it can be used without a copy
             assert (start + entry["data_offsets"][0]) % found[name].itemsize == 0
-    for name, tensor in tensors.items():
-        expected = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-        assert found[name].dtype == expected.dtype
-        assert found[name].shape == expected.shape
-        assert torch.equal(found[name], expected)
+    assert_equal(found, {name: each.bfloat16() if each.is_floating_point() else each for name, each in tensors.items()})
 
 
-@pytest.mark.parametrize("change", ["smaller", "shorter", "other"])
-def test_an_archive_that_is_not_where_the_metadata_says_is_named(tmp_path: Path, change: str) -> None:
-    tensors = {"a": torch.randn(3, 2), "b": torch.randn(3, 4)}
-    save_rows(tmp_path, tensors)
-    metadata = pickle.loads((tmp_path / "model/.metadata").read_bytes())
-    index = MetadataIndex("b", [1, 0])
-    place, other = metadata.storage_data[index], metadata.storage_data[MetadataIndex("a", [1, 0])]
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("smaller offset", r"__1_0.distcp is damaged: b is not where \.metadata says"),
+        ("smaller length", r"__1_0.distcp is damaged: b is not where \.metadata says"),
+        ("place of another", r"__1_0.distcp is damaged: b is not where \.metadata says"),
+        ("no last part", "b is incomplete: the shards do not contain element 8 of 12"),
+        ("a part without a place", "b is incomplete: the shards do not contain element 4 of 12"),
+        ("columns", "a is incomplete: the shards do not contain element 0 of 9"),
+    ],
+)
+def test_a_tensor_that_is_not_where_the_metadata_says_or_not_all_of_it_is_refused(
+    tmp_path: Path, change: str, problem: str
+) -> None:
+    tensors = {"a": torch.randn(3, 3), "b": torch.randn(3, 4)}
+    save_rows(tmp_path, tensors, 3)
+    path = tmp_path / "model/.metadata"
+    metadata = pickle.loads(path.read_bytes())
+    chunks, places = metadata.state_dict_metadata, metadata.storage_data
+    row_of_a, row_of_b = (stored.MetadataIndex(name, [1, 0]) for name in tensors)
     moved: dict[str, dict[str, int]] = {
-        "smaller": {"offset": place.offset - 1},
-        "shorter": {"length": 99},
-        "other": {"offset": other.offset, "length": other.length},
+        "smaller offset": {"offset": places[row_of_b].offset - 1},
+        "smaller length": {"length": 99},
+        "place of another": {"offset": places[row_of_a].offset, "length": places[row_of_a].length},
     }
-    metadata.storage_data[index] = dataclasses.replace(place, **moved[change])
-    (tmp_path / "model/.metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(StageError, match=rf"{file_name(1)} is damaged: b is not where \.metadata"):
+    if change in moved:
+        places[row_of_b] = replace(places[row_of_b], **moved[change])
+    elif change == "no last part":
+        chunks["b"].chunks.pop()
+    elif change == "a part without a place":
+        del places[row_of_b]
+    else:
+        for chunk in chunks["a"].chunks:
+            place = places.pop(stored.MetadataIndex("a", chunk.offsets))
+            chunk.offsets, chunk.sizes = chunk.offsets[::-1], chunk.sizes[::-1]
+            places[stored.MetadataIndex("a", chunk.offsets)] = place
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(StageError, match=problem):
         exported_rows(tmp_path, tensors)
-
-
-def test_tensors_that_are_sharded_in_columns_are_refused(tmp_path: Path) -> None:
-    save_rows(tmp_path, {"a": torch.randn(2, 2)})
-    metadata = pickle.loads((tmp_path / "model/.metadata").read_bytes())
-    entry = metadata.state_dict_metadata["a"]
-    entry.chunks = [
-        ChunkStorageMetadata(torch.Size(chunk.offsets[::-1]), torch.Size(chunk.sizes[::-1])) for chunk in entry.chunks
-    ]
-    metadata.storage_data = {
-        dataclasses.replace(index, offset=torch.Size(index.offset[::-1])): place
-        for index, place in metadata.storage_data.items()
-    }
-    (tmp_path / "model/.metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(StageError, match=r"a is incomplete: the shards do not contain element 0 of 4"):
-        exported_rows(tmp_path, {"a": torch.zeros(2, 2)})
 
 
 @pytest.mark.parametrize("num_workers", [1, 5])
@@ -509,7 +532,7 @@ def test_tensors_that_are_sharded_in_columns_are_refused(tmp_path: Path) -> None
 def test_a_tensor_is_written_in_parts_wherever_its_shards_end(tmp_path: Path, limit: float, num_workers: int) -> None:
     """As the experts of a mixture are; those of a layer are in one file."""
     tensors = {"experts": torch.randn(5, 6, 7), "vector": torch.randn(5, 3)}
-    save_rows(tmp_path, tensors)
+    save_rows(tmp_path, tensors, 5)
     expected = {f"{n}.{half}": tensors["experts"][n, 3 * half :][:3] for n in range(5) for half in range(2)}
     expected |= {"rows": tensors["vector"][:3], "others": tensors["vector"][3:]}
     parts = {
@@ -520,65 +543,14 @@ def test_a_tensor_is_written_in_parts_wherever_its_shards_end(tmp_path: Path, li
         tmp_path, tensors, dtype=torch.bfloat16, num_workers=num_workers, max_shard_bytes=limit, parts=parts
     )
     assert len(list((tmp_path / "result").glob("*.safetensors"))) == (1 if limit == math.inf else 2)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in expected.items())
-
-
-def test_a_part_without_a_place_is_refused(tmp_path: Path) -> None:
-    """The table of chunks has it."""
-    tensors = {"a": torch.randn(3, 2), "b": torch.randn(3, 2)}
-    save_rows(tmp_path, tensors)
-    metadata = pickle.loads((tmp_path / "model/.metadata").read_bytes())
-    del metadata.storage_data[MetadataIndex("b", [1, 0])]
-    (tmp_path / "model/.metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(StageError, match=r"b is incomplete: the shards do not contain element 2 of 6"):
-        exported_rows(tmp_path, tensors)
-
-
-def file_name(rank: int) -> str:
-    return f"__{rank}_0.distcp"
-
-
-def save_rows(directory: Path, tensors: dict[str, Tensor]) -> None:
-    """A checkpoint of as many ranks as the tensors have rows, each with a row of each."""
-    (directory / "model").mkdir()
-    metadata = Metadata({}, storage_data={})
-    for name, tensor in tensors.items():
-        chunks = [
-            ChunkStorageMetadata(torch.Size([n, *(0 for _ in tensor.shape[1:])]), torch.Size([1, *tensor.shape[1:]]))
-            for n in range(len(tensor))
-        ]
-        metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(), tensor.shape, chunks)
-    for rank in range(next(iter(tensors.values())).shape[0]):
-        content = io.BytesIO()
-        for number, (name, tensor) in enumerate(tensors.items()):
-            content.write(b"?" * number)  # at any place
-            start = content.tell()
-            torch.save(tensor[rank : rank + 1].clone(), content)
-            place = _StorageInfo(file_name(rank), start, content.tell() - start)
-            metadata.storage_data[MetadataIndex(name, [rank, *(0 for _ in tensor.shape[1:])])] = place
-        (directory / "model" / file_name(rank)).write_bytes(content.getvalue())
-    (directory / "model/.metadata").write_bytes(pickle.dumps(metadata))
-
-
-def exported_rows(
-    directory: Path, tensors: dict[str, Tensor], dtype: torch.dtype = torch.float32, num_workers: int = 2,
-    **options: Any,
-) -> dict[str, Tensor]:  # fmt: skip
-    weights = mapped.ShardedTensors(directory)
-    specs = {name: mapped.TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    weights.check(specs)
-    (directory / "result").mkdir()
-    mapped.write_safetensors(weights, specs, directory / "result", num_workers, dict.fromkeys(specs, dtype), **options)
-    files = (directory / "result").glob("*.safetensors")
-    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+    assert_equal(found, {name: tensor.bfloat16() for name, tensor in expected.items()})
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_the_memory_is_that_of_the_largest_piece(tmp_path: Path, dtype: str) -> None:
     """With 200 MiB, whatever the number of pieces. The system frees the pages of mapped files, so they do not count."""
     tensors = {f"matrix.{number}": torch.full((8, 1 << 20), float(number)) for number in range(12)}  # 12 x 32 MiB
-    save(tensors, tmp_path / "checkpoint")
+    save(tensors, tmp_path)
     script = """
 import sys
 import threading
@@ -586,7 +558,7 @@ import torch
 from pathlib import Path
 from stages.export import mapped
 specs = {f"matrix.{number}": mapped.TensorSpec((8, 1 << 20), torch.float32) for number in range(12)}
-weights = mapped.ShardedTensors(Path("checkpoint"))
+weights = mapped.ShardedTensors(Path())
 weights.check(specs)
 def memory():  # in KiB
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
@@ -611,7 +583,7 @@ print(max(measured) - before >> 10)
 def test_a_file_has_its_space_before_it_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a full disk is an error: where it has no room for a page that is mapped, it kills the process."""
     tensors = {"a": torch.zeros(8, 1 << 16)}
-    save_rows(tmp_path, tensors)
+    save_rows(tmp_path, tensors, 8)
     load = mapped.ShardedTensors.load
     found: list[os.stat_result] = []
 
@@ -625,340 +597,29 @@ def test_a_file_has_its_space_before_it_is_mapped(tmp_path: Path, monkeypatch: p
     assert status.st_blocks * 512 >= status.st_size > 2 << 20
 
 
-def test_weights_are_stored_in_export_dtype() -> None:
-    config = CONFIGS["llama-tied"]
-    make_model(config, torch.bfloat16)
-    weights = trained_tensors(config)
-    make_checkpoint(weights)
-    Path("params.yaml").write_text(PARAMS.replace("null", "fp32"))
-    consolidate.main()
-    model = AutoModelForCausalLM.from_pretrained("outputs/exp/model")
-    assert model.dtype == torch.float32
-    stored = model.state_dict()
-    assert all(torch.equal(stored[name], tensor) for name, tensor in weights.items())
+# The directory.
 
 
-def test_the_same_checkpoint_gives_the_same_bytes() -> None:
-    config = CONFIGS["llama-tied"]
-    make_model(config, pretrained=False)
-    make_checkpoint(trained_tensors(config))
+def test_the_same_checkpoint_gives_the_same_bytes(llama: Trained) -> None:
     consolidate.main()
-    target = Path("outputs/exp/model")
-    first = {path.name: path.read_bytes() for path in target.iterdir()}
-    shutil.rmtree(target)
-    consolidate.main()
-    assert first == {path.name: path.read_bytes() for path in target.iterdir()}
+    first = {path.name: path.read_bytes() for path in TARGET.iterdir()}
+    shutil.rmtree(TARGET)
+    lineage = exported_lineage()
+    assert first == {path.name: path.read_bytes() for path in TARGET.iterdir()}
     assert first.keys() >= {"config.json", "generation_config.json", "tokenizer.json", "README.md", "lineage.json"}
     here = str(Path().resolve()).encode()
     assert not any(here in content for content in first.values())
-
-    config_json = json.loads(first["config.json"])
-    assert config_json["architectures"] == ["LlamaForCausalLM"]
-    assert config_json["dtype"] == "float32"
-    lineage = json.loads(first["lineage.json"])
-    assert lineage["weights"] == {"model.safetensors": publish.sha256_file(target / "model.safetensors")}
-    assert (lineage["run_id"], lineage["step"], lineage["model"]["name"]) == ("run", 3, "models/tiny")
-
-
-def card_of(text: str) -> ModelCard:
-    """The card as the library of the Hub reads it; what it writes is the same."""
-    found = ModelCard(text)
-    again = ModelCard(str(found))
-    assert found.data.to_dict() == again.data.to_dict()
-    return found
+    config = json.loads(first["config.json"])
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
+    assert (lineage.run_id, lineage.step, lineage.model.name) == ("run", 3, "models/tiny")
+    assert lineage.weights.keys() == {"model.safetensors"}
+    digests = lineage.weights | lineage.files
+    assert digests == {
+        name: publish.sha256_file(TARGET / name) for name in first.keys() - {"README.md", "lineage.json"}
+    }
 
 
-def test_the_card_has_the_evaluation_of_this_very_step() -> None:
-    config = CONFIGS["llama-tied"]
-    make_model(config, pretrained=False)
-    checkpoint = make_checkpoint(trained_tensors(config))
-    target = Path("outputs/exp/model")
-    consolidate.main()
-    found = card_of((target / "README.md").read_text())
-    metrics = {result.metric_type: result.metric_value for result in found.data.eval_results or []}
-    assert metrics == {"loss": 2.25, "perplexity": 9.48774}
-    assert "trained for 3 steps from random weights" in found.text
-    assert "rounded" not in str(found)
-
-    # With the bytes of the text there are bits per byte; of other tokens they are unknown.
-    part, encoder = PartMetrics(1, 48, 48, 12, 4.0, 0.0, 0, 1), EncoderMetrics("", 0, None)
-    for tokens, expected in ((fingerprint("t", "v"), 2.25 / math.log(2) / 4), ("other", None)):
-        PackMetrics(part, part, encoder, "", tokens, Origin({}, {})).write(RECORDS["pack"])
-        consolidate.main()
-        found = card_of((target / "README.md").read_text())
-        metrics = {result.metric_type: result.metric_value for result in found.data.eval_results or []}
-        assert metrics.get("bits_per_byte") == (expected and pytest.approx(expected))
-
-    Path("params.yaml").write_text(PARAMS.replace("null", "bf16"))
-    consolidate.main()
-    found = card_of((target / "README.md").read_text())
-    assert found.data.eval_results is not None
-    assert found.data.eval_results[0].metric_value == 2.25
-    assert "before the weights were rounded to bfloat16" in (found.data.eval_results[0].metric_name or "")
-    assert "On held-out text, before the weights were rounded to bfloat16:" in found.text
-
-    # The last validation was before this step: its loss is that of other weights.
-    (checkpoint / "history.tsv").write_text("step\tvalidation_loss\n0\t4.5\n2\t2.25\n")
-    write_manifest(checkpoint, trained_tensors(config))
-    consolidate.main()
-    found = card_of((target / "README.md").read_text())
-    assert found.data.eval_results is None
-    assert "was not measured at step 3" in found.text
-
-
-@pytest.mark.parametrize("loss", [800.0, math.inf, math.nan])
-def test_only_finite_numbers_are_metrics(loss: float) -> None:
-    losses = card.Losses(loss, loss)
-    assert losses.metrics().keys() == ({"loss", "bits_per_byte"} if loss == 800 else set())
-    config = CONFIGS["llama-tied"]
-    make_model(config)
-    make_checkpoint(trained_tensors(config))
-    consolidate.main()
-    lineage = Lineage.read(Path("outputs/exp/model/lineage.json"))
-    text = card.readme(lineage, "LlamaForCausalLM", "float32", False, ModelLicense({}, "", {}), losses)
-    assert ("is not finite at step 3" in text) == (loss != 800)
-    assert ("| metric | value |" in text) == (loss == 800)
-
-
-def test_the_card_of_a_model_of_conversations_shows_the_chat_template() -> None:
-    config = CONFIGS["llama-tied"]
-    make_model(config)
-    make_checkpoint(trained_tensors(config))
-    consolidate.main()
-    lineage = Lineage.read(Path("outputs/exp/model/lineage.json"))
-    for rules, is_chat in (
-        (None, False),
-        ([{"files": "**", "text": "$.text"}], False),
-        ([{"files": "a/**", "text": "$.text"}, {"files": "**", "messages": "$.messages"}], True),
-    ):
-        origins = {"extract": Origin({"records": rules}, {})}
-        terms, losses = ModelLicense({}, "", {}), card.Losses(2.0, None)
-        text = card.readme(dataclasses.replace(lineage, origins=origins), "A", "float32", False, terms, losses)
-        assert ("apply_chat_template" in text) == is_chat
-
-
-@pytest.mark.parametrize(
-    ("stated", "generation", "expected"),
-    [
-        (None, None, [0, 5, 3]),  # and not the 2 of LlamaConfig
-        (7, None, [7, 0, 5, 3]),
-        (7, 0, [0, 5, 3]),
-        (None, [5, 9], [5, 9, 0, 3]),
-    ],
-)
-def test_generated_text_ends_where_documents_and_turns_have_ended(
-    stated: int | None, generation: int | list[int] | None, expected: list[int]
-) -> None:
-    config = CONFIGS["llama-tied"]
-    make_model(config)
-    model = Path("models/tiny")
-    own = publish.read_json(model / "config.json")
-    del own["eos_token_id"]
-    publish.write_json(model / "config.json", own if stated is None else {**own, "eos_token_id": stated})
-    (model / "generation_config.json").unlink()
-    if generation is not None:
-        publish.write_json(model / "generation_config.json", {"eos_token_id": generation})
-    target = Path("outputs/exp/model")
-    tensors = trained_tensors(config)
-
-    def ends() -> Any:
-        write_model_manifest()
-        shutil.rmtree(layout.checkpoint_root("exp"), ignore_errors=True)
-        make_checkpoint(tensors)
-        consolidate.main()
-        return AutoModelForCausalLM.from_pretrained(target, local_files_only=True).generation_config.eos_token_id
-
-    without = [token for token in expected if token != 3 and (token != 5 or generation == [5, 9])]
-    assert ends() == (without if len(without) > 1 else without[0])
-
-    # With conversations, and a template in the place of those that the model had.
-    own = publish.read_json(model / "tokenizer_config.json")
-    publish.write_json(model / "tokenizer_config.json", {**own, "chat_template": "old"})
-    publish.write_json(model / "chat_template.json", {"chat_template": "old"})
-    publish.write_text(model / "additional_chat_templates/tool_use.jinja", "old")
-    chats = ConversationMetrics(1, 9, 9, 0, {}, [], [5, 3])
-    part, encoder = PartMetrics(1, 0, 0, 9, None, None, 0, 1, conversations=chats), EncoderMetrics("", 0, None)
-    packed = PackMetrics(part, part, encoder, "", fingerprint("t", "v"), Origin({}, {}), {"default": "new", "rag": "b"})
-    packed.write(RECORDS["pack"])
-    assert ends() == expected
-    assert [path.name for path in target.glob("chat_template*")] == ["chat_template.jinja"]
-    assert "chat_template" not in publish.read_json(target / "tokenizer_config.json")
-    assert AutoTokenizer.from_pretrained(target, local_files_only=True).chat_template == {"default": "new", "rag": "b"}
-    lineage = Lineage.read(target / "lineage.json")
-    assert lineage.files["additional_chat_templates/rag.jinja"] == FileEntry.of_text("b").sha256
-    Path(RECORDS["pack"]).unlink()  # without conversations those of the model stay
-    ends()
-    assert [path.name for path in (target / "additional_chat_templates").iterdir()] == ["tool_use.jinja"]
-
-
-def test_the_license_of_the_initial_model_is_carried_on() -> None:
-    config = CONFIGS["llama-tied"]
-    front = "license: other\nlicense_name: tiny\nlicense_link: LICENSE.md\nlanguage: [en]\nbase_model: a/b\n"
-    make_model(config)
-    Path("models/tiny/README.md").write_text(f"---\n{front}---\n# Tiny\n")
-    Path("models/tiny/LICENSE.md").write_text("All of it.")
-    tensors = trained_tensors(config)
-    make_checkpoint(tensors)
-    target = Path("outputs/exp/model")
-    for generation in range(2):
-        write_model_manifest()
-        finish(tensors)
-        consolidate.main()
-        found = card_of((target / "README.md").read_text())
-        license_of = (found.data.license, found.data.license_name, found.data.license_link)
-        assert license_of == ("other", "tiny", "LICENSE.md")
-        assert found.data.language == ["en"]
-        # Of a directory, the Hub has no page; what that was made from here, it has.
-        assert found.data.base_model == (None if generation == 0 else "a/b")
-        assert "is `tiny` (LICENSE.md). Its text is in `LICENSE.md`." in found.text
-        assert (target / "LICENSE.md").read_text() == "All of it."
-        assert Lineage.read(target / "lineage.json").files["LICENSE.md"] == publish.sha256_file(target / "LICENSE.md")
-        if generation == 0:  # its weights are the start of another training
-            text = (target / "README.md").read_text().replace("language:", "base_model: a/b\nlanguage:")
-            shutil.rmtree("models/tiny")
-            shutil.copytree(target, "models/tiny")
-            Path("models/tiny/README.md").write_text(text)
-
-    path = Path("models/tiny/LICENSE.md")
-    path.write_text("None of it")
-    shutil.rmtree(target)
-    target.with_name("adapter").rmdir()  # empty
-    assert_refused("LICENSE.md is damaged or was changed")
-    path.unlink()
-    assert_refused("LICENSE.md is missing")
-
-
-def test_the_license_of_a_config_is_not_that_of_random_weights() -> None:
-    config = CONFIGS["llama-tied"]
-    make_model(config, pretrained=False)
-    Path("models/tiny/README.md").write_text("---\nlicense: apache-2.0\nlanguage: en\n---\n")
-    write_model_manifest()
-    make_checkpoint(trained_tensors(config))
-    consolidate.main()
-    found = card_of(Path("outputs/exp/model/README.md").read_text())
-    assert (found.data.license, found.data.language, found.data.base_model) == ("unknown", None, None)
-    assert "Config and tokenizer have a license of their own. That of `models/tiny` is `apache-2.0`." in found.text
-
-
-def test_the_card_names_the_base_model_on_the_hub() -> None:
-    config = CONFIGS["llama-tied"]
-    make_model(config)
-    make_checkpoint(trained_tensors(config))
-    consolidate.main()
-    lineage = Lineage.read(Path("outputs/exp/model/lineage.json"))
-    source = dataclasses.replace(lineage.model, name="owner/base", commit="c" * 40)
-    lineage = dataclasses.replace(lineage, model=source)
-    terms = ModelLicense({"license": "mit", "language": "en"}, None, {})
-    local = dataclasses.replace(lineage, model=dataclasses.replace(source, name="/home/ann/tiny", commit=None))
-    assert "/home" not in card.readme(local, "LlamaForCausalLM", "float32", False, terms, None)
-    for is_random, expected in ((False, ("owner/base", "finetune")), (True, (None, None))):
-        text = card.readme(lineage, "LlamaForCausalLM", "float32", is_random, terms, None)
-        data = card_of(text).data
-        assert (data.base_model, data.get("base_model_relation")) == expected
-        assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
-
-
-def test_the_lineage_contains_the_lineage_of_the_initial_model() -> None:
-    config = CONFIGS["llama-tied"]
-    make_model(config)
-    make_checkpoint(trained_tensors(config))
-    parent = Lineage(
-        run_id="first",
-        step=7,
-        adopted=Adoption(run_id="zeroth", step=2, differences=[], adopted=None),
-        model=InitialModel(name="models/other", revision="main", commit=None, manifest="m", lineage=None),
-        data=TokenFingerprints(train="t", validation="v"),
-        params={"lr": 1e-5, "fsdp": {"size": None}},
-        code="c",
-        packages={"torch": torch.__version__},
-        checkpoint="cs",
-        weights={"model.safetensors": publish.sha256_file(Path("models/tiny/model.safetensors"))},
-    )
-    of_other_weights = dataclasses.replace(parent, weights={"model.safetensors": "another"})
-    path = Path("models/tiny/lineage.json")
-    for content, expected in (
-        (parent, parent),
-        (of_other_weights, None),
-        (json.dumps(dataclasses.asdict(parent)), None),
-        ("[]", None),
-        ("?", None),
-    ):
-        if isinstance(content, Lineage):
-            content.write(path)
-        else:
-            path.write_text(content)
-        write_model_manifest()
-        finish(trained_tensors(config))
-        consolidate.main()
-        lineage = Lineage.read(Path("outputs/exp/model/lineage.json"))
-        assert (lineage.run_id, lineage.model.lineage) == ("run", expected)
-        assert ("the result of run `first`" in Path("outputs/exp/model/README.md").read_text()) == bool(expected)
-
-
-def test_the_lineage_names_what_encoded_the_data() -> None:
-    make_model(CONFIGS["llama-tied"])
-    make_checkpoint(trained_tensors(CONFIGS["llama-tied"]))
-    part = PartMetrics(1, 1, 1, 1, None, None, 0, 0)
-    encoding = EncoderMetrics("tokenizers 1", 0, None)
-    for validation, encoder in ((None, None), ("v", "tokenizers 1"), ("of other data", None)):
-        if validation:
-            tokens = fingerprint("t", validation)
-            PackMetrics(part, part, encoding, "", tokens, Origin({}, {})).write(Path("data/pack.json"))
-        finish(trained_tensors(CONFIGS["llama-tied"]))
-        consolidate.main()
-        assert Lineage.read(Path("outputs/exp/model/lineage.json")).encoder == encoder
-
-
-def test_the_lineage_names_how_the_data_was_made_and_every_file(capsys: pytest.CaptureFixture[str]) -> None:
-    make_model(CONFIGS["llama-tied"])
-    make_checkpoint(trained_tensors(CONFIGS["llama-tied"]))
-    finish(trained_tensors(CONFIGS["llama-tied"]))
-    consolidate.main()
-    target = Path("outputs/exp/model")
-    lineage = Lineage.read(target / "lineage.json")
-    assert (lineage.splits, lineage.corpus, lineage.origins) == (None, None, {})
-    described = {path.name for path in target.iterdir()} - {"README.md", "lineage.json"}
-    assert {*lineage.weights, *lineage.files} == described
-    assert lineage.files["config.json"] == publish.sha256_file(target / "config.json")
-
-    origins = {"organize": {"num_splits": 4}, "extract": {"min_chars": 1}, "pack": {"seq_length": 32}}
-    digests: dict[str, dict[str, Any]] = {"organize": {}, "extract": {"fingerprint": "f"}}
-    text = dataclasses.asdict(PartMetrics(1, 48, 48, 12, 4.0, 0.0, 0, 1))
-    encoder = dataclasses.asdict(EncoderMetrics("", 0, None))
-    digests["pack"] = {
-        "train": text, "validation": text, "encoder": encoder,
-        "source": "f", "fingerprint": fingerprint("t", "v"),
-    }  # fmt: skip
-    for stage, params in origins.items():
-        record = {"origin": {"params": params, "packages": {"pyarrow": "1"}}, **digests[stage]}
-        publish.write_json(RECORDS[stage], record)
-        digests["extract"]["source"] = publish.sha256_file(RECORDS["organize"])
-    capsys.readouterr()
-    consolidate.main()
-    lineage = Lineage.read(target / "lineage.json")
-    assert lineage.splits == publish.sha256_file(RECORDS["organize"])
-    assert lineage.corpus == "f"
-    assert lineage.origins == {stage: Origin(params, {"pyarrow": "1"}) for stage, params in origins.items()}
-    assert list(lineage.origins) == ["organize", "extract", "pack"]
-
-    assert "warning" not in capsys.readouterr().out
-    # Stages that ran again since, on other data: their records, and those before them, are not of this model.
-    for stage, left in (("organize", ["extract", "pack"]), ("extract", ["pack"]), ("pack", [])):
-        record = publish.read_json(RECORDS[stage])
-        changed = {"fingerprint": "other"} if "fingerprint" in record else {"files": 1}
-        publish.write_json(RECORDS[stage], {**record, **changed})
-        consolidate.main()
-        lineage = Lineage.read(target / "lineage.json")
-        assert list(lineage.origins) == left
-        assert f"{RECORDS[stage]}: missing, damaged, or of other data" in capsys.readouterr().out
-        assert (lineage.splits, lineage.corpus) == (None, "f" if "extract" in left else None)
-
-
-def test_a_killed_export_publishes_nothing_and_the_next_run_does() -> None:
-    config = CONFIGS["llama-tied"]
-    make_model(config)
-    tensors = trained_tensors(config)
-    make_checkpoint(tensors)
+def test_a_killed_export_publishes_nothing_and_the_next_run_does(llama: Trained) -> None:
     script = """
 import time
 from stages import consolidate
@@ -970,116 +631,267 @@ consolidate.main()
     wait_for(lambda: list(Path("outputs/exp").glob("model.*.tmp/model.safetensors")))
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not Path("outputs/exp/model").exists()
+    assert not TARGET.exists()
     consolidate.main()
     assert not list(Path("outputs/exp").glob("model.*"))
-    assert exported_tensors().keys() == tensors.keys()
+    assert exported_tensors().keys() == llama.tensors.keys()
 
 
-@pytest.mark.parametrize("kind", ["limit", "torch", "reader"])
-def test_too_little_memory_is_one_message_and_publishes_nothing(kind: str) -> None:
-    config = CONFIGS["llama-tied"]
-    make_model(config)
-    tensors = trained_tensors(config)
-    make_checkpoint(tensors)
+OUT_OF_MEMORY = r"error: memory ran out \(.*Error.*\): lower runtime.num_workers or raise its limit, and run again\n"
+
+
+def test_too_little_memory_is_one_message_and_publishes_nothing(llama: Trained) -> None:
     # The allocator may still have room for this little model: more than that is asked for.
-    refused = {
-        "limit": "(limit(), bytearray(1 << 30))",
-        "torch": "torch.empty(1 << 50)",
-        "reader": "setattr(torch, 'load', lambda *args, **options: torch.empty(1 << 50))",
-    }[kind]
-    script = f"""
+    script = """
 import resource
-import torch
 from stages import consolidate
 from stages.base import command
 from stages.export import mapped
-def limit():  # as `ulimit -v`, but of what the interpreter and the libraries leave
+def limited(*args, **options):  # as `ulimit -v`, but of what the interpreter and the libraries leave
     size = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize"))
     resource.setrlimit(resource.RLIMIT_AS, (size + 1000 << 10,) * 2)
-write = mapped.write_safetensors
-mapped.write_safetensors = lambda *args, **options: ({refused}, write(*args, **options))[1]
+    bytearray(1 << 30)
+mapped.write_safetensors = limited
 command.run(consolidate.main)
 """
     process = subprocess.run(
         [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(REPO)}, capture_output=True, text=True
     )
     assert process.returncode == 2
-    message = r"error: memory ran out \(.*Error.*\): lower runtime.num_workers or raise its limit, and run again\n"
-    assert re.fullmatch(message, process.stderr)
+    assert re.fullmatch(OUT_OF_MEMORY, process.stderr)
     assert sorted(path.name for path in Path("outputs/exp").iterdir()) == [".model.lock", "checkpoints", "run.json"]
-    consolidate.main()
-    assert exported_tensors().keys() == tensors.keys()
 
 
-def test_any_checkpoint_gives_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = CONFIGS["llama-tied"]
-    make_model(config)
-    tensors = trained_tensors(config)
-    checkpoint = make_checkpoint(tensors)
+def test_too_little_memory_for_a_shard_does_not_make_it_a_damaged_one(
+    llama: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "load", lambda *args, **options: torch.empty(1 << 50))
+    assert re.fullmatch(OUT_OF_MEMORY, run_here("consolidate", status=2))
+
+
+def test_any_checkpoint_gives_a_model(llama: Trained) -> None:
     pointer_path("exp").unlink()
-    monkeypatch.setattr(sys, "argv", ["consolidate", "--checkpoint", str(checkpoint), "--output", "elsewhere/model"])
-    consolidate.main()
-    loaded = AutoModelForCausalLM.from_pretrained("elsewhere/model")
-    assert all(torch.equal(parameter, tensors[name]) for name, parameter in loaded.named_parameters())
-    monkeypatch.setattr(sys, "argv", ["consolidate", "--checkpoint", "step-3", "--output", "elsewhere/other"])
+    Path("empty").mkdir()
+    for output in ("elsewhere/model", "empty", "empty"):  # the last one is a model then, which is replaced
+        run("--checkpoint", str(llama.directory), "--output", output)
+        assert_equal(exported_tensors(Path(output)), llama.tensors)
     with pytest.raises(StageError, match=r"^--checkpoint: step-3 is no checkpoint: it has no manifest.json$"):
-        consolidate.main()
+        run("--checkpoint", "step-3", "--output", "elsewhere/other")
+    for option in ("--checkpoint", "--output"):
+        with pytest.raises(SystemExit, match="2"):
+            run(option, "a")
 
 
-@pytest.mark.parametrize("output", [".", "outputs", "outputs/exp", "notes", "notes/a.txt"])
-def test_what_is_no_model_is_not_replaced(output: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = CONFIGS["llama-tied"]
-    make_model(config)
-    checkpoint = make_checkpoint(trained_tensors(config))
+def test_what_is_no_model_is_not_replaced(llama: Trained) -> None:
     Path("notes").mkdir()
     Path("notes/a.txt").write_text("mine")
-    monkeypatch.setattr(sys, "argv", ["consolidate", "--checkpoint", str(checkpoint), "--output", output])
-    with pytest.raises(StageError, match=r"exists, and is no model of this pipeline: give a new or empty directory"):
-        consolidate.main()
-    Path("empty").mkdir()
-    monkeypatch.setattr(sys, "argv", ["consolidate", "--checkpoint", str(checkpoint), "--output", "empty"])
-    consolidate.main()
-    consolidate.main()  # a model is replaced
-    assert Path("empty/model.safetensors").is_file()
+    for output in (".", "outputs", "outputs/exp", "notes", "notes/a.txt"):
+        with pytest.raises(StageError, match="exists, and is no model of this pipeline: give a new or empty directory"):
+            run("--checkpoint", str(llama.directory), "--output", output)
 
 
-def test_a_checkpoint_of_another_model_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = CONFIGS["llama-tied"]
-    make_model(config)
-    checkpoint = make_checkpoint(trained_tensors(config))
+@pytest.mark.parametrize(
+    ("stated", "generation", "alone", "with_turns"),
+    [
+        (None, None, 0, [0, 5, 3]),  # and not the 2 of LlamaConfig
+        (7, None, [7, 0], [7, 0, 5, 3]),
+        (7, 0, 0, [0, 5, 3]),
+        (None, [5, 9], [5, 9, 0], [5, 9, 0, 3]),
+    ],
+)
+def test_generated_text_ends_where_documents_and_turns_have_ended(
+    llama: Trained, stated: int | None, generation: int | list[int] | None, alone: Any, with_turns: list[int]
+) -> None:
+    own = publish.read_json(MODEL / "config.json")
+    del own["eos_token_id"]
+    publish.write_json(MODEL / "config.json", own if stated is None else {**own, "eos_token_id": stated})
+    (MODEL / "generation_config.json").unlink()
+    if generation is not None:
+        publish.write_json(MODEL / "generation_config.json", {"eos_token_id": generation})
     write_model_manifest()
-    manifest = CheckpointManifest.read(checkpoint)
-    dataclasses.replace(manifest, identity=dataclasses.replace(manifest.identity, model="0" * 64)).write(checkpoint)
-    monkeypatch.setattr(sys, "argv", ["consolidate", "--checkpoint", str(checkpoint), "--output", "elsewhere"])
-    with pytest.raises(
-        StageError, match=r"not of the model that .*step-00000003 .*: set model_name and model_revision"
+    llama.finish()
+    for expected in (alone, with_turns):
+        consolidate.main()
+        loaded = AutoModelForCausalLM.from_pretrained(TARGET, local_files_only=True)
+        assert loaded.generation_config.eos_token_id == expected
+        write_conversations({"default": "new"})
+
+
+def write_conversations(templates: dict[str, str]) -> None:
+    """Have the training data be conversations, whose turns ended with the tokens 5 and 3."""
+    chats = ConversationMetrics(1, 9, 9, 0, {}, [], [5, 3])
+    write_pack_metrics(TOKENS, packed_text(conversations=chats), chat_templates=templates)
+
+
+def test_the_templates_of_the_conversations_replace_those_of_the_model(llama: Trained) -> None:
+    own = publish.read_json(MODEL / "tokenizer_config.json")
+    publish.write_json(MODEL / "tokenizer_config.json", {**own, "chat_template": "old"})
+    publish.write_json(MODEL / "chat_template.json", {"chat_template": "old"})
+    publish.write_text(MODEL / "additional_chat_templates/tool_use.jinja", "old")
+    write_model_manifest()
+    llama.finish()
+    consolidate.main()
+    assert [path.name for path in (TARGET / "additional_chat_templates").iterdir()] == ["tool_use.jinja"]
+    write_conversations({"default": "new", "rag": "b"})
+    lineage = exported_lineage()
+    assert [path.name for path in TARGET.glob("chat_template*")] == ["chat_template.jinja"]
+    assert "chat_template" not in publish.read_json(TARGET / "tokenizer_config.json")
+    assert AutoTokenizer.from_pretrained(TARGET, local_files_only=True).chat_template == {"default": "new", "rag": "b"}
+    assert lineage.files["additional_chat_templates/rag.jinja"] == FileEntry.of_text("b").sha256
+
+
+# The card.
+
+
+def card_of(text: str) -> ModelCard:
+    """The card as the library of the Hub reads it; what it writes is the same."""
+    found = ModelCard(text)
+    again = ModelCard(str(found))
+    assert found.data.to_dict() == again.data.to_dict()
+    return found
+
+
+def readme(
+    lineage: Lineage, losses: card.Losses | None = None, is_random: bool = False, **metadata: Any
+) -> str:  # fmt: skip
+    return card.readme(lineage, "LlamaForCausalLM", "float32", is_random, ModelLicense(metadata, "", {}), losses)
+
+
+def test_the_card_has_the_evaluation_of_this_very_step(llama: Trained) -> None:
+    # With the bytes of the text there are bits per byte; of other tokens they are unknown.
+    for tokens, bits in ((None, {}), (TOKENS, {"bits_per_byte": 2.25 / math.log(2) / 4}), ("of others", {})):
+        if tokens:
+            write_pack_metrics(tokens, packed_text(bytes=48, tokens=12))
+        found = exported_card()
+        metrics = {result.metric_type: result.metric_value for result in found.data.eval_results or []}
+        assert metrics == pytest.approx({"loss": 2.25, "perplexity": 9.48774} | bits, rel=1e-12)
+    assert "rounded" not in str(found)
+
+    Path("params.yaml").write_text(PARAMS.replace("null", "bf16"))
+    found = exported_card()
+    assert found.data.eval_results is not None
+    assert found.data.eval_results[0].metric_value == 2.25
+    assert "before the weights were rounded to bfloat16" in (found.data.eval_results[0].metric_name or "")
+    assert "On held-out text, before the weights were rounded to bfloat16:" in found.text
+
+    # The last validation was before this step: its loss is that of other weights.
+    (llama.directory / "history.tsv").write_text("step\tvalidation_loss\n0\t4.5\n2\t2.25\n")
+    llama.list_files()
+    found = exported_card()
+    assert found.data.eval_results is None
+    assert "was not measured at step 3" in found.text
+
+
+@pytest.mark.parametrize("loss", [800.0, math.inf, math.nan])
+def test_only_finite_numbers_are_metrics(loss: float) -> None:
+    losses = card.Losses(loss, loss)
+    assert losses.metrics().keys() == ({"loss", "bits_per_byte"} if loss == 800 else set())
+    text = readme(make_lineage(), losses)
+    assert ("is not finite at step 3" in text) == (loss != 800)
+    assert ("| metric | value |" in text) == (loss == 800)
+
+
+def test_the_card_of_a_model_of_conversations_shows_the_chat_template() -> None:
+    for rules, is_chat in (
+        (None, False),
+        ([{"files": "**", "text": "$.text"}], False),
+        ([{"files": "a/**", "text": "$.text"}, {"files": "**", "messages": "$.messages"}], True),
     ):
-        consolidate.main()
+        lineage = make_lineage(origins={"extract": Origin({"records": rules}, {})})
+        assert ("apply_chat_template" in readme(lineage)) == is_chat
 
 
-@pytest.mark.parametrize("options", [["--checkpoint", "a"], ["--output", "a"]])
-def test_options_that_belong_together(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["consolidate", *options])
-    with pytest.raises(SystemExit, match="2"):
-        consolidate.main()
+def test_the_card_names_the_base_model_on_the_hub() -> None:
+    lineage = make_lineage()
+    local = replace(lineage.model, name="/home/ann/tiny")
+    assert "/home" not in readme(replace(lineage, model=local))
+    source = replace(lineage.model, name="owner/base", commit="c" * 40)
+    for is_random, expected in ((False, ("owner/base", "finetune")), (True, (None, None))):
+        text = readme(replace(lineage, model=source), is_random=is_random, license="mit", language="en")
+        data = card_of(text).data
+        assert (data.base_model, data.get("base_model_relation")) == expected
+        assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
 
 
-def test_a_mistake_of_the_user_is_one_message() -> None:
-    process = start_stage("consolidate")
-    _, error = process.communicate()
-    assert process.returncode == 2
-    assert error == "error: data/model.json is missing: run `dvc repro download`\n"
+def test_the_license_of_the_initial_model_is_carried_on(llama: Trained) -> None:
+    front = "license: other\nlicense_name: tiny\nlicense_link: LICENSE.md\nlanguage: [en]\nbase_model: a/b\n"
+    (MODEL / "README.md").write_text(f"---\n{front}---\n# Tiny\n")
+    (MODEL / "LICENSE.md").write_text("All of it.")
+    # Of a directory, the Hub has no page; what that was made from here, it has.
+    for base_model in (None, "a/b"):
+        write_model_manifest()
+        llama.finish()
+        found = exported_card()
+        assert (found.data.license, found.data.license_name, found.data.license_link) == ("other", "tiny", "LICENSE.md")
+        assert (found.data.language, found.data.base_model) == (["en"], base_model)
+        assert "is `tiny` (LICENSE.md). Its text is in `LICENSE.md`." in found.text
+        assert (TARGET / "LICENSE.md").read_text() == "All of it."
+        # Its weights are the start of another training.
+        text = (TARGET / "README.md").read_text().replace("language:", "base_model: a/b\nlanguage:")
+        shutil.rmtree(MODEL)
+        shutil.copytree(TARGET, MODEL)
+        (MODEL / "README.md").write_text(text)
 
 
-def test_a_tokenizer_that_encodes_in_another_way_than_in_the_training_is_refused() -> None:
-    config = CONFIGS["llama-tied"]
-    model = make_model(config)
-    trained = Tokenizer.from_file(str(TOKENIZER))
-    trained.add_tokens(["a b"])
-    publish.write_text(TOKENIZER, trained.to_str())
-    dataclasses.replace(model, tokenizer=FileEntry.of(TOKENIZER)).write()
-    make_checkpoint(trained_tensors(config))
-    with pytest.raises(StageError, match="the exported model would encode 'a b' with other tokens than it was trained"):
-        consolidate.main()
-    assert not Path("outputs/exp/model").exists()
+def test_the_license_of_a_config_is_not_that_of_random_weights() -> None:
+    make_model("llama", dtype=None)
+    (MODEL / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: en\n---\n")
+    write_model_manifest()
+    make_checkpoint(trained_tensors(CONFIGS["llama"]))
+    found = exported_card()
+    assert (found.data.license, found.data.language, found.data.base_model) == ("unknown", None, None)
+    assert "Config and tokenizer have a license of their own. That of `models/tiny` is `apache-2.0`." in found.text
+    assert "trained for 3 steps from random weights" in found.text
+
+
+# The lineage.
+
+
+def test_the_lineage_contains_the_lineage_of_the_initial_model(llama: Trained) -> None:
+    weights = {"model.safetensors": publish.sha256_file(MODEL / "model.safetensors")}
+    adopted = Adoption(run_id="zeroth", step=2, differences=[], adopted=None)
+    parent = make_lineage(run_id="first", step=7, adopted=adopted, weights=weights)
+    of_other_weights = replace(parent, weights={"model.safetensors": "another"})
+    path = MODEL / "lineage.json"
+    for write, expected in (
+        (lambda: parent.write(path), parent),
+        (lambda: of_other_weights.write(path), None),
+        (lambda: publish.write_json(path, dataclasses.asdict(parent)), None),  # without its digest
+        (lambda: path.write_text("?"), None),
+    ):
+        write()
+        write_model_manifest()
+        llama.finish()
+        lineage = exported_lineage()
+        assert (lineage.run_id, lineage.model.lineage) == ("run", expected)
+        assert ("the result of run `first`" in (TARGET / "README.md").read_text()) == bool(expected)
+
+
+def test_the_lineage_names_how_the_data_was_made(llama: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    lineage = exported_lineage()
+    assert (lineage.splits, lineage.corpus, lineage.encoder, lineage.origins) == (None, None, None, {})
+
+    params: dict[str, dict[str, Any]] = {
+        "organize": {"num_splits": 4}, "extract": {"min_chars": 1}, "pack": {"seq_length": 32},
+    }  # fmt: skip
+    origins = {stage: Origin(values, {"pyarrow": "1"}) for stage, values in params.items()}
+    publish.write_json(RECORDS["organize"], {"origin": origins["organize"]})
+    splits = publish.sha256_file(RECORDS["organize"])
+    publish.write_json(RECORDS["extract"], {"origin": origins["extract"], "source": splits, "fingerprint": "f"})
+    write_pack_metrics(TOKENS, encoder="tokenizers 1", source="f", origin=origins["pack"])
+    capsys.readouterr()
+    lineage = exported_lineage()
+    assert (lineage.splits, lineage.corpus, lineage.encoder) == (splits, "f", "tokenizers 1")
+    assert [*lineage.origins.items()] == [*origins.items()]
+    assert "warning" not in capsys.readouterr().out
+
+    # Stages that ran again since, on other data: their records, and those before them, are not of this model.
+    for stage, left in (("organize", ["extract", "pack"]), ("extract", ["pack"]), ("pack", [])):
+        record = publish.read_json(RECORDS[stage])
+        changed = {"fingerprint": "other"} if "fingerprint" in record else {"files": 1}
+        publish.write_json(RECORDS[stage], {**record, **changed})
+        lineage = exported_lineage()
+        assert list(lineage.origins) == left
+        assert f"{RECORDS[stage]}: missing, damaged, or of other data" in capsys.readouterr().out
+        assert (lineage.splits, lineage.corpus) == (None, "f" if "extract" in left else None)
+        assert lineage.encoder == ("tokenizers 1" if left else None)

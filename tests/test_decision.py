@@ -135,12 +135,16 @@ def test_after_a_restart_never_means_what_this_launch_has_saved(
     own, other = make_run(params, batch_size=4), make_run(params)
     found = Found({}, False, checkpoints(other, 10), [], False, False)
     runtime = replace(load_params(TrainRuntime, "runtime", REPO / "params.yaml"), resume="never")
-    for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT"):
+    variables = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    for name in variables:
         monkeypatch.delenv(name, raising=False)
     assert how_to_resume(runtime) == "never"
     assert how_to_resume(runtime, is_restart=True) == "own"
+    for name in variables:
+        for count, expected in (("1", "own"), ("0", "never")):
+            monkeypatch.setenv(name, count)
+            assert how_to_resume(runtime) == expected
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert how_to_resume(runtime) == "own"
     assert how_to_resume(replace(runtime, resume="auto")) == "auto"
     assert decide(own, "auto", found).action == "adopt"
     assert decide(own, "own", found).action == "start"

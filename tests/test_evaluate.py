@@ -1,7 +1,6 @@
 """The losses are those of the model, on any number of ranks; and what is exported has the loss of what was trained."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -10,28 +9,28 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import psutil
+import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 import yaml
-from torch import multiprocessing
 from transformers import AutoModelForCausalLM, GPT2Config, GraniteConfig, LlamaConfig, Mamba2Config, PreTrainedConfig
 
 from stages import download, evaluate
 from stages.base import history, outputs, publish
-from stages.base.dataset import Dataset, Shard
+from stages.base.dataset import Dataset
 from stages.base.errors import StageError
 from stages.base.identity import TokenFingerprints
-from stages.base.origin import Origin
-from stages.base.packed import METRICS, VALIDATION, EncoderMetrics, PackMetrics, PartMetrics
+from stages.base.packed import METRICS, VALIDATION, PackMetrics
 from stages.base.params_file import load_params
 from stages.evaluate import EvaluateParams, EvaluateRuntime
 from stages.evaluation import generation, measure, rank, samples
@@ -46,14 +45,17 @@ from stages.evaluation.request import (
     weight_bytes,
 )
 from stages.export.evaluation import Evaluation
-from stages.export.lineage import InitialModel, Lineage
+from stages.export.lineage import Lineage
 from stages.forward import attention_choice
 from stages.forward.loss import LossHead
 from stages.forward.rows import TokenRows
+from stages.model.manifest import ModelManifest
 from stages.ranks import process_group, watchdog
 from stages.ranks.watchdog import Heartbeat
-from tests.models import write_tokenizer
-from tests.project import REPO, flip_bit, is_alive, start_stage, wait_for
+from stages.work import arrow
+from tests.artifacts import make_lineage, packed_text, write_model, write_pack_metrics
+from tests.project import REPO, flip_bit, is_alive, run_here, start_stage, wait_for
+from tests.ranks import Ranks
 
 LENGTH, EOS = 24, 2
 MODEL = Path("outputs/exp/model")
@@ -63,69 +65,77 @@ LLAMA = LlamaConfig(
     max_position_embeddings=48,
 )  # fmt: skip
 RUNTIME = EvaluateRuntime(nproc_per_node=1, timeout_minutes=5)
-TEXT = PartMetrics(1, 1, 1, 1, 1.0, 0.0, 0, 1)
-COLUMNS = "step\tepoch\ttokens\tloss\tlr\tgrad_norm\tvalidation_loss"
+TEXT = packed_text()
+
+
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All that the stage reads, with rows of random words."""
+    directory = tmp_path_factory.mktemp("project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        write_params()
+        write_rows()
+        make_model(LLAMA)
+        write_history(untrained=4.5)
+    return directory
 
 
 @pytest.fixture(autouse=True)
-def project(empty_project: Path, mesh: object) -> None:
-    """All that the stage reads, with rows of random words; this process is the only rank."""
-    write_params()
-    write_rows(7)
-    write_model(LLAMA)
-    write_history(untrained=4.5)
+def project(made_once: Path, empty_project: Path, mesh: object) -> None:
+    """A copy of it as the current directory; this process is the only rank."""
+    shutil.copytree(made_once, ".", dirs_exist_ok=True)
 
 
-def write_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32, **lineage: Any) -> None:
-    """Write a model of random weights and its lineage, as `consolidate` does."""
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).save_pretrained(MODEL)
-    write_tokenizer(MODEL, ["<unk>", "<b>", "<eos>", *(f"w{number}" for number in range(3, 64))])
-    params = download.DownloadParams(model_name=str(MODEL), model_revision="main", initial_weights="auto")
-    download.describe(params).write()
-    write_lineage(**lineage)
+def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> None:
+    """Write a model of random weights, rounded to `dtype`, and its lineage, as `consolidate` does."""
+    write_model(MODEL, config, words=["<unk>", "<b>", "<eos>", *(f"w{number}" for number in range(3, 64))])
+    if dtype != torch.float32:
+        AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).save_pretrained(MODEL)
+    describe_model().write()
+    write_lineage()
 
 
-def write_lineage(precision: str = "fp32", tf32: bool = False, **params: Any) -> None:
-    """The lineage of a model that was trained with the rows and parameters of the project, and with `params`."""
-    trained = {**yaml.safe_load(Path("params.yaml").read_text()), "precision": precision, "tf32": tf32, **params}
-    validation = Dataset.read(VALIDATION, "pack").fingerprint
-    Lineage(
-        run_id="0123",
-        step=3,
-        adopted=None,
-        model=InitialModel(name="<tiny & small>", revision="main", commit=None, manifest="m", lineage=None),
-        data=TokenFingerprints(train="t", validation=validation),
-        params=trained,
-        code="c",
-        packages={},
-        checkpoint="cs",
-        weights={"model.safetensors": publish.sha256_file(MODEL / "model.safetensors")},
-    ).write(MODEL / "lineage.json")
+def describe_model() -> ModelManifest:
+    return download.describe(download.DownloadParams(str(MODEL), "main", "auto"))
+
+
+def write_lineage() -> None:
+    """The lineage of a model that was trained with the rows and parameters of the project."""
+    data = TokenFingerprints("t", Dataset.read(VALIDATION, "pack").fingerprint)
+    trained = {**yaml.safe_load(Path("params.yaml").read_text()), "precision": "fp32", "tf32": False}
+    weights = {"model.safetensors": publish.sha256_file(MODEL / "model.safetensors")}
+    make_lineage(data=data, params=trained, weights=weights).write(MODEL / "lineage.json")
 
 
 def write_history(untrained: float | None = None, trained: float | None = None) -> None:
     """The course of a training of three steps, with the validation losses before and after it."""
-    losses = {0: untrained, 2: 3.75, 3: trained}
-    rows = [f"{step}\t0.5\t100\t4.0\t0.001\t2.0\t{losses.get(step) or ''}" for step in range(4)]
-    Path("outputs/history.tsv").write_text("\n".join([COLUMNS, *rows, ""]))
+    table = history.History()
+    for step, loss in enumerate((untrained, None, 3.75, trained)):
+        table.add(step=step, epoch=0.5, validation_loss=loss)
+    outputs.HISTORY.write_text(table.text())
 
 
-def write_rows(num_rows: int, length: int = LENGTH) -> None:
-    """Write rows of random tokens as the pack stage does: with the digests of the shard in state.json."""
-    shutil.rmtree(VALIDATION, ignore_errors=True)
+def make_rows(num_rows: int = 7, length: int = LENGTH) -> Any:
+    """Rows of random tokens; the first one is a part of one document."""
     rows = np.random.default_rng(0).integers(1, 64, (num_rows, length), dtype=np.int32)
-    rows[:1][rows[:1] == EOS] = 3  # the first row is a part of one document
-    features = datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=length)})
-    datasets.Dataset.from_dict({"input_ids": list(rows)}, features=features).save_to_disk(str(VALIDATION))
-    files = sorted(VALIDATION.glob("*.arrow"))  # one, or none where there are no rows
-    shards = [Shard(filename=file.name, rows=num_rows, sha256=publish.sha256_file(file)) for file in files]
-    info = publish.read_json(VALIDATION / "dataset_info.json")
-    Dataset(features=info["features"], shards=shards).write(VALIDATION)
+    rows[:1][rows[:1] == EOS] = 3
+    return rows
+
+
+def write_rows(num_rows: int = 7, length: int = LENGTH) -> None:
+    """Write them as the pack stage does."""
+    shutil.rmtree(VALIDATION, ignore_errors=True)
+    VALIDATION.mkdir(parents=True)
+    features, shards = arrow.token_features(length), []
+    if num_rows:
+        writer = arrow.StreamWriter(VALIDATION / arrow.shard_name(0, 1), features)
+        writer.write(pa.FixedSizeListArray.from_arrays(make_rows(num_rows, length).ravel(), length))
+        shards = [writer.close()]
+    Dataset(features, shards).write(VALIDATION)
     # With the tokens of a partial row, which pack drops.
     tokens = num_rows * length + length // 2 if num_rows else 0
-    part = PartMetrics(1, tokens, tokens, tokens, 1.0, 0.0, 0, num_rows)
-    PackMetrics(part, part, EncoderMetrics("", 0, None), "", "", Origin({}, {})).write(METRICS)
+    write_pack_metrics("", packed_text(bytes=tokens, tokens=tokens, rows=num_rows))
     if MODEL.exists():
         write_lineage()
 
@@ -164,7 +174,7 @@ def request(**changed: Any) -> Request:
 
     with pytest.raises(InterruptedError):
         evaluate.evaluate(load_params(EvaluateParams), RUNTIME, record)
-    return dataclasses.replace(found[0], **changed)
+    return replace(found[0], **changed)
 
 
 def reference_loss(document_mask: bool, first: int = 0, last: int | None = None) -> tuple[float, int]:
@@ -173,7 +183,7 @@ def reference_loss(document_mask: bool, first: int = 0, last: int | None = None)
     Of the tokens from `first` to `last` among those of all rows.
     """
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    rows = np.asarray(datasets.load_from_disk(str(VALIDATION))["input_ids"])
+    rows = make_rows()
     losses = []
     position = 0
     for row in rows:
@@ -190,27 +200,27 @@ def reference_loss(document_mask: bool, first: int = 0, last: int | None = None)
     return float(np.mean(losses)), len(losses)
 
 
-@pytest.mark.parametrize("document_mask", [True, False])
-@pytest.mark.parametrize("eval_batch_size", [None, 7, 100])
-def test_loss_and_perplexity_are_those_of_each_document_alone(document_mask: bool, eval_batch_size: int | None) -> None:
+@pytest.mark.parametrize(
+    ("document_mask", "eval_batch_size", "is_padded"),
+    [(True, None, False), (True, 7, False), (True, 100, False), (False, None, False), (False, 7, False),
+     (True, None, True)],
+)  # fmt: skip
+def test_loss_and_perplexity_are_those_of_each_document_alone(
+    document_mask: bool, eval_batch_size: int | None, is_padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_padded:
+        monkeypatch.setattr(attention_choice, "refusal", lambda _, name, *args: None if name == "padded" else "fails")
     write_params(document_mask=document_mask, eval_batch_size=eval_batch_size)
     evaluation = run_stage()
     found = evaluation.validation
     loss, tokens = reference_loss(document_mask)
     assert found is not None
     assert (found.rows, found.tokens, found.loss) == (7, tokens, pytest.approx(loss, abs=1e-5))
+    assert abs(loss - reference_loss(not document_mask)[0]) > 1e-3, "the other kind of mask would not do"
     assert found.perplexity == pytest.approx(math.exp(found.loss), rel=5e-6)
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2), rel=5e-6)
     assert max(len(str(number)) for number in (found.loss, found.perplexity, found.bits_per_byte)) <= 7, "6 digits"
     assert (evaluation.run_id, evaluation.step, evaluation.dtype) == ("0123", 3, "float32")
-
-
-def test_the_loss_of_padded_documents_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_choice, "refusal", lambda _, name, *args: None if name == "padded" else "fails")
-    evaluation = run_stage()
-    loss, tokens = reference_loss(document_mask=True)
-    assert evaluation.validation is not None
-    assert (evaluation.validation.tokens, evaluation.validation.loss) == (tokens, pytest.approx(loss, abs=1e-5))
 
 
 @pytest.mark.parametrize(("eval_rows", "indices"), [(3, [0, 2, 4]), (None, [*range(7)])])
@@ -234,7 +244,7 @@ def test_the_loss_does_not_depend_on_which_rows_are_measured_together() -> None:
     """The second row has the only document that is longer than the original context of the model."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     values = {**LLAMA.to_dict(), "rope_parameters": {**rope, "factor": 4.0, "original_max_position_embeddings": 16}}
-    write_model(LlamaConfig(**values))
+    make_model(LlamaConfig(**values))
     losses = []
     for eval_batch_size in (1, 7):
         write_params(eval_batch_size=eval_batch_size, eval_samples=0)
@@ -244,42 +254,27 @@ def test_the_loss_does_not_depend_on_which_rows_are_measured_together() -> None:
     assert losses[0] == pytest.approx(losses[1], abs=2e-5)
 
 
-def test_the_two_kinds_of_mask_give_different_losses() -> None:
-    """Otherwise the tests above would pass with either."""
-    assert abs(reference_loss(document_mask=True)[0] - reference_loss(document_mask=False)[0]) > 1e-3
-
-
 # The export.
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rounding_weights_changes_the_loss_by_less_than_is_allowed(dtype: torch.dtype) -> None:
-    exported = run_stage().exported
-    assert exported is not None
-    write_model(LLAMA, dtype)
-    write_history(untrained=4.5, trained=exported.loss)
-    evaluation = run_stage()
-    assert evaluation.exported is not None
-    assert (evaluation.exported.loss == exported.loss) == (dtype == torch.float32)
-    assert evaluation.dtype == str(dtype).removeprefix("torch.")
 
 
 @pytest.mark.parametrize(
     ("dtype", "remedy"),
     [
-        (torch.float32, r"not the weights of the checkpoint: run `dvc repro -f -s consolidate`"),
-        (torch.bfloat16, r"Rounding the weights to bfloat16 has changed it: set export_dtype: fp32"),
+        ("float32", "They are not the weights of the checkpoint: run `dvc repro -f -s consolidate`"),
+        ("bfloat16", "Rounding the weights to bfloat16 has changed it: set export_dtype: fp32"),
+        ("float16", "Rounding the weights to float16 has changed it: set export_dtype: fp32"),
     ],
 )
-def test_weights_with_another_loss_than_the_trained_ones_are_refused(
-    dtype: torch.dtype, remedy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_model(LLAMA, dtype)
+def test_weights_may_be_rounded_but_not_be_other_ones(dtype: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained = run_stage().exported
     assert trained is not None
-    write_history(untrained=9.0, trained=trained.loss)
-    run_stage()
-    weights = transformers.AutoModelForCausalLM.from_pretrained(MODEL)
+    write_history(untrained=trained.loss, trained=trained.loss)
+    make_model(LLAMA, getattr(torch, dtype))
+    evaluation = run_stage()
+    assert evaluation.exported is not None
+    assert (evaluation.exported.loss == trained.loss) == (dtype == "float32")
+    assert evaluation.dtype == dtype
+    weights = AutoModelForCausalLM.from_pretrained(MODEL)
     weights.lm_head.weight.data.zero_()
     weights.save_pretrained(MODEL)
     write_lineage()
@@ -289,30 +284,40 @@ def test_weights_with_another_loss_than_the_trained_ones_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "precision", "tf32", "allowed"),
+    ("dtype", "precision", "tf32", "untrained", "trained", "allowed"),
     [
-        ("float32", "fp32", False, 1e-4),
-        ("float32", "fp32", True, 2**-10),
-        ("float32", "bf16", False, 2**-7),
-        ("float16", "fp32", False, 2**-10),
-        ("bfloat16", "fp16", False, 2**-7),
-        ("bfloat16", "fp8", False, 2**-4),
+        # Above 1 nat a part of the loss: that of the coarser of export and computation.
+        ("float32", "fp32", False, None, 2.0, 2 * 1e-4),
+        ("float32", "fp32", True, None, 2.0, 2 * 2**-10),
+        ("float32", "bf16", False, None, 2.0, 2 * 2**-7),
+        ("float16", "fp32", False, None, 2.0, 2 * 2**-10),
+        ("bfloat16", "fp16", False, None, 2.0, 2 * 2**-7),
+        ("bfloat16", "fp8", False, None, 2.0, 2 * 2**-4),
+        # Near 0 in nats; with rounding half of the gain, where there is one.
+        ("float32", "fp32", False, 0.9591, 0.01, 1e-4),
+        ("float32", "fp32", False, None, 0.0, 1e-4),
+        ("bfloat16", "fp32", False, 0.9591, 0.01, 0.5 * 0.9491),
+        ("bfloat16", "fp32", False, 0.0101, 0.01, 2**-7),
+        ("bfloat16", "fp32", False, None, 0.01, 2**-7),
+        ("bfloat16", "fp32", False, math.nan, 0.01, 2**-7),
     ],
 )
-def test_what_is_allowed_is_the_coarser_of_export_and_computation(
-    dtype: str, precision: str, tf32: bool, allowed: float
+def test_what_is_allowed_is_of_the_loss_in_nats_or_of_the_gain(
+    dtype: str, precision: str, tf32: bool, untrained: float | None, trained: float, allowed: float
 ) -> None:
-    write_model(LLAMA, getattr(torch, dtype))
-    write_history(trained=2.0)
-    lineage = dataclasses.replace(Lineage.read(MODEL / "lineage.json"), params={"precision": precision, "tf32": tf32})
-    found = request(trained=evaluate.find_trained(history.read(outputs.HISTORY), lineage, dtype))
-    for change, fails in ((0.99, False), (-0.99, False), (1.01, True), (-1.01, True), (math.nan, True)):
-        exported = LossSum(1, 1, 2 * (1 + change * allowed))
-        if fails:
-            with pytest.raises(StageError, match=r"the loss on 1 held-out rows was 2 at step 3"):
-                measure.check_export(found, exported)
-        else:
-            measure.check_export(found, exported)
+    lineage = make_lineage(params={"precision": precision, "tf32": tf32})
+    course: list[history.Row] = [{"step": 0, "validation_loss": untrained}, {"step": 3, "validation_loss": trained}]
+    found = evaluate.find_trained(course, lineage, dtype)
+    assert found == Trained(trained, 3, pytest.approx(allowed))  # type: ignore[arg-type]
+
+
+def test_a_loss_that_differs_by_more_than_is_allowed_or_is_none_is_refused() -> None:
+    found = request(trained=Trained(2.0, 3, 0.25))
+    for loss in (1.75, 2.25):
+        measure.check_export(found, LossSum(1, 2, 2 * loss))
+    for loss in (1.74, 2.26, math.nan):
+        with pytest.raises(StageError, match=r"the loss on 1 held-out rows was 2 at step 3 .* nats, where 0.25 is"):
+            measure.check_export(found, LossSum(1, 2, 2 * loss))
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(8192, 64), (3 * LENGTH, 3), (LENGTH - 1, 1)])
@@ -322,77 +327,29 @@ def test_a_forward_pass_has_a_limited_number_of_tokens(monkeypatch: pytest.Monke
     assert request().batch_size == rows
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_training_that_has_diverged_is_said_to(loss: float) -> None:
-    write_history(untrained=4.5, trained=loss)
-    with pytest.raises(StageError, match=rf"was {loss} at step 3: the training has diverged. Lower lr"):
-        run_stage()
-
-
 @pytest.mark.parametrize(
-    ("dtype", "untrained", "trained", "exported", "fails"),
-    [
-        ("bfloat16", 0.9591, 0.0803175, 0.0867319, False),  # 0.7 % of the gain, 8 % of the loss
-        ("bfloat16", 0.9591, 0.01, 0.012, False),
-        ("bfloat16", 0.9591, 0.01, 0.4, False),  # a warning
-        ("bfloat16", 0.9591, 0.01, 0.6, True),
-        ("bfloat16", 0.9591, 0.01, math.nan, True),
-        ("bfloat16", 0.0101, 0.01, 0.017, False),  # nothing to learn
-        ("bfloat16", 0.0101, 0.01, 0.019, True),
-        ("bfloat16", None, 0.01, 0.017, False),
-        ("float32", 0.9591, 0.01, 0.01009, False),
-        ("float32", 0.9591, 0.01, 0.0102, True),  # nothing is rounded
-    ],
+    ("dtype", "undone", "warns"), [("bfloat16", 0.04, False), ("bfloat16", 0.06, True), ("float32", 0.06, False)]
 )
-def test_what_is_allowed_of_a_loss_near_0_is_in_nats_and_of_the_gain(
-    dtype: str, untrained: float | None, trained: float, exported: float, fails: bool
-) -> None:
-    write_history(untrained, trained)
-    lineage = Lineage.read(MODEL / "lineage.json")
-    found = request(trained=evaluate.find_trained(history.read(outputs.HISTORY), lineage, dtype))
-    with pytest.raises(StageError, match=r"nats, where .* is allowed") if fails else contextlib.nullcontext():
-        measure.check_export(found, LossSum(1, 1, exported))
-
-
-def test_a_loss_of_nothing_is_compared_too() -> None:
-    found = request(trained=Trained(0.0, 3, 1e-4))
-    measure.check_export(found, LossSum(1, 1, 0.0))
-    with pytest.raises(StageError, match=r"was 0 at step 3 .* is 0\.5"):
-        measure.check_export(found, LossSum(1, 1, 0.5))
-
-
-def test_rows_other_than_those_of_the_training_are_refused() -> None:
-    lineage = (MODEL / "lineage.json").read_bytes()
-    write_rows(8)
-    (MODEL / "lineage.json").write_bytes(lineage)
-    with pytest.raises(StageError, match=r"validation has other rows than the training measured: run `dvc repro"):
-        run_stage()
-
-
-@pytest.mark.parametrize("undone", [0.04, 0.06])
 def test_what_the_rounding_of_the_export_has_undone_is_a_warning(
-    undone: float, capsys: pytest.CaptureFixture[str]
+    dtype: str, undone: float, warns: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    exported = run_stage().exported
-    assert exported is not None
-    gain = exported.loss * 2**-7
-    write_history(untrained=exported.loss + gain * (1 - undone), trained=exported.loss - gain * undone)
-    config = publish.read_json(MODEL / "config.json")
-    for dtype, precision, warns in (("bfloat16", "fp32", undone > 0.05), ("float32", "bf16", False)):
-        publish.write_json(MODEL / "config.json", {**config, "dtype": dtype})
-        write_lineage(precision)
-        capsys.readouterr()
-        evaluate.write(run_stage())
-        output = capsys.readouterr().out
-        assert ("warning: rounding to bfloat16 has undone 6% of the gain" in output) == warns
-        cost = f"rounding to bfloat16 costs {gain * undone:.4f} nats per token, {undone:.1%} of the gain"
-        assert (cost in output) == (dtype == "bfloat16")
-        assert ("export_dtype: fp32" in output) == warns
+    evaluation = run_stage()
+    assert evaluation.exported is not None
+    untrained, trained = (
+        replace(evaluation.exported, loss=evaluation.exported.loss + difference)
+        for difference in (0.5 * (1 - undone), -0.5 * undone)
+    )
+    evaluate.write(replace(evaluation, dtype=dtype, untrained=untrained, trained=trained))
+    output = capsys.readouterr().out
+    assert ("warning: rounding to bfloat16 has undone 6% of the gain" in output) == warns
+    cost = f"rounding to bfloat16 costs {0.5 * undone:.4f} nats per token, {undone:.1%} of the gain"
+    assert (cost in output) == (dtype == "bfloat16")
+    assert ("export_dtype: fp32" in output) == warns
 
 
 def test_a_cpu_computes_in_fp32() -> None:
     """Where it has no instructions for bf16, that is several times as fast."""
-    write_model(LLAMA, torch.bfloat16)
+    make_model(LLAMA, torch.bfloat16)
     model, _ = generation.load(MODEL)
     assert (stored_dtype(MODEL), model.dtype) == ("bfloat16", torch.float32)
 
@@ -400,7 +357,7 @@ def test_a_cpu_computes_in_fp32() -> None:
 def test_the_model_computes_the_loss_itself_where_that_gives_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = measure.load(request(), is_sharded=False)
     assert isinstance(model.get_output_embeddings(), LossHead)
-    write_model(GraniteConfig(**{**LLAMA.to_dict(), "model_type": "granite"}, logits_scaling=4.0))
+    make_model(GraniteConfig(**{**LLAMA.to_dict(), "model_type": "granite"}, logits_scaling=4.0))
     model, _ = measure.load(request(), is_sharded=False)
     assert not isinstance(model.get_output_embeddings(), LossHead)
     assert "evaluate: loss plain, because the model changes what its LM head returns" in capsys.readouterr().out
@@ -430,9 +387,9 @@ def test_the_attention_is_one_that_works_in_the_exported_dtype(monkeypatch: pyte
 
 
 def test_samples_continue_the_beginnings_of_held_out_documents() -> None:
-    write_rows(7, length=44)
+    write_rows(length=44)
     samples = run_stage().samples
-    tokens = np.asarray(datasets.load_from_disk(str(VALIDATION))["input_ids"]).ravel()
+    tokens = make_rows(length=44).ravel()
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     documents = [tokenizer.decode(document) for document in np.split(tokens, np.flatnonzero(tokens == EOS) + 1)]
     assert len({sample.prompt for sample in samples}) == 3
@@ -489,42 +446,57 @@ def test_without_held_out_rows_there_is_no_loss_and_no_sample(capsys: pytest.Cap
 # What is read.
 
 
-def test_weights_that_are_not_those_of_the_lineage_are_refused() -> None:
-    path = MODEL / "model.safetensors"
-    flip_bit(path, -1)
-    with pytest.raises(StageError, match=r"model\.safetensors is damaged .*: run `dvc repro -f -s consolidate`"):
-        run_stage()
-    (MODEL / "lineage.json").unlink()
-    with pytest.raises(StageError, match=r"lineage\.json is missing"):
+def flip_weights() -> None:
+    flip_bit(MODEL / "model.safetensors", -1)
+
+
+def flip_rows() -> None:
+    (file,) = VALIDATION.glob("*.arrow")
+    flip_bit(file, file.stat().st_size // 2)
+
+
+def pack_other_rows() -> None:
+    lineage = (MODEL / "lineage.json").read_bytes()
+    write_rows(8)
+    (MODEL / "lineage.json").write_bytes(lineage)
+
+
+def export_another_run() -> None:
+    lineage = Lineage.read(MODEL / "lineage.json")
+    replace(lineage, history="0" * 64).write(MODEL / "lineage.json")
+
+
+def move_initial_model() -> None:
+    replace(describe_model(), model_name="gone").write()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (flip_weights, r"model\.safetensors is damaged .*: run `dvc repro -f -s consolidate`"),
+        ((MODEL / "lineage.json").unlink, r"lineage\.json is missing"),
+        (flip_rows, r"arrow is damaged .* run `dvc repro -f -s pack`"),
+        (pack_other_rows, r"validation has other rows than the training measured: run `dvc repro"),
+        (export_another_run, r"history\.tsv is not of the run that made outputs/exp/model: run `dvc repro e"),
+        (move_initial_model, r"model_name: the directory 'gone' is gone; put it back"),
+        (lambda: write_history(4.5, math.nan), "was nan at step 3: the training has diverged. Lower lr"),
+        (lambda: write_history(4.5, math.inf), "was inf at step 3: the training has diverged. Lower lr"),
+    ],
+    ids=["weights", "no lineage", "rows", "other rows", "other run", "initial model", "nan", "inf"],
+)
+def test_what_is_damaged_or_of_another_training_is_refused(change: Callable[[], object], problem: str) -> None:
+    change()
+    with pytest.raises(StageError, match=problem):
         run_stage()
     assert read_outs() == {}
 
 
-def test_an_initial_model_that_is_not_here_is_refused_where_samples_of_it_are_wanted() -> None:
+def test_the_initial_model_is_needed_where_samples_of_it_are_wanted() -> None:
     """Without its samples the result would depend on the machine."""
     assert request().initial == str(MODEL)
-    params = download.DownloadParams(model_name=str(MODEL), model_revision="main", initial_weights="auto")
-    dataclasses.replace(download.describe(params), model_name="gone").write()
-    with pytest.raises(StageError, match=r"model_name: the directory 'gone' is gone; put it back"):
-        run_stage()
     write_params(eval_samples=0)
+    move_initial_model()
     assert run_stage().samples == []
-
-
-def test_a_history_of_another_run_is_refused() -> None:
-    lineage = Lineage.read(MODEL / "lineage.json")
-    dataclasses.replace(lineage, history="0" * 64).write(MODEL / "lineage.json")
-    with pytest.raises(
-        StageError, match=r"history\.tsv is not of the run that made outputs/exp/model: run `dvc repro e"
-    ):
-        run_stage()
-
-
-def test_tokens_that_are_not_those_of_their_metadata_are_refused() -> None:
-    (file,) = VALIDATION.glob("*.arrow")
-    flip_bit(file, file.stat().st_size // 2)
-    with pytest.raises(StageError, match=r"arrow is damaged .* run `dvc repro -f -s pack`"):
-        run_stage()
 
 
 def test_all_is_written_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -581,17 +553,16 @@ def rank_main(rank: int, requests: dict[str, Request]) -> None:
     torch.save(found, f"results-{rank}.pt")
 
 
-def test_any_number_of_ranks_finds_the_same_with_copies_or_a_sharded_model() -> None:
+def test_any_number_of_ranks_finds_the_same_with_copies_or_a_sharded_model(ranks: Ranks) -> None:
     """That is, the same digits, and the same text."""
     expected, requests = {}, {}
     for name, (config, dtype, changed) in CASES.items():
-        write_model(config, dtype)
-        write_rows(7)
+        make_model(config, dtype)
         requests[name] = request(**changed)
         expected[name] = measure_here(requests[name], 1)
         for directory in ("data", "outputs"):
             shutil.copytree(directory, Path(name) / directory)
-    multiprocessing.spawn(rank_main, (requests,), nprocs=2)
+    ranks.call(rank_main, requests)
     results, others = (torch.load(f"results-{rank}.pt", weights_only=False) for rank in range(2))
     text, lineage = PackMetrics.read(METRICS).validation, Lineage.read(MODEL / "lineage.json")
     for name, found in expected.items():
@@ -610,7 +581,7 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, number: int, free: int = 0) ->
 
 
 def test_on_gpus_each_copy_in_the_exported_dtype_must_fit_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    write_model(LLAMA, torch.bfloat16)
+    make_model(LLAMA, torch.bfloat16)
     on_cpu = weight_bytes(request())
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     pretend_gpus(monkeypatch, 8)
@@ -643,14 +614,14 @@ def test_what_needs_less_memory_is_named(
     assert re.fullmatch(expected, remedies(request(batch_size=batch_size), ranks))
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
     evaluate.write(run_stage())
     expected = read_outs()
-    metrics, evaluation = publish.read_json(outputs.METRICS), Evaluation.read(outputs.EVALUATION)
-    assert evaluation.validation is not None
-    assert metrics["validation_loss"] == evaluation.validation.loss
-    assert metrics["perplexity"] == evaluation.validation.perplexity
-    assert metrics["bits_per_byte"] == evaluation.validation.bits_per_byte
+    metrics, validation = publish.read_json(outputs.METRICS), Evaluation.read(outputs.EVALUATION).validation
+    assert validation is not None
+    assert metrics["validation_loss"] == validation.loss
+    assert (metrics["perplexity"], metrics["bits_per_byte"]) == (validation.perplexity, validation.bits_per_byte)
     environment = {"PYTHONPATH": str(REPO), "SOURCE_DATE_EPOCH": "1", "TZ": "Asia/Tokyo", "PYTHONHASHSEED": "7"}
     command = [sys.executable, "-m", "stages.evaluate"]
     process = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
@@ -668,7 +639,7 @@ def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
          r"error: the measurement failed as shown above; if a rank was killed by signal 9 because memory ran out, use "
          r"eval_batch_size 1 \(of the training too, which then runs again\), fewer ranks than 2 .*\n"),
         (signal.SIGTERM, False, 143, "interrupted: run it again\n"),
-        (signal.SIGKILL, False, -9, ""),
+        pytest.param(signal.SIGKILL, False, -9, "", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_signal_ends_all_ranks_with_one_message_and_nothing_is_written(
@@ -725,9 +696,7 @@ def test_out_of_memory_is_one_clear_error(error: Exception, monkeypatch: pytest.
 
 
 def test_a_rank_needs_a_launcher() -> None:
-    process = start_stage("evaluation.rank")
-    assert process.communicate()[1] == "error: `python -m stages.evaluate` starts the ranks: run that\n"
-    assert process.returncode == 2
+    assert run_here("evaluation.rank", status=2) == "error: `python -m stages.evaluate` starts the ranks: run that\n"
 
 
 def test_help_does_not_import_torch_or_matplotlib() -> None:

@@ -5,7 +5,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from stages import launch, plan
@@ -22,7 +21,7 @@ from stages.checkpointing.pointer import RunPointer
 from stages.checkpointing.state import TrainMetrics
 from stages.training.params import TrainParams
 from stages.work import arrow
-from tests.project import LAUNCH, Project, flip_bit
+from tests.project import Project, flip_bit, run_here
 from tests.ranks import Ranks
 from tests.trainings import checkpoint_manifest, names, newest_checkpoint
 
@@ -90,43 +89,6 @@ def test_a_killed_training_exports_the_same_checkpoint(rising: Project, ranks: R
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks_exports_the_same_step(rising: Project, ranks: Ranks) -> None:
-    ranks.run(rising)
-    write_outs()
-    two = losses()
-    shutil.rmtree(rising / "outputs")
-    ranks.run(rising, "kill rank 0 at step 5", KILLED)
-    ranks.run(rising, world_size=1)
-    write_outs()
-    assert rising.json("outputs/test/run.json")["step"] == BEST
-    assert losses().keys() == two.keys()
-    np.testing.assert_allclose([*losses().values()], [*two.values()], atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("asynchronous", "world_size", "freq"), [(False, 2, None), (True, 2, 1), (True, 1, 5)])
-def test_a_training_killed_at_any_save_exports_the_same_checkpoint(
-    rising: Project, ranks: Ranks, asynchronous: bool, world_size: int, freq: int | None
-) -> None:
-    ranks.run(rising, world_size=world_size)
-    reference = write_outs()
-    rising.set(runtime={"async_checkpoint": asynchronous, "ckpt_freq": freq})
-    for step in (2, 4, BEST, BEST + 2, 12):
-        for fault in (
-            f"at os.mkdir:.*{step_name(step)}.tmp$",
-            f"at open:.*{step_name(step)}.tmp/manifest.json.tmp",
-            f"at os.rename:.*{step_name(step)}.tmp$",
-            f"at step {step}",
-        ):
-            shutil.rmtree(rising / "outputs")
-            ranks.start(rising, f"kill rank 0 {fault}", world_size)
-            statuses, output = ranks.wait()
-            assert statuses[0] in (KILLED, 0), output  # 0: this step is not saved
-            ranks.run(rising, world_size=world_size)
-            assert write_outs() == reference, fault
-
-
-@pytest.mark.slow
 def test_a_run_that_extends_another_exports_the_best_of_its_own_steps(rising: Project, ranks: Ranks) -> None:
     rising.set(export_from="last", lr=0.001)
     ranks.run(rising)
@@ -159,7 +121,7 @@ def test_a_missing_or_damaged_best_checkpoint_is_named(rising: Project, ranks: R
     Path("outputs/test/run.json").unlink()
     with (best / "model/__1_0.distcp").open("ab") as file:
         file.write(b"more")
-    output = rising.run(*LAUNCH, status=2)
+    output = run_here("launch", status=2)
     assert f"error: export_from is best, and that is step {BEST}, but " in output
     assert "model/__1_0.distcp is damaged" in output and "trains it again, here from the start" in output
     assert "Traceback" not in output

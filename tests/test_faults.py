@@ -6,6 +6,7 @@ import socket
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from stages.base.command import USER_ERROR
@@ -13,19 +14,28 @@ from stages.checkpointing.lock import writer_lock
 from stages.ranks.signals import INTERRUPTED
 from stages.ranks.torchrun import CRASHED
 from tests.faults import environment
-from tests.project import LAUNCH, Project, is_alive, ranks_of, wait_for
+from tests.project import LAUNCH, Project, is_alive, ranks_of, run_here, wait_for
 from tests.ranks import Ranks
 from tests.trainings import Given, names, published, result, steps, weights
+from tests.two_nodes import ALLOCATION
 
 
-def test_13_no_rank_outlives_a_killed_launcher(fresh: Given, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("allocation", "seconds"),
+    [({}, 2), pytest.param(ALLOCATION, 60, marks=pytest.mark.slow)],
+    ids=["one machine", "two nodes"],
+)
+def test_13_no_process_outlives_a_killed_launcher(
+    fresh: Given, ranks: Ranks, allocation: dict[str, str], seconds: float
+) -> None:
     project, reference = fresh
-    process = project.popen(*LAUNCH, **environment("stop rank 1 at step 4"))
+    project.set(runtime={"nproc_per_node": 1 if allocation else 2, "launcher": "auto"})
+    process = project.popen(*LAUNCH, **allocation, **environment("stop rank 1 at step 4"))
     wait_for((project / "stopped").exists)
-    workers = ranks_of(process)
-    assert len(workers) == 2
+    started = psutil.Process(process.pid).children(recursive=True)
+    assert len(started) == (5 if allocation else 3)  # srun, a torchrun on each node, two ranks
     process.kill()
-    wait_for(lambda: not any(map(is_alive, workers)), seconds=2)
+    wait_for(lambda: not any(map(is_alive, started)), seconds)
     process.communicate(timeout=60)
     assert "resuming from step 2" in ranks.run(project)
     assert result(project) == reference
@@ -43,10 +53,11 @@ def test_13_no_rank_begins_whose_launcher_is_killed_while_it_starts(fresh: Given
     process.communicate(timeout=60)
 
 
-def test_14_a_second_writer_is_refused(finished: Given) -> None:
+def test_14_a_second_writer_is_refused(finished: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     project, _ = finished
+    monkeypatch.chdir(project.path)
     with writer_lock(project.checkpoints(), print):
-        assert "another training writes into" in project.run(*LAUNCH, status=2)
+        assert "another training writes into" in run_here("launch", status=2)
 
 
 @pytest.mark.slow
@@ -73,12 +84,12 @@ def test_14_dvc_is_stopped_and_started_again_at_once(
 
 
 @pytest.mark.slow
-def test_15_26_a_rank_that_hangs_and_one_that_dies_are_named_and_there_is_one_restart(
+def test_15_26_a_rank_that_hangs_and_one_that_always_dies_are_named_and_there_are_max_restarts(
     fresh: Given, ranks: Ranks
 ) -> None:
     """Also with `resume: never`, which is for the launch, not for its restarts; so is an edited params.yaml."""
     project, reference = fresh
-    project.set(runtime={"timeout_minutes": 0.15, "max_restarts": 1, "debug": True, "resume": "never"})
+    project.set(runtime={"timeout_minutes": 0.15, "max_restarts": 2, "debug": True, "resume": "never"})
     process = project.popen(*LAUNCH, **environment("stop rank 1 at step 4\nkill rank 1 at step 5"))
     wait_for((project / "stopped").exists)
     project.set(seed=1, max_steps=6, runtime={"max_restarts": 9})
@@ -90,8 +101,9 @@ def test_15_26_a_rank_that_hangs_and_one_that_dies_are_named_and_there_is_one_re
         r"SIGSTOP, or its node is lost\); waiting for it: rank 0 on node \S+ in step 5, agreeing with the other ranks\n"
     )
     assert re.search(hangs + waits, output), output
-    assert "\nrestart 1 of 1\n" in output
-    assert "resuming from step 2 of 12" in output
+    assert re.findall(r"\nrestart (\d) of 2\n", output) == ["1", "2"]
+    assert output.count("stages.train FAILED") == 3
+    assert re.findall(r"resuming from step (\d) of 12", output) == ["2", "4"]
     assert re.search(r"rank +: 1 \(local_rank: 1\)\n +exitcode +: -9 .*\n.*\n +traceback +: Signal 9 ", output)
     assert "error: the training failed as shown above; set runtime.resume to auto to continue" in output
     assert "because memory ran out, use batch_size 1" in output
@@ -102,35 +114,8 @@ def test_15_26_a_rank_that_hangs_and_one_that_dies_are_named_and_there_is_one_re
     waiting, stopped = (next((project / "outputs/test/logs").glob(f"*/rank-{rank}.log")) for rank in (0, 1))
     assert "in all_reduce" in waiting.read_text()  # the stack of a rank that waited
     text = stopped.read_text()
-    assert re.findall(r"step (\d+) done: rows \[\[", text) == [*"123", *"34", *map(str, range(5, 13))]
+    assert re.findall(r"step (\d+) done: rows \[\[", text) == [*"12334", *map(str, range(5, 13))]
     assert "step 12, backward" in text
-
-
-@pytest.mark.slow
-def test_26_a_rank_that_always_dies_is_restarted_max_restarts_times(fresh: Given, ranks: Ranks) -> None:
-    project, reference = fresh
-    project.set(runtime={"max_restarts": 2})
-    output = project.run(*LAUNCH, status=1, **environment("kill rank 1 at step 5"))
-    assert output.count("stages.train FAILED") == 3
-    assert re.findall(r"restart (\d) of 2", output) == ["1", "2"]
-    assert output.count("resuming from step 4 of 12") == 2
-    ranks.run(project)
-    assert result(project) == reference
-
-
-@pytest.mark.slow
-def test_16_17_a_launcher_that_gets_two_signals_saves_and_stops(fresh: Given, ranks: Ranks) -> None:
-    project, reference = fresh
-    process = project.popen(*LAUNCH, **environment("delay rank 1 at step 5"))
-    wait_for(lambda: list(project.path.glob("outputs/test/checkpoints/*/step-00000004")))
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGHUP)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == INTERRUPTED, output
-    assert "is saved; the next launch continues from its newest checkpoint" in output
-    assert published(project) == names(4, 5)
-    assert "resuming from step 5" in ranks.run(project)
-    assert result(project) == reference
 
 
 @pytest.mark.slow

@@ -36,10 +36,10 @@ def test_trap_30_a_file_that_cannot_be_written_is_one_message_and_nothing_is_pub
     monkeypatch.setattr(os, "fsync", lambda file: None)
     monkeypatch.setattr(code, "digest_with_packages", lambda module: module)
     num_failures = {}
-    full_disks.run(full_disks.STAGES["download"])
+    full_disks.run("download")
     for name in ("organize", "extract", "pack"):
         limits = [partial(full_disks.file_size_limit, size) for size in (0, 900, 3000, 5000, 10_000, 20_000, 1 << 20)]
-        num_failures[name] = full_disks.sweep(full_disks.STAGES[name], "File too large", limits)
+        num_failures[name] = full_disks.sweep(name, "File too large", limits)
     assert num_failures["organize"] >= 1 and min(num_failures["extract"], num_failures["pack"]) >= 4, num_failures
 
 
@@ -62,7 +62,7 @@ os.environ["DVC_ROOT"] = str(disks["store"])
 shutil.copytree("outputs", disks["store"] / "outputs")
 limits = [partial(full_disks.free_pages, disks[which], number) for number in range(0, 100_000, step)]
 for name in names:
-    print(name, full_disks.sweep(full_disks.STAGES[name], "No space left on device", limits), flush=True)
+    print(name, full_disks.sweep(name, "No space left on device", limits), flush=True)
 """
 
 
@@ -79,7 +79,7 @@ def can_mount() -> bool:
     [
         ("project", 1, ["organize", "extract", "pack"]),
         ("store", 1, ["extract", "pack"]),
-        ("project", 8, ["download", "plan", "train", "consolidate", "evaluate", "report"]),
+        ("project", 8, ["download", "plan", "launch", "consolidate", "evaluate", "report"]),
     ],
 )
 def test_trap_30_a_disk_that_is_full_after_any_number_of_pages(

@@ -28,43 +28,30 @@ from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.checkpointing.lock import rank_lock
 from stages.checkpointing.run import describe
 from stages.checkpointing.state import TrainMetrics
-from stages.launching import remedies, runtime
+from stages.launching import remedies
 from stages.launching.runtime import TrainRuntime
 from stages.ranks import handoff, torchrun, watchdog
 from stages.ranks.signals import INTERRUPTED
 from stages.ranks.torch_errors import LostConnection, explain_torch_errors
 from stages.ranks.watchdog import Heartbeat, Note, watched
 from stages.training.params import TrainParams
-from tests.faults import environment
-from tests.project import LAUNCH, REPO, Project, flip_bit, wait_for
-from tests.ranks import Ranks
+from tests.project import REPO, Project, flip_bit, run_here, wait_for
 from tests.trainings import Given, result
 
 
-def test_a_finished_run_is_not_trained_again(finished: Given) -> None:
+def test_a_finished_run_is_not_trained_again(finished: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     project, reference = finished
+    monkeypatch.chdir(project.path)
     last = project.checkpoints() / "step-00000012"
     for _ in range(2):
-        assert "has already finished, at step 12: nothing to train" in project.run(*LAUNCH)
-        assert result(project) == reference
-        assert (project / "outputs/history.tsv").read_text() == (last / "history.tsv").read_text()
-        pointer = project.json("outputs/test/run.json")
-        assert pointer["result_sha256"] == reference["result"]
-        assert (pointer["step"], pointer["adopted"]) == (12, None)
-
-
-@pytest.mark.slow
-def test_a_finished_checkpoint_is_known_by_its_sizes_and_trained_again_where_it_is_moved_away(finished: Given) -> None:
-    project, reference = finished
-    last = project.checkpoints() / "step-00000012"
+        assert "has already finished, at step 12: nothing to train" in run_here("launch")
+    assert result(project) == reference
+    assert (project / "outputs/history.tsv").read_text() == (last / "history.tsv").read_text()
+    pointer = project.json("outputs/test/run.json")
+    assert pointer["result_sha256"] == reference["result"]
+    assert (pointer["step"], pointer["adopted"]) == (12, None)
     flip_bit(last / "model/__1_0.distcp", 100)
-    assert "nothing to train" in project.run(*LAUNCH)  # consolidate reads it, and names the file
-    last.rename(project / "moved")
-    assert "continues from its own step-00000010" in project.run(*LAUNCH)
-    assert result(project) == reference
-    os.truncate(last / "history.tsv", 10)
-    assert "skipping a damaged checkpoint" in project.run(*LAUNCH)
-    assert result(project) == reference
+    assert "nothing to train" in run_here("launch")  # it looks at sizes: consolidate reads it, and names the file
 
 
 def test_what_was_edited_during_a_training_is_not_recorded_as_its_input(
@@ -80,46 +67,56 @@ def test_what_was_edited_during_a_training_is_not_recorded_as_its_input(
             launch.refuse_changed_files(launched, replace(runtime, resume=resume))
 
 
-def test_16_a_signal_before_the_first_step_ends_a_rank_and_one_after_the_last_does_not() -> None:
-    code = """
-import os, signal, sys, time
-from stages.ranks.signals import StopSignal
-stop = StopSignal()
-if sys.argv[1] == "late":
-    stop.training_starts()
+STARTING = """
+import os, signal, time
+from stages.ranks.signals import StopSignal, on_stop_signals
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+"""
+SCRIPTS = {
+    "a signal before the first step ends a rank": """
+StopSignal()
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(1)
+""",
+    "one after the last step does not": """
+StopSignal().training_starts()
+os.kill(os.getpid(), signal.SIGTERM)
 class Late:
     def __del__(self):  # called after Python has restored the default handlers
         os.kill(os.getpid(), signal.SIGTERM)
 late = Late()
-"""
-    statuses = [subprocess.run([sys.executable, "-c", code, when], cwd=REPO).returncode for when in ("early", "late")]
-    assert statuses == [INTERRUPTED, 0]
-
-
-def test_16_no_thread_is_started_before_a_rank_blocks_the_signals() -> None:
-    """A signal to the process is delivered to any thread that does not block it, and ends the process there."""
-    code = "import os, stages.train; print(len(os.listdir('/proc/self/task')))"
-    environment = {**os.environ, "OMP_NUM_THREADS": "4"}  # as on a machine with four cores for each rank
-    process = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=environment, capture_output=True, text=True)
-    assert process.stdout == "1\n"
-
-
-def test_a_rank_of_another_launcher_ignores_what_is_ignored_from_the_start() -> None:
-    code = """
-import os, signal, time
-from stages.ranks.signals import StopSignal
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
+""",
+    "what a rank ignores from the start, it ignores": """
 stop = StopSignal()
 stop.training_starts()
 for number in (signal.SIGHUP, signal.SIGUSR1):
     os.kill(os.getpid(), number)
     time.sleep(0.3)
     print(stop.received)
-"""
-    process = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
-    assert process.stdout == "False\nTrue\n"
+""",
+    # So a training that was started with nohup goes on when its terminal is closed.
+    "and so does a launcher": """
+on_stop_signals(lambda: print("stop"))
+os.kill(os.getpid(), signal.SIGHUP)
+os.kill(os.getpid(), signal.SIGUSR1)
+""",
+    # A signal to the process is delivered to any thread that does not block it, and ends the process there.
+    "no thread is started before a rank blocks the signals": """
+import stages.train
+print(len(os.listdir("/proc/self/task")))
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "printed"),
+    [*zip(SCRIPTS, (INTERRUPTED, 0, 0, 0, 0), ("", "", "False\nTrue\n", "stop\n", "1\n"), strict=True)],
+)
+def test_16_a_signal_to_a_rank_or_a_launcher(name: str, status: int, printed: str) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}  # as on a machine with four cores for each rank
+    command = [sys.executable, "-c", STARTING + SCRIPTS[name]]
+    process = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (status, printed), process.stderr
 
 
 def test_a_restart_waits_for_the_last_rank(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,20 +142,6 @@ def test_a_restart_waits_for_the_last_rank(training: Project, monkeypatch: pytes
     monkeypatch.setattr(launch, "set_environment", lambda *_: None)
     monkeypatch.setenv(handoff.LAUNCH, "")
     assert launch._train(run, replace(own, max_restarts=1, nproc_per_node=1), lambda status: None) == 0
-
-
-def test_a_signal_that_is_ignored_from_the_start_stays_ignored() -> None:
-    """So a training that was started with nohup goes on when its terminal is closed."""
-    code = """
-import os, signal
-from stages.ranks.signals import on_stop_signals
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-on_stop_signals(lambda: print("stop"))
-os.kill(os.getpid(), signal.SIGHUP)
-os.kill(os.getpid(), signal.SIGUSR1)
-"""
-    process = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
-    assert process.stdout == "stop\n"
 
 
 def test_any_number_of_signals_while_a_launcher_exits_leave_its_status() -> None:
@@ -260,19 +243,6 @@ def test_only_losses_that_were_measured_are_shown(loss: float, validation_loss: 
 
 
 @pytest.mark.slow
-def test_an_error_that_the_user_must_fix_causes_no_restart(fresh: Given, ranks: Ranks) -> None:
-    project, reference = fresh
-    project.set(runtime={"max_restarts": 3})
-    output = project.run(*LAUNCH, status=2, **environment("memory rank 1 at step 5"))
-    assert "error: rank 1 is out of memory (DefaultCPUAllocator: can't allocate memory: you tried to allocate" in output
-    assert "use batch_size 1 (total_batch_size 8 stays, and so do the steps), activation_checkpointing full" in output
-    assert "restart" not in output
-    assert "Traceback" not in output
-    assert "resuming from step 4" in ranks.run(project)
-    assert result(project) == reference
-
-
-@pytest.mark.slow
 def test_the_command_that_the_help_names_trains_a_new_run(training: Project) -> None:
     training.set(max_steps=2)
     [command] = re.findall(r"^Command  (torchrun .*)", training.run("python", "-m", "stages.train", "--help"), re.M)
@@ -301,54 +271,30 @@ def test_a_full_disk_does_not_end_a_rank_that_tells_it_is_training(
     assert handoff.was_training(tmp_path)
 
 
-def test_never_is_for_the_first_start_of_a_job_and_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    assert runtime._is_first_start()
-    for name in names:
-        for count in ("1", "0"):
-            monkeypatch.setenv(name, count)
-            assert runtime._is_first_start() == (count == "0")
-
-
-@pytest.fixture
-def params(params: TrainParams) -> TrainParams:
-    return replace(params, batch_size=4, total_batch_size=24)
-
-
 @pytest.mark.parametrize(
-    "allocate",
+    ("fail", "kind"),
     [
-        lambda: torch.empty(2**52),
-        lambda: bytearray(2**62),
-        lambda: _raise(torch.OutOfMemoryError("CUDA")),
-        lambda: _raise(torch.AcceleratorError("CUDA error: out of memory")),
-        lambda: _raise(torch.distributed.DistBackendError("NCCL error: Cuda failure 2 'out of memory'")),
-        lambda: _raise(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")),
-        lambda: _raise(RuntimeError("Registering memory failed with cudaError: 2")),
+        (lambda: torch.empty(2**52), StageError),
+        (lambda: bytearray(2**62), StageError),
+        (torch.OutOfMemoryError("CUDA"), StageError),
+        (torch.AcceleratorError("CUDA error: out of memory"), StageError),
+        (torch.distributed.DistBackendError("NCCL error: Cuda failure 2 'out of memory'"), StageError),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), StageError),
+        (RuntimeError("Registering memory failed with cudaError: 2"), StageError),
+        (RuntimeError("Registering memory failed with cudaError: 201"), RuntimeError),
+        (RuntimeError("gloo: connection closed"), LostConnection),
+        (torch.distributed.DistStoreError("Broken pipe"), LostConnection),
     ],
 )
-def test_out_of_memory_is_one_clear_error(allocate: Callable[[], object], params: TrainParams) -> None:
+def test_out_of_memory_is_one_clear_error_and_no_other_error_is_taken_for_it(
+    fail: Exception | Callable[[], object], kind: type[Exception], params: TrainParams
+) -> None:
+    params = replace(params, batch_size=4, total_batch_size=24)
+    message = "rank 3 is out of memory.*: use batch_size 3 " if kind is StageError else str(fail)
+    allocate = mock.Mock(side_effect=fail) if isinstance(fail, Exception) else fail
     with (
-        pytest.raises(StageError, match=r"rank 3 is out of memory.*: use batch_size 3 "),
+        pytest.raises(kind, match=message) as error,
         explain_torch_errors("rank 3", f"use {remedies.remedies(params, 2)}"),
     ):
         allocate()
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (RuntimeError("gloo: connection closed"), LostConnection),
-        (torch.distributed.DistStoreError("Broken pipe"), LostConnection),
-        (RuntimeError("Registering memory failed with cudaError: 201"), RuntimeError),
-    ],
-)
-def test_other_errors_are_not_reported_as_out_of_memory(error: Exception, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match=str(error)), explain_torch_errors("rank 3", "use less"):
-        raise error
-
-
-def _raise(error: Exception) -> None:
-    raise error
+    assert type(error.value) is kind

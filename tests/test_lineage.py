@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,23 @@ def project(reproduced: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
     return reproduced
 
 
+@pytest.fixture(scope="module")
+def unchanged(_reproduced: Project, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """As the current directory, a project for tests that put back what they change."""
+    project = _reproduced.copy(tmp_path_factory.mktemp("unchanged") / "project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project.path)
+        for name in ("DVC_ROOT", "CHECKPOINT_ROOT"):
+            patch.delenv(name, raising=False)
+        yield project
+
+
 def differing() -> list[str]:
     """The names of what differs; what is equal or missing does not count."""
     return [finding.name for finding in lineage.verify(MODEL) if finding.state == "different"]
 
 
-def test_everything_is_equal_after_a_run(project: Project) -> None:
+def test_everything_is_equal_after_a_run(unchanged: Project) -> None:
     findings = list(lineage.verify(MODEL))
     assert {finding.state for finding in findings} == {"equal"}, findings
     names = " ".join(finding.name for finding in findings)
@@ -45,24 +57,8 @@ def test_everything_is_equal_after_a_run(project: Project) -> None:
         assert part in names
 
 
-def test_a_changed_raw_file_is_found(project: Project) -> None:
-    raw = project / "data/raw/folder0/0.txt"
-    raw.write_text(raw.read_text().replace("number", "numbed"))
-    [finding] = [finding for finding in lineage.verify(MODEL) if finding.state == "different"]
-    assert finding == ("different", "raw files in data/raw", "folder0/0.txt missing or changed")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "stage"),
-    [("lr", 0.1, "train"), ("num_splits", 3, "organize"), ("min_chars", 2, "extract"), ("seq_length", 16, "pack")],
-)
-def test_a_changed_parameter_is_found(project: Project, name: str, value: float, stage: str) -> None:
-    project.set(**{name: value})
-    assert differing() == [f"parameters of {stage} in params.yaml"]
-
-
 def test_another_version_of_a_package_is_found(
-    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unchanged: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for package in ("pyarrow", "torch"):
         metadata = tmp_path / f"site/{package}-0.1.dist-info/METADATA"
@@ -73,21 +69,36 @@ def test_another_version_of_a_package_is_found(
 
 
 @pytest.mark.parametrize(
-    ("path", "found"),
+    ("path", "change", "found"),
     [
-        ("outputs/test/model/model.safetensors", "outputs/test/model/model.safetensors"),
-        ("outputs/test/model/tokenizer.json", "outputs/test/model/tokenizer.json"),
-        ("outputs/test/checkpoints/*/step-00000012/model/__0_0.distcp", "checkpoint"),
-        ("data/tokens/train/*.arrow", "data/tokens/train"),
-        ("data/corpus/*.arrow", "data/corpus"),
-        ("data/splits/split_01.jsonl", "manifests in data/splits"),
-        ("models/nano/tokenizer.json", "files of the initial model models/nano"),
+        ("outputs/test/model/model.safetensors", None, "outputs/test/model/model.safetensors"),
+        ("outputs/test/model/tokenizer.json", None, "outputs/test/model/tokenizer.json"),
+        ("outputs/test/checkpoints/*/step-00000012/model/__0_0.distcp", None, "checkpoint"),
+        ("data/tokens/train/*.arrow", None, "data/tokens/train"),
+        ("data/corpus/*.arrow", None, "data/corpus"),
+        ("data/splits/split_01.jsonl", None, "manifests in data/splits"),
+        ("models/nano/tokenizer.json", None, "files of the initial model models/nano"),
+        ("data/raw/folder0/0.txt", ("number", "numbed"), "raw files in data/raw"),
+        ("params.yaml", ("\nlr: ", "\nlr: 1"), "parameters of train in params.yaml"),
+        ("params.yaml", ("\nnum_splits: 4", "\nnum_splits: 3"), "parameters of organize in params.yaml"),
+        ("params.yaml", ("\nmin_chars: ", "\nmin_chars: 1"), "parameters of extract in params.yaml"),
+        ("params.yaml", ("\nseq_length: 32", "\nseq_length: 16"), "parameters of pack in params.yaml"),
     ],
 )
-def test_one_bit_is_found(project: Project, path: str, found: str) -> None:
-    file = sorted(project.path.glob(path))[0]
-    flip_bit(file, file.stat().st_size // 2)
-    (name,) = differing()
+def test_what_was_changed_is_found_and_nothing_else(
+    unchanged: Project, path: str, change: tuple[str, str] | None, found: str
+) -> None:
+    """One bit, or a part of a text."""
+    file = sorted(unchanged.path.glob(path))[0]
+    content = file.read_bytes()
+    if change:
+        file.write_text(file.read_text().replace(*change))
+    else:
+        flip_bit(file, len(content) // 2)
+    try:
+        [name] = differing()
+    finally:
+        file.write_bytes(content)
     assert name.startswith(found)
 
 
@@ -131,8 +142,8 @@ def test_an_edited_lineage_does_not_fit_itself(project: Project) -> None:
         differing()
 
 
-def test_a_model_directory_alone_is_enough(project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(MODEL, tmp_path / "elsewhere/model")
+def test_a_model_directory_alone_is_enough(unchanged: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(unchanged / str(MODEL), tmp_path / "elsewhere/model")
     monkeypatch.chdir(tmp_path / "elsewhere")
     findings = list(lineage.verify(Path("model")))
     assert {finding.state for finding in findings} == {"equal", "missing"}
@@ -158,21 +169,16 @@ def test_a_part_is_compared_by_its_bytes(tmp_path: Path) -> None:
     assert not is_unchanged(tmp_path / "none", digest, None)
 
 
-def test_the_command_fails_where_something_differs(project: Project) -> None:
+def test_the_command_fails_where_something_differs_such_as_the_code(project: Project) -> None:
     arguments = ("python", "-m", "stages.lineage", "verify", str(MODEL))
+    assert "different" not in project.run(*arguments[:-1]), "without a directory: the current model"
     flip_bit(MODEL / "model.safetensors", -1)
+    with (project / "stages/training/schedule.py").open("a") as module:
+        module.write("\nedited = 1\n")
     output = project.run(*arguments, status=2)
     assert f"different  {MODEL}/model.safetensors: SHA-256 " in output
-    assert f"error: 1 of these differ from what {MODEL}/lineage.json records" in output
-    flip_bit(MODEL / "model.safetensors", -1)
-    assert "different" not in project.run(*arguments[:-1]), "without a directory: the current model"
-
-
-def test_other_code_is_found(project: Project) -> None:
-    module = project / "stages/training/schedule.py"
-    module.write_text(f"{module.read_text()}\nedited = 1\n")
-    output = project.run("python", "-m", "stages.lineage", "verify", str(MODEL), status=2)
     assert re.search(r"different  code of the training: \w+ in lineage.json, \w+ here", output)
+    assert f"error: 2 of these differ from what {MODEL}/lineage.json records" in output
 
 
 @pytest.mark.slow

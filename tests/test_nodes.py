@@ -20,21 +20,18 @@ from stages.launching.runtime import TrainRuntime
 from stages.ranks import process_group, torchrun
 from stages.ranks.signals import INTERRUPTED
 from tests.faults import environment
-from tests.project import BIN, LAUNCH, REPO, Project, is_alive, ranks_of, wait_for
+from tests.project import BIN, LAUNCH, REPO, Project, ranks_of, wait_for
 from tests.ranks import Ranks
-from tests.trainings import Given, result, weights
-from tests.two_nodes import CAN_UNSHARE, ON_TWO_NODES
+from tests.trainings import Given, names, published, result, weights
+from tests.two_nodes import ALLOCATION, CAN_UNSHARE, ON_TWO_NODES
 
 STARTS = r"run \w+ starts at step 0: there is no checkpoint to continue from\n"
 """What the first launch prints before anything else."""
-ALLOCATION = {
-    "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "0",
-    "PATH": f"{BIN}:{REPO / 'tests/fake_slurm'}:{os.environ['PATH']}",
-}  # fmt: skip
 
 
 SLOW = "delay rank 1 at step 5\ndelay rank 1 at step 6\ndelay rank 1 at step 7"
 """Two seconds more in each of these steps, so that it still runs when it is interrupted."""
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
 
 
 @pytest.fixture
@@ -49,9 +46,9 @@ def torchruns(process: "subprocess.Popen[str]") -> dict[str, psutil.Process]:
     return {rank.parent().environ()["SLURMD_NODENAME"]: rank.parent() for rank in ranks_of(process)}
 
 
-def start(project: Project, faults: str) -> "subprocess.Popen[str]":
-    """Launch on two nodes, and wait until the first checkpoint is published."""
-    process = project.popen(*LAUNCH, **ALLOCATION, **environment(faults))
+def start(project: Project, faults: str, allocation: dict[str, str] = ALLOCATION) -> "subprocess.Popen[str]":
+    """Launch on two nodes, and wait until the second checkpoint is published."""
+    process = project.popen(*LAUNCH, **allocation, **environment(faults))
     wait_for(lambda: list(project.path.glob("outputs/test/checkpoints/*/step-00000004")) or process.poll() is not None)
     return process
 
@@ -64,26 +61,14 @@ def end(process: "subprocess.Popen[str]", status: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_node_saves_on_all_and_they_compute_what_one_does(nodes: Given, ranks: Ranks) -> None:
-    project, reference = nodes
-    process = start(project, SLOW)
-    torchruns(process)["n2"].send_signal(signal.SIGUSR1)
-    output = end(process, INTERRUPTED)
-    assert "training with 2 ranks on 2 nodes (CPU, network lo)" in output
-    assert re.search(r"interrupted: step-0000000[567] is saved", output)
-    assert re.search("resuming from step [567] of 12", ranks.run(project))
-    assert result(project) == reference
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not CAN_UNSHARE, reason="this machine allows no network namespaces")
-@pytest.mark.parametrize("names", ["", "127.0.1.1 n1\n127.0.1.1 n2\n"], ids=["unknown", "of loopback, as on Debian"])
-def test_no_name_of_a_node_has_to_resolve(nodes: Given, tmp_path: Path, names: str) -> None:
+@pytest.mark.parametrize("hosts", ["", "127.0.1.1 n1\n127.0.1.1 n2\n"], ids=["unknown", "of loopback, as on Debian"])
+def test_no_name_of_a_node_has_to_resolve(nodes: Given, tmp_path: Path, hosts: str) -> None:
     project, reference = nodes
     project.set(runtime={"timeout_minutes": 0.5})
-    hosts = tmp_path / "hosts"
-    hosts.write_text(f"127.0.0.1 localhost\n{names}")
-    output = project.run(*ON_TWO_NODES, str(hosts), *LAUNCH, **ALLOCATION)
+    file = tmp_path / "hosts"
+    file.write_text(f"127.0.0.1 localhost\n{hosts}")
+    output = project.run(*ON_TWO_NODES, str(file), *LAUNCH, **ALLOCATION)
     assert "training with 2 ranks on 2 nodes (CPU, network cable1)" in output
     assert result(project) == reference
 
@@ -153,48 +138,67 @@ def test_the_interface_is_the_one_that_reaches_the_first_node() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-@pytest.mark.parametrize("victim", ["launcher", "agent", "rank"])
-def test_a_signal_to_any_process_saves_on_all(nodes: Given, victim: str, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("allocation", "victim", "numbers"),
+    [
+        *((ALLOCATION, victim, [number]) for victim in ("launcher", "torchrun", "rank") for number in SIGNALS),
+        ({}, "launcher", [signal.SIGTERM, signal.SIGHUP]),
+    ],
+)
+def test_16_17_a_signal_to_any_process_saves_on_all(
+    nodes: Given, ranks: Ranks, allocation: dict[str, str], victim: str, numbers: list[signal.Signals]
+) -> None:
     project, reference = nodes
-    process = start(project, SLOW)
-    processes = {"launcher": process, "agent": torchruns(process)["n2"], "rank": ranks_of(process)[1]}
-    processes[victim].send_signal(number)
-    assert "interrupted: step-" in end(process, INTERRUPTED)
-    project.run(*LAUNCH, **ALLOCATION)
+    project.set(runtime={"nproc_per_node": 1 if allocation else 2})
+    process = start(project, SLOW, allocation)
+    second = ranks_of(process)[1]
+    processes = {"launcher": process, "torchrun": second.parent(), "rank": second}
+    for number in numbers:
+        processes[victim].send_signal(number)
+    output = end(process, INTERRUPTED)
+    assert ("training with 2 ranks on 2 nodes (CPU, network lo)" in output) == bool(allocation)
+    saved = re.search(r"interrupted: step-0000000([567]) is saved; the next launch continues from its newest", output)
+    assert saved and published(project)[-1:] == names(int(saved[1]))
+    # Two ranks of one machine compute what those of two nodes do.
+    assert f"resuming from step {saved[1]} of 12" in ranks.run(project)
     assert result(project) == reference
 
 
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_named_with_its_node_and_restarted(nodes: Given) -> None:
-    project, reference = nodes
-    project.set(runtime={"timeout_minutes": 0.05, "max_restarts": 1})
-    output = end(start(project, "stop rank 1 at step 5"), 0)
-    assert re.search(
-        r"rank 1 on node n2 made no progress for \d+ s: step \d, \w+ \(the process is stopped, as by SIGSTOP, or its "
-        r"node is lost\); waiting for it: rank 0 on node n1 in step 6, agreeing with the other ranks\n[^$]*restart 1 ",
-        output,
-    ), output
-    assert result(project) == reference
+HANGS = (
+    r"rank 1 on node n2 made no progress for \d+ s: step \d, \w+ \(the process is stopped, as by SIGSTOP, or its node "
+    r"is lost\); waiting for it: rank 0 on node n1 in step 6, agreeing with the other ranks\n[^$]*restart 1 "
+)
+OUT_OF_MEMORY = (
+    r"error: rank 1 is out of memory \(DefaultCPUAllocator: can't allocate memory: you tried to allocate .*"
+    r"use batch_size 1 \(total_batch_size 8 stays, and so do the steps\), activation_checkpointing full"
+)
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_named(nodes: Given) -> None:
+@pytest.mark.parametrize(
+    ("faults", "runtime", "status", "message"),
+    [
+        ("stop rank 1 at step 5", {"timeout_minutes": 0.05, "max_restarts": 1}, 0, HANGS),
+        ("kill rank 1 at step 5", {}, 1, r"rank +: 1 \(local_rank: 0\)\n +exitcode +: -9 "),
+        ("memory rank 1 at step 5", {"max_restarts": 3}, 2, OUT_OF_MEMORY),  # the user's to fix: no restart
+        (SLOW, {"max_restarts": 1}, 0,
+         r"error: node n2 was lost: torchrun has ended there without a word\n[^$]*restart 1 of 1"),
+    ],
+    ids=["a rank that hangs", "a killed rank", "out of memory", "a lost node"],
+)  # fmt: skip
+def test_what_ends_the_training_is_named_with_its_node_and_restarted(
+    nodes: Given, ranks: Ranks, faults: str, runtime: dict[str, Any], status: int, message: str
+) -> None:
     project, reference = nodes
-    output = end(start(project, "kill rank 1 at step 5"), 1)
-    assert re.search(r"rank +: 1 \(local_rank: 0\)\n +exitcode +: -9 ", output)
-    project.run(*LAUNCH, **ALLOCATION)
-    assert result(project) == reference
-
-
-@pytest.mark.slow
-def test_a_lost_node_is_named_and_the_training_restarted(nodes: Given) -> None:
-    project, reference = nodes
-    project.set(runtime={"max_restarts": 1})
-    process = start(project, SLOW)
-    torchruns(process)["n2"].kill()
-    output = end(process, 0)
-    assert re.search(r"error: node n2 was lost: torchrun has ended there without a word\n[^$]*restart 1 of 1", output)
+    project.set(runtime=runtime)
+    process = start(project, faults)
+    if faults == SLOW:  # of a node that is lost meanwhile
+        torchruns(process)["n2"].kill()
+    output = end(process, status)
+    assert re.search(message, output), output
+    assert ("\nrestart 1 " in output) == (status == 0)
+    if status:
+        assert "resuming from step 4" in ranks.run(project)
     assert result(project) == reference
 
 
@@ -208,29 +212,6 @@ def test_hybrid_shard_keeps_a_copy_of_the_model_on_each_node(nodes: Given, ranks
     assert "4 ranks on 2 nodes (CPU, network lo)" in (output := project.run(*LAUNCH, **ALLOCATION))
     assert "strategy fsdp HYBRID_SHARD in groups of 2" in output
     assert weights(project) == weights(local)
-
-
-@pytest.mark.slow
-def test_no_process_outlives_a_killed_launcher(nodes: Given) -> None:
-    project, reference = nodes
-    process = start(project, "stop rank 1 at step 5")
-    wait_for((project / "stopped").exists)
-    started = psutil.Process(process.pid).children(recursive=True)
-    assert len(started) == 5  # srun, torchrun twice, two ranks
-    process.kill()
-    process.communicate()
-    wait_for(lambda: not any(map(is_alive, started)))
-    project.run(*LAUNCH, **ALLOCATION)
-    assert result(project) == reference
-
-
-@pytest.mark.slow
-def test_an_error_that_the_user_must_fix_ends_all_nodes(nodes: Given) -> None:
-    project, _ = nodes
-    project.set(runtime={"max_restarts": 3})
-    output = end(start(project, "memory rank 1 at step 5"), 2)
-    assert "error: rank 1 is out of memory" in output
-    assert "restart" not in output
 
 
 @pytest.mark.slow

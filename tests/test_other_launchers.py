@@ -60,10 +60,9 @@ def test_rank_0_names_a_rank_that_hangs_and_ends_all(fresh: Given, ranks: Ranks)
     assert result(project) == reference
 
 
-@pytest.mark.slow
-def test_a_rank_without_the_environment_is_one_clear_error(training: Project) -> None:
-    output = training.run("python", "-m", "stages.train", status=2, RANK="0")
-    assert output == (
+def test_a_rank_without_the_environment_is_one_clear_error(training: Project, ranks: Ranks) -> None:
+    missing = dict.fromkeys(["LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", DIRECTORY])
+    assert ranks.run(training, status=2, world_size=1, **missing) == (
         "error: LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT must be set, as torchrun does: "
         "`python -m stages.launch` starts the ranks, also on several nodes of Slurm\n"
     )

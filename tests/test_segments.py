@@ -1,12 +1,12 @@
 """Parts of a run are trained again and compared; a forged checkpoint is found."""
 
-import dataclasses
 import json
 import pickle
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,7 +27,7 @@ from stages.launching.runtime import TrainRuntime
 from stages.launching.segments import Segment, find
 from tests.project import REPO, Project, flip_bit
 from tests.ranks import Ranks
-from tests.trainings import checkpoint_manifest
+from tests.trainings import write_checkpoint
 
 SEGMENTS = ("python", "-m", "stages.lineage", "segments")
 CHECKPOINTS = ("python", "-m", "stages.checkpoints")
@@ -45,7 +45,7 @@ def forging(checkpoint: Path) -> Iterator[None]:
     yield
     manifest = CheckpointManifest.read(checkpoint)
     files = {name: FileEntry.of(checkpoint / name) for name in manifest.files}
-    dataclasses.replace(manifest, files=files).write(checkpoint)
+    replace(manifest, files=files).write(checkpoint)
     verify(checkpoint)
     assert any(path.read_bytes() != content for path, content in before.items())
 
@@ -147,20 +147,14 @@ PLACE = Place(device(), ranks=2, nodes=1, commit="abc", threads=1)
     [
         ({}, None),
         ({"place": PLACE}, None),
-        ({"place": dataclasses.replace(PLACE, device="NVIDIA H100")}, "device: 'NVIDIA H100' there"),
-        ({"place": dataclasses.replace(PLACE, nodes=2)}, "nodes: 2 there, 1 here"),
-        ({"place": dataclasses.replace(PLACE, threads=None)}, "not recorded with how many threads"),
-        (
-            {"place": dataclasses.replace(PLACE, variables={"MKL_CBWR": "AVX2"})},
-            r"variables.MKL_CBWR: 'AVX2' there, nothing here",
-        ),
+        ({"place": replace(PLACE, device="NVIDIA H100")}, "device: 'NVIDIA H100' there"),
+        ({"place": replace(PLACE, nodes=2)}, "nodes: 2 there, 1 here"),
+        ({"place": replace(PLACE, threads=None)}, "not recorded with how many threads"),
+        ({"place": replace(PLACE, variables={"MKL_CBWR": "AVX2"})}, "variables.MKL_CBWR: 'AVX2' there, nothing here"),
         ({"place": PLACE, "packages": {"torch": "2.0"}}, "packages.torch: '2.0' there"),
-        ({"place": dataclasses.replace(PLACE, since=3)}, None),  # it went on at the checkpoint where the part begins
-        ({"place": dataclasses.replace(PLACE, since=4)}, "it was interrupted, and the checkpoint between"),
-        (
-            {"place": dataclasses.replace(PLACE, since=1), "start": None},
-            "it was interrupted, and the checkpoint between",
-        ),
+        ({"place": replace(PLACE, since=3)}, None),  # it went on at the checkpoint where the part begins
+        ({"place": replace(PLACE, since=4)}, "it was interrupted, and the checkpoint between"),
+        ({"place": replace(PLACE, since=1), "start": None}, "it was interrupted, and the checkpoint between"),
         ({"place": PLACE, "start": None}, None),
     ],
 )
@@ -179,10 +173,7 @@ def test_what_may_give_other_bits_is_named(
 
 def test_what_another_run_has_trained_is_not_trained_again(tmp_path: Path) -> None:
     for step, origin in ((2, 2), (4, 4), (6, 4), (8, 4)):
-        path = tmp_path / step_name(step)
-        path.mkdir()
-        adopted = Adoption("0123456789abcdef", origin, [], None)
-        checkpoint_manifest(step=step, adopted=adopted).write(path)
+        write_checkpoint(tmp_path, step, adopted=Adoption("0123456789abcdef", origin, [], None))
     run = mock.Mock(directory=tmp_path)
     expected = [f"{step_name(4)} to {step_name(6)}", f"{step_name(6)} to {step_name(8)}"]
     assert [segment.name for segment in find(run, None)] == expected
@@ -195,7 +186,7 @@ def test_what_another_run_has_trained_is_not_trained_again(tmp_path: Path) -> No
 def test_a_part_has_the_ranks_of_its_training_unless_these_were_on_several_nodes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: Place | None, asked: int
 ) -> None:
-    runtime = dataclasses.replace(load_params(TrainRuntime, "runtime", REPO / "params.yaml"), nproc_per_node=3)
+    runtime = replace(load_params(TrainRuntime, "runtime", REPO / "params.yaml"), nproc_per_node=3)
     monkeypatch.setattr(segments_module.TrainState, "of", lambda path: mock.Mock(place=place))
     monkeypatch.setattr(segments_module.CheckpointManifest, "read", lambda path: mock.Mock(step=3))
     monkeypatch.setattr(segments_module, "begin", mock.Mock())

@@ -22,7 +22,7 @@ from stages.checkpointing import retention
 from stages.checkpointing.layout import list_checkpoints, verify
 from stages.checkpointing.lock import rank_lock, writer_lock
 from tests.ranks import Ranks
-from tests.trainings import Given, checkpoint_manifest, result
+from tests.trainings import Given, result, write_checkpoint
 
 FAULTS = {
     False: """\
@@ -174,19 +174,12 @@ def test_a_file_is_waited_for_until_it_has_its_size(tmp_path: Path) -> None:
     assert not wait_for_file(path, 3, 0.1)
 
 
-def make(run: Path, step: int) -> Path:
-    path = run / f"step-{step:08d}"
-    path.mkdir(parents=True)
-    checkpoint_manifest(step=step).write(path)
-    return path
-
-
 def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On NFS its directory is not empty while a process has a file in it open."""
     for step in (1, 2, 3):
-        make(tmp_path, step)
+        write_checkpoint(tmp_path, step)
     messages: list[str] = []
     with monkeypatch.context() as patched:
         patched.setattr(os, "rmdir", fail(errno.ENOTEMPTY))
@@ -197,7 +190,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_training(
 
 
 def test_a_checkpoint_is_not_damaged_while_its_server_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = make(tmp_path, 1)
+    checkpoint = write_checkpoint(tmp_path, 1)
     monkeypatch.setattr(publish, "read_bytes", fail(errno.ESTALE))
     with pytest.raises(OSError, match="tale"):
         verify(checkpoint)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.base.identity import RunIdentity, TokenFingerprints
+from stages.base.record import FileEntry
 from stages.checkpointing.layout import FORMAT, CheckpointManifest, list_checkpoints, step_name, verify
 from stages.checkpointing.pointer import RunPointer
 from stages.checkpointing.state import ScalerState, TrainState
@@ -20,6 +21,16 @@ def checkpoint_manifest(**values: Any) -> CheckpointManifest:
         "identity": identity, "adopted": None, "packages": {}, "files": {}, "tensors": {},
     }  # fmt: skip
     return CheckpointManifest(**{**defaults, **values})
+
+
+def write_checkpoint(run: Path, step: int, **values: Any) -> Path:
+    """Write a checkpoint with one file, with a manifest of which only `values` matter."""
+    path = run / step_name(step)
+    path.mkdir(parents=True)
+    (path / "state.json").write_text("{}")
+    files = {"state.json": FileEntry.of(path / "state.json")}
+    checkpoint_manifest(step=step, **{"files": files, **values}).write(path)
+    return path
 
 
 def train_state(step: int = 1, loss_scaler: ScalerState | None = None) -> TrainState:

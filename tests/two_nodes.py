@@ -8,6 +8,7 @@ HOSTS is what both have as /etc/hosts. There is no nameserver. tests/fake_slurm/
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 ADDRESSES = ("10.9.0.3", "10.9.0.2")
 """That of the first node is not the smaller one."""
@@ -17,6 +18,12 @@ CAN_UNSHARE = subprocess.run(["unshare", "-rnum", "true"], capture_output=True, 
 
 ON_TWO_NODES = ("unshare", "-rnum", "--kill-child", "python", __file__)
 """What comes before HOSTS and the command."""
+
+ALLOCATION = {
+    "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_NODEID": "0",
+    "PATH": f"{Path(sys.executable).parent}:{Path(__file__).parent / 'fake_slurm'}:{os.environ['PATH']}",
+}  # fmt: skip
+"""The environment in an allocation of two nodes, whose ranks tests/fake_slurm/srun starts."""
 
 
 def main() -> None:
