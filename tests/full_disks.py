@@ -17,6 +17,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 OUTPUTS = {
     "organize": ["data/splits"],
     "extract": ["data/corpus", "data/extract.json"],
+    "deduplicate": ["data/duplicates", "data/deduplicate.json"],
     "download": ["data/license.json", "data/model.json", "data/tokenizer.json"],
     "pack": ["data/tokens", "data/pack.json"],
     "plan": ["outputs/plan.json", "outputs/rows.txt"],

@@ -872,13 +872,15 @@ def test_the_lineage_names_how_the_data_was_made(llama: Trained, capsys: pytest.
     assert (lineage.splits, lineage.corpus, lineage.encoder, lineage.origins) == (None, None, None, {})
 
     params: dict[str, dict[str, Any]] = {
-        "organize": {"num_splits": 4}, "extract": {"min_chars": 1}, "pack": {"seq_length": 32},
+        "organize": {"num_splits": 4}, "extract": {"min_chars": 1}, "deduplicate": {}, "pack": {"seq_length": 32},
     }  # fmt: skip
     origins = {stage: Origin(values, {"pyarrow": "1"}) for stage, values in params.items()}
     publish.write_json(RECORDS["organize"], {"origin": origins["organize"]})
     splits = publish.sha256_file(RECORDS["organize"])
     publish.write_json(RECORDS["extract"], {"origin": origins["extract"], "source": splits, "fingerprint": "f"})
-    write_pack_metrics(TOKENS, encoder="tokenizers 1", source="f", origin=origins["pack"])
+    found = {"origin": origins["deduplicate"], "source": "f", "fingerprint": "d"}
+    publish.write_json(RECORDS["deduplicate"], found)
+    write_pack_metrics(TOKENS, encoder="tokenizers 1", source="d", origin=origins["pack"])
     capsys.readouterr()
     lineage = exported_lineage()
     assert (lineage.splits, lineage.corpus, lineage.encoder) == (splits, "f", "tokenizers 1")
@@ -886,7 +888,8 @@ def test_the_lineage_names_how_the_data_was_made(llama: Trained, capsys: pytest.
     assert "warning" not in capsys.readouterr().out
 
     # Stages that ran again since, on other data: their records, and those before them, are not of this model.
-    for stage, left in (("organize", ["extract", "pack"]), ("extract", ["pack"]), ("pack", [])):
+    for number, stage in enumerate(RECORDS, 1):
+        left = [*RECORDS][number:]
         record = publish.read_json(RECORDS[stage])
         changed = {"fingerprint": "other"} if "fingerprint" in record else {"files": 1}
         publish.write_json(RECORDS[stage], {**record, **changed})
