@@ -115,6 +115,12 @@ def check(*cases: tuple[Any, ...], limits: Iterable[Limits] = (LIMITS, SMALL), *
     return metrics
 
 
+def check_rules(*cases: tuple[Any, ...], **params: Any) -> dict[str, Any]:
+    """The same, where each case begins with the rule for its file."""
+    rules = [{"files": f"{number:03}/**", **rule} for number, (rule, *_) in enumerate(cases)]
+    return check(*(tuple(case) for _, *case in cases), records=rules, **params)
+
+
 class Memory(Source):
     """As much of a `Source` as a reader of JSON or YAML needs."""
 
@@ -137,6 +143,10 @@ class ListSink:
         self.records: list[list[str]] = []
         self.rejected: list[Rejected] = []
         self._current: list[str] = []
+
+    @property
+    def rows(self) -> list[str]:
+        return [row for record in self.records for row in record]
 
     def use(self, column: int) -> None:
         self.column = column
