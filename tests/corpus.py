@@ -83,14 +83,6 @@ def extract_raw(num_splits: int = 1, num_workers: int = 1, limits: Limits = LIMI
     return metrics
 
 
-def extract_file(name: str, content: str | bytes, *rules: dict[str, Any], **params: Any) -> list[Any]:
-    """The rows of a corpus of one file: documents as strings, conversations as dictionaries."""
-    shutil.rmtree("data", ignore_errors=True)
-    put({name: content})
-    extract_raw(records=list(rules) or None, **params)
-    return read_rows()
-
-
 def check(*cases: tuple[Any, ...], limits: Iterable[Limits] = (LIMITS, SMALL), **params: Any) -> dict[str, Any]:
     """Extract several files as one corpus, in a piece each and in many pieces; return `data/extract.json`.
 
