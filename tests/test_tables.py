@@ -5,13 +5,16 @@ import datetime
 import hashlib
 import io
 import json
+import os
+import random
 import resource
 import shutil
 import struct
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ import pyarrow.parquet.encryption as pe
 import pytest
 
 from stages.base.errors import StageError
+from stages.base.publish import sha256_file
 from stages.extract import ExtractRuntime, extract
 from stages.formats import source, tables
 from stages.formats.limits import LIMITS, Limits
@@ -439,14 +443,40 @@ def test_trap_34_hostile_tables_are_rejected_and_their_siblings_kept() -> None:
         assert row in read_rows()
 
 
+def read_damaged_tables() -> None:
+    """Print how many tables with bytes that are not theirs, half of them in the footer, were read, and rejected."""
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))  # this machine must survive
+    outcomes: Counter[str] = Counter()
+    for name, number in product(FORMATS, range(30)):
+        choice = random.Random(f"{name} {number}")
+        options = {
+            "compression": choice.choice(["snappy", "zstd", "none"]),
+            "data_page_version": choice.choice("12") + ".0",
+        }
+        table = pa.concat_tables([NESTED] * 150).unify_dictionaries()
+        content = bytearray(encode(name, table, 100, **(options if name == "a.parquet" else {})))
+        first = choice.choice([0, max(0, len(content) - 3000)])
+        for _ in range(choice.choice([1, 2, 8])):
+            content[choice.randrange(first, len(content))] = choice.choice([0, 255, 127, 128, choice.randrange(256)])
+        size = choice.randrange(len(content)) if choice.random() < 0.1 else len(content)
+        Path(name).write_bytes(content[:size])
+        try:
+            with tables.Table(name, sha256_file(Path(name))) as given:
+                for rows in given.rows(lambda schema: schema.names):
+                    assert isinstance(rows, (tables.Rows, source.Rejected))
+            outcomes["read"] += 1
+        except source.Rejected:
+            outcomes["rejected"] += 1
+    print(json.dumps(outcomes))
+
+
 def test_trap_34_no_damage_crashes_the_process() -> None:
     """In a process of its own: what pyarrow makes of any bytes is not for us to know."""
-    output = subprocess.run(
-        [sys.executable, "-m", "tests.damaged_tables", "60"], cwd=REPO, stdout=-1, stderr=-2, text=True, check=False
-    )
+    code = "from tests.test_tables import read_damaged_tables; read_damaged_tables()"
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, stdout=-1, stderr=-2, text=True, check=False)
     assert output.returncode == 0, output.stdout
-    outcomes = json.loads(output.stdout)
-    assert {*outcomes} == {"read", "rejected"}
+    assert {*json.loads(output.stdout)} == {"read", "rejected"}
 
 
 def arrow_file(column: pa.Array) -> bytes:
