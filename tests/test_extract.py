@@ -592,17 +592,11 @@ def test_trap_14_a_bad_line_is_lost_and_nothing_else() -> None:
         ("c.jsonl", '["one"]\n{"a": "x"} {bad\n["two"] ["three"]\n', ["one", "two", "three"], "invalid JSON at line 2"),
         ("d.json", '{"a": "one"}\n{"a": "two"}["three"] "four"', ["one", "two", "three", "four"]),
         ("e.json", '{"a": "one"}\n{"a": "two"\n, x}', ["one"], "at line 3, character 3:"),
-        limits=(LIMITS, Limits(chunk=1), Limits(chunk=4, batch=4)),
+        ("f.json", '["é",\n\n ["é",  x]]' + " " * 50, [], "at line 3, character 9:"),
+        limits=(LIMITS, Limits(chunk=1, batch=1), Limits(chunk=4, batch=3)),
     )
     assert metrics["records"] == 3 + 1 + 2 + 4 + 1  # documents in one line are one record
-    assert (metrics["rejected"], metrics["rejected_files"]) == ({"invalid JSON": 4}, 3)
-
-
-def test_positions_count_characters_in_their_line() -> None:
-    for batch in (1, 3, 1000):
-        with pytest.raises(Rejected) as error:
-            json_strings('["é",\n\n ["é",  x]]' + " " * 50, batch)
-        assert error.value.position == "line 3, character 9"
+    assert (metrics["rejected"], metrics["rejected_files"]) == ({"invalid JSON": 5}, 4)
 
 
 def numbered_lines(number: int) -> list[dict[str, Any]]:

@@ -100,20 +100,14 @@ def test_trap_32_a_path_finds_both_values_of_a_key_that_occurs_twice() -> None:
     assert {path: "".join(paths.finder(path)(document)) for path in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("text", "a path begins with \\$"),
-        ("$.te xt", "unexpected token 'xt' at column 6"),
-        ("$.a[?@.b ==]", "at column 12"),
-        ("$.a[", "at column 5"),
-        ("$.a | $.b", "at column 5"),
-        ("$" + "[?(" * 5000, "nested too deep|at column"),
-    ],
-)
-def test_a_path_that_is_none_is_refused_with_the_column(path: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        paths.check(path)
+def test_a_path_that_is_none_is_refused_with_the_column() -> None:
+    refused = {
+        "text": "a path begins with \\$", "$.te xt": "unexpected token 'xt' at column 6", "$.a[": "at column 5",
+        "$.a[?@.b ==]": "at column 12", "$.a | $.b": "at column 5", "$" + "[?(" * 5000: "nested too deep|at column",
+    }  # fmt: skip
+    for path, message in refused.items():
+        with pytest.raises(ValueError, match=message):
+            paths.check(path)
 
 
 def test_the_keys_that_decide_what_a_path_finds_are_known() -> None:
@@ -164,22 +158,10 @@ def test_a_glob_fits_paths_below_raw_dir() -> None:
     names = ["a.json", "x/b.json", "x/y/c.json"]
     expected = {
         "*.json": names[:1], "?.json": names[:1], "[a].json": [], "x/*": names[1:2], "x/**": names[1:],
-        "**/*.json": names, "**": names,
+        "**/*.json": names, "**": names, "x**": names[1:], "x?b.json": [], "?/b.json": names[1:2],
+        "**/**/c.json": names[2:],
     }  # fmt: skip
     assert {glob: [name for name in names if find([Rule(files=glob)], name)] for glob in expected} == expected
-
-
-GLOBS = st.lists(st.sampled_from(["**/", "**", "*", "?", "a", "b", "/"]), max_size=6).map("".join)
-
-
-@settings(max_examples=50)
-@given(GLOBS, st.text("ab/", max_size=6))
-def test_a_glob_fits_what_its_expression_would(glob: str, path: str) -> None:
-    expressions = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", glob)
-    expression = "".join(expressions.get(part, part) for part in parts)
-    found = find([Rule(files=glob)], path + ".json")
-    assert (found is not None) == bool(re.fullmatch(expression, path + ".json"))
 
 
 def test_trap_32_a_rule_without_a_file_is_refused_before_any_file_is_read() -> None:
@@ -550,19 +532,13 @@ LEFT_OUT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": "$.m", "tools": "$.t"}, '{"m": [{"role": "a"}], "t": "x"}', "no list of tools at $.t"),
     ({"prompt": "$.p", "completion": "$.c"}, '{"p": "a"}', "no string at $.c"),
     ({"prompt": "$.p", "completion": "$.c"}, '{"p": "a", "c": ""}', "no string at $.c"),
-    (
-        {"prompt": "$.p", "completion": "$.c"},
-        '{"p": "a", "c": [{"role": "b"}]}',
-        "a string and a list of messages as prompt and completion",
-    ),
+    ({"prompt": "$.p", "completion": "$.c"}, '{"p": "a", "c": [{"role": "b"}]}',
+     "a string and a list of messages as prompt and completion"),
     ({"messages": [{"role": "user", "content": "$.q"}]}, '{"a": "b"}', "no string at $.q"),
     ({"format": "alpaca"}, '{"instruction": "a", "output": " "}', "no string at $.output"),
-    (
-        {"format": "alpaca"},
-        '{"instruction": "a", "output": "b", "history": [["c"]]}',
-        "no list of pairs of a question and an answer at $.history",
-    ),
-]
+    ({"format": "alpaca"}, '{"instruction": "a", "output": "b", "history": [["c"]]}',
+     "no list of pairs of a question and an answer at $.history"),
+]  # fmt: skip
 GOOD = {"messages": CHAT, "m": CHAT, "p": "a", "c": "b", "q": "Q", "instruction": "a", "output": "b"}
 """A record of which each of these rules makes a row."""
 
