@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from stages.training.params import TrainParams
 
 
+# Its assertions show what differs, as those of a test do.
+pytest.register_assert_rewrite("tests.corpus")
+
 # A shell without job control starts commands in the background with SIGINT ignored, which all processes would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

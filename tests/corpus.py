@@ -1,11 +1,14 @@
 """Raw files, the corpus made of them, and the processes that make it: for the tests of the data stages."""
 
 import dataclasses
+import io
 import json
 import math
+import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import psutil
 import yaml
@@ -14,6 +17,8 @@ from pydantic import TypeAdapter
 from stages.extract import ExtractParams, ExtractRuntime, extract
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.rules import Rule
+from stages.formats.source import Rejected, Source
+from stages.formats.writer import replace_surrogates
 from stages.organize import OrganizeParams, OrganizeRuntime, organize
 from stages.work.workers import Runtime
 from tests.project import wait_for
@@ -21,6 +26,9 @@ from tests.project import wait_for
 NOT_RECORDS = (b"", b"{", b"[]", b"null", b'"text"', b"{}", b"\xff\xfe", b"[" * 100_000)
 """Contents of a JSON file that a stage cannot have written."""
 AnyRuntime = TypeVar("AnyRuntime", bound=Runtime)
+
+SMALL = Limits(chunk=7, batch=20)
+"""With which every file is read in many pieces."""
 
 CORPUS = Path("data/corpus")
 SPLITS = Path("data/splits")
@@ -74,12 +82,85 @@ def extract_raw(num_splits: int = 1, num_workers: int = 1, limits: Limits = LIMI
     return metrics
 
 
-def extract_file(name: str, content: str | bytes, *rules: dict[str, Any], **params: Any) -> list[Any]:
-    """The rows of a corpus of one file: documents as strings, conversations as dictionaries."""
-    shutil.rmtree("data", ignore_errors=True)
-    put({name: content})
-    extract_raw(records=list(rules) or None, **params)
-    return read_rows()
+def check(*cases: tuple[Any, ...], limits: Iterable[Limits] = (LIMITS, SMALL), **params: Any) -> dict[str, Any]:
+    """Extract several files as one corpus, in a piece each and in many pieces; return `data/extract.json`.
+
+    A case is the name of a file, its content, its rows, and a regular expression for each rejection in it, as in
+    "invalid JSON at line 3: unexpected". The file is in a directory of its own: 000, 001, ...
+    """
+    names = [f"{number:03}/{name}" for number, (name, *_) in enumerate(cases)]
+    metrics: dict[str, Any] = {}
+    for some in limits:
+        shutil.rmtree("data", ignore_errors=True)
+        put({name: content for name, (_, content, *_) in zip(names, cases, strict=True)})
+        metrics = extract_raw(limits=some, **{"max_rejected_files": len(cases), **params})
+        assert read_rows() == [row for _, _, rows, *_ in cases for row in rows]
+        for name, (_, _, _, *expected) in zip(names, cases, strict=True):
+            found = [
+                f"{each['reason']} at {each['position']}: {each['detail']}"
+                for each in metrics["rejections"]
+                if each["path"] == name
+            ]
+            assert len(found) == len(expected), (name, found)
+            assert all(map(re.search, expected, found)), (name, found)
+    return metrics
+
+
+def check_rules(*cases: tuple[Any, ...], **params: Any) -> dict[str, Any]:
+    """The same, where each case begins with the rule for its file."""
+    rules = [{"files": f"{number:03}/**", **rule} for number, (rule, *_) in enumerate(cases)]
+    return check(*(tuple(case) for _, *case in cases), records=rules, **params)
+
+
+class Memory(Source):
+    """As much of a `Source` as a reader of JSON or YAML needs."""
+
+    first_line = 1
+
+    def __init__(self, content: str | bytes, limits: Limits = LIMITS) -> None:
+        self.limits = limits
+        self.begin = content.encode() if isinstance(content, str) else content
+
+    def stream(self) -> BinaryIO:
+        return io.BytesIO(self.begin)
+
+
+class ListSink:
+    """Keeps what a reader puts into it: the strings of each complete record, and what it rejects."""
+
+    column = 0
+
+    def __init__(self) -> None:
+        self.records: list[list[str]] = []
+        self.rejected: list[Rejected] = []
+        self._current: list[str] = []
+
+    @property
+    def rows(self) -> list[str]:
+        return [row for record in self.records for row in record]
+
+    def use(self, column: int) -> None:
+        self.column = column
+
+    def add(self, strings: list[str]) -> None:
+        self._current += map(replace_surrogates, strings)
+
+    def add_text(self, stream: BinaryIO) -> None:
+        self._current.append(stream.read().decode())
+
+    def end(self, records: int = 1) -> None:
+        self.records += [self._current, *[[]] * (records - 1)]
+        self._current = []
+
+    def report(self, rejected: Rejected) -> None:
+        self.rejected.append(rejected)
+
+    def reject(self, rejected: Rejected) -> None:
+        self.report(rejected)
+        self.drop()
+
+    def drop(self) -> None:
+        self._current = []
 
 
 def read_rows() -> list[Any]:

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -186,8 +186,8 @@ DECIDED_BY_FIRST_BYTE = (*_FILES, "manifest")
 """How the rest of an input is read."""
 
 
-def seeds(name: str) -> Iterator[bytes]:
-    """Valid inputs, from which mutations start."""
+def seeds() -> dict[str, list[bytes]]:
+    """Valid inputs of each reader, from which mutations start."""
     import gzip
     import io
 
@@ -198,55 +198,47 @@ def seeds(name: str) -> Iterator[bytes]:
     import yaml
     import zstandard
 
+    from stages.base.dataset import STATE, Dataset, Shard
+    from stages.base.record import FileEntry
+    from stages.splits.manifests import Part, RawFile, write_manifest
+    from tests.trainings import checkpoint_manifest, train_state
+
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b\n"}]
     record = {"text": "é \U0001f600", "messages": messages, "conversations": turns, "instruction": "a", "output": "b"}
-    lines = b"".join(
-        json.dumps({**record, "n": [1, None, 2.5e3, True, {"k": "\ud83d\ude00"}]}).encode() + b"\n" for _ in "12"
-    )
-    table = pa.Table.from_pylist([record, record])
-    if name == "text":
-        yield "é \U0001f600\r\n".encode() + b"\xff\xfe\x00"
-    if name in ("json", "jsonl"):
-        yield from (lines, json.dumps([record]).encode())
-    if name == "manifest":
-        from stages.base.dataset import STATE, Dataset, Shard
-        from stages.base.record import FileEntry
-        from stages.splits.manifests import Part, RawFile, write_manifest
-        from tests.trainings import checkpoint_manifest, train_state
-
-        for made in (checkpoint_manifest(files={"a": FileEntry(1, "0" * 64)}), train_state()):
-            yield json.dumps(dataclasses.asdict(made)).encode()
-        with tempfile.TemporaryDirectory() as directory:
-            Dataset({}, [Shard("a.arrow", 1, "0" * 64)]).write(Path(directory))
-            write_manifest(split := Path(directory, "split"), [RawFile("a.txt", 1, "0" * 64, Part(0, 1, 1))])
-            yield from (Path(directory, STATE).read_bytes(), split.read_bytes())
-    if name == "yaml":
-        yield yaml.safe_dump(record).encode()
-        yield b"--- &a [x, *a]\n--- !!str 1\n...\n%YAML 1.2\n--- |\n a\n b: >-\n  c\n? q\n: !t 'z'\n"
-    if name == "csv":
-        yield b'text,instruction,output\r\n"a ""b""\n",c,d\r\ne,f,g\n'
-    if name == "gzip":
-        yield gzip.compress(lines)
-    if name == "zstd":
-        yield zstandard.compress(json.dumps([record]).encode())
-    stream = io.BytesIO()
-    if name == "parquet":
-        pq.write_table(table, stream)
-    if name == "arrow":
-        with pa.ipc.new_stream(stream, table.schema) as writer:
-            writer.write_table(table)
-    if name == "header":
-        stream.write(safetensors.numpy.save({"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.int8)}))
-    if name == "params":
-        stream.write((REPO / "params.yaml").read_bytes())
-    if name == "template":
-        stream.write(b"{% for m in messages %}<|{{ m['role'] }}|>{{ m.content | trim }}<|end|>{% endfor %}"
-                     b"{% if add_generation_prompt %}<|assistant|>{% endif %}")  # fmt: skip
-    if name == "bundle":
-        stream.write(b"0" * 64 + b"  hf/a\n")
-    if stream.tell():
-        yield stream.getvalue()
+    line = json.dumps({**record, "n": [1, None, 2.5e3, True, {"k": "\ud83d\ude00"}]}).encode() + b"\n"
+    array = json.dumps([record]).encode()
+    table, parquet, arrow = pa.Table.from_pylist([record, record]), io.BytesIO(), io.BytesIO()
+    pq.write_table(table, parquet)
+    with pa.ipc.new_stream(arrow, table.schema) as writer:
+        writer.write_table(table)
+    records = (checkpoint_manifest(files={"a": FileEntry(1, "0" * 64)}), train_state())
+    with tempfile.TemporaryDirectory() as directory:
+        Dataset({}, [Shard("a.arrow", 1, "0" * 64)]).write(Path(directory))
+        write_manifest(split := Path(directory, "split"), [RawFile("a.txt", 1, "0" * 64, Part(0, 1, 1))])
+        manifests = [Path(directory, STATE).read_bytes(), split.read_bytes()]
+    return {
+        "text": ["é \U0001f600\r\n".encode() + b"\xff\xfe\x00"],
+        "json": [2 * line, array],
+        "jsonl": [2 * line, array],
+        "yaml": [
+            yaml.safe_dump(record).encode(),
+            b"--- &a [x, *a]\n--- !!str 1\n...\n%YAML 1.2\n--- |\n a\n b: >-\n  c\n? q\n: !t 'z'\n",
+        ],
+        "csv": [b'text,instruction,output\r\n"a ""b""\n",c,d\r\ne,f,g\n'],
+        "parquet": [parquet.getvalue()],
+        "arrow": [arrow.getvalue()],
+        "gzip": [gzip.compress(2 * line)],
+        "zstd": [zstandard.compress(array)],
+        "header": [safetensors.numpy.save({"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.int8)})],
+        "manifest": [*(json.dumps(dataclasses.asdict(made)).encode() for made in records), *manifests],
+        "params": [(REPO / "params.yaml").read_bytes()],
+        "template": [
+            b"{% for m in messages %}<|{{ m['role'] }}|>{{ m.content | trim }}<|end|>{% endfor %}"
+            b"{% if add_generation_prompt %}<|assistant|>{% endif %}"
+        ],
+        "bundle": [b"0" * 64 + b"  hf/a\n"],
+    }
 
 
 def fuzz_one(name: str) -> None:
@@ -262,7 +254,7 @@ def fuzz(name: str, seconds: int) -> bool:
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory
     with tempfile.TemporaryDirectory(dir=shared) as corpus, tempfile.TemporaryDirectory(dir=shared) as work:
         first_bytes = map(bytes, ([number] for number in range(9))) if name in DECIDED_BY_FIRST_BYTE else (b"",)
-        for number, seed in enumerate(first + seed for first in first_bytes for seed in seeds(name)):
+        for number, seed in enumerate(first + seed for first in first_bytes for seed in seeds()[name]):
             Path(corpus, str(number)).write_bytes(seed)
         options = [
             f"-max_total_time={seconds}", f"-timeout={SECONDS_OF_AN_INPUT}", f"-rss_limit_mb={RSS_MIB}",

@@ -1,4 +1,4 @@
-"""What DVC does with raw files that it cannot read, how docs/data.md finds them, and which files DVC watches."""
+"""What DVC does with raw files that it cannot read, how docs/data.md finds them, what DVC watches, and its links."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -51,15 +52,13 @@ def obstacles(raw: Path) -> dict[str, str]:
     """Put everything at which DVC hangs or fails into a directory; what DVC prints at each, "" where it hangs."""
     outside = raw.parent.parent.parent / "outside"
     outside.mkdir()
-    os.mkfifo(outside / "pipe")
     (raw / "folder").mkdir()
-    os.mkfifo(raw / "pipe.txt")
-    os.mkfifo(raw / "folder/a [b]*\\ .txt")
-    os.mkfifo(raw / "folder/white space ")
-    (raw / "to_pipe.txt").symlink_to(outside / "pipe")
-    (raw / "zero.txt").symlink_to("/dev/zero")
-    (raw / "missing.txt").symlink_to("nowhere")
-    (raw / "loop.txt").symlink_to("loop.txt")
+    pipes = ("pipe.txt", "folder/a [b]*\\ .txt", "folder/white space ")
+    for pipe in (outside / "pipe", *(raw / name for name in pipes)):
+        os.mkfifo(pipe)
+    links = {"to_pipe.txt": outside / "pipe", "zero.txt": "/dev/zero", "missing.txt": "nowhere", "loop.txt": "loop.txt"}
+    for name, target in links.items():
+        (raw / name).symlink_to(target)
     with tempfile.TemporaryDirectory() as short:  # the path of a socket has 107 bytes at most
         with socket.socket(socket.AF_UNIX) as unix:
             unix.bind(f"{short}/socket")
@@ -70,14 +69,14 @@ def obstacles(raw: Path) -> dict[str, str]:
     (raw / NOT_UTF8 / "it's.txt").write_text("one")
     (raw / f"{NOT_UTF8}.txt").write_text("two")
     return {
-        "pipe.txt": "", "folder/a [b]*\\ .txt": "", "folder/white space ": "", "to_pipe.txt": "", "zero.txt": "",
+        **dict.fromkeys((*pipes, "to_pipe.txt", "zero.txt"), ""),
         "missing.txt": "[Errno 2] No such file or directory",
         "loop.txt": "[Errno 40] Too many levels of symbolic links",
         "socket.txt": "[Errno 6] No such device or address",
         "closed.txt": "[Errno 13] Permission denied",
         "folder/.dvcignore": ".dvcignore file should not be in collected dir path",
-        NOT_UTF8: "'utf-8' codec can't encode character", f"{NOT_UTF8}.txt": "'utf-8' codec can't encode character",
-    }  # fmt: skip
+        **dict.fromkeys((NOT_UTF8, f"{NOT_UTF8}.txt"), "'utf-8' codec can't encode character"),
+    }
 
 
 STATUS_OF_EACH = """
@@ -161,32 +160,45 @@ def test_trap_31_dvc_passes_over_what_a_killed_stage_leaves() -> None:
         "data/corpus/cache-1.arrow", "data/tokens/train/cache-1.arrow", "models/__pycache__/a.pyc", "data/.reuse/a",
     ):  # fmt: skip
         assert ignore.is_ignored_file(str(REPO / name)), name
-    for name in ("raw", "data/other", "corpora/a"):  # wherever raw_dir is
-        for file in (
-            "a.tmp",
-            "x.tmp/a",
-            "cache-1.arrow",
-            "__pycache__/a",
-            "dvc_plots/a",
-            ".venv/a",
-            "outputs/a/logs/b",
-        ):
-            assert not ignore.is_ignored_file(str(REPO / name / file)), (name, file)
+    inside = ("a.tmp", "x.tmp/a", "cache-1.arrow", "__pycache__/a", "dvc_plots/a", ".venv/a", "outputs/a/logs/b")
+    for name, file in product(("raw", "data/other", "corpora/a"), inside):  # wherever raw_dir is
+        assert not ignore.is_ignored_file(str(REPO / name / file)), (name, file)
 
 
-@pytest.mark.parametrize("kind", ["symlink", "hardlink", "copy"])
-def test_the_links_of_dvc_are_the_files(organized: Project, tmp_path: Path, kind: str) -> None:
+def test_the_links_of_dvc_are_the_files(organized: Project, tmp_path: Path) -> None:
     """As docs/shared-disks.md and the doctor advise."""
     for name in ("b.txt", "same.txt", "folder/c.txt"):
         path = organized / "data/raw" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("a" if name == "same.txt" else name)
     organized.run("dvc", "cache", "dir", "--local", str(tmp_path / "cache"))
-    organized.run("dvc", "config", "--local", "cache.type", kind)
-    organized.run("dvc", "add", "-q", "data/raw")
-    assert (organized / "data/raw/folder/c.txt").is_symlink() == (kind == "symlink")
-    (organized / "data/raw/outside.txt").symlink_to(organized / "params.yaml")
-    organized.run("python", "-m", "stages.organize")
-    summary = organized.json("data/splits/summary.json")
-    assert summary["files"] == 4
-    assert summary["passed_over"] == [{"path": "outside.txt", "reason": "link that leaves the directory"}]
+    for kind in ("copy", "hardlink", "symlink"):
+        organized.run("dvc", "config", "--local", "cache.type", kind)
+        organized.run("dvc", "add", "-q", "data/raw")
+        path = organized / "data/raw/folder/c.txt"
+        assert (path.is_symlink(), path.stat().st_nlink == 2) == (kind == "symlink", kind == "hardlink")
+        (organized / "data/raw/outside.txt").symlink_to(organized / "params.yaml")
+        organized.run("python", "-m", "stages.organize")
+        (organized / "data/raw/outside.txt").unlink()
+        summary = organized.json("data/splits/summary.json")
+        assert summary["files"] == 4
+        assert summary["passed_over"] == [{"path": "outside.txt", "reason": "link that leaves the directory"}]
+
+
+def test_files_that_dvc_checks_out_cannot_change_the_store(organized: Project) -> None:
+    """What DVC leaves in the workspace is a file of its own, or read-only."""
+    organized.set(num_splits=4)
+    for number in range(12):
+        (organized / f"data/raw/{number}.txt").write_text(f"text {number}")
+    for cache_type in ("", "reflink,copy", "hardlink"):
+        if cache_type:
+            organized.run("dvc", "config", "cache.type", cache_type)
+        (organized / f"data/raw/added {cache_type}.txt").write_text(f"added {cache_type}")
+        output = organized.run("dvc", "repro", "extract")
+        assert re.search(r"[123] of 4 splits reused" if cache_type else "0 of 4 splits reused", output), output
+        entries = {path.stat().st_ino for path in organized.path.glob("data/.reuse/*/file")}
+        assert len(entries) > 4 * bool(cache_type)
+        corpus = [path.stat() for path in organized.path.glob("data/corpus/*.arrow")]
+        assert len(corpus) == 4
+        assert [file for file in corpus if file.st_ino in entries and file.st_mode & 0o222] == []
+    assert organized.run("git", "status", "--porcelain", "--untracked-files=all", "data") == "?? data/.gitignore\n"

@@ -1,8 +1,9 @@
+"""Rules for records: which paths and files they fit, what the records of each format become, and what is left out."""
+
 import csv
 import io
 import json
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,21 +25,30 @@ from stages.formats.limits import LIMITS, Limits
 from stages.formats.rules import Rule, find
 from stages.organize import OrganizeParams, OrganizeRuntime, organize
 from stages.splits import tree
-from tests.corpus import CORPUS, PARAMS, content_of, extract_file, extract_raw, put, read_rows
+from tests.corpus import CORPUS, PARAMS, SMALL, ListSink, Memory, check, check_rules, extract_raw, put, read_rows
 from tests.project import REPO
 
 pytestmark = pytest.mark.usefixtures("empty_project")
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": {"type": "string"}}}}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+TEXT = {"text": "$.text"}
+RUNTIME = ExtractRuntime(num_workers=1, reuse_gib=1)
 
 
 def jsonl(*values: Any) -> str:
     return "".join(json.dumps(value) + "\n" for value in values)
 
 
-def rejections(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return [(entry["path"], entry["position"], entry["reason"]) for entry in metrics["rejections"]]
+def in_each_format(rule: dict[str, Any], record: Any, row: Any) -> list[tuple[Any, ...]]:
+    """Cases of `check_rules` of one record, which becomes one row."""
+    contents = {
+        "a.json": json.dumps([record], ensure_ascii=False), "b.json": json.dumps(record, indent=2),
+        "c.jsonl": jsonl(record), "d.ndjson": jsonl(record), "e.yaml": yaml.safe_dump(record, sort_keys=False),
+    }  # fmt: skip
+    return [(rule, name, content, [row]) for name, content in contents.items()]
 
 
 # Paths
@@ -82,44 +92,27 @@ def of_string(match: Any) -> bool:
     return parent is not None and (isinstance(parent.obj, str) or of_string(parent))
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("$.a", ["x", "y"]),
-        ("$['a','b']", ["x", "y", "z"]),
-        ("$.*", ["x", "y", "z"]),
-        ("$..a", ["x", "y"]),
-        ("$[?@ != 'x']", ["y", "z"]),
-        ("$.a.b", []),
-    ],
-)
-def test_trap_32_a_path_finds_both_values_of_a_key_that_occurs_twice(path: str, expected: list[str]) -> None:
+def test_trap_32_a_path_finds_both_values_of_a_key_that_occurs_twice() -> None:
     document = json_format.decode('{"a": "x", "a": "y", "b": "z"}')
-    assert paths.finder(path)(document) == expected
+    expected = {
+        "$.a": "xy", "$['a','b']": "xyz", "$.*": "xyz", "$..a": "xy", "$[?@ != 'x']": "yz", "$.a.b": "",
+    }  # fmt: skip
+    assert {path: "".join(paths.finder(path)(document)) for path in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("text", "a path begins with \\$"),
-        ("$.te xt", "unexpected token 'xt' at column 6"),
-        ("$.a[?@.b ==]", "at column 12"),
-        ("$.a[", "at column 5"),
-        ("$.a | $.b", "at column 5"),
-        ("$" + "[?(" * 5000, "nested too deep|at column"),
-    ],
-)
-def test_a_path_that_is_none_is_refused_with_the_column(path: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        paths.check(path)
+def test_a_path_that_is_none_is_refused_with_the_column() -> None:
+    refused = {
+        "text": "a path begins with \\$", "$.te xt": "unexpected token 'xt' at column 6", "$.a[": "at column 5",
+        "$.a[?@.b ==]": "at column 12", "$.a | $.b": "at column 5", "$" + "[?(" * 5000: "nested too deep|at column",
+    }  # fmt: skip
+    for path, message in refused.items():
+        with pytest.raises(ValueError, match=message):
+            paths.check(path)
 
 
-@pytest.mark.parametrize(
-    ("path", "keys"),
-    [("$.a.b", ["a"]), ("$['a','b']", ["a", "b"]), ("$.*", None), ("$..a", None), ("$", None), ("$.a[?$.b]", None)],
-)
-def test_the_keys_that_decide_what_a_path_finds_are_known(path: str, keys: list[str] | None) -> None:
-    assert paths.first_keys(path) == keys
+def test_the_keys_that_decide_what_a_path_finds_are_known() -> None:
+    expected = {"$.a.b": ["a"], "$['a','b']": ["a", "b"], "$.*": None, "$..a": None, "$": None, "$.a[?$.b]": None}
+    assert {path: paths.first_keys(path) for path in expected} == expected
 
 
 # The parameter
@@ -161,217 +154,143 @@ def test_rules_are_read_as_the_documentation_writes_them() -> None:
         assert load_params(ExtractParams).records
 
 
-@pytest.mark.parametrize(
-    ("glob", "fitting"),
-    [
-        ("*.json", ["a.json"]),
-        ("**/*.json", ["a.json", "x/b.json", "x/y/c.json"]),
-        ("x/**", ["x/b.json", "x/y/c.json"]),
-        ("x/*", ["x/b.json"]),
-        ("?.json", ["a.json"]),
-        ("[a].json", []),
-        ("**", ["a.json", "x/b.json", "x/y/c.json"]),
-    ],
-)
-def test_a_glob_fits_paths_below_raw_dir(glob: str, fitting: list[str]) -> None:
-    put(dict.fromkeys(("a.json", "x/b.json", "x/y/c.json"), '{"text": "a"}'))
-    if not fitting:
-        with pytest.raises(
-            StageError, match=r"records\.0\.files .* no file with records .* raw_dir: a\.json, x/b\.json,"
-        ):
-            extract_raw(records=[{"files": glob, "text": "$.text"}])
-        return
-    [rule] = extract_raw(records=[{"files": glob, "text": "$.text"}])["rules"]
-    assert (rule["files"], rule["matched_files"]) == (glob, len(fitting))
-
-
-GLOBS = st.lists(st.sampled_from(["**/", "**", "*", "?", "a", "b", "/"]), max_size=6).map("".join)
-
-
-@given(GLOBS, st.text("ab/", max_size=6))
-def test_a_glob_fits_what_its_expression_would(glob: str, path: str) -> None:
-    expressions = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    parts = re.split(r"(\*\*/|\*\*|\*|\?)", glob)
-    expression = "".join(expressions.get(part, part) for part in parts)
-    found = find([Rule(files=glob)], path + ".json")
-    assert (found is not None) == bool(re.fullmatch(expression, path + ".json"))
+def test_a_glob_fits_paths_below_raw_dir() -> None:
+    names = ["a.json", "x/b.json", "x/y/c.json"]
+    expected = {
+        "*.json": names[:1], "?.json": names[:1], "[a].json": [], "x/*": names[1:2], "x/**": names[1:],
+        "**/*.json": names, "**": names, "x**": names[1:], "x?b.json": [], "?/b.json": names[1:2],
+        "**/**/c.json": names[2:],
+    }  # fmt: skip
+    assert {glob: [name for name in names if find([Rule(files=glob)], name)] for glob in expected} == expected
 
 
 def test_trap_32_a_rule_without_a_file_is_refused_before_any_file_is_read() -> None:
-    put({"a.json": '{"text": "a"}', "b.txt": "text", "b/c.jsonl": '{"text": "a"}'})
+    name = "日本\u3000語\u200d"  # messages show it
+    put({"a.json": '{"text": "a"}', "b.txt": "text", f"{name}/c.jsonl": '{"text": "c"}'})
     for rules, message in (
-        ([{"files": "*.txt", "text": "$"}], r"records\.0\.files is '\*\.txt': no file with records is left for it"),
-        ([{"files": "*.jsonl", "text": "$"}], r"Files with records below raw_dir: a\.json, b/c\.jsonl$"),
+        ([{"files": "*.txt", **TEXT}], r"records\.0\.files is '\*\.txt': no file with records is left for it"),
+        ([{"files": "*.jsonl", **TEXT}], r"Files with records below raw_dir: a\.json, 日本\\u3000語\\u200d/c\.jsonl$"),
         ([{"files": "**"}, {"files": "*.json"}], r"records\.1\.files .* put the rule before those that fit the same"),
     ):
         with pytest.raises(StageError, match=message):
             extract_raw(records=rules)
         assert not Path("data/extract.json").exists()
-
-
-def test_a_rule_fits_the_name_of_a_file_as_it_is_and_messages_show_it() -> None:
-    name = "日本\u3000語\u200d"
-    put({f"{name}/a.jsonl": '{"text": "a"}', "b.jsonl": '{"\\ud800\\u0007x": 1}'})
-    rules = [{"files": f"{name}/*", "text": "$.text"}, {"files": "?.jsonl", "text": "$.text"}]
-    with pytest.raises(StageError, match=r"b\.jsonl, line 1: no string at \$\.text: the keys are \\ud800\\x07x"):
-        extract_raw(records=rules)
-    with pytest.raises(StageError, match=r"raw_dir: b\.jsonl, 日本\\u3000語\\u200d/a\.jsonl"):
-        extract_raw(records=[{"files": "c.jsonl", "text": "$.text"}])
-    extract_raw(records=[{**rules[0], "files": "**"}])
-    assert read_rows() == ["a"]
+    extract_raw(records=[{"files": f"{name}/*", **TEXT}])  # a rule fits the name as it is
+    assert read_rows() == ["a", "text", "c"]
 
 
 def test_the_first_rule_that_fits_decides_and_text_needs_none() -> None:
-    put({"a/1.json": '{"x": "x", "y": "y"}', "b/2.json": '{"x": "x", "y": "y"}', "b/3.txt": "text", "4.json": '["s"]'})
-    metrics = extract_raw(records=[{"files": "a/*", "text": "$.x"}, {"files": "*/*", "text": "$.y"}])
-    assert read_rows() == ["s", "x", "y", "text"]
+    record = '{"x": "x", "y": "y"}'
+    put({"a/1.json": record, "b/2.json": record, "b/3.txt": "text", "4.json": '["s"]'})
+    for key in "yxy":  # and not the rules of a run before
+        metrics = extract_raw(records=[{"files": "a/*", "text": "$.x"}, {"files": "*/*", "text": f"$.{key}"}])
+        assert read_rows() == ["s", "x", key, "text"]
     assert [rule["matched_files"] for rule in metrics["rules"]] == [1, 1]
 
 
 # Documents
 
-NUM_FORMATS = 5
-TEXT_CASES: list[tuple[str, Any, list[str]]] = [
-    ("$.text", {"text": "a", "id": "1"}, ["a"]),
-    ("$.body[*].para", {"body": [{"para": "a"}, {"para": ""}, {"para": "b"}]}, ["a\nb"]),
-    ("$.text", {"text": ["a", {"b": "b", "c": [1, "c"]}, None]}, ["a\nb\nc"]),
-    ("$..para", {"para": "a", "x": {"para": "b"}}, ["a\nb"]),
-    ("$['title','text']", {"text": "b", "title": "a"}, ["a\nb"]),
-    ("$.body[?@.type == 'text'].value", {"body": [{"type": "text", "value": "a"}, {"type": "x", "value": "b"}]}, ["a"]),
-    ("$.text", {"text": "a\nb\n "}, ["a\nb\n "]),
-]
-
 
 def test_trap_33_the_same_path_finds_the_same_strings_in_each_format() -> None:
-    for number, (_, record, _) in enumerate(TEXT_CASES):
-        put(in_each_format(f"{number}/", record))
-    extract_raw(records=[{"files": f"{number}/*", "text": path} for number, (path, _, _) in enumerate(TEXT_CASES)])
-    assert read_rows() == [row for _, _, expected in TEXT_CASES for row in expected * NUM_FORMATS]
+    typed = {"body": [{"type": "text", "value": "a"}, {"type": "x", "value": "b"}]}
+    cases: list[tuple[str, Any, str]] = [
+        ("$.text", {"text": "a", "id": "1"}, "a"),
+        ("$.body[*].para", {"body": [{"para": "a"}, {"para": ""}, {"para": "b"}]}, "a\nb"),
+        ("$.text", {"text": ["a", {"b": "b", "c": [1, "c"]}, None]}, "a\nb\nc"),
+        ("$..para", {"para": "a", "x": {"para": "b"}}, "a\nb"),
+        ("$['title','text']", {"text": "b", "title": "a"}, "a\nb"),
+        ("$.body[?@.type == 'text'].value", typed, "a"),
+        ("$.text", {"text": "a\nb\n "}, "a\nb\n "),
+    ]
+    check_rules(*(case for path, record, row in cases for case in in_each_format({"text": path}, record, row)))
 
 
-def in_each_format(directory: str, record: Any) -> dict[str, str | bytes]:
-    files = {
-        "a.json": json.dumps([record], ensure_ascii=False),
-        "b.json": json.dumps(record, indent=2),
-        "c.jsonl": jsonl(record),
-        "d.ndjson": jsonl(record),
-        "e.yaml": yaml.safe_dump(record, sort_keys=False),
-    }
-    assert len(files) == NUM_FORMATS
-    return {directory + name: content for name, content in files.items()}
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.yaml"])
-def test_trap_33_both_values_of_a_key_that_occurs_twice_are_kept(name: str) -> None:
-    content = '{"text": "a", "x": 1, "text": "b"}\n'
-    assert extract_file(name, content, {"files": "*", "text": "$.text"}) == ["a\nb"]
-    assert extract_file(name, '{"t\\u0065xt": "a", "text": "b"}\n', {"files": "*", "text": "$.text"}) == ["a\nb"]
+def test_trap_33_both_values_of_a_key_that_occurs_twice_are_kept() -> None:
+    contents = ('{"text": "a", "x": 1, "text": "b"}\n', '{"t\\u0065xt": "a", "text": "b"}\n')
+    names = ("a.jsonl", "a.json", "a.yaml")
+    check_rules(*((TEXT, name, content, ["a\nb"]) for name in names for content in contents))
 
 
 def test_trap_32_what_a_rule_leaves_out_is_counted() -> None:
     values = [{"text": "abc"}, {"id": 1}, {"text": 3}, {"text": None}, {"text": ""}, {"text": "a"}, {"text": []}, 7]
-    put({"a.jsonl": jsonl(*values)})
-    metrics = extract_raw(records=[{"files": "*", "text": "$.text"}], min_chars=2)
-    assert metrics["rules"] == [
-        {
-            "files": "*",
-            "matched_files": 1,
-            "records": 8,
-            "documents": 1,
-            "conversations": 0,
-            "left_out": {"fewer characters than min_chars": 2, "no string at $.text": 5},
-            "first_left_out": [
-                {"path": "a.jsonl", "position": f"line {number}", "reason": reason, "keys": [key]}
-                for number, reason, key in (
-                    (2, "no string at $.text", "id"),
-                    (3, "no string at $.text", "text"),
-                    (4, "no string at $.text", "text"),
-                    (5, "fewer characters than min_chars", "text"),
-                    (6, "fewer characters than min_chars", "text"),
-                )
-            ],
-            "unused_columns": ["id"],
-            "unknown_roles": [],
-        }
+    metrics = check_rules((TEXT, "a.jsonl", jsonl(*values), ["abc"]), min_chars=2)
+    reasons = [("no string at $.text", key) for key in ("id", "text", "text")]
+    reasons += [("fewer characters than min_chars", "text")] * 2
+    [counts] = metrics["rules"]
+    assert counts.pop("first_left_out") == [
+        {"path": "000/a.jsonl", "position": f"line {number}", "reason": reason, "keys": [key]}
+        for number, (reason, key) in enumerate(reasons, 2)
     ]
-    assert (metrics["records"], metrics["strings"], read_rows()) == (1, 1, ["abc"])
+    assert counts == {
+        "files": "000/**", "matched_files": 1, "records": 8, "documents": 1, "conversations": 0,
+        "left_out": {"fewer characters than min_chars": 2, "no string at $.text": 5},
+        "unused_columns": ["id"], "unknown_roles": [],
+    }  # fmt: skip
+    assert (metrics["records"], metrics["strings"]) == (1, 1)
 
 
 def test_trap_32_a_rule_without_a_row_is_an_error_that_shows_what_it_leaves_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     contents: dict[str, tuple[dict[str, Any], str, str]] = {
-        "a.jsonl": (
-            {"text": "$.text"}, jsonl({"id": "1", "body": "a"}),
-            "a.jsonl, line 1: no string at $.text: the keys are id, body",
-        ),
+        "a.jsonl": (TEXT, jsonl({"id": "1", "body": "a"}), "line 1: no string at $.text: the keys are id, body"),
+        "b.jsonl": (TEXT, '{"\\ud800\\u0007x": 1}', r"line 1: no string at $.text: the keys are \ud800\x07x"),
         "e.json": (
-            {"each": "$.items[*]", "text": "$.text"}, '{"rows": [{"text": "a"}]}',
-            "e.json, line 1: no record at $.items[*]: the keys are rows",
+            {"each": "$.items[*]", **TEXT}, '{"rows": [{"text": "a"}]}',
+            "line 1: no record at $.items[*]: the keys are rows",
         ),
-        "f.yaml": (
-            {"text": "$.text"}, "- a\n- b\n",
-            "f.yaml, line 3: no string at $.text: the keys are (none: a list)",
-        ),
+        "f.yaml": (TEXT, "- a\n- b\n", "line 3: no string at $.text: the keys are (none: a list)"),
         "g.jsonl": (
             {"messages": "$.messages", "role": "from"}, jsonl({"messages": [{"role": "user", "content": "a"}]}),
-            "g.jsonl, line 1: a message without a string 'from': the keys are role, content",
+            "line 1: a message without a string 'from': the keys are role, content",
         ),
-        "h.csv": ({"text": "$.text"}, "id,body\n1,b\n", "h.csv, line 2: no string at $.text: the keys are id, body"),
+        "h.csv": (TEXT, "id,body\n1,b\n", "line 2: no string at $.text: the keys are id, body"),
     }  # fmt: skip
-    put({"b.txt": "b"})
     for name, (rule, content, expected) in contents.items():
         put({name: content})
         with pytest.raises(StageError) as error:
             extract_raw(records=[{"files": name, **rule}])
         lines = str(error.value).splitlines()
         assert lines[0] == f"params.yaml: records.0 makes no row of {name!r}:"
-        assert lines[2] == expected
+        assert lines[2] == f"{name}, {expected}"
         metrics = json.loads(Path("data/extract.json").read_text())
         assert (metrics["rejected_files"], metrics["rules"][0]["first_left_out"][0]["path"]) == (0, name)
         assert preview(Path(name), replace(PARAMS, records=[Rule(files=name, **rule)])).endswith("\n".join(lines[1:]))
     # Beside a file with a row, each is a file without text, which is named.
     put({"z.jsonl": jsonl({"text": "z"}), "y.json": "[]", "x.jsonl": ""})
-    metrics = extract_raw(records=[{"files": "*", "text": "$.text"}])
-    assert read_rows() == ["z", "b"][::-1]
-    assert len(metrics["rules"][0]["first_left_out"]) == 5
-    assert "7 files have no text, and nothing in them was rejected, such as a.jsonl: `" in capsys.readouterr().out
+    metrics = extract_raw(records=[{"files": "*", **TEXT}])
+    assert (read_rows(), len(metrics["rules"][0]["first_left_out"])) == (["z"], 5)
+    assert "8 files have no text, and nothing in them was rejected, such as a.jsonl: `" in capsys.readouterr().out
 
 
 def test_trap_32_one_record_of_a_file_that_was_cut_is_a_row() -> None:
     lines = [{"other": f"{number:030}"} for number in range(3000)]
     put({"a.jsonl": jsonl(*lines, {"text": "last"}), "b.jsonl": jsonl(*lines)})
-    metrics = extract_raw(num_splits=3, records=[{"files": "*", "text": "$.text"}])
+    [rule] = extract_raw(num_splits=3, records=[{"files": "*", **TEXT}])["rules"]
     assert read_rows() == ["last"]
-    [rule] = metrics["rules"]
     assert (rule["matched_files"], rule["left_out"]) == (2, {"no string at $.text": 6000})
     assert len(rule["first_left_out"]) == 5
 
 
 def test_files_without_a_rule_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     put({"a.jsonl": jsonl({"messages": CHAT}), "b.yaml": "a: b", "c.csv": "text\na", "d.txt": "d"})
-    extract_raw(num_splits=2)
     for _ in range(2):  # then from the store
-        assert "3 files of JSON, YAML or tables have no rule: each of their strings is" in capsys.readouterr().out
         extract_raw(num_splits=2)
-    capsys.readouterr()
-    extract_raw(num_splits=2, records=[{"files": "*"}, {"files": "?.yaml", "text": "$"}][::-1])
+        assert "3 files of JSON, YAML or tables have no rule: each of their strings is" in capsys.readouterr().out
+    extract_raw(num_splits=2, records=[{"files": "?.yaml", "text": "$"}, {"files": "*"}])
     assert "have no rule" not in capsys.readouterr().out
 
 
 def test_null_switches_a_default_of_a_rule_off() -> None:
-    record = {"system": "S", "tools": [TOOL], "messages": CHAT, "conversations": SHAREGPT}
-    for rule, expected in (
-        ({"messages": "$.messages"}, {"messages": CHAT, "tools": [TOOL]}),
-        ({"messages": "$.messages", "tools": None}, {"messages": CHAT}),
-        (
-            {"format": "sharegpt"},
-            {"messages": [{"role": "system", "content": "S"}, *CHAT], "tools": [TOOL]},
-        ),
-        ({"format": "sharegpt", "system": None, "tools": None}, {"messages": CHAT}),
-    ):
-        assert extract_file("a.jsonl", jsonl(record), {"files": "*", **rule}) == [expected]
-    assert "system" in json.loads(Path("data/extract.json").read_text())["rules"][0]["unused_columns"]
+    record = jsonl({"system": "S", "tools": [TOOL], "messages": CHAT, "conversations": SHAREGPT})
+    system = {"messages": [{"role": "system", "content": "S"}, *CHAT], "tools": [TOOL]}
+    metrics = check_rules(
+        ({"messages": "$.messages"}, "a.jsonl", record, [{"messages": CHAT, "tools": [TOOL]}]),
+        ({"messages": "$.messages", "tools": None}, "a.jsonl", record, [{"messages": CHAT}]),
+        ({"format": "sharegpt"}, "a.jsonl", record, [system]),
+        ({"format": "sharegpt", "system": None, "tools": None}, "a.jsonl", record, [{"messages": CHAT}]),
+    )
+    assert ["system" in rule["unused_columns"] for rule in metrics["rules"]] == [True, True, False, True]
 
 
 def test_bad_lines_are_rejected_and_the_others_kept() -> None:
@@ -381,62 +300,26 @@ def test_bad_lines_are_rejected_and_the_others_kept() -> None:
         *(good % "1", "{", good % "3", "", f" {good % 5} ", good % "6a" + good % "6b", f"{good % 7} x", "[" * 100_000),
         *(numbers, good % r"\ud83d\ude00 \ud83d", '{"text":', "}", good % "\t"),
     ]
-    rows = extract_file("a.jsonl", "\n".join(content), {"files": "*", "text": "$.text"}, max_rejected_files=1)
-    assert rows == ["1", "3", "5", "6a", "6b", "9", "😀 \ufffd"]
-    metrics = json.loads(Path("data/extract.json").read_text())
-    assert rejections(metrics) == [
-        ("a.jsonl", f"line {number}", "nested too deep" if number == 8 else "invalid JSON")
-        for number in (2, 7, 8, 11, 12, 13)
+    rows = ["1", "3", "5", "6a", "6b", "9", "😀 \ufffd"]
+    bad = [
+        f"{'nested too deep' if number == 8 else 'invalid JSON'} at line {number}:" for number in (2, 7, 8, 11, 12, 13)
     ]
     endings = "\r\n".join([good % "1", "x", good % "3"])
-    assert extract_file("a.jsonl", endings, {"files": "*", "text": "$.text"}, max_rejected_files=1) == ["1", "3"]
+    check_rules(
+        (TEXT, "a.jsonl", "\n".join(content), rows, *bad),
+        (TEXT, "b.jsonl", endings, ["1", "3"], "invalid JSON at line 2:"),
+    )
 
 
 # Records of large files
 
-SMALL = Limits(chunk=7, batch=20)
-
-
-class ListSink:
-    """Keeps the rows."""
-
-    def __init__(self) -> None:
-        self.column = 0
-        self.rows: list[str] = []
-        self.rejected: list[Any] = []
-
-    def use(self, column: int) -> None:
-        self.column = column
-
-    def add(self, strings: list[str]) -> None:
-        self.rows += strings
-
-    def end(self, records: int) -> None:
-        pass
-
-    def report(self, rejected: Any) -> None:
-        self.rejected.append(rejected)
-
-
-class Content:
-    """What a reader needs of a source."""
-
-    first_line = 1
-
-    def __init__(self, text: str, limits: Limits) -> None:
-        self.limits = limits
-        self._data = text.encode()
-
-    def stream(self) -> io.BytesIO:
-        return io.BytesIO(self._data)
-
 
 def streamed(content: str, limits: Limits, **rule: Any) -> ListSink:
+    """What becomes of a file of JSON that is read in pieces."""
     sink: Any = ListSink()
     given = records.Records(Rule(files="*", **rule), sink, 1, limits)
-    source: Any = Content(content, limits)
     try:
-        json_format.read_records(source, given)
+        json_format.read_records(Memory(content, limits), given)
     except json_format.Rejected as rejected:
         sink.report(rejected)
     given.flush()
@@ -455,20 +338,20 @@ STRINGS = st.recursive(
 @given(
     STRINGS, st.lists(st.sampled_from(["[*]", ".a", ".b", "[0]", "[1]"]), max_size=3), st.sampled_from([1, 7, 10**6])
 )
-def test_records_of_a_large_file_are_those_of_the_document(document: Any, steps: list[str], chunk: int) -> None:
+def test_records_of_a_large_file_are_those_of_the_document(document: Any, steps: list[str], batch: int) -> None:
     each = "$" + "".join(steps)
     expected = ["\n".join(paths.strings(found)) for found in paths.finder(each)(document)]
     for indent in (None, 1):
         text = json.dumps(document, indent=indent, ensure_ascii=indent is None)
-        sink = streamed(text, replace(SMALL, batch=chunk), each=each, text="$")
+        sink = streamed(text, replace(SMALL, batch=batch), each=each, text="$")
         assert sink.rows == [row for row in expected if row]
         assert not sink.rejected
 
 
 def test_what_was_read_ahead_of_a_large_record_is_not_lost() -> None:
     items = ["x" * 1000, *(f"item {number}" for number in range(300)), "y" * 3000, "z"]
-    for chunk in (1, 7, 50):
-        limits = replace(SMALL, batch=chunk, longest_record=2000)
+    for batch in (1, 7, 50):
+        limits = replace(SMALL, batch=batch, longest_record=2000)
         sink = streamed(json.dumps({"skipped": items, "x": items}), limits, each="$.x[*]", text="$")
         assert sink.rows == [item for item in items if len(item) < 2000]
         assert [rejected.reason for rejected in sink.rejected] == ["record too large"]
@@ -480,50 +363,41 @@ def test_a_top_level_list_has_a_record_each_and_other_documents_are_one() -> Non
     assert streamed('[["a"], ["b"]]', SMALL, each="$[?@[0]]", text="$").rows == ["a", "b"]  # held as a whole
 
 
-@pytest.mark.parametrize(
-    ("text", "rows", "position"),
-    [
-        ('["a", "b", c, "d"]', ["a", "b"], "line 1, character 12"),
-        ('["a",\n"b"', ["a", "b"], "line 2, character 4"),
-        ('["a",\n"b', ["a"], "line 2, character 3"),
-        ('["a" "b"]', ["a"], "line 1, character 6"),
-        ('["a",]', ["a"], "line 1, character 6"),
-        ('{"x": ["a"', ["a"], "line 1, character 11"),
-        ('{"y": [1 2], "x": ["a"]}', [], "line 1, character 10"),
-        ('{"y" 1}', [], "line 1, character 6"),
-        ("{3: 1}", [], "line 1, character 2"),
-        ('["a"] x', ["a"], "line 1, character 7"),
-    ],
-)
-def test_what_follows_the_last_record_is_rejected_with_its_place(text: str, rows: list[str], position: str) -> None:
-    each = {"each": "$.x[*]"} if text.startswith("{") else {}
-    for limits in (SMALL, LIMITS):
-        sink = streamed(text, limits, text="$", **each)
-        assert (sink.rows, [rejected.position for rejected in sink.rejected]) == (rows, [position])
+@pytest.mark.parametrize("limits", [SMALL, LIMITS], ids=["pieces", "whole"])
+def test_what_follows_the_last_record_is_rejected_with_its_place(limits: Limits) -> None:
+    expected = {
+        '["a", "b", c, "d"]': ("ab", "line 1, character 12"),
+        '["a",\n"b"': ("ab", "line 2, character 4"),
+        '["a",\n"b': ("a", "line 2, character 3"),
+        '["a" "b"]': ("a", "line 1, character 6"),
+        '["a",]': ("a", "line 1, character 6"),
+        '{"x": ["a"': ("a", "line 1, character 11"),
+        '{"y": [1 2], "x": ["a"]}': ("", "line 1, character 10"),
+        '{"y" 1}': ("", "line 1, character 6"),
+        "{3: 1}": ("", "line 1, character 2"),
+        '["a"] x': ("a", "line 1, character 7"),
+    }
+    found = {}
+    for text in expected:
+        sink = streamed(text, limits, text="$", each="$.x[*]" if text.startswith("{") else None)
+        [rejected] = sink.rejected
+        found[text] = "".join(sink.rows), rejected.position
+    assert found == expected
 
 
 def test_a_record_that_is_too_large_is_rejected_and_the_others_kept() -> None:
-    limits = replace(LIMITS, chunk=64, batch=64, longest_record=300, most_values=40)
     large, many = {"t": "x" * 500}, {"t": [[]] * 100}
     items = [{"t": "a"}, large, {"t": "b"}, many, {"t": "c"}]
-    rule = {"files": "*", "text": "$.t"}
-    for name, content, positions in (
-        ("a.json", json.dumps(items), ["line 1, element 2", "line 1, element 4"]),
-        ("a.json", json.dumps(items, indent=1), ["line 5, element 2", "line 11, element 4"]),
-        ("a.jsonl", jsonl(*items), ["line 2", "line 4"]),
-        ("a.csv", "t\na\n" + "x" * 500 + "\nb\n", None),
-        ("a.yaml", yaml.safe_dump_all(items), None),
-    ):
-        rows = extract_file(name, content, rule, limits=limits, max_rejected_files=1)
-        metrics = json.loads(Path("data/extract.json").read_text())
-        assert [entry["reason"] for entry in metrics["rejections"]] == ["record too large"] * len(positions or "1"), (
-            name
-        )
-        if positions:
-            assert rows == ["a", "b", "c"]
-            assert [entry["position"] for entry in metrics["rejections"]] == positions
-        else:  # what follows in the file is lost
-            assert rows == ["a"]
+    rule, rows = {"text": "$.t"}, ["a", "b", "c"]
+    too = "record too large at line"
+    check_rules(
+        (rule, "a.json", json.dumps(items), rows, f"{too} 1, element 2:", f"{too} 1, element 4:"),
+        (rule, "b.json", json.dumps(items, indent=1), rows, f"{too} 5, element 2:", f"{too} 11, element 4:"),
+        (rule, "c.jsonl", jsonl(*items), rows, f"{too} 2:", f"{too} 4:"),
+        (rule, "d.csv", "t\na\n" + "x" * 500 + "\nb\n", ["a"], "record too large"),  # what follows is lost
+        (rule, "e.yaml", yaml.safe_dump_all(items), ["a"], "record too large"),
+        limits=[replace(LIMITS, chunk=64, batch=64, longest_record=300, most_values=40)],
+    )
 
 
 def test_depth_ends_soon() -> None:
@@ -533,73 +407,48 @@ def test_depth_ends_soon() -> None:
         assert reasons == ["nested too deep", "invalid JSON"][not text.startswith('{"x"') :]
 
 
-# YAML
+# YAML and CSV
 
 
 def test_a_yaml_document_is_a_record_of_typed_values() -> None:
-    content = (
-        "# 1\nmessages:\n- {role: user, content: yes, train: false, n: [1, 0o14, 1.5, .inf, null, ~, 2024-01-02]}\n"
-    )
-    assert extract_file("a.yaml", content + "---\n- x\n", {"files": "*", "messages": "$.messages"}) == [
-        {
-            "messages": [
-                {"role": "user", "content": "yes", "train": False, "n": [1, 12, 1.5, None, None, None, "2024-01-02"]}
-            ]
-        }
-    ]
+    values = "train: false, n: [1, 0o14, 1.5, .inf, null, ~, 2024-01-02]"
+    typed = {"train": False, "n": [1, 12, 1.5, None, None, None, "2024-01-02"]}
+    long = f"messages: [{{role: user, content: a, n: 0x{'f' * 10**5}}}]"
+    messages = {"messages": "$.messages"}
+    check_rules(
+        (messages, "a.yaml", f"# 1\nmessages:\n- {{role: user, content: yes, {values}}}\n---\n- x\n",
+         [{"messages": [{"role": "user", "content": "yes", **typed}]}]),
+        (messages, "b.yaml", long, [{"messages": [{"role": "user", "content": "a", "n": None}]}]),
+        (TEXT, "c.yaml", '\t[{"text": "a"},\n{"text": "b"}]', ["a", "b"]),  # JSON that libyaml refuses
+        (TEXT, "d.yaml", "text: a\n---\n{", ["a"], "invalid YAML"),
+    )  # fmt: skip
 
 
-def test_trap_33_an_alias_is_the_node_that_it_names() -> None:
+def test_trap_33_an_alias_is_the_node_that_it_names_and_a_bomb_of_them_is_rejected() -> None:
     content = (
         "system: &s Be brief.\nitems:\n- {text: *s}\n- &i {text: b}\n- *i\n- {text: *nothing}\n? [a, b]\n: c\n1: d\n"
     )
-    rule = {"files": "*", "each": "$.items[*]", "text": "$.text"}
-    assert extract_file("a.yaml", content, rule) == ["Be brief.", "b", "b"]
-    assert extract_file("a.yaml", content, {"files": "*", "text": "$['1']"}) == ["d"]
-
-
-def test_trap_33_a_bomb_of_aliases_is_rejected() -> None:
     levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
-    content = "\n".join(["a0: &a0 text", *levels])
-    rows = extract_file("a.yaml", content, {"files": "*", "text": "$.a0"}, max_rejected_files=1)
-    assert rows == []
-    [rejection] = json.loads(Path("data/extract.json").read_text())["rejections"]
-    assert rejection["reason"] == "record too large"
-
-
-def test_a_number_of_any_length_costs_no_conversation() -> None:
-    content = f"messages: [{{role: user, content: a, n: 0x{'f' * 10**6}}}]"
-    [row] = extract_file("a.yaml", content, {"files": "*", "messages": "$.messages"})
-    assert row == {"messages": [{"role": "user", "content": "a", "n": None}]}
-
-
-def test_json_that_libyaml_refuses_is_read_as_json() -> None:
-    rule = {"files": "*", "text": "$.text"}
-    assert extract_file("a.yaml", '\t[{"text": "a"},\n{"text": "b"}]', rule) == ["a", "b"]
-    assert extract_file("a.yaml", "text: a\n---\n{", rule, max_rejected_files=1) == ["a"]
-
-
-# CSV
+    check_rules(
+        ({"each": "$.items[*]", **TEXT}, "a.yaml", content, ["Be brief.", "b", "b"]),
+        ({"text": "$['1']"}, "b.yaml", content, ["d"]),
+        ({"text": "$.a0"}, "c.yaml", "\n".join(["a0: &a0 text", *levels]), [], "record too large"),
+    )
 
 
 def test_csv_has_a_record_each_row_where_there_is_a_rule() -> None:
     content = 'id,text,text\n1,"a, ""b""\nc",d\n\n2,e,\n3,f\n4,"g"h,i\n5,j,k\n6,"l,m\n7,n\n8,"o"p\n'
-    rule = {"files": "*", "text": "$.text"}
-    assert extract_file("a.csv", content, rule, max_rejected_files=1) == ['a, "b"\nc\nd', "e", "j\nk"]
-    metrics = json.loads(Path("data/extract.json").read_text())
-    places = ("line 6", "line 7", "lines 9 to 11")
-    assert rejections(metrics) == [("a.csv", place, "invalid CSV") for place in places]
-    assert extract_file("a.tsv", content.replace(",", "\t"), rule, max_rejected_files=1)[1:] == ["e", "j\nk"]
-    assert extract_file("b.csv", "\n\ntext,id\na,1\n", {"files": "b.csv", "text": "$.text"}) == ["a"]
-    shutil.rmtree("data/raw")
-    assert extract_file("a.csv", content) == [content]
-    assert extract_file("a.tsv", content) == [content]
+    bad = [f"invalid CSV at {place}:" for place in ("line 6", "line 7", "lines 9 to 11")]
+    check_rules(
+        (TEXT, "a.csv", content, ['a, "b"\nc\nd', "e", "j\nk"], *bad),
+        (TEXT, "a.tsv", content.replace(",", "\t"), ['a\t "b"\nc\nd', "e", "j\nk"], *bad),
+        (TEXT, "b.csv", "\n\ntext,id\na,1\n", ["a"]),
+    )
+    check(("a.csv", content, [content]), ("a.tsv", content, [content]))
 
 
 # Conversations
 
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"a": {"type": "string"}}}}
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
 CONVERSATIONS: list[tuple[dict[str, Any], Any, Any]] = [
     ({}, {"messages": CHAT}, {"messages": CHAT}),
     ({}, {"messages": CHAT, "tools": [TOOL]}, {"messages": CHAT, "tools": [TOOL]}),
@@ -659,15 +508,13 @@ CONVERSATIONS: list[tuple[dict[str, Any], Any, Any]] = [
 
 
 def test_a_rule_makes_conversations() -> None:
-    for number, (_, record, _) in enumerate(CONVERSATIONS):
-        put(in_each_format(f"{number:02}/", record))
-    extract_raw(records=[{"files": f"{number:02}/*", **rule} for number, (rule, _, _) in enumerate(CONVERSATIONS)])
-    assert read_rows() == [row for _, _, row in CONVERSATIONS for _ in range(NUM_FORMATS)]
+    check_rules(*(case for rule, record, row in CONVERSATIONS for case in in_each_format(rule, record, row)))
 
 
 def test_a_conversation_is_compact_json_and_other_keys_keep_their_order() -> None:
     message = {"content": "é\u2028 <b>", "z": 1.0, "role": "user", "a": [True, None]}
-    extract_file("a.jsonl", jsonl({"messages": [message]}), {"files": "*"})
+    put({"a.jsonl": jsonl({"messages": [message]})})
+    extract_raw(records=[{"files": "*"}])
     [row] = datasets.load_from_disk(str(CORPUS))["messages"]
     assert row == '{"messages":[{"role":"user","content":"é\u2028 <b>","z":1.0,"a":[true,null]}]}'
 
@@ -678,90 +525,75 @@ LEFT_OUT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": "$.m"}, '{"m": "text"}', "no list of messages at $.m"),
     ({"messages": "$.m"}, '{"m": [{"role": "user"}, "b"]}', "no list of messages at $.m"),
     ({"messages": "$.m"}, '{"m": [{"from": "a"}]}', "a message without a string 'role'"),
-    (
-        {"messages": "$.m"},
-        '{"m": [{"role": "a", "content": 3}]}',
-        "a 'content' that is neither a string nor a list",
-    ),
+    ({"messages": "$.m"}, '{"m": [{"role": "a", "content": 3}]}', "a 'content' that is neither a string nor a list"),
     ({"messages": "$.m"}, '{"m": [{"role": "a", "role": "b", "content": "c"}]}', "a key occurs twice in a message"),
     ({"messages": "$.m"}, '{"m": [{"role": "a", "x": [{"y": 1, "y": 2}]}]}', "a key occurs twice in a message"),
     ({"messages": "$.m"}, '{"m": [{"role": "a"}], "m": [{"role": "b"}]}', "no list of messages at $.m"),
     ({"messages": "$.m", "tools": "$.t"}, '{"m": [{"role": "a"}], "t": "x"}', "no list of tools at $.t"),
     ({"prompt": "$.p", "completion": "$.c"}, '{"p": "a"}', "no string at $.c"),
     ({"prompt": "$.p", "completion": "$.c"}, '{"p": "a", "c": ""}', "no string at $.c"),
-    (
-        {"prompt": "$.p", "completion": "$.c"},
-        '{"p": "a", "c": [{"role": "b"}]}',
-        "a string and a list of messages as prompt and completion",
-    ),
+    ({"prompt": "$.p", "completion": "$.c"}, '{"p": "a", "c": [{"role": "b"}]}',
+     "a string and a list of messages as prompt and completion"),
     ({"messages": [{"role": "user", "content": "$.q"}]}, '{"a": "b"}', "no string at $.q"),
     ({"format": "alpaca"}, '{"instruction": "a", "output": " "}', "no string at $.output"),
-    (
-        {"format": "alpaca"},
-        '{"instruction": "a", "output": "b", "history": [["c"]]}',
-        "no list of pairs of a question and an answer at $.history",
-    ),
-]
+    ({"format": "alpaca"}, '{"instruction": "a", "output": "b", "history": [["c"]]}',
+     "no list of pairs of a question and an answer at $.history"),
+]  # fmt: skip
+GOOD = {"messages": CHAT, "m": CHAT, "p": "a", "c": "b", "q": "Q", "instruction": "a", "output": "b"}
+"""A record of which each of these rules makes a row."""
 
 
 def test_what_is_no_conversation_is_left_out_with_a_reason() -> None:
-    for rule, record, reason in LEFT_OUT:
-        with pytest.raises(
-            StageError, match=re.escape(f"1 records left out: {reason}\na.jsonl, line 1: {reason}: the")
-        ):
-            extract_file("a.jsonl", record + "\n", {"files": "*", **rule})
-    put({"b.jsonl": jsonl({"messages": CHAT})})
-    assert extract_raw(records=[{"files": "*"}])["rules"][0]["left_out"] == {"no messages, prompt or text": 1}
-    assert read_rows() == [{"messages": CHAT}]
+    put({f"{number:02}.jsonl": f"{record}\n{json.dumps(GOOD)}\n" for number, (_, record, _) in enumerate(LEFT_OUT)})
+    rules = [{"files": f"{number:02}.jsonl", **rule} for number, (rule, _, _) in enumerate(LEFT_OUT)]
+    metrics = extract_raw(records=rules)
+    assert [rule["left_out"] for rule in metrics["rules"]] == [{reason: 1} for _, _, reason in LEFT_OUT]
+    assert metrics["strings"] == len(LEFT_OUT)
 
 
 def test_numbers_and_surrogates_cost_no_conversation() -> None:
     message = rf'{{"role": "user", "content": "\ud83d\ude00\ud83d", "n": [NaN, 1e999, {2**70}, {"9" * 5000}]}}'
-    content = f'{{"messages": [{message}]}}'
-    assert extract_file("a.jsonl", content, {"files": "*"}) == [
-        {"messages": [{"role": "user", "content": "😀\ufffd", "n": [None, None, 2**70, None]}]}
-    ]
+    row = {"messages": [{"role": "user", "content": "😀\ufffd", "n": [None, None, 2**70, None]}]}
+    check_rules(({}, "a.jsonl", f'{{"messages": [{message}]}}', [row]))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "a.csv"])
-@pytest.mark.parametrize(
-    ("rule", "unused"),
-    [
-        ({"messages": "$.messages"}, ["n", "prompt", "system"]),
-        ({}, ["n", "system"]),
-        ({"text": "$.system"}, ["messages", "n", "prompt"]),
-        ({"text": "$['system','prompt']"}, ["messages", "n"]),
-        ({"text": "$..*"}, []),
-    ],
-)
-def test_columns_that_no_rule_used_are_named_once(name: str, rule: dict[str, Any], unused: list[str]) -> None:
+def test_columns_that_no_rule_used_are_named_once() -> None:
     rows = [{"messages": json.dumps(CHAT), "system": "S", "prompt": "p", "n": "1"}] * 3
     sheet, table = io.StringIO(), io.BytesIO()
     csv.writer(sheet).writerows([rows[0].keys(), *(row.values() for row in rows)])
     pq.write_table(pa.Table.from_pylist(rows), table)
     contents: dict[str, str | bytes] = {
-        "a.jsonl": jsonl(*rows),
-        "a.json": json.dumps(rows),
-        "a.csv": sheet.getvalue(),
-        "a.parquet": table.getvalue(),
-    }
-    put({name: contents[name], f"b/{name}": contents[name]})
-    metrics = extract_raw(num_splits=2, records=[{"files": "**", **rule}])
-    assert metrics["rules"][0]["unused_columns"] == unused
-    message = extract(replace(PARAMS, records=[Rule(files="**", **rule)]), ExtractRuntime(num_workers=1, reuse_gib=1))
-    named = f"columns that records.0 does not use: {', '.join(unused)}; "
-    assert message.count(named) == bool(unused)
-    assert message.count("does not use") == bool(unused)
+        "a.jsonl": jsonl(*rows), "a.json": json.dumps(rows), "a.csv": sheet.getvalue(), "a.parquet": table.getvalue(),
+    }  # fmt: skip
+    unused: list[tuple[dict[str, Any], list[str]]] = [
+        ({"messages": "$.messages"}, ["n", "prompt", "system"]),
+        ({}, ["n", "system"]),
+        ({"text": "$.system"}, ["messages", "n", "prompt"]),
+        ({"text": "$['system','prompt']"}, ["messages", "n"]),
+        ({"text": "$..*"}, []),
+    ]
+    rules, expected = [], []
+    for name, content in contents.items():
+        for rule, names in unused:
+            directory = f"{len(rules):02}"
+            put({f"{directory}/{name}": content, f"{directory}/b/{name}": content})
+            rules.append({"files": f"{directory}/**", **rule})
+            expected.append(names)
+    metrics = extract_raw(num_splits=2, records=rules)
+    assert [rule["unused_columns"] for rule in metrics["rules"]] == expected
+    message = extract(replace(PARAMS, records=[Rule(**rule) for rule in rules]), RUNTIME)
+    named = re.findall(r"columns that records\.(\d+) does not use: (.*?); ", message)
+    assert named == [(str(number), ", ".join(names)) for number, names in enumerate(expected) if names]
 
 
 def test_roles_that_nobody_knows_are_named() -> None:
     turns = [{"role": name, "content": "a"} for name in ("human", "agent", "Assistant", "developer")]
     put({f"{name}.jsonl": jsonl({"messages": turns}) for name in "ab"})
+    params = replace(PARAMS, records=[Rule(files="*")])
     assert extract_raw(num_splits=2, records=[{"files": "*"}])["rules"][0]["unknown_roles"] == ["agent"]
-    runtime = ExtractRuntime(num_workers=1, reuse_gib=1)
-    message = extract(replace(PARAMS, records=[Rule(files="*")]), runtime)
+    message = extract(params, RUNTIME)
     assert "roles that records.0 does not know: agent (add such as roles: {agent: user}); " in message
-    shown = preview(Path("a.jsonl"), replace(PARAMS, records=[Rule(files="*")]))
+    shown = preview(Path("a.jsonl"), params)
     assert shown.endswith("roles that are not known: agent: say what they are, as in roles: {agent: user}")
     for role in ("assistant", "agent"):
         metrics = extract_raw(num_splits=2, records=[{"files": "*", "roles": {"agent": role}}])
@@ -782,8 +614,8 @@ def test_the_columns_depend_on_the_rules_alone() -> None:
     put({"a.jsonl": jsonl({"text": "a"}), "b.txt": "b", "c.jsonl": jsonl({"text": "c"})})
     for rules, columns in (
         (None, ["text"]),
-        ([{"files": "*", "text": "$.text"}], ["text"]),
-        ([{"files": "a*"}, {"files": "*", "text": "$.text"}], ["text", "messages"]),
+        ([{"files": "*", **TEXT}], ["text"]),
+        ([{"files": "a*"}, {"files": "*", **TEXT}], ["text", "messages"]),
         ([{"files": "*"}], ["text", "messages"]),
     ):
         extract_raw(num_splits=3, records=rules)
@@ -792,72 +624,64 @@ def test_the_columns_depend_on_the_rules_alone() -> None:
         assert sorted(dataset["text"]) == ["a", "b", "c"]
 
 
-def mixed_files() -> None:
-    put(
-        {
-            f"{number:02}.jsonl": jsonl(*({"messages": CHAT * (number + 1)}, {"text": f"t{number}"}))
-            for number in range(9)
-        }
-    )
-    put({"x.txt": "x" * 2000, "y.json": '["y", "y"]', "z.txt": "x" * 2000, "c.jsonl": jsonl({"messages": CHAT})})
+def mixed_cases() -> list[tuple[Any, ...]]:
+    chats = [({"messages": CHAT * number}, {"text": f"t{number}"}) for number in range(1, 10)]
+    return [
+        *(("a.jsonl", jsonl(*pair), [pair[0], pair[1]["text"]]) for pair in chats),
+        ("x.txt", "x" * 2000, ["x" * 2000]),
+        ("y.json", '["y", "y"]', ["y", "y"]),
+        ("z.txt", "x" * 2000, ["x" * 2000]),
+        ("c.jsonl", jsonl({"messages": CHAT}), [{"messages": CHAT}]),
+        ("t.txt", json.dumps({"messages": CHAT}), [json.dumps({"messages": CHAT})]),  # no conversation
+    ]
 
 
 def test_documents_and_conversations_keep_the_order_of_the_files() -> None:
-    mixed_files()
-    rules = [{"files": "*.jsonl"}]
-    extract_raw(records=rules)
-    expected = [row for number in range(9) for row in ({"messages": CHAT * (number + 1)}, f"t{number}")]
-    expected += [{"messages": CHAT}, "x" * 2000, "y", "y", "x" * 2000]
-    assert read_rows() == expected
-    one = content_of(CORPUS)
-    shutil.rmtree("data/.reuse")
-    extract_raw(records=rules, num_workers=2)
-    assert content_of(CORPUS) == one
     # In small pieces: what is too long for a batch is written while it is read.
-    shutil.rmtree("data/.reuse")
-    extract_raw(records=rules, limits=Limits(chunk=10, batch=50))
-    assert read_rows() == expected
+    check(*mixed_cases(), records=[{"files": "**/*.jsonl"}], limits=[LIMITS, Limits(chunk=10, batch=50)])
 
 
 @pytest.mark.parametrize("limits", [LIMITS, Limits(chunk=10, batch=50)])
 def test_equal_documents_and_equal_conversations_are_dropped(limits: Limits) -> None:
-    mixed_files()
-    put({"t.txt": json.dumps({"messages": CHAT}, separators=(",", ":"))})  # a text, not a conversation
-    metrics = extract_raw(records=[{"files": "*.jsonl"}], limits=limits, deduplicate_strings=True, num_splits=2)
-    rows = read_rows()
-    assert metrics["duplicate_strings"] == 3
-    assert sorted(map(json.dumps, rows)) == sorted(
-        map(
-            json.dumps,
-            [
-                *(row for number in range(9) for row in ({"messages": CHAT * (number + 1)}, f"t{number}")),
-                *("x" * 2000, "y", json.dumps({"messages": CHAT}, separators=(",", ":"))),
-            ],
-        )
-    )
-    assert metrics["characters"] == sum(
-        len(row["messages"] or row["text"]) for row in datasets.load_from_disk(str(CORPUS)).to_list()
-    )
+    cases = mixed_cases()
+    put({f"{number:02}/{name}": content for number, (name, content, _) in enumerate(cases)})
+    rules = [{"files": "**/*.jsonl"}]
+    metrics = extract_raw(records=rules, limits=limits, deduplicate_strings=True, num_splits=2)
+    rows = [json.dumps(row) for _, _, rows in cases for row in rows]
+    assert sorted(map(json.dumps, read_rows())) == sorted({*rows})
+    assert metrics["duplicate_strings"] == len(rows) - len({*rows}) == 3
+    table = datasets.load_from_disk(str(CORPUS)).to_list()
+    assert metrics["characters"] == sum(len(row["messages"] or row["text"]) for row in table)
 
 
-def test_rules_are_part_of_what_decides_a_split(capsys: pytest.CaptureFixture[str]) -> None:
-    put({"a.jsonl": jsonl({"text": "a", "body": "b"})})
-    for rules, row in (
-        ([{"files": "*", "text": "$.text"}], "a"),
-        ([{"files": "*", "text": "$.body"}], "b"),
-        ([{"files": "*", "text": "$.text"}], "a"),
-    ):
-        extract_raw(records=rules)
-        assert read_rows() == [row]
+def test_what_has_no_row_in_json_is_named_by_its_element_and_first_line() -> None:
+    items = [{"text": "a"}, {"other": "b"}, {"text": "c"}, {"other": "d", "more": ["e"]}]
+    rows = ["a", "c"]
+    metrics = check_rules(
+        (TEXT, "a.json", json.dumps(items), rows),
+        (TEXT, "b.json", json.dumps(items, indent=1), rows),
+        ({"each": "$.x[*]", **TEXT}, "c.json", json.dumps({"x": items}, indent=1), rows),
+        (TEXT, "d.json", "\n".join(map(json.dumps, items)), rows),
+    )
+    assert [[record["position"] for record in rule["first_left_out"]] for rule in metrics["rules"]] == [
+        ["line 1, element 2", "line 1, element 4"],
+        ["line 5, element 2", "line 11, element 4"],
+        ["line 6, element 2", "line 12, element 4"],
+        ["line 2", "line 4"],
+    ]
+
+
+# The preview
+
+
+def show(name: str, *rules: Rule, **params: Any) -> str:
+    return preview(Path(name), replace(PARAMS, records=[*rules], **params))
 
 
 def test_the_preview_shows_what_the_rules_make_of_a_file() -> None:
     put({"a.jsonl": jsonl(*({"text": f"text {number}"} for number in range(99)), {"messages": CHAT})})
     put({"c/chat.jsonl": jsonl({"messages": CHAT}, {"messages": []}), "d.txt": "x" * 5000, "e.jsonl": "{"})
-
-    def show(name: str, *rules: Rule) -> str:
-        return preview(Path(name), replace(PARAMS, records=[*rules]))
-
+    put({"f.json": '["ab", "abc"]', "g.json": "[]"})
     rules = (Rule(files="c/*"), Rule(files="a*", text="$.text"))
     for name in ("data/raw/a.jsonl", "a.jsonl"):
         shown = show(name, *rules)
@@ -872,36 +696,18 @@ def test_the_preview_shows_what_the_rules_make_of_a_file() -> None:
     assert show("a.jsonl").startswith("a.jsonl: no rule: each string is a document\n--- 1: a document\ntext 0\n")
     assert "x... (5000 characters)\n1 rows" in show("d.txt", *rules)
     assert show("e.jsonl").endswith("0 rows\ne.jsonl: invalid JSON at line 1: the document does not end")
+    assert show("f.json", min_chars=4).endswith("0 rows, of 4 characters or more")
+    assert show("g.json").endswith("0 rows, as it has no text")
     for name in ("nothing.jsonl", "data", "../a.jsonl"):
         with pytest.raises(StageError, match="is no raw file below data/raw that is read"):
             show(name)
     assert not CORPUS.exists()
 
 
-def test_the_preview_says_what_min_chars_drops() -> None:
-    put({"c.json": '["ab", "abc"]'})
-    assert preview(Path("c.json"), replace(PARAMS, min_chars=4)).endswith("0 rows, of 4 characters or more")
-    put({"c.json": "[]"})
-    assert preview(Path("c.json"), PARAMS).endswith("0 rows, as it has no text")
-
-
-def test_what_has_no_row_in_json_is_named_by_its_element_and_first_line() -> None:
-    items = [{"text": "a"}, {"other": "b"}, {"text": "c"}, {"other": "d", "more": ["e"]}]
-    for text, each, positions in (
-        (json.dumps(items), None, ["line 1, element 2", "line 1, element 4"]),
-        (json.dumps(items, indent=1), None, ["line 5, element 2", "line 11, element 4"]),
-        (json.dumps({"x": items}, indent=1), "$.x[*]", ["line 6, element 2", "line 12, element 4"]),
-        ("\n".join(map(json.dumps, items)), None, ["line 2", "line 4"]),
-    ):
-        put({"a.json": text})
-        metrics = extract_raw(records=[{"files": "*", "each": each, "text": "$.text"}])
-        assert [record["position"] for record in metrics["rules"][0]["first_left_out"]] == positions
-
-
 def test_the_preview_says_that_organize_skips_a_file() -> None:
     put({"a.txt": "a", ".hidden/b.txt": "b", "c.txt": "a"})
     organize(OrganizeParams(1, PARAMS.raw_dir, deduplicate_files=True), OrganizeRuntime(num_workers=1))
-    skipped = [preview(Path(name), PARAMS).split("\n")[1] for name in ("a.txt", ".hidden/b.txt", "c.txt")]
+    skipped = [show(name).split("\n")[1] for name in ("a.txt", ".hidden/b.txt", "c.txt")]
     assert skipped == [
         "--- 1: a document", "organize skips it: hidden", "organize skips it: it has the bytes of a.txt",
     ]  # fmt: skip
@@ -909,7 +715,6 @@ def test_the_preview_says_that_organize_skips_a_file() -> None:
 
 def test_a_preview_of_a_file_that_changes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     put({"a.jsonl": jsonl({"text": "abc"})})
-    size, _ = tree.measure(Path("data/raw/a.jsonl"))
-    monkeypatch.setattr(tree, "measure", lambda path: (size, "0" * 64))
+    monkeypatch.setattr(tree, "measure", lambda path: (path.stat().st_size, "0" * 64))
     with pytest.raises(StageError, match="changes while it is read: try again"):
-        preview(Path("a.jsonl"), PARAMS)
+        show("a.jsonl")

@@ -31,11 +31,10 @@ from tests.corpus import (
     put_large_file,
     put_numbered,
     put_slow_files,
-    with_processes,
     workers_of,
     write_params_of_extract,
 )
-from tests.project import Project, flip_bit, start_stage
+from tests.project import flip_bit, start_stage
 
 pytestmark = pytest.mark.usefixtures("empty_project")
 
@@ -69,8 +68,8 @@ def fresh_result(
     return result()
 
 
-def test_one_file_added_to_ten_thousand_redoes_a_quarter_of_the_splits_on_average_at_most() -> None:
-    put_numbered(10_000)
+def test_one_file_added_to_a_thousand_redoes_a_quarter_of_the_splits_on_average_at_most() -> None:
+    put_numbered(1000)
     assert run(20) == 20
     assert run(20) == 0
     num_redone = []
@@ -114,15 +113,15 @@ def test_empty_splits_are_not_counted_as_reused() -> None:
     assert extract(PARAMS, RUNTIME).endswith("; 2 of 2 splits reused")
 
 
-def test_rejected_files_are_reused_with_their_reasons() -> None:
+def test_rejected_files_are_reused_with_their_reasons_also_after_a_failed_run() -> None:
     put_numbered(8)
     put({"bad.json": "[", "worse.yaml": "{", "wörse.json": '["\ud800'.encode(errors="surrogatepass")})
+    with pytest.raises(StageError, match="3 files could not be read"):
+        run()
     params = replace(PARAMS, max_rejected_files=3)
-    run(params=params)
-    first = result()
     assert run(params=params) == 0
-    assert result() == first
-    assert first[1]["rejected_files"] == 3
+    assert result()[1]["rejected_files"] == 3
+    assert result() == fresh_result(params=params)
 
 
 def test_results_depend_on_parameters_and_code_and_not_on_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +138,8 @@ def test_results_depend_on_parameters_and_code_and_not_on_the_directory(monkeypa
     assert run(params=moved) == 4
 
 
-@pytest.mark.parametrize("size", [7, pytest.param(1 << 20, marks=pytest.mark.slow)])
-def test_the_first_of_equal_strings_is_kept(size: int) -> None:
-    limits = Limits(digests=size, batch=50)
+def test_the_first_of_equal_strings_is_kept() -> None:
+    limits = Limits(digests=7, batch=50)
     chance = random.Random(0)
     for number in range(12):
         strings = [f"string {chance.randrange(60)}" for _ in range(20)]
@@ -155,66 +153,44 @@ def test_the_first_of_equal_strings_is_kept(size: int) -> None:
     assert list(datasets.load_from_disk(str(CORPUS))["text"]) == different
     clean = result()
     assert clean[1]["duplicate_strings"] == len(everything) - len(different)
-    assert_lengths(clean[1], different)
+    assert_lengths(different)
     assert clean[1]["strings"] == len(different)
     assert clean[1]["characters"] == sum(map(len, different))
     assert sorted(clean[0]) == [
         *(f"data-{index:05d}-of-00004.arrow" for index in range(4)), "dataset_info.json", "state.json",
     ]  # fmt: skip
     assert clean == fresh_result(params=params, limits=limits)
-    run(params=params, runtime=with_processes(replace(RUNTIME, num_workers=3)), limits=limits)
-    assert result() == clean
     put({"0.json": '["an edit", "same"]'})
     assert run(params=params, limits=limits) == 1
     assert result() == fresh_result(params=params, limits=limits)
 
 
-def assert_lengths(metrics: Any, strings: Iterable[str]) -> None:
+def assert_lengths(strings: Iterable[str]) -> None:
     lengths = [*map(len, strings)]
+    metrics = result()[1]
     assert metrics["short_strings"] == sum(length < 20 for length in lengths)
     assert metrics["mean_characters"] == round(sum(lengths) / len(lengths))
 
 
-@pytest.mark.slow
 def test_the_lengths_of_all_strings_are_counted_also_in_splits_that_are_reused() -> None:
     rng = random.Random(0)
-    strings = ["é" * int(1.5 ** rng.uniform(0, 25)) for _ in range(999)]
+    strings = ["é" * int(1.5 ** rng.uniform(0, 15)) for _ in range(999)]
     put({f"{number}.json": json.dumps(strings[number::9]) for number in range(9)})
-    limits = replace(LIMITS, batch=2000, chunk=1000)  # of characters: a string that is longer is a batch of its own
-    assert run(limits=limits) == 4
-    assert_lengths(result()[1], strings)
-    assert run(limits=limits) == 0
-    assert_lengths(result()[1], strings)
+    limits = replace(LIMITS, batch=100, chunk=50)  # of characters: a string that is longer is a batch of its own
+    for expected in (4, 0):
+        assert run(limits=limits) == expected
+        assert_lengths(strings)
     put({"9.txt": "a" * 9999})
-    output = extract(PARAMS, RUNTIME, limits) if run(limits=limits) else ""
-    assert_lengths(result()[1], [*strings, "a" * 9999])
+    organize_raw(4)
+    output = extract(PARAMS, RUNTIME, limits)
+    assert_lengths([*strings, "a" * 9999])
     short = sum(len(string) < 20 for string in strings)
     mean = result()[1]["mean_characters"]
     assert output.startswith(f"extract: 1000 strings (mean {mean} characters, {short / 1000:.0%} below 20), ")
-    for number in range(10):
-        Path("data/raw", f"{number}.json").unlink(missing_ok=True)
+    shutil.rmtree("data/raw")
     put({"9.txt": ""})
     run(limits=limits)
     assert (result()[1]["mean_characters"], result()[1]["short_strings"]) == (None, 0)
-
-
-def test_a_changed_file_leaves_no_entry() -> None:
-    put({"a.txt": "old"})
-    organize_raw(num_splits=1)
-    put({"a.txt": "new"})
-    with pytest.raises(StageError, match="1 files were changed"):
-        extract(PARAMS, RUNTIME)
-    assert not STORE.exists()
-
-
-def test_splits_that_a_failed_run_finished_are_kept() -> None:
-    put_numbered(8)
-    put({"bad.json": "["})
-    with pytest.raises(StageError, match="1 files could not be read"):
-        run()
-    Path("data/raw/bad.json").unlink()
-    assert run() <= 2
-    assert result() == fresh_result()
 
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
@@ -233,8 +209,9 @@ def moved(path: Path) -> Path:
     return path.rename(Path("outside", path.name)).absolute()
 
 
-def with_the_value_in_place(damage: Callable[[Path], Any]) -> Callable[[Path], Any]:
-    return lambda entry: ((entry / "value.json").unlink(), damage(entry / "value.json"))
+def replace_value(entry: Path, make: Callable[[Path], Any]) -> None:
+    (entry / "value.json").unlink()
+    make(entry / "value.json")
 
 
 DAMAGES |= {
@@ -242,39 +219,36 @@ DAMAGES |= {
     "a link to another directory": lambda entry: entry.symlink_to(moved(entry)),
     "a link to a file": lambda entry: (entry / "file").symlink_to(moved(entry / "file")),
     "a file": lambda entry: (shutil.rmtree(entry), entry.write_text("")),
-    "a store that is a file": lambda entry: (shutil.rmtree(STORE), STORE.write_text("")),
-    "a value that is a pipe": with_the_value_in_place(os.mkfifo),
-    "a value that is a directory": with_the_value_in_place(Path.mkdir),
-    "a value that is a link to itself": with_the_value_in_place(lambda path: path.symlink_to(path.name)),
+    "a value that is a pipe": lambda entry: replace_value(entry, os.mkfifo),
+    "a value that is a directory": lambda entry: replace_value(entry, Path.mkdir),
+    "a value that is a link to itself": lambda entry: replace_value(entry, lambda path: path.symlink_to(path.name)),
     "a value without end": lambda entry: os.truncate(entry / "value.json", 1 << 30),
 }
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_entry_is_not_used(damage: str) -> None:
-    put_numbered(40)
-    run()
+def test_a_damaged_entry_is_not_used() -> None:
+    """Nor written to; an output is edited in place, too, which may be a link to the store."""
+    put_numbered(100)
+    assert run(20) == 20
     clean = result()
     Path("outside").mkdir()
-    DAMAGES[damage](sorted(STORE.iterdir())[0])
+    entries = sorted(path for path in STORE.iterdir() if path.is_dir())
+    [spoilt] = [path for path in CORPUS.glob("*.arrow") if path.samefile(entries[-1] / "file")]
+    with spoilt.open("r+b") as file:
+        file.write(b"spoilt")
+    for entry, damage in zip(entries, DAMAGES.values(), strict=False):
+        damage(entry)
     around = sorted(Path("outside").rglob("*"))
-    assert run() == (4 if damage == "a store that is a file" else 1)
+    assert run(20) == len(DAMAGES) + 1
     assert result() == clean
     assert not any(path.is_symlink() for path in CORPUS.iterdir())
     assert sorted(Path("outside").rglob("*")) == around, "it was written elsewhere"
-    assert run() == 0
-
-
-def test_an_output_that_was_edited_in_place_is_not_used() -> None:
-    """It may be a link to the store."""
-    put_numbered(40)
-    run()
-    clean = result()
-    with (CORPUS / "data-00002-of-00004.arrow").open("r+b") as file:
-        file.write(b"spoilt")
-    assert run() == 1
-    assert result() == clean
+    assert run(20) == 0
+    shutil.rmtree(STORE)
+    STORE.write_text("a store that is a file")
+    assert run(20) == 20
+    assert run(20) == 0
 
 
 def test_the_store_is_bounded_and_removes_the_least_recently_used_first() -> None:
@@ -303,7 +277,7 @@ def test_the_store_is_bounded_and_removes_the_least_recently_used_first() -> Non
 
 
 def test_the_stage_bounds_the_store() -> None:
-    put_numbered(400)
+    put_numbered(40)
     run()
     shutil.rmtree(CORPUS)
     assert run(params=replace(PARAMS, min_chars=2), runtime=replace(RUNTIME, reuse_gib=0)) == 4
@@ -342,21 +316,7 @@ def test_experiments_in_a_copy_of_the_project_share_the_store(
     assert not STORE.exists()
 
 
-@pytest.mark.parametrize("cache_type", ["reflink,copy", "hardlink"])
-def test_files_that_dvc_checks_out_cannot_change_the_store(reproduced: Project, cache_type: str) -> None:
-    """What DVC leaves in the workspace is a file of its own, or read-only."""
-    reproduced.run("dvc", "config", "cache.type", cache_type)
-    (reproduced / "data/raw/added.txt").write_text("added")
-    assert 1 <= reused(reproduced.run("dvc", "repro", "extract")) <= 3
-    entries = {path.stat().st_ino for path in reproduced.path.glob("data/.reuse/*/file")}
-    assert len(entries) > 4
-    corpus = [path.stat() for path in reproduced.path.glob("data/corpus/*.arrow")]
-    assert len(corpus) == 4
-    assert [file for file in corpus if file.st_ino in entries and file.st_mode & 0o222] == []
-    assert reproduced.run("git", "status", "--porcelain", "--untracked-files=all", "data") == ""
-
-
-@pytest.mark.parametrize("number", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 50))])
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 20))])
 def test_trap_21_after_a_kill_only_unfinished_splits_are_read(number: int) -> None:
     """A SIGKILL of a worker, or of the stage, then a run to the end."""
     put_slow_files(24, 1500)

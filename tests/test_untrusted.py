@@ -35,54 +35,48 @@ from stages.work import arrow
 from tests.project import REPO
 from tests.trainings import checkpoint_manifest, train_state
 
-BAD_NAMES = ["../a", "a/../../a", "/a", "a\0b", "", "."]
 ENTRY = FileEntry(1, "0" * 64)
-
-
-def write_checkpoint_manifest(path: Path, name: str) -> None:
-    checkpoint_manifest(files={name: ENTRY}).write(path)
-
-
-def write_license(path: Path, name: str) -> None:
-    ModelLicense({}, None, {name: ENTRY}).write(path / "license.json")
-
-
-def write_dataset(path: Path, name: str) -> None:
-    Dataset({}, [Shard(name, 1, "0" * 64)]).write(path)
 
 
 def write_split(path: Path, name: str) -> None:
     splits.write_manifest(path / "split_00.jsonl", [splits.RawFile(f"{name}/a.txt", 1, "0" * 64)])
 
 
-READERS: dict[Callable[[Path, str], None], Callable[[Path], Any]] = {
-    write_checkpoint_manifest: CheckpointManifest.read,
-    write_license: lambda path: ModelLicense.read(path / "license.json"),
-    write_dataset: lambda path: Dataset.read(path, "extract"),
-    write_split: lambda path: splits.read_manifest(
-        path / "split_00.jsonl", FileEntry.of(path / "split_00.jsonl").sha256
+def read_split(path: Path) -> None:
+    splits.read_manifest(path / "split_00.jsonl", FileEntry.of(path / "split_00.jsonl").sha256)
+
+
+MANIFESTS: dict[str, tuple[Callable[[Path, str], None], Callable[[Path], Any]]] = {
+    "checkpoint": (lambda path, name: checkpoint_manifest(files={name: ENTRY}).write(path), CheckpointManifest.read),
+    "license": (
+        lambda path, name: ModelLicense({}, None, {name: ENTRY}).write(path / "license.json"),
+        lambda path: ModelLicense.read(path / "license.json"),
     ),
+    "dataset": (
+        lambda path, name: Dataset({}, [Shard(name, 1, "0" * 64)]).write(path),
+        lambda path: Dataset.read(path, "extract"),
+    ),
+    "split": (write_split, read_split),
 }
+"""What writes each of them with a name in it, and what reads it."""
 
 
-@pytest.mark.parametrize("name", BAD_NAMES)
-@pytest.mark.parametrize("write", READERS)
-def test_a_manifest_names_no_file_elsewhere(write: Callable[[Path, str], None], name: str, tmp_path: Path) -> None:
-    write(tmp_path, name)
-    with pytest.raises(StageError, match=r"relative path|the name of a file|names no raw file|not the keys"):
-        READERS[write](tmp_path)
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_a_manifest_names_no_file_elsewhere(kind: str, tmp_path: Path) -> None:
+    write, read = MANIFESTS[kind]
+    for name in ("../a", "a/../../a", "/a", "a\0b", "", "."):
+        write(tmp_path, name)
+        with pytest.raises(StageError, match=r"relative path|the name of a file|names no raw file|not the keys"):
+            read(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["{}", "[]", "{", '{"path": 1}', '{"path": "a.txt", "size": 1, "digest": "", "more": 1}',
-     '{"path": "a.exe", "size": 1, "digest": ""}'],
-)  # fmt: skip
-def test_a_line_of_a_split_that_is_none_is_said(line: str, tmp_path: Path) -> None:
+def test_a_line_of_a_split_that_is_none_is_said(tmp_path: Path) -> None:
     path = tmp_path / "split_00.jsonl"
-    path.write_text(line)
-    with pytest.raises(DamagedFile, match="a line of it names no raw file: run `dvc repro -f -s organize`"):
-        splits.read_manifest(path, FileEntry.of(path).sha256)
+    more = '{"path": "a.txt", "size": 1, "digest": "", "more": 1}'
+    for line in ("{}", "[]", "{", '{"path": 1}', more, '{"path": "a.exe", "size": 1, "digest": ""}'):
+        path.write_text(line)
+        with pytest.raises(DamagedFile, match="a line of it names no raw file: run `dvc repro -f -s organize`"):
+            splits.read_manifest(path, FileEntry.of(path).sha256)
 
 
 def test_a_name_is_one_line() -> None:
@@ -135,10 +129,6 @@ def reseal(checkpoint: Path) -> None:
     verify(checkpoint)
 
 
-def with_command(listed: Any, directory: Path) -> Any:
-    return Command(directory / "executed")
-
-
 def with_an_object(listed: Any, directory: Path) -> Any:
     """Which torch itself unpickles, whatever it is."""
     buffer = io.BytesIO()
@@ -149,28 +139,30 @@ def with_an_object(listed: Any, directory: Path) -> Any:
     return listed
 
 
-def with_a_file_elsewhere(listed: Any, directory: Path) -> Any:
-    for index, place in listed.storage_data.items():
-        listed.storage_data[index] = dataclasses.replace(place, relative_path=f"../model/{place.relative_path}")
-    return listed
+def with_places(**values: Any) -> Callable[[Any, Path], Any]:
+    """What changes the places of all tensors."""
+
+    def change(listed: Any, directory: Path) -> Any:
+        for index, place in listed.storage_data.items():
+            listed.storage_data[index] = dataclasses.replace(place, **values)
+        return listed
+
+    return change
 
 
-def with_a_negative_offset(listed: Any, directory: Path) -> Any:
-    for index, place in listed.storage_data.items():
-        listed.storage_data[index] = dataclasses.replace(place, offset=-1)
-    return listed
+LISTS: dict[str, Callable[[Any, Path], Any]] = {
+    "a command": lambda listed, directory: Command(directory / "executed"),
+    "an object": with_an_object,
+    "a file elsewhere": with_places(relative_path="../model/__0_0.distcp"),
+    "a negative offset": with_places(offset=-1),
+    "nothing": lambda listed, directory: None,
+}
 
 
-def with_nothing(listed: Any, directory: Path) -> Any:
-    return None
-
-
-@pytest.mark.parametrize(
-    "change", [with_command, with_an_object, with_a_file_elsewhere, with_a_negative_offset, with_nothing]
-)
-def test_the_list_of_tensors_runs_nothing(change: Callable[[Any, Path], Any], checkpoint: Path) -> None:
+@pytest.mark.parametrize("kind", LISTS)
+def test_the_list_of_tensors_runs_nothing(kind: str, checkpoint: Path) -> None:
     path = checkpoint / "model/.metadata"
-    path.write_bytes(pickle.dumps(change(pickle.loads(path.read_bytes()), path.parent)))
+    path.write_bytes(pickle.dumps(LISTS[kind](pickle.loads(path.read_bytes()), path.parent)))
     reseal(checkpoint)
     for read in (ShardedTensors, Trained().load):  # as `consolidate`, and as a resume
         with pytest.raises(StageError, match=r"\.metadata is damaged or was changed: torch .* does not write it so"):
@@ -214,14 +206,6 @@ def test_a_manifest_lists_what_is_read(checkpoint: Path) -> None:
         verify(checkpoint, names=["state.json"])
 
 
-def test_a_pipe_in_place_of_a_file_is_no_wait(checkpoint: Path) -> None:
-    for name, problem in (("state.json", "is missing"), ("manifest.json", "is no regular file: put a good copy")):
-        (checkpoint / name).unlink()
-        os.mkfifo(checkpoint / name)
-        with pytest.raises(DamagedFile, match=f"{name} {problem}"):
-            verify(checkpoint)
-
-
 def test_a_file_without_end_is_not_read(checkpoint: Path) -> None:
     for name in ("state.json", "manifest.json"):
         os.truncate(checkpoint / name, 2 << 30)
@@ -229,6 +213,14 @@ def test_a_file_without_end_is_not_read(checkpoint: Path) -> None:
         verify(checkpoint)
     with pytest.raises(StageError, match=r"state\.json has 2,147,483,648 bytes, and at most 134,217,728 are read"):
         TrainState.of(checkpoint)
+
+
+def test_a_pipe_in_place_of_a_file_is_no_wait(checkpoint: Path) -> None:
+    for name, problem in (("state.json", "is missing"), ("manifest.json", "is no regular file: put a good copy")):
+        (checkpoint / name).unlink()
+        os.mkfifo(checkpoint / name)
+        with pytest.raises(DamagedFile, match=f"{name} {problem}"):
+            verify(checkpoint)
 
 
 def test_a_shard_that_is_no_arrow_file_is_named(tmp_path: Path) -> None:
