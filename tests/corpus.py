@@ -14,6 +14,7 @@ import psutil
 import yaml
 from pydantic import TypeAdapter
 
+from stages.deduplicate import DeduplicateParams, DeduplicateRuntime, deduplicate
 from stages.extract import ExtractParams, ExtractRuntime, extract
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.rules import Rule
@@ -80,6 +81,11 @@ def extract_raw(num_splits: int = 1, num_workers: int = 1, limits: Limits = LIMI
     extract(dataclasses.replace(PARAMS, **params), runtime, limits)
     metrics: dict[str, Any] = json.loads(Path("data/extract.json").read_text())
     return metrics
+
+
+def keep_all() -> None:
+    """Have `pack` skip no row of the corpus."""
+    deduplicate(DeduplicateParams(deduplicate=None, dedup_threshold=0.8), DeduplicateRuntime(num_workers=1, reuse_gib=1))
 
 
 def check(*cases: tuple[Any, ...], limits: Iterable[Limits] = (LIMITS, SMALL), **params: Any) -> dict[str, Any]:

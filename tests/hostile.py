@@ -32,7 +32,6 @@ Pieces = Iterator[bytes]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "deduplicate_strings": {"deduplicate_strings": True},
     "min_chars": {"min_chars": 3},
     "no_fallback": {"fallback_encoding": None},
     "records": {"records": [Rule(files="**", text="$")]},
@@ -44,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def limits_of(unit: int) -> Limits:
     """The limits of the stage, in which a MiB is only `unit` bytes."""
     names = (
-        *("chunk", "batch", "digests", "longest_document", "longest_string", "longest_record", "most_values", "table"),
+        *("chunk", "batch", "longest_document", "longest_string", "longest_record", "most_values", "table"),
     )
     values = {name: getattr(LIMITS, name) * unit // MIB for name in names}
     return replace(LIMITS, **values)
@@ -300,7 +299,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         os.chdir(directory)
         for file in ("short_lines.jsonl", "row_group.parquet"):  # import what all need, and what tables do
-            extract_one(file, 1 << 10, "deduplicate_strings", limits)
+            extract_one(file, 1 << 10, "default", limits)
         for file, option in itertools.product(HOSTILE if names == "all" else names.split(","), options or OPTIONS):
             before = reset_peak()
             metrics = extract_one(file, int(unit), option, limits)

@@ -28,17 +28,17 @@ from tests.project import REPO, start_stage, wait_for
 PATHS = st.sets(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), max_size=60)
 
 
-def params_of(root: Path | str, num_splits: int = 4, deduplicate: bool = False) -> OrganizeParams:
-    return OrganizeParams(num_splits=num_splits, raw_dir=str(root), deduplicate_files=deduplicate)
+def params_of(root: Path | str, num_splits: int = 4) -> OrganizeParams:
+    return OrganizeParams(num_splits=num_splits, raw_dir=str(root))
 
 
 def run(
-    root: Path, num_splits: int = 4, num_workers: int = 1, deduplicate: bool = False, **sizes: int
+    root: Path, num_splits: int = 4, num_workers: int = 1, **sizes: int
 ) -> dict[str, bytes]:
     """Organize `root`; the files of the result by name."""
     target = root.parent / "splits"
     runtime = with_processes(OrganizeRuntime(num_workers=num_workers))
-    organize(params_of(root, num_splits, deduplicate), runtime, target, **sizes)
+    organize(params_of(root, num_splits), runtime, target, **sizes)
     return {path.name: path.read_bytes() for path in target.iterdir()}
 
 
@@ -216,11 +216,10 @@ def test_trap_04_links_are_followed_only_to_other_files_inside(root: Path) -> No
 
 
 def test_the_summary_of_many_skipped_files_stays_small(root: Path) -> None:
-    put(root, *(f"{number:02}.png" for number in range(50)), **{f"{number:02}.txt": "same" for number in range(50)})
-    content = summary(run(root, deduplicate=True, num_listed=7))
+    put(root, *(f"{number:02}.png" for number in range(50)), "a.txt")
+    content = summary(run(root, num_listed=7))
     assert content["passed_over_counts"] == {"other suffix": 50}
     assert [each["path"] for each in content["passed_over"]] == [f"{number:02}.png" for number in range(7)]
-    assert (content["duplicate_files"], len(content["duplicates"])) == (49, 7)
     # As read by later stages: no list of names makes it larger than they read.
     assert NUM_LISTED * 4 * 255 < publish.LARGEST
 
@@ -359,7 +358,7 @@ def test_a_changed_manifest_is_refused(root: Path) -> None:
         splits.read_manifest(path, hashlib.sha256(result["split_00.jsonl"]).hexdigest())
 
 
-def test_the_first_of_files_with_the_same_bytes_is_kept(root: Path) -> None:
+test_the_first_of_files_with_the_same_bytes_is_kept(root: Path) -> None:
     """Also of files that are cut."""
     lines = "".join(f'"line {number}"\n' for number in range(3000))
     put(root, **{"b.txt": "a", "folder/a.json": "a", "c.txt": "c", "d.md": "a ", os.fsdecode(b"\xff.txt"): "c"})

@@ -138,7 +138,7 @@ def test_results_depend_on_parameters_and_code_and_not_on_the_directory(monkeypa
     assert run(params=moved) == 4
 
 
-def test_the_first_of_equal_strings_is_kept() -> None:
+test_the_first_of_equal_strings_is_kept() -> None:
     limits = Limits(digests=7, batch=50)
     chance = random.Random(0)
     for number in range(12):

@@ -36,11 +36,12 @@ TEXTS = {
 
 def run(sources: list[str] | None, num_splits: int = 2, **params: Any) -> str:
     organize(
-        OrganizeParams(num_splits=num_splits, raw_dir="data/raw", deduplicate_files=False, sources=sources),
+        OrganizeParams(num_splits=num_splits, raw_dir="data/raw", sources=sources),
         OrganizeRuntime(num_workers=1),
     )
     extract(PARAMS, ExtractRuntime(num_workers=1, reuse_gib=1))
     params = {"seq_length": 4, "validation_splits": 1, **params}
+    keep_all()
     return pack(PackParams(**params), PackRuntime(num_workers=1, reuse_gib=1))
 
 
@@ -87,16 +88,11 @@ def test_each_source_has_rows_of_its_own() -> None:
 def test_a_small_source_fills_its_splits_as_a_large_one_does() -> None:
     lines = [json.dumps({"number": number}) + "\n" for number in range(10_000)]
     put({"web/all.jsonl": "".join(lines) * 20, "chat/all.jsonl": "".join(lines)})
-    params = OrganizeParams(num_splits=4, raw_dir="data/raw", deduplicate_files=False, sources=["web", "chat"])
+    params = OrganizeParams(num_splits=4, raw_dir="data/raw", sources=["web", "chat"])
     organize(params, OrganizeRuntime(num_workers=1), smallest_part=1 << 12)
     sizes = [split["bytes"] for split in json.loads(Path("data/splits/summary.json").read_text())["splits"]]
     for found in (sizes[:4], sizes[4:]):
         assert min(found) > 0.5 * max(found)
-    # Equal files are cut at other places.
-    put({"web/chat.jsonl": "".join(lines), "web/begin.jsonl": "".join(lines)[: 1 << 12]})
-    organize(dataclasses.replace(params, deduplicate_files=True), OrganizeRuntime(num_workers=1), smallest_part=1 << 12)
-    summary = json.loads(Path("data/splits/summary.json").read_text())
-    assert summary["duplicates"] == [{"path": "web/chat.jsonl", "of": "chat/all.jsonl"}]
 
 
 def test_names_of_sources_are_part_of_what_the_rows_are() -> None:
