@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import profile, record_function
 
 from stages import plan
@@ -27,6 +30,7 @@ from stages.forward.attention_choice import AttentionChoice
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import Marks, make_batch
 from stages.launching.runtime import TrainRuntime
+from stages.launching.timers import memory_gib, reset_peak_memory
 from stages.model.manifest import ModelManifest
 from stages.planning import memory_plan, peak_memory, preview
 from stages.planning.memory_plan import PeakMemory
@@ -37,7 +41,7 @@ from stages.training.precision import make_grad_scaler
 from stages.training.step import train_step
 from tests.artifacts import write_model
 from tests.models import CONFIGS, SIZES, manifest_of
-from tests.project import Project
+from tests.project import REPO, Project
 
 ROWS = PackedTokens(digests={}, fingerprint="", num_rows=96, seq_length=32, sources={})
 GIB = 2**30
@@ -416,49 +420,92 @@ def test_a_special_token_looks_other_than_its_name_in_a_text(document_mask: bool
 FP32: dict[str, Any] = {"precision": "fp32"}
 LORA: dict[str, Any] = {"precision": "fp32", "lora_r": 8}
 FULL: dict[str, Any] = {"activation_checkpointing": "full"}
-LONG: dict[str, Any] = {"num_hidden_layers": 6, "hidden_size": 768, "intermediate_size": 2048}
+
+
+def real_step(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh, num_tokens: int) -> Callable[[], Any]:
+    """The first step of a training, which is set up."""
+    params = peak_memory.choose(manifest, params).params
+    model = sharded_model.build(manifest, params, mesh, initialize=True).train()
+    optimizer, scaler = make_optimizer(model, params), make_grad_scaler(params.precision, torch.device("cpu"))
+    rows = torch.ones(params.batch_size, num_tokens, dtype=torch.int32)
+    rows[:, num_tokens // 2] = 0
+    batch = make_batch(rows, 0, document_mask=True, lengths=params.attention in NEED_LENGTHS)
+    batches = [batch] * (params.total_batch_size // params.batch_size)
+    return lambda: train_step(model, optimizer, scaler, batches, 2 * num_tokens, params)
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "num_tokens", "changes"),
+    ("kind", "tied", "changes"),
     [
-        # Two gradients of one weight: of the embedding and of the head.
-        (transformers.LlamaConfig, {"tie_word_embeddings": True}, 16, FP32),
-        # Gradients of an earlier forward pass.
-        (transformers.LlamaConfig, {}, 16, {**FULL, "total_batch_size": 4}),
-        (transformers.MixtralConfig, {}, 16, FP32),
-        # Weights that FSDP2 does not manage, and no gradient of them.
-        (transformers.LlamaConfig, {"tie_word_embeddings": True}, 16, LORA),
-        (transformers.LlamaConfig, {}, 16, {**LORA, **FULL}),
-        # Many parts of the loss; long rows.
-        pytest.param(transformers.LlamaConfig, {"vocab_size": 128256}, 512, {}, marks=pytest.mark.slow),
-        pytest.param(transformers.LlamaConfig, LONG, 4096, {"batch_size": 1, **FP32}, marks=pytest.mark.slow),
-        pytest.param(transformers.LlamaConfig, LONG, 4096, {"batch_size": 1, **FULL}, marks=pytest.mark.slow),
+        (transformers.LlamaConfig, True, FP32),  # two gradients of one weight: of the embedding and of the head
+        (transformers.LlamaConfig, False, {**FULL, "total_batch_size": 4}),  # gradients of an earlier forward pass
+        (transformers.MixtralConfig, False, FP32),
+        (transformers.LlamaConfig, True, LORA),  # weights that FSDP2 does not manage, and no gradient of them
+        (transformers.LlamaConfig, False, {**LORA, **FULL}),
     ],
 )
 def test_a_real_step_allocates_what_is_predicted(
-    kind: Any, config: dict[str, Any], num_tokens: int, changes: dict[str, Any], params: TrainParams, tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> None:  # fmt: skip
+    kind: Any, tied: bool, changes: dict[str, Any], params: TrainParams, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """As the allocator of a GPU counts: all bytes of tensors, whether they were written to or not."""
-    sizes = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}  # fmt: skip
-    manifest = manifest_of(write_model(tmp_path, kind(**{**sizes, **config})), with_weights=True)
+    config = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied}  # fmt: skip
+    manifest = manifest_of(write_model(tmp_path, kind(**config)), with_weights=True)
     params = dataclasses.replace(params, **{"batch_size": 2, "total_batch_size": 2, "precision": "bf16", **changes})
-    predicted = measure(manifest, params, 1, num_tokens, "cpu").total
-    params = peak_memory.choose(manifest, params).params
+    predicted = measure(manifest, params, 1, 16, "cpu").total
     mesh = request.getfixturevalue("mesh")  # another process group than that of `measure`
     gc.collect()  # what ends within the block must not have begun before
     with profile(profile_memory=True, acc_events=True) as profiler:
-        model = sharded_model.build(manifest, params, mesh, initialize=True).train()
-        optimizer, scaler = make_optimizer(model, params), make_grad_scaler(params.precision, torch.device("cpu"))
-        rows = torch.ones(params.batch_size, num_tokens, dtype=torch.int32)
-        rows[:, num_tokens // 2] = 0
-        batch = make_batch(rows, 0, document_mask=True, lengths=params.attention in NEED_LENGTHS)
-        batches = [batch] * (params.total_batch_size // params.batch_size)
+        take_step = real_step(manifest, params, mesh, 16)
         with record_function("step"):
-            train_step(model, optimizer, scaler, batches, 2 * num_tokens, params)
+            take_step()
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     allocated = np.cumsum([event.nbytes() if event.name() == "[memory]" else 0 for event in events])
     start = [event.name() for event in events].index("step")
     assert predicted == pytest.approx(max(allocated[start:]), rel=0.01)
+
+
+def compare_resident_set(config: dict[str, Any], num_tokens: int, changes: dict[str, Any], directory: str) -> None:
+    """Print what is predicted, and by how much a step grows the resident set of this process, in GiB."""
+    small = transformers.LlamaConfig(**config, max_position_embeddings=num_tokens)
+    manifest = manifest_of(write_model(Path(directory), small, dtype=None), with_weights=False)
+    params = load_params(TrainParams, path=REPO / "params.yaml")
+    params = dataclasses.replace(params, **{"batch_size": 1, "total_batch_size": 1, "precision": "fp32", **changes})
+    predicted = measure(manifest, params, 1, num_tokens, "cpu").total / GIB
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    weight = torch.randn(512, 512, requires_grad=True)
+    (weight @ weight).sum().backward()  # what a first product allocates for good
+    start = memory_gib()[0]
+    take_step = real_step(manifest, params, init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)), num_tokens)
+    reset_peak_memory()
+    take_step()
+    print(predicted, memory_gib()[1] - start)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("vocab_size", "num_layers", "num_tokens", "tied", "changes"),
+    [
+        (49152, 4, 512, True, {}),
+        (128256, 2, 512, True, {}),
+        (128256, 2, 512, False, {**FULL, "precision": "bf16", "total_batch_size": 2}),
+        (49152, 4, 4096, False, {"precision": "bf16", "total_batch_size": 2}),
+        (4096, 6, 4096, True, {}),
+        (4096, 6, 4096, True, FULL),
+    ],
+)
+def test_the_resident_set_of_a_real_step_is_what_is_predicted(
+    vocab_size: int, num_layers: int, num_tokens: int, tied: bool, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its growth, in a process whose allocator returns what is freed."""
+    config = {"vocab_size": vocab_size, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": num_layers,
+              "num_attention_heads": 12, "num_key_value_heads": 4, "tie_word_embeddings": tied}  # fmt: skip
+    given = (config, num_tokens, changes, str(tmp_path))
+    code = f"from tests import test_plan; test_plan.compare_resident_set(*{given})"
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "MALLOC_MMAP_THRESHOLD_": "65536",
+                   "MALLOC_TRIM_THRESHOLD_": "65536"}  # fmt: skip
+    command = [sys.executable, "-c", code]
+    output = subprocess.run(command, cwd=REPO, env=environment, text=True, stdout=-1, check=True).stdout
+    predicted, measured = map(float, output.split()[-2:])
+    assert predicted == pytest.approx(measured, rel=0.1)
