@@ -119,6 +119,13 @@ def training(_training: Project, tmp_path: Path) -> Project:
     return _training.copy(tmp_path / "project")
 
 
+@pytest.fixture
+def here(training: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """The same, as the current directory."""
+    monkeypatch.chdir(training.path)
+    return training
+
+
 @pytest.fixture(scope="session")
 def _reproduced(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A git and DVC project with a small corpus, after one `dvc repro`."""

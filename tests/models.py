@@ -25,25 +25,22 @@ _SMALL: dict[str, Any] = {
     "num_key_value_heads": 1, "head_dim": 8, "eos_token_id": 0, "bos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 
+_GPT2: dict[str, Any] = {
+    "vocab_size": 101, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 64, "eos_token_id": 0, "bos_token_id": 0,
+}  # fmt: skip
+
+_SCALED_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
 CONFIGS: dict[str, transformers.PreTrainedConfig] = {
-    "llama": transformers.LlamaConfig(
-        vocab_size=101, hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None,
-    ),
+    "llama": transformers.LlamaConfig(**{**_SMALL, "num_hidden_layers": 3}, tie_word_embeddings=True),
     "llama untied, scaled rope": transformers.LlamaConfig(
-        vocab_size=101, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=False, eos_token_id=0, bos_token_id=None,
-        rope_parameters={"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                         "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+        **_SMALL, tie_word_embeddings=False, rope_parameters=_SCALED_ROPE
     ),
-    "gpt2": transformers.GPT2Config(
-        vocab_size=101, n_embd=24, n_layer=2, n_head=3, n_positions=64, eos_token_id=0, bos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    ),
-    "qwen3": transformers.Qwen3Config(
-        vocab_size=101, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=8, tie_word_embeddings=True, eos_token_id=0, bos_token_id=None,
-    ),
+    "gpt2": transformers.GPT2Config(**_GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "qwen3": transformers.Qwen3Config(**_SMALL, tie_word_embeddings=True),
     "gemma3": transformers.Gemma3TextConfig(
         **_SMALL, sliding_window=8, layer_types=["sliding_attention", "full_attention"]
     ),
@@ -55,11 +52,8 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
     "phi": transformers.PhiConfig(**{**_SMALL, "num_key_value_heads": 3}, partial_rotary_factor=0.5),
     "phi tied": transformers.PhiConfig(**{**_SMALL, "num_key_value_heads": 3}, tie_word_embeddings=True),
     "phi3": transformers.Phi3Config(**_SMALL),
-    "gpt2 untied": transformers.GPT2Config(
-        vocab_size=101, n_embd=24, n_layer=2, n_head=3, n_positions=64, eos_token_id=0, bos_token_id=0,
-        tie_word_embeddings=False,
-    ),
-}  # fmt: skip
+    "gpt2 untied": transformers.GPT2Config(**_GPT2, tie_word_embeddings=False),
+}
 
 MIXTRAL = transformers.MixtralConfig(
     **_SMALL, num_local_experts=4, num_experts_per_tok=2, router_aux_loss_coef=0.5, output_router_logits=True

@@ -1,6 +1,5 @@
 """Which attention functions keep documents apart, and compute what the model should: tested on tiny random models."""
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,9 +23,8 @@ from stages.forward.isolated import isolated
 from stages.forward.loss import logits, loss_sum
 from stages.forward.rope import fix_tables
 from stages.forward.small_copy import random_model, rounding, small_config
+from tests.artifacts import write_model
 from tests.models import CONFIGS, CountedGraphs
-from tests.project import Project
-from tests.ranks import Ranks
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 64,
@@ -93,59 +91,45 @@ def test_tf32_is_no_difference(monkeypatch: pytest.MonkeyPatch, name: str) -> No
         assert refusal(name, "sdpa") is None
 
 
-def without_window(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
-    return varlen_attention(*args, **kwargs)
+def given(**changes: Callable[[Any], Any]) -> Callable[..., Any]:
+    """`varlen_attention`, which is given other arguments."""
+
+    def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **others: Any) -> Any:
+        named = {"key": key, "value": value, **others}
+        named |= {name: change(named.get(name)) for name, change in changes.items()}
+        return varlen_attention(module, query, named.pop("key"), named.pop("value"), *args, **named)
+
+    return attend
 
 
-def without_soft_cap(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
-    return varlen_attention(*args, **kwargs)
-
-
-def with_shifted_window(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
-    return varlen_attention(*args, sliding_window=sliding_window and sliding_window + 1, **kwargs)
-
-
-def without_sinks(*args: Any, s_aux: Any = None, **kwargs: Any) -> Any:
-    return varlen_attention(*args, **kwargs)
-
-
-def with_half_the_scale(*args: Any, scaling: float, **kwargs: Any) -> Any:
-    return varlen_attention(*args, scaling=scaling / 2, **kwargs)
-
-
-def without_gradient(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
-    return varlen_attention(module, query, key.detach(), *args, **kwargs)
-
-
-def of_other_heads(module: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
-    return varlen_attention(module, query, key.flip(1), *args, **kwargs)
-
-
-def with_values_of_other_heads(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    return varlen_attention(module, query, key, value.flip(1), *args, **kwargs)
-
-
-def with_a_small_leak(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+def leaking(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
     """A thousandth of the first token of all rows."""
     output, _ = varlen_attention(module, query, key, value, *args, **kwargs)
     return output + 1e-3 * value[:, :1, :1].transpose(1, 2), None
+
+
+LOGITS = "computes logits that differ by"
+
+
+def dropped(argument: Any) -> None:
+    return None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "function", "reason"),
     [
-        ("mistral", without_window, "computes logits that differ by"),
-        ("gemma3_text", without_window, "computes logits that differ by"),
-        ("olmo3", with_shifted_window, "computes logits that differ by"),
-        ("gemma2", without_soft_cap, "computes logits that differ by"),
-        ("gpt_oss", without_sinks, "computes logits that differ by"),
-        ("flint", without_sinks, "computes logits that differ by"),
-        ("llama", with_half_the_scale, "computes logits that differ by"),
-        ("llama", of_other_heads, "computes logits that differ by"),
-        ("llama", with_values_of_other_heads, "computes logits that differ by"),
-        ("llama", with_a_small_leak, "lets tokens attend to other documents"),
-        ("llama", without_gradient, "computes gradients that differ by"),
+        ("mistral", given(sliding_window=dropped), LOGITS),
+        ("gemma3_text", given(sliding_window=dropped), LOGITS),
+        ("olmo3", given(sliding_window=lambda window: window and window + 1), LOGITS),
+        ("gemma2", given(softcap=dropped), LOGITS),
+        ("gpt_oss", given(s_aux=dropped), LOGITS),
+        ("flint", given(s_aux=dropped), LOGITS),
+        ("llama", given(scaling=lambda scale: scale / 2), LOGITS),
+        ("llama", given(key=lambda key: key.flip(1)), LOGITS),  # of other heads
+        ("llama", given(value=lambda value: value.flip(1)), LOGITS),
+        ("llama", leaking, "lets tokens attend to other documents"),
+        ("llama", given(key=torch.Tensor.detach), "computes gradients that differ by"),
         ("gemma2", varlen_attention, "the model's attention has soft caps"),
         ("gpt_oss", varlen_attention, "the model's attention has attention sinks"),
     ],
@@ -162,8 +146,8 @@ def test_what_an_attention_function_leaves_out_is_seen(
     [
         ("llama", {"cu_seq_lens": lambda lengths: lengths[[0, -1]]}, "lets tokens attend to other documents"),
         ("llama", {"cu_seq_lens": lambda lengths: lengths + (lengths == 13).int()}, "lets tokens attend to other"),
-        ("llama", {"cu_seq_lens": lambda lengths: lengths - (lengths == 13).int()}, "computes logits that differ by"),
-        ("gpt2", {"position_ids": lambda ids: torch.arange(32).repeat(len(ids), 1)}, "computes logits that differ by"),
+        ("llama", {"cu_seq_lens": lambda lengths: lengths - (lengths == 13).int()}, LOGITS),
+        ("gpt2", {"position_ids": lambda ids: torch.arange(32).repeat(len(ids), 1)}, LOGITS),
     ],
 )
 def test_a_wrong_mask_is_seen(
@@ -274,46 +258,54 @@ def test_flex_inside_a_compiled_layer_is_a_part_of_its_graph(monkeypatch: pytest
 
 
 def save(directory: Path, name: str, **sizes: Any) -> Path:
-    AutoConfig.for_model(name, architectures=[f"{name}ForCausalLM"], **sizes).save_pretrained(directory)
-    return directory
+    return write_model(directory, AutoConfig.for_model(name, architectures=[f"{name}ForCausalLM"], **sizes), dtype=None)
 
 
 def choose(directory: Path, name: Any = "auto", mask: bool = True, length: int = 256) -> str:
     return choose_attention(name, directory, mask, length, torch.float32, "cpu").name
 
 
-def test_auto_is_the_fastest_that_works(tmp_path: Path) -> None:
-    CONFIGS["llama"].save_pretrained(tmp_path)
-    assert choose(tmp_path) == "sdpa"
-    assert choose(tmp_path, length=1024) == "varlen"
-    assert choose(tmp_path, length=1024, mask=False) == "sdpa"
-    assert choose(tmp_path, name="eager") == "eager"
-    CONFIGS["gemma2"].save_pretrained(tmp_path)
-    assert choose(tmp_path, length=1024) == choose(tmp_path, mask=False) == "eager"
-    save(tmp_path, "opt", hidden_size=24, num_attention_heads=3, vocab_size=101)  # ignores positions, but not lengths
-    assert choose(tmp_path) == "varlen"
+def choose_long(directory: Path, dtype: torch.dtype = torch.bfloat16, device: str = "cuda", mask: bool = True) -> Any:
+    return choose_attention("auto", directory, mask, 1024, dtype, device)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_model(tmp_path, dtype=None)
+
+
+def test_auto_is_the_fastest_that_works(llama: Path) -> None:
+    assert choose(llama) == "sdpa"
+    assert choose(llama, length=1024) == "varlen"
+    assert choose(llama, length=1024, mask=False) == "sdpa"
+    assert choose(llama, name="eager") == "eager"
+    gemma2 = write_model(llama, "gemma2", dtype=None)
+    assert choose(gemma2, length=1024) == choose(gemma2, mask=False) == "eager"
+    opt = save(llama, "opt", hidden_size=24, num_attention_heads=3, vocab_size=101)
+    assert choose(opt) == "varlen"  # it ignores positions, but not lengths
 
 
 def test_auto_is_tested_without_document_mask_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def without_mask(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         return sdpa_attention_forward(module, query, key, value, None, **kwargs)
 
-    CONFIGS["mistral"].save_pretrained(tmp_path)
+    def only(*works: str) -> None:
+        monkeypatch.setattr(attention_choice, "refusal", lambda _, name, *args: None if name in works else "fails")
+
+    write_model(tmp_path, "mistral", dtype=None)
     assert choose(tmp_path, mask=False, length=1024) == "sdpa"
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", without_mask)  # and so without the window
     assert choose(tmp_path, mask=False, length=1024) == "varlen"
-    monkeypatch.setattr(attention_choice, "refusal", lambda _, name, *args: None if name == "flex" else "fails")
-    assert choose_attention("auto", tmp_path, False, 1024, torch.bfloat16, "cuda").name == "flex"
-    monkeypatch.setattr(
-        attention_choice, "refusal", lambda _, name, *args: None if name in ("flex", "sdpa") else "fails"
-    )
-    assert choose_attention("auto", tmp_path, True, 1024, torch.bfloat16, "cuda").name == "flex"
-    assert choose_attention("auto", tmp_path, True, 1024, torch.float32, "cuda").name == "sdpa"
-    monkeypatch.setattr(attention_choice, "refusal", lambda *args: "fails")
+    only("flex", "sdpa")
+    assert choose_long(tmp_path).name == "flex"
+    assert choose_long(tmp_path, torch.float32).name == "sdpa"
+    only("flex")
+    assert choose_long(tmp_path, mask=False).name == "flex"
+    only()
     assert choose(tmp_path, mask=False) == "eager"
 
 
-def test_a_kernel_that_breaks_its_process_breaks_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_breaks_its_process_breaks_no_other(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a sticky error of CUDA does: all that the process computes later fails with it."""
     broken: list[str] = []
 
@@ -328,27 +320,26 @@ def test_a_kernel_that_breaks_its_process_breaks_no_other(tmp_path: Path, monkey
         broken.clear()
         return function(*args)
 
-    CONFIGS["llama"].save_pretrained(tmp_path)
     monkeypatch.setattr(attention_choice, "_find_fault", find_fault)
     monkeypatch.setattr(attention_choice, "isolated", in_another_process, raising=False)
-    assert choose_attention("auto", tmp_path, True, 1024, torch.bfloat16, "cuda") == ("flex", None, ())
+    assert choose_long(llama) == ("flex", None, ())
     with pytest.raises(StageError, match=r"fails .*misaligned address.*: use auto, or flex or sdpa or eager or padded"):
-        choose_attention("varlen", tmp_path, True, 1024, torch.bfloat16, "cuda")
+        choose_attention("varlen", llama, True, 1024, torch.bfloat16, "cuda")
 
 
-def test_on_gpus_a_function_is_tested_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isolated("cpu", os.getpid) == os.getpid() != isolated("cuda", os.getpid)
+def test_on_gpus_a_function_is_tested_in_a_process_of_its_own() -> None:
+    assert isolated("cpu", os.getpid) == os.getpid()
     torch.set_float32_matmul_precision("high")
     try:
         assert isolated("cuda", torch.get_float32_matmul_precision) == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
-    with pytest.raises(RuntimeError, match="the process that computes it was ended"):
+    with pytest.raises(RuntimeError, match="the process that computes it was ended"):  # and not this one
         isolated("cuda", os._exit, 1)
 
 
 def test_varlen_has_torchs_own_kernels_where_those_of_flash_attention_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def activate(names: Any = None) -> tuple[str, ...]:
         active[:] = ["FA3"] if names is None else names
@@ -360,14 +351,12 @@ def test_varlen_has_torchs_own_kernels_where_those_of_flash_attention_fail(
         return "computes gradients that differ" if [*active, fails] == ["FA3", True] else None
 
     active: list[str] = []
-    CONFIGS["llama"].save_pretrained(tmp_path)
     monkeypatch.setattr(attention_choice, "_find_fault", find_fault)
     monkeypatch.setattr(attention_choice, "activate_kernels", activate)
     monkeypatch.setattr(attention_choice, "deactivate_kernels", active.clear)
-    assert choose_attention("auto", tmp_path, True, 1024, torch.float32, "cpu") == ("varlen", None, ("FA3",))
+    assert choose_long(llama, torch.float32, "cpu") == ("varlen", None, ("FA3",))
     fails = True
-    expected = ("varlen", "FA3 computes gradients that differ", ())
-    assert choose_attention("auto", tmp_path, True, 1024, torch.float32, "cpu") == expected
+    assert choose_long(llama, torch.float32, "cpu") == ("varlen", "FA3 computes gradients that differ", ())
     assert not active, "sdpa would call them too"
 
 
@@ -378,19 +367,13 @@ def test_documents_that_no_attention_function_keeps_apart_are_padded(tmp_path: P
     assert choose(tmp_path, mask=False) in ("sdpa", "eager")
 
 
-def test_a_named_attention_that_does_not_work_is_refused(tmp_path: Path) -> None:
-    CONFIGS["llama"].save_pretrained(tmp_path)
-    with pytest.raises(
-        StageError, match=r"attention flex does not work with .*has no backward pass on CPUs.*: use auto, or sdpa or"
-    ):
-        choose(tmp_path, "flex")
-
-
-def test_a_model_that_cannot_be_tested_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    CONFIGS["llama"].save_pretrained(tmp_path)
+def test_a_named_attention_that_does_not_work_is_refused(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = r"attention flex does not work with .*has no backward pass on CPUs.*: use auto, or sdpa or"
+    with pytest.raises(StageError, match=message):
+        choose(llama, "flex")
     monkeypatch.setattr(attention_choice, "logits", lambda *_: torch.zeros(2, 32, 64))
     with pytest.raises(StageError, match="computes logits that do not depend on what stands before"):
-        choose(tmp_path, "sdpa")
+        choose(llama, "sdpa")
 
 
 def test_a_small_config_has_a_layer_of_each_kind_and_small_windows() -> None:
@@ -406,39 +389,21 @@ def test_a_small_config_has_a_layer_of_each_kind_and_small_windows() -> None:
     assert gemma2.attn_logit_softcapping == 1.0
 
 
-@pytest.mark.slow
-def test_training_starts_with_the_test(training: Project, ranks: Ranks) -> None:
-    config = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "vocab_size": 4096, "hidden_size": 16,
-              "ffn_dim": 32, "word_embed_proj_dim": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-              "eos_token_id": 0, "bos_token_id": 0}  # fmt: skip
-    (training / "models/nano/config.json").write_text(json.dumps(config))
-    training.set(attention="sdpa")
-    training.run("python", "-m", "stages.download")
-    output = ranks.run(training, status=2)
-    assert "attention sdpa does not work with OPTForCausalLM in float32 on this cpu" in output
-    assert "it lets tokens attend to other documents: use auto, or varlen" in output
-    assert "Traceback" not in output
-
-
-LONG = {"rope_theta": 1e4, "original_max_position_embeddings": 16}
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0}
-TABLES: dict[str, tuple[str, dict[str, Any]]] = {
-    "longrope": ("llama", {"rope_type": "longrope", **FACTORS}),
-    "dynamic": ("llama", {"rope_type": "dynamic", "factor": 4.0}),
-    "phimoe": (
-        "phimoe",
-        {"rope_type": "longrope", **FACTORS, "short_mscale": 1.1, "long_mscale": 1.3},
-    ),
-}  # fmt: skip
+MIXED = {"num_local_experts": 2, "num_experts_per_tok": 2}
+TABLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "longrope": ("llama", {}, {"rope_type": "longrope", **FACTORS}),
+    "dynamic": ("llama", {"max_position_embeddings": 16}, {"rope_type": "dynamic", "factor": 4.0}),
+    "phimoe": ("phimoe", MIXED, {"rope_type": "longrope", **FACTORS, "short_mscale": 1.1, "long_mscale": 1.3}),
+}
 
 
 def rope_config(name: str) -> PreTrainedConfig:
     """Of a model whose original context are 16 tokens."""
-    architecture, rope = TABLES[name]
-    small = {**SMALL, "num_hidden_layers": 2, "max_position_embeddings": 16 if name == "dynamic" else 64}
-    if architecture == "phimoe":
-        small |= {"num_local_experts": 2, "num_experts_per_tok": 2}
-    return AutoConfig.for_model(architecture, **small, rope_parameters={**LONG, **rope})
+    architecture, sizes, rope = TABLES[name]
+    rope = {"rope_theta": 1e4, "original_max_position_embeddings": 16, **rope}
+    small = {**SMALL, "num_hidden_layers": 2, "max_position_embeddings": 64, **sizes}
+    return AutoConfig.for_model(architecture, **small, rope_parameters=rope)
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -40,12 +41,11 @@ from stages.ranks.torch_errors import explain_torch_errors
 from stages.training.environment import set_environment
 from stages.training.params import TrainParams
 from stages.training.precision import check_precision, set_float32_precision
+from tests.artifacts import write_model
 from tests.models import CONFIGS, MIXTRAL, CountedGraphs, full_value, manifest_of
 from tests.project import Project
 from tests.ranks import Ranks
 from tests.trainings import Given, result
-
-KILLED = -9
 
 
 def test_what_changes_no_bit_on_cpus_changes_none_in_a_killed_training_either(fresh: Given, ranks: Ranks) -> None:
@@ -53,7 +53,7 @@ def test_what_changes_no_bit_on_cpus_changes_none_in_a_killed_training_either(fr
     project.set(
         deterministic=True, activation_checkpointing="selective_op", tf32=True, runtime={"profile_steps": [3, 6]}
     )
-    output = ranks.run(project, "kill rank 0 at step 5", KILLED)
+    output = ranks.run(project, "kill rank 0 at step 5", status=-9)
     assert output.count("training with") == 1
     assert re.search(
         r"^training with 2 ranks \(CPU\): precision bf16, attention sdpa, loss fused, strategy fsdp FULL_SHARD, "
@@ -73,14 +73,6 @@ def test_what_changes_no_bit_on_cpus_changes_none_in_a_killed_training_either(fr
     assert names.count("Optimizer.step#AdamW.step") == 2
     assert "[memory]" in names
     assert any("Input Dims" in event.get("args", {}) for event in events)
-
-
-def test_steps_to_profile_are_a_range(training: Project, ranks: Ranks) -> None:
-    training.set(runtime={"profile_steps": [70, 71]}, max_steps=1)
-    assert "profile_steps: there are no steps 70 to 71, the last one is 1" in ranks.run(training)
-    training.set(runtime={"profile_steps": [7, 3]})
-    output = ranks.run(training, status=2)
-    assert "runtime.profile_steps is [7, 3]: the first step must not be after the last" in output
 
 
 def test_an_operation_without_a_deterministic_form_is_one_clear_error() -> None:
@@ -131,15 +123,14 @@ def test_layers_are_compiled_as_one_graph_each_also_with_activation_checkpointin
         compile_layer(layer, **options, backend=graphs[-1])
 
     monkeypatch.setattr(nn.Module, "compile", compile_fast)
-    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"], dtype=torch.float32).save_pretrained(tmp_path)
+    manifest = manifest_of(write_model(tmp_path), with_weights=True)
     batch = make_batch(torch.arange(32).view(2, 16), eos_token_id=7, document_mask=True)
     gradients = []
     kinds = ("none", "full", "selective_op")
     for compiles, kind in ((False, "none"), *((True, kind) for kind in kinds)):
         graphs.append(CountedGraphs())
-        values: dict[str, Any] = {"compile": compiles, "activation_checkpointing": kind}
-        changed = dataclasses.replace(params, **values)
-        model = sharded_model.build(manifest_of(tmp_path, with_weights=True), changed, mesh, initialize=True)
+        changed = dataclasses.replace(params, compile=compiles, activation_checkpointing=kind)
+        model = sharded_model.build(manifest, changed, mesh, initialize=True)
         loss_sum(model.train(), batch).backward()
         gradients.append({name: full_value(param.grad) for name, param in model.named_parameters()})
         torch.testing.assert_close(gradients[-1], gradients[0])
@@ -187,10 +178,9 @@ def test_two_kinds_of_layers_are_compiled_for_batches_of_any_size(
     config = transformers.Gemma3TextConfig(
         **{**CONFIGS["gemma3"].to_dict(), "num_hidden_layers": 12, "layer_types": None}
     )
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
-    values: dict[str, Any] = {"compile": True, "activation_checkpointing": "full", "attention": "varlen"}
-    changed = dataclasses.replace(params, **values)
-    model = sharded_model.build(manifest_of(tmp_path, with_weights=True), changed, mesh, initialize=True)
+    changed = dataclasses.replace(params, compile=True, activation_checkpointing="full", attention="varlen")
+    manifest = manifest_of(write_model(tmp_path, config), with_weights=True)
+    model = sharded_model.build(manifest, changed, mesh, initialize=True)
     assert len(set(model.config.layer_types)) == 2
     for trains in (False, True):
         model.train(trains)
@@ -204,10 +194,10 @@ def test_two_kinds_of_layers_are_compiled_for_batches_of_any_size(
 
 
 def test_a_router_loss_cannot_be_compiled(params: TrainParams, tmp_path: Path) -> None:
-    MIXTRAL.save_pretrained(tmp_path)
+    manifest = manifest_of(write_model(tmp_path, MIXTRAL, dtype=None), with_weights=False)
     with pytest.raises(StageError, match="compile true is not possible with the router loss of MixtralForCausalLM"):
-        dataclasses.replace(params, compile=True).check_compile(manifest_of(tmp_path, with_weights=False))
-    params.check_compile(manifest_of(tmp_path, with_weights=False))
+        dataclasses.replace(params, compile=True).check_compile(manifest)
+    params.check_compile(manifest)
 
 
 ENVIRONMENT = (
@@ -216,21 +206,28 @@ ENVIRONMENT = (
 )
 
 
-def test_the_environment_is_that_of_the_parameters_unless_a_person_has_set_it(
-    params: TrainParams, empty_project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def job(empty_project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of temporary files of a Slurm job, in which none of these variables is set."""
     for name in ENVIRONMENT:  # first set, so that it is restored
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setattr(tempfile, "tempdir", str(empty_project))
+    return empty_project
 
+
+def test_the_environment_is_that_of_the_parameters_unless_a_person_has_set_it(
+    params: TrainParams, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def environment(deterministic: bool, num_nodes: int = 1) -> dict[str, str]:
         set_environment(dataclasses.replace(params, deterministic=deterministic), num_nodes)
         return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
 
     always = {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        "TORCHINDUCTOR_CACHE_DIR": str(empty_project / "outputs/.compile"),
-        "TRITON_CACHE_DIR": str(empty_project / "outputs/.compile/triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(job / "outputs/.compile"),
+        "TRITON_CACHE_DIR": str(job / "outputs/.compile/triton"),
     }
     assert environment(deterministic=False) == always
     exact = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0", "NCCL_COLLNET_ENABLE": "0"}
@@ -243,57 +240,39 @@ def test_the_environment_is_that_of_the_parameters_unless_a_person_has_set_it(
     assert environment(deterministic=True) == theirs
 
 
-def test_nodes_do_not_share_compiled_code(params: TrainParams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_do_not_share_compiled_code(params: TrainParams, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor users: what is in the cache is executed."""
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ENVIRONMENT:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    set_environment(params, num_nodes=2)
-    cache = Path(tempfile.gettempdir(), "compile-17")
-    assert (os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]) == (
-        str(cache),
-        str(cache / "triton"),
-    )
+    cache = job / "compile-17"
+    for _ in range(2):  # as a rank does after the launcher
+        set_environment(params, num_nodes=2)
+    found = os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"]
+    assert found == (str(cache), str(cache / "triton"))
     assert cache.stat().st_mode & 0o777 == 0o700
-    set_environment(params, num_nodes=2)  # as a rank does
     cache.chmod(0o777)
     with pytest.raises(StageError, match="compile-17 is not a directory of this user alone"):
         set_environment(params, num_nodes=2)
     cache.rmdir()
-    cache.symlink_to(tmp_path)
+    cache.symlink_to(job)
     with pytest.raises(StageError, match="compile-17 is not a directory of this user alone"):
         set_environment(params, num_nodes=2)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(job / "own"))
     set_environment(params, num_nodes=2)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("ext4", ".compile"), ("nfs4", "compile-17"), ("lustre", "compile-17")])
 def test_jobs_of_one_node_that_share_a_disk_do_not_share_compiled_code(
-    params: TrainParams, empty_project: Path, monkeypatch: pytest.MonkeyPatch, kind: str, expected: str
+    params: TrainParams, job: Path, monkeypatch: pytest.MonkeyPatch, kind: str, expected: str
 ) -> None:
     mounts = [SimpleNamespace(mountpoint="/", fstype=kind, opts="rw")]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setattr(tempfile, "tempdir", str(empty_project))
-    for name in ENVIRONMENT:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
     set_environment(params)
     assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).name == expected
 
 
-def test_the_launcher_sets_the_environment_of_the_ranks(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(training.path)
-    training.set(deterministic=True)
+def test_the_launcher_sets_the_environment_of_the_ranks(here: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    here.set(deterministic=True)
     found: dict[str, str] = {}
-
-    def run(*args: object) -> int:
-        found.update(os.environ)
-        return 0
-
-    monkeypatch.setattr(torchrun, "run", run)
+    monkeypatch.setattr(torchrun, "run", lambda *args: found.update(os.environ) or 0)
     monkeypatch.setattr(signal, "signal", lambda *args: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     described, runtime = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
@@ -325,14 +304,6 @@ def test_fp8_is_for_gpus_that_have_it(params: TrainParams, gpus: Callable[..., N
     check_precision(fp8, seq_length=32)
     with pytest.raises(StageError, match=r"a multiple of 16 tokens per forward pass, not batch_size 2 x seq_length 30"):
         check_precision(fp8, seq_length=30)
-
-
-def test_fp8_names_its_missing_library(params: TrainParams, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(
-        StageError, match="precision fp8 needs torchao, which is not installed: run `pip install torchao`"
-    ):
-        dataclasses.replace(params, precision="fp8").check_packages()
 
 
 def test_fp8_is_for_the_linear_layers_that_gpus_can_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,15 +366,9 @@ def test_gpus_that_torch_cannot_use_are_an_error_unless_they_are_hidden(
 
 
 def test_a_gpu_that_does_not_compute_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: torch.device) -> None:
-        raise torch.AcceleratorError(
-            "CUDA error: no kernel image is available for execution on the device\nCompile with"
-        )
-
-    monkeypatch.setattr(torch.cuda, "set_device", refuse)
-    with pytest.raises(
-        StageError, match=r"^GPU 1 does not work \(CUDA error: no kernel image is .* device\): check it"
-    ):
+    error = "CUDA error: no kernel image is available for execution on the device\nCompile with"
+    monkeypatch.setattr(torch.cuda, "set_device", mock.Mock(side_effect=torch.AcceleratorError(error)))
+    with pytest.raises(StageError, match=r"^GPU 1 does not work \(CUDA error: no kernel image is .* device\): check"):
         use_gpu(1)
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +16,14 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from stages.base.errors import StageError
-from stages.building import sharded_model, sharding
+from stages.building import sharded_model
 from stages.forward import loss as loss_module
 from stages.forward.batch import make_batch
 from stages.forward.loss import LossChoice, choose_loss, fuse, logits, loss_sum, losses, obstacle_to_fuse, summed_loss
 from stages.forward.small_copy import rounding, small_config
 from stages.training.params import TrainParams
-from tests.models import CONFIGS, full_value, manifest_of
-from tests.project import Project
-from tests.ranks import Ranks
+from tests.artifacts import write_model
+from tests.models import manifest_of
 
 ARCHITECTURES = (
     "llama", "gpt2", "qwen2", "qwen3", "mistral", "gemma", "gemma3_text", "phi", "phi3", "gpt_neox", "olmo2", "olmo3",
@@ -264,13 +262,13 @@ def test_no_tensor_is_as_large_as_the_logits_of_all_tokens(
         vocab_size=50_000, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         eos_token_id=0, bos_token_id=None,
     )  # fmt: skip
-    config.save_pretrained(tmp_path)
+    manifest = manifest_of(write_model(tmp_path, config, dtype=None), with_weights=False)
     batch = make_batch(torch.randint(1, 50_000, (2, 128)), eos_token_id=0, document_mask=True)
     all_logits = 2 * 128 * 50_000
     found = {}
     for loss in ("fused", "plain"):
         changed = dataclasses.replace(params, loss=loss, precision=precision)
-        model = sharded_model.build(manifest_of(tmp_path, with_weights=False), changed, mesh, initialize=True).train()
+        model = sharded_model.build(manifest, changed, mesh, initialize=True).train()
         with Sizes() as training:
             loss_sum(model, batch).backward()
         with Sizes() as validation, torch.no_grad():
@@ -284,53 +282,3 @@ def test_no_tensor_is_as_large_as_the_logits_of_all_tokens(
         else:
             assert largest[torch.bfloat16] == all_logits
             assert largest[torch.float32] <= all_logits / 2
-
-
-@pytest.mark.parametrize("loss", ["fused", "plain"])
-def test_embeddings_that_are_not_tied_are_gathered_by_themselves(
-    params: TrainParams, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: Any
-) -> None:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(CONFIGS["llama untied, scaled rope"], dtype=torch.float32).save_pretrained(
-        tmp_path
-    )
-    # One rank keeps its copy, unless `fsdp` is asked for.
-    strategy = dataclasses.replace(params.fsdp, strategy="fsdp")
-    params = dataclasses.replace(params, loss=loss, precision="bf16", fsdp=strategy)
-    batch = make_batch(torch.randint(1, 101, (2, 16)), eos_token_id=0, document_mask=True)
-    losses, found = [], []
-    for units in (True, False):
-        if not units:
-            monkeypatch.setattr(sharding, "untied_embeddings", lambda model: [])
-        model: Any = sharded_model.build(manifest_of(tmp_path, with_weights=True), params, mesh, initialize=True)
-        loss = loss_sum(model.train(), batch)
-        is_gathered = [
-            name for name, module in model.named_modules() for group in [getattr(module, "_get_fsdp_state", None)]
-            if group and group()._fsdp_param_group.is_unsharded
-        ]  # fmt: skip
-        loss.backward()
-        losses.append(loss)
-        found.append({name: full_value(param.grad) for name, param in model.named_parameters()})
-        if units:
-            assert is_gathered == ([""] if params.loss == "fused" else ["", "lm_head"])
-            root = model._get_fsdp_state()._fsdp_param_group
-            assert [param._module_info.param_name for param in root.fsdp_params] == ["weight"]  # of the last norm
-    assert torch.equal(losses[0], losses[1])
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-@pytest.mark.slow
-def test_a_fused_loss_that_is_impossible_ends_the_training_and_auto_says_why_not(
-    training: Project, ranks: Ranks
-) -> None:
-    config = {**training.json("models/nano/config.json"), "model_type": "granite", "logits_scaling": 4.0,
-              "architectures": ["GraniteForCausalLM"]}  # fmt: skip
-    (training / "models/nano/config.json").write_text(json.dumps(config))
-    training.run("python", "-m", "stages.download")
-    training.set(max_steps=1, loss="fused")
-    output = ranks.run(training, status=2)
-    assert output.count("loss fused is not possible with GraniteForCausalLM: the model changes what its LM head") == 1
-    assert "Traceback" not in output
-    training.set(loss="auto")
-    output = ranks.run(training)
-    assert output.count("loss: plain, because the model changes what its LM head returns") == 1

@@ -105,25 +105,46 @@ def test_a_terminal_shows_a_progress_bar_with_the_remaining_time(monkeypatch: py
         assert ("8/12 [00:08<00:08" in stream.getvalue()) == shown  # four steps took as long as four will
 
 
+class Recorder(Tracker):
+    """A tracker that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.values: Row = {}
+
+    def log(self, step: int, row: Row) -> None:
+        self.values = row
+
+
+class Launch:
+    """What logs the steps of a launch that begins after `step`, with rows of 8 tokens."""
+
+    def __init__(
+        self, params: TrainParams, step: int, log_freq: int, rank: int = 0, total_steps: int = 9, speed: str = ""
+    ) -> None:
+        identity = RunIdentity(params={}, data=TokenFingerprints(train="", validation=""), model="", code="")
+        num_rows = total_steps * params.total_batch_size // params.num_epochs
+        run, console = Run(params, identity, num_rows, seq_length=8), Console(rank, step, total_steps)
+        self.recorder, self.timers, self.table = Recorder(), Timers(lambda phase: None), Table(SPEED_COLUMNS, speed)
+        given = (run, log_freq, console, self.recorder, self.timers, None, History(), self.table)
+        self.logger = MetricsLogger(*given)
+
+
 def test_a_line_fits_a_terminal_and_has_the_remaining_time(
     params: TrainParams, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    identity = RunIdentity(params={}, data=TokenFingerprints(train="", validation=""), model="", code="")
-    run = Run(params, identity, num_rows=218_000 * params.total_batch_size // params.num_epochs, seq_length=4096)
     monkeypatch.setattr(flops, "utilization", lambda *_: 0.412)
-    step, timers, table = 118_000, Timers(lambda phase: None), Table(SPEED_COLUMNS)
-    console = Console(0, step, run.total_steps)
-    logger = MetricsLogger(run, 1, console, Recorder(), timers, None, History(), table)
-    monkeypatch.setattr(timers, "read", lambda: {"forward": 1.5, "other": 0.5})
-    logger.log(step + 1, StepResult(loss=10.4321, grad_norm=12.345))
+    step = 118_000
+    launch = Launch(params, step, log_freq=1, total_steps=218_000)
+    monkeypatch.setattr(launch.timers, "read", lambda: {"forward": 1.5, "other": 0.5})
+    launch.logger.log(step + 1, StepResult(loss=10.4321, grad_norm=12.345))
     line = capsys.readouterr().out.rstrip("\n")
     assert re.fullmatch(
         r"\d\d-\d\d \d\d:\d\d:\d\d step 118001/218000  loss 10\.4321  lr \d\.\d\de-\d\d  grad norm 12\.35  "
-        r"32,768 tokens/s  MFU 41%  ETA 55:33:18",  # 99 999 steps of two seconds
+        r"64 tokens/s  MFU 41%  ETA 55:33:18",  # 99 999 steps of two seconds
         line,
     ), line
     assert len(line) <= 120
-    assert "forward_ms\t" in table.text() and "\t1500.0\t" in table.text()
+    assert "forward_ms\t" in launch.table.text() and "\t1500.0\t" in launch.table.text()
 
 
 def test_slow_steps_print_a_line_every_30_s(
@@ -131,15 +152,12 @@ def test_slow_steps_print_a_line_every_30_s(
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr("stages.launching.metrics.monotonic", lambda: clock[0])
-    identity = RunIdentity(params={}, data=TokenFingerprints(train="", validation=""), model="", code="")
-    run = Run(params, identity, num_rows=1000, seq_length=8)
-    console, table = Console(0, 0, run.total_steps), Table(SPEED_COLUMNS)
-    logger = MetricsLogger(run, 10, console, Recorder(), Timers(lambda _: None), None, History(), table)
+    launch = Launch(params, step=0, log_freq=10)
     for step in range(1, 7):
         clock[0] += 22
-        logger.log(step, StepResult(loss=1.0, grad_norm=1.0))
+        launch.logger.log(step, StepResult(loss=1.0, grad_norm=1.0))
     assert re.findall(r" step (\d+)/", capsys.readouterr().out) == ["2", "4", "6"]
-    assert [row.split("\t")[0] for row in table.text().splitlines()] == ["step", "2", "4", "6"]
+    assert [row.split("\t")[0] for row in launch.table.text().splitlines()] == ["step", "2", "4", "6"]
 
 
 def test_a_step_that_takes_long_is_not_silent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,39 +171,21 @@ def test_a_step_that_takes_long_is_not_silent(capsys: pytest.CaptureFixture[str]
     assert re.fullmatch(r"\d\d-\d\d \d\d:\d\d:\d\d working: step 4, forward", first) and len(others) == 1
 
 
-class Recorder(Tracker):
-    """A tracker that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.values: Row = {}
-
-    def log(self, step: int, row: Row) -> None:
-        self.values = row
-
-
-def launch(params: TrainParams, step: int, save_at: int | None = None, speed: str = "") -> tuple[Row, Table]:
-    """A launch that makes two steps after `step`, in 40 ms, half of them in no phase of a step.
-
-    Returns:
-        What a tracker got last, and speed.tsv, which starts with `speed`.
-    """
-    identity = RunIdentity(params={}, data=TokenFingerprints(train="", validation=""), model="", code="")
-    run = Run(params=params, identity=identity, num_rows=1000, seq_length=8)
-    recorder, timers = Recorder(), Timers(lambda phase: None)
-    table = Table(SPEED_COLUMNS, speed)
-    logger = MetricsLogger(run, 2, Console(1, step, 9), recorder, timers, None, History(), table)
+def two_steps(params: TrainParams, step: int, save_at: int | None = None, speed: str = "") -> Launch:
+    """A launch that makes two steps after `step`, in 40 ms, half of them in no phase of a step."""
+    launch = Launch(params, step, log_freq=2, rank=1, speed=speed)
     for number in (step + 1, step + 2):
-        with timers.phase("forward"):
+        with launch.timers.phase("forward"):
             time.sleep(0.01)
         time.sleep(0.01)  # a collective operation, logging
-        logger.log(number, StepResult(loss=1.0, grad_norm=1.0))
+        launch.logger.log(number, StepResult(loss=1.0, grad_norm=1.0))
         if number == save_at:
-            logger.time_steps(number)
-    return recorder.values, table
+            launch.logger.time_steps(number)
+    return launch
 
 
 def test_the_phases_add_up_to_the_time_by_the_clock(params: TrainParams) -> None:
-    row, _ = launch(params, step=0)
+    row = two_steps(params, step=0).recorder.values
     milliseconds = sum(value or 0 for name, value in row.items() if name.endswith("_ms"))
     assert milliseconds >= 20
     assert (row["other_ms"] or 0) >= 10
@@ -194,16 +194,14 @@ def test_the_phases_add_up_to_the_time_by_the_clock(params: TrainParams) -> None
     assert row["seconds"] == pytest.approx(2 * milliseconds / 1000)
 
 
-def rows_of(table: Table, path: Path) -> list[Row]:
-    path.write_text(table.text())
-    return history.read(path)
-
-
-def test_the_cost_is_that_of_all_launches(params: TrainParams, tmp_path: Path) -> None:
-    _, first = launch(params, step=0)
-    last, table = launch(params, step=2, save_at=3, speed=first.text())
-    assert table.text().startswith(first.text())
-    rows = rows_of(table, tmp_path / SPEED)
+def test_the_cost_is_that_of_all_launches_and_of_a_run_that_adopted_that_of_its_own_steps(
+    params: TrainParams, tmp_path: Path
+) -> None:
+    first = two_steps(params, step=0)
+    last = two_steps(params, step=2, save_at=3, speed=first.table.text())
+    assert last.table.text().startswith(first.table.text())
+    (tmp_path / SPEED).write_text(last.table.text())
+    rows = history.read(tmp_path / SPEED)
     assert tuple(rows[0]) == SPEED_COLUMNS
     assert [row["step"] for row in rows] == [2, 3, 4]  # a save ends a row, so that none of its steps is lost by a kill
     cost = Cost.of(rows, first_step=0, launches=2, tokens_per_step=8 * params.total_batch_size)
@@ -214,28 +212,15 @@ def test_the_cost_is_that_of_all_launches(params: TrainParams, tmp_path: Path) -
     assert cost.milliseconds["forward"] >= 10
     assert cost.tokens_per_second == pytest.approx(4 * 8 * params.total_batch_size / cost.training_seconds, rel=0.01)
     assert cost.memory_peak_gib == pytest.approx(max(row["memory_peak_gib"] or 0 for row in rows), abs=1e-3)
-    for name, value in last.items():
+    for name, value in last.recorder.values.items():
         assert rows[-1][name] == (None if value is None else pytest.approx(value, abs=1e-3))
-
-
-def test_the_cost_of_a_run_that_adopted_is_that_of_its_own_steps(params: TrainParams, tmp_path: Path) -> None:
-    _, table = launch(params, step=6)
-    rows = rows_of(table, tmp_path / SPEED)
-    assert Cost.of(rows, first_step=6, launches=1, tokens_per_step=8).steps == 2
+    assert Cost.of(rows[1:], first_step=2, launches=1, tokens_per_step=8).steps == 2
 
 
 def test_the_utilization_is_a_mean_over_the_time() -> None:
-    rows: list[Row] = [
-        {
-            "step": 1,
-            "seconds": 3.0,
-            "tokens_per_second": 8 / 3,
-            "mfu": 0.5,
-            "memory_peak_gib": 2.0,
-            "forward_ms": 3000.0,
-        },
-        {"step": 3, "seconds": 4.0, "tokens_per_second": 16.0, "mfu": 0.1, "memory_peak_gib": 1.0, "forward_ms": 500.0},
-    ]
+    columns = ("step", "seconds", "tokens_per_second", "mfu", "memory_peak_gib", "forward_ms")
+    values = ((1, 3.0, 8 / 3, 0.5, 2.0, 3000.0), (3, 4.0, 16.0, 0.1, 1.0, 500.0))
+    rows: list[Row] = [dict(zip(columns, row, strict=True)) for row in values]
     cost = Cost.of(rows, first_step=0, launches=1, tokens_per_step=8)
     assert (cost.mfu, cost.tokens_per_second, cost.memory_peak_gib) == (0.4, 6.0, 2.0)
     assert cost.milliseconds == {"forward": 1333.333}

@@ -11,6 +11,7 @@ from stages.base.errors import StageError
 from stages.training.loader import BatchLoader
 from stages.training.order import LARGEST_PERIOD, Mixture, RowOrder, mixed_rows
 from stages.training.params import TrainParams
+from tests.trainings import each_rank
 
 SHARES = st.lists(st.integers(0, 60), min_size=1, max_size=50).filter(any)
 
@@ -81,10 +82,8 @@ def test_the_ranks_share_one_order_whatever_their_number(params: TrainParams, mo
     params = dataclasses.replace(params, mixture={"chat": 0.25, "web": 0.75}, total_batch_size=8, batch_size=1)
     steps = []
     for num_ranks in (1, 2, 4):
-        monkeypatch.setattr("torch.distributed.get_world_size", lambda size=num_ranks: size)
         parts = []
-        for rank in range(num_ranks):
-            monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        for _ in each_rank(monkeypatch, num_ranks):
             loader = BatchLoader(Rows(), params, eos_token_id=0)  # type: ignore[arg-type]
             parts.append(np.concatenate([loader.step_indices(step) for step in (0, 1, 1000)]))
             loader.close()

@@ -4,6 +4,7 @@ import itertools
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from stages.base.errors import StageError
 from stages.base.packed import TRAIN, VALIDATION
 from stages.base.params_file import load_params
 from stages.forward import attention_choice
+from stages.forward.attention import activate_kernels
 from stages.forward.attention_choice import choose_attention
+from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import Marks, make_batch
 from stages.forward.loss import loss_sum, summed_loss
 from stages.forward.padded import count_tokens, padded_batches
@@ -27,12 +30,12 @@ from stages.model.manifest import ModelManifest
 from stages.planning import peak_memory
 from stages.training.loader import BatchLoader, Padding
 from stages.training.params import TrainParams
+from tests.artifacts import write_model
 from tests.models import CONFIGS, MIXTRAL
 from tests.project import Project
 from tests.ranks import Ranks
-from tests.trainings import result
+from tests.trainings import each_rank, result
 
-KILLED = -9
 # A state space that has nothing to keep documents apart by, in a few thousand parameters.
 MAMBA2 = {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "vocab_size": 4096, "hidden_size": 16,
           "num_heads": 2, "head_dim": 16, "state_size": 8, "num_hidden_layers": 2, "n_groups": 1, "chunk_size": 8,
@@ -133,58 +136,60 @@ def test_of_conversations_what_is_trained_is_predicted(document_mask: bool) -> N
         assert sum(int((each["labels"] != -100).sum()) for each in batches) == trained > 50
 
 
-@pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
-def test_the_loss_is_that_of_packed_rows(name: str, marked: bool) -> None:
+def losses_alone(model: Any, rows: Tensor, marks: Marks | None) -> Tensor:
+    """The loss of the documents, one at a time, without labels of this code."""
+    found = []
+    for number, row in enumerate(rows):
+        starts = marks.is_start[number] if marks else torch.cat([torch.tensor([True]), row[:-1] == 0])
+        labels = torch.where(marks.is_trained[number], row, -100) if marks else row
+        bounds = starts.nonzero().flatten()[1:]
+        for tokens, expected in zip(row.tensor_split(bounds), labels.tensor_split(bounds), strict=True):
+            if len(tokens) > 1:
+                output = model(tokens[None, :-1].long(), use_cache=False)
+                found.append(summed_loss(output.logits[0], expected[1:].long()))
+    return torch.stack(found).sum()
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["texts", "conversations"])
+@pytest.mark.parametrize(
+    ("name", "attention"), [("llama", "sdpa"), ("llama", "varlen"), ("gemma2", "eager"), ("mistral", "eager")]
+)
+def test_packed_and_padded_documents_have_the_loss_and_gradient_of_each_alone(
+    name: str, attention: str, marked: bool
+) -> None:
+    activate_kernels()
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        CONFIGS[name], attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").eval()
     rows, marks = conversations() if marked else (rows_of([30, 5, 90, 64, 2, 17, 31, 7, 1, 33], length=64), None)
-    batch = make_batch(rows, 0, document_mask=True, marks=marks)
+    batch = make_batch(rows, 0, document_mask=True, lengths=attention in NEED_LENGTHS, marks=marks)
     parts = padded_batches(batch, max_tokens=128)
     assert len(parts) > 1
-    losses = [loss_sum(model, batch), torch.stack([loss_sum(model, part) for part in parts]).sum()]
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+    losses = [losses_alone(model, rows, marks), torch.stack([loss_sum(model, part) for part in parts]).sum()]
+    model.set_attn_implementation(attention)
+    losses.append(loss_sum(model, batch))
     gradients = [torch.autograd.grad(loss, [*model.parameters()]) for loss in losses]
-    for found, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for loss, found in zip(losses[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=0)
+        torch.testing.assert_close(found, gradients[0], rtol=1e-4, atol=1e-4)
 
 
-STATE_SPACES: dict[str, dict[str, Any]] = {
-    "mamba2": MAMBA2,
-    "falcon_h1": {"model_type": "falcon_h1"},
-    "qwen3_5_text": {"model_type": "qwen3_5_text"},
-    "nemotron_h": {"model_type": "nemotron_h"},
-}
-
-
-@pytest.mark.parametrize("name", STATE_SPACES)
-def test_documents_have_the_loss_that_each_has_alone(name: str) -> None:
-    """In layers that have no mask: with the model's own code, one document at a time."""
-    config = small_config(transformers.AutoConfig.for_model(**STATE_SPACES[name]))
+@pytest.mark.parametrize("name", ["mamba2", "falcon_h1", "qwen3_5_text", "nemotron_h"])
+def test_padded_documents_of_a_state_space_have_the_loss_that_each_has_alone(name: str) -> None:
+    """In layers that have no mask."""
+    config = small_config(transformers.AutoConfig.for_model(**(MAMBA2 if name == "mamba2" else {"model_type": name})))
     assert config is not None
     model = random_model(config, None, torch.float32, "cpu")
     rows = rows_of([30, 5, 64, 2, 17, 10], length=64, vocab_size=60)
     batch = make_batch(rows, 0, document_mask=True)
     found = torch.stack([loss_sum(model, part) for part in padded_batches(batch, max_tokens=128)]).sum()
-    alone = [
-        summed_loss(model(tokens[None, :-1].long()).logits[0], tokens[1:].long())
-        for row in rows
-        for tokens in row.tensor_split((row == 0).nonzero().flatten() + 1)
-        if len(tokens) > 1
-    ]
-    packed = loss_sum(model, batch)
-    torch.testing.assert_close(found, torch.stack(alone).sum(), rtol=1e-6, atol=0)
-    assert abs(packed - found) > 1e-3 * found  # in packed rows they see each other
+    torch.testing.assert_close(found, losses_alone(model, rows, None), rtol=1e-6, atol=0)
+    assert abs(loss_sum(model, batch) - found) > 1e-3 * found  # in packed rows they see each other
 
 
 def test_the_router_loss_sees_no_padding() -> None:
     """It is a mean over tokens, so padding would change it."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        MIXTRAL, experts_implementation="eager", dtype=torch.float32
-    ).eval()
+    model = transformers.AutoModelForCausalLM.from_config(MIXTRAL, experts_implementation="eager").eval()
     batch = make_batch(rows_of([5, 27], length=32), 0, document_mask=True)
     (with_mask,) = padded_batches(batch, max_tokens=64, mask=True)
     other = with_mask["input_ids"].where(with_mask["attention_mask"].bool(), 77)
@@ -197,90 +202,62 @@ def test_the_router_loss_sees_no_padding() -> None:
 
 
 def save(directory: Path, config: dict[str, Any]) -> Path:
-    transformers.AutoConfig.for_model(**config).save_pretrained(directory)
-    return directory
+    return write_model(directory, transformers.AutoConfig.for_model(**config), dtype=None)
 
 
 def choose(directory: Path) -> attention_choice.AttentionChoice:
     return choose_attention("auto", directory, True, 1024, torch.float32, "cpu")
 
 
-def test_auto_pads_where_nothing_else_keeps_documents_apart(tmp_path: Path) -> None:
+def test_auto_pads_where_nothing_else_keeps_documents_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, reason, _ = choose(save(tmp_path, MAMBA2))
-    assert name == "padded"
-    assert reason is not None
+    assert name == "padded" and reason is not None
     assert "varlen, eager lets tokens attend to other documents; sdpa fails (ValueError" in reason
-
-
-def test_a_model_of_which_no_small_copy_computes_is_padded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A model of which no small copy computes.
     monkeypatch.setattr(attention_choice, "small_config", lambda config: None)
-    CONFIGS["llama"].save_pretrained(tmp_path)
-    assert choose(tmp_path)[:2] == (
+    assert choose(write_model(tmp_path, dtype=None))[:2] == (
         "padded", "varlen, sdpa, eager cannot be tested, as no small copy of the model computes",
     )  # fmt: skip
 
 
-def test_a_model_that_sees_what_stands_behind_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, {"model_type": "cpmant", "hidden_size": 16, "num_attention_heads": 2, "dim_head": 8, "dim_ff": 16,
-                    "num_hidden_layers": 1, "vocab_size": 101})  # fmt: skip
-    with pytest.raises(StageError, match="padded lets tokens attend to what stands behind them: use an"):
-        choose(tmp_path)
+CPMANT = {"model_type": "cpmant", "hidden_size": 16, "num_attention_heads": 2, "dim_head": 8, "dim_ff": 16,
+          "num_hidden_layers": 1, "vocab_size": 101}  # fmt: skip
 
 
-def test_padding_on_the_left_would_be_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_that_sees_what_stands_behind_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def on_the_left(*args: Any, **kwargs: Any) -> list[dict[str, Tensor]]:
         return [{name: value.flip(1) for name, value in part.items()} for part in padded_batches(*args, **kwargs)]
 
-    monkeypatch.setattr(attention_choice, "padded_batches", on_the_left)
+    with pytest.raises(StageError, match="padded lets tokens attend to what stands behind them: use an"):
+        choose(save(tmp_path, CPMANT))
+    monkeypatch.setattr(attention_choice, "padded_batches", on_the_left)  # such padding would be seen
     with pytest.raises(StageError, match="padded lets tokens attend to what stands behind them"):
         choose(save(tmp_path, MAMBA2))
 
 
-def test_a_rank_pads_its_own_share_alone(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-
-    def count(*given: Any, **named: Any) -> list[dict[str, Tensor]]:
-        batches = padded_batches(*given, **named)
-        made.append(len(batches))
-        return batches
-
-    monkeypatch.chdir(training.path)
-    monkeypatch.setattr("stages.training.loader.padded_batches", count)
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
-    training.set(batch_size=1, total_batch_size=16, attention="padded")
-    loader = BatchLoader(TokenRows(TRAIN), load_params(TrainParams), eos_token_id=0)
-    batches = loader._make(0).batches
-    assert made == [len(batches)], "the passes of the other ranks are not made"
-    of_all = loader._padded(loader._batch(loader.order.step(0)), 1, 4, None)
-    assert len(of_all) == 4 * len(batches)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_all_ranks_make_as_many_passes_over_the_same_rows(
-    training: Project, monkeypatch: pytest.MonkeyPatch, world_size: int
+def test_all_ranks_make_as_many_passes_over_the_same_rows_and_no_pass_of_another(
+    here: Project, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
-    monkeypatch.chdir(training.path)
-    training.set(batch_size=2, total_batch_size=12, attention="padded", eval_rows=7)
+    made = mock.Mock(wraps=padded_batches)
+    monkeypatch.setattr("stages.training.loader.padded_batches", made)
+    here.set(batch_size=2, total_batch_size=12, attention="padded", eval_rows=7)
     for directory in (TRAIN, VALIDATION):
         rows = TokenRows(directory)
         loader = BatchLoader(rows, load_params(TrainParams), eos_token_id=0)
-        monkeypatch.setattr("torch.distributed.get_world_size", lambda: world_size)
         batches, numbers = [], set()
-        for rank in range(world_size):
-            monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
-            own = (
-                loader.step_batches(3).batches
-                if directory == TRAIN
-                else [batch for _, batch in loader.validation_batches()]
-            )
+        for _ in each_rank(monkeypatch, world_size):
+            if directory == TRAIN:
+                own, indices = loader._make(3).batches, loader.order.step(3)
+            else:
+                own, indices = [batch for _, batch in loader.validation_batches()], loader.validation_rows[""]
             numbers.add(len(own))
             batches += own
-        indices = loader.order.step(3) if directory == TRAIN else loader.validation_rows[""]
         expected = predictions(make_batch(torch.from_numpy(rows.rows(indices)), 0, document_mask=True))
         assert sorted(itertools.chain(*map(predictions, batches))) == expected
         assert len(numbers) == 1
         loader.close()
+    assert {call.args[-1] for call in made.call_args_list} == {*range(world_size)}  # of its own rank alone
 
 
 def test_a_training_with_padded_documents_is_that_with_packed_ones(training: Project, ranks: Ranks) -> None:
@@ -299,12 +276,11 @@ def test_a_training_with_padded_documents_is_that_with_packed_ones(training: Pro
 
 
 @pytest.fixture
-def mamba2(training: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+def mamba2(here: Project) -> Project:
     """A project whose model needs padding."""
-    save(training.path / "models/nano", MAMBA2)
-    monkeypatch.chdir(training.path)
+    save(here / "models/nano", MAMBA2)
     download.describe(load_params(download.DownloadParams)).write()
-    return training
+    return here
 
 
 @pytest.mark.slow
@@ -313,7 +289,7 @@ def test_a_killed_training_of_a_state_space_ends_with_the_same_result(mamba2: Pr
     output = ranks.run(undisturbed)
     assert "attention: padded, because sdpa fails" in output
     assert "batch 8 rows in passes of up to 2 rows" in output
-    ranks.run(mamba2, "kill rank 1 at step 5", KILLED)
+    ranks.run(mamba2, "kill rank 1 at step 5", -9)
     assert "resuming from step 4 of 12" in ranks.run(mamba2)
     assert result(mamba2) == result(undisturbed)
 

@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from stages.base.identity import RunIdentity, TokenFingerprints
 from stages.base.record import FileEntry
@@ -86,3 +89,11 @@ def steps(project: Project, seed: int) -> list[str]:
         except FileNotFoundError:  # pruned in between
             continue
     return found
+
+
+def each_rank(monkeypatch: pytest.MonkeyPatch, world_size: int) -> Iterator[int]:
+    """The number of each rank, while torch says that this process is that rank."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: world_size)
+    for rank in range(world_size):
+        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
+        yield rank
