@@ -20,7 +20,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from stages.base import command, process, publish
-from stages.base.errors import StageError, explained
+from stages.base.errors import StageError, explained, is_out_of_memory
 from stages.base.names import printable
 from stages.base.params_file import load_params
 from stages.base.record import FileEntry, RelativePath
@@ -163,11 +163,15 @@ def build(directory: Path, seconds: float = _SECONDS, num_bytes: int = _BYTES) -
     try:
         with process.limited(seconds, num_bytes):
             return meta.build(directory)
-    except (MemoryError, TimeoutError) as error:
-        limit = f"{seconds:g} s" if isinstance(error, TimeoutError) else f"{command.format_gib(num_bytes)} of memory"
-        raise StageError(
-            f"{directory / CONFIG}: without its weights, the model needs more than {limit}: correct it in a copy"
-        ) from None
+    except TimeoutError:
+        limit = f"{seconds:g} s"
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        limit = f"{command.format_gib(num_bytes)} of memory"
+    raise StageError(
+        f"{directory / CONFIG}: without its weights, the model needs more than {limit}: correct it in a copy"
+    )
 
 
 def _check_trainable(model: ModelManifest, is_quantized: bool) -> None:

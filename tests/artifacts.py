@@ -18,6 +18,7 @@ def write_model(
     config: str | transformers.PreTrainedConfig = "llama",
     dtype: torch.dtype | None = torch.float32,
     words: list[str] | None = None,
+    max_shard_size: str = "50GB",
 ) -> Path:
     """Write a model as `save_pretrained` does, and return its directory.
 
@@ -26,13 +27,15 @@ def write_model(
         config: That of the model, or its name in `CONFIGS`.
         dtype: Of its weights, which have the values of seed 0. With None there is only a config.
         words: Those of its tokenizer, where it has one: the first one stands for unknown words.
+        max_shard_size: Of a file of weights.
     """
     config = CONFIGS[config] if isinstance(config, str) else config
     if dtype is None:
         config.save_pretrained(directory)
     else:
         torch.manual_seed(0)
-        transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.save_pretrained(directory, max_shard_size=max_shard_size)
     if words:
         write_tokenizer(directory, words)
     return directory

@@ -44,6 +44,12 @@ def peak_memory(code: str) -> float:
     return int(output.split("VmHWM:")[1].split()[0]) / 1024
 
 
+def run_python(code: str, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python code in a new process, which can import the stages; its output is text."""
+    env = {**os.environ, "PYTHONPATH": str(REPO), **environment}
+    return subprocess.run([sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, timeout=60)
+
+
 def start_stage(name: str, *options: str) -> psutil.Popen:
     """Start a stage in a process, as DVC does; its output can be read as text."""
     command = [sys.executable, *options, "-m", f"stages.{name}"]

@@ -11,7 +11,7 @@ import yaml
 
 from stages.base import publish
 from tests.pipeline import STAGES
-from tests.project import REPO, Project
+from tests.project import REPO, Project, run_python
 
 PIPELINE = yaml.safe_load((REPO / "dvc.yaml").read_text())["stages"]
 
@@ -59,7 +59,7 @@ def test_a_scratch_directory_begins_empty_after_a_kill(empty_project: Path) -> N
     code = "import os, signal; from pathlib import Path; from stages.base import publish\n"
     code += "with publish.scratch(Path('outputs/.again')) as root:\n"
     code += "    (root / 'half').touch(); os.kill(os.getpid(), signal.SIGKILL)"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(REPO)}, check=False)
+    run_python(code)
     assert Path("outputs/.again/half").exists()
     with publish.scratch(Path("outputs/.again")) as root:
         assert not [*root.iterdir()]

@@ -6,13 +6,13 @@ from functools import cache
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from stages.base.errors import StageError
+from stages.tokenizing import chat_template
 from stages.tokenizing.chat_template import Refused
 from stages.tokenizing.conversations import ID_MASK, START, TRAINED, WHOLE, ConversationEncoder, Encoded
 from stages.tokenizing.encoding import ChatSpec
@@ -38,32 +38,40 @@ def make_tokenizer() -> Tokenizer:
 TOKENIZER = make_tokenizer()
 
 
-@cache
-def make_encoder(template: str | None, **values: Any) -> ConversationEncoder:
+def encoder_of(template: str | None, tokenizer: Tokenizer = TOKENIZER, **values: Any) -> ConversationEncoder:
     """With the defaults of params.yaml."""
-    chat = {"train_on": "assistant", "seq_length": 4096, **values}
     variables = (("bos_token", "<bos>"), ("eos_token", EOS))
-    return ConversationEncoder(spec_of(TOKENIZER, 0)._replace(chat=ChatSpec(template, variables, **chat)))
+    chat = ChatSpec(template, variables, **{"train_on": "assistant", "seq_length": 4096, **values})
+    return ConversationEncoder(spec_of(tokenizer, tokenizer.token_to_id(EOS))._replace(chat=chat))
 
 
-def encode(template: str | None, content: dict[str, Any], **values: Any) -> Encoded | Refused:
-    return make_encoder(template, **values).encode(json.dumps(content))
+make_encoder = cache(encoder_of)
 
 
-def trained(encoded: Encoded | Refused) -> list[str]:
-    """The texts of the runs of trained tokens."""
+def encode(template: str | None, content: dict[str, Any], **values: Any) -> Encoded:
+    encoded = make_encoder(template, **values).encode(json.dumps(content))
     assert isinstance(encoded, Encoded), str(encoded)
+    return encoded
+
+
+def refusal(template: str, content: dict[str, Any], **values: Any) -> str:
+    refused = make_encoder(template, **values).encode(json.dumps(content))
+    assert isinstance(refused, Refused)
+    return str(refused)
+
+
+def trained(encoded: Encoded) -> list[str]:
+    """The texts of the runs of trained tokens."""
     runs = groupby(encoded.tokens.tolist(), key=lambda token: token & TRAINED > 0)
     return [decode(run) for is_trained, run in runs if is_trained]
 
 
+def text_of(encoded: Encoded) -> str:
+    return decode(encoded.tokens.tolist())
+
+
 def decode(tokens: Any) -> str:
     return TOKENIZER.decode([token & ID_MASK for token in tokens], skip_special_tokens=False)
-
-
-def refusal(encoded: Encoded | Refused) -> str:
-    assert isinstance(encoded, Refused)
-    return str(encoded)
 
 
 def turns(*contents: str, system: str | None = None) -> dict[str, Any]:
@@ -97,7 +105,6 @@ def test_exactly_what_the_assistant_wrote_is_trained(name: str, contents: list[s
         assert text.endswith(end)
         # White space around a content is the template's to keep or to drop.
         assert text.removesuffix(end).strip() == answer.strip()
-    assert isinstance(encoded, Encoded)
     ids = {TOKENIZER.token_to_id(end) for end in ends(family, len(answers))}
     assert encoded.terminators == ids
     # A content that spells a special token has none.
@@ -107,31 +114,34 @@ def test_exactly_what_the_assistant_wrote_is_trained(name: str, contents: list[s
 
 def test_a_conversation_is_a_document_that_stays_whole() -> None:
     encoded = encode(CHATML, turns("Hi", "Hello"))
-    assert isinstance(encoded, Encoded)
     first, *rest = encoded.tokens.tolist()
     assert first & (START | WHOLE) == START | WHOLE and not any(token & (START | WHOLE) for token in rest)
     text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
-    assert decode(encoded.tokens.tolist()) == text
+    assert text_of(encoded) == text
+    all_trained = encode(CHATML, turns("Hi", "Hello"), train_on="all")
+    assert trained(all_trained) == [text.removeprefix("<|im_start|>")]  # nothing precedes the first token
 
 
 LONG = turns("one", "first", "two", "second", "three", "third", system="Be brief.")
 
 
+def divided(number: int) -> dict[str, Any]:
+    """The long conversation, so many messages of which are the prompt."""
+    return {"prompt": LONG["messages"][:number], "completion": LONG["messages"][number:]}
+
+
 @pytest.mark.parametrize(
-    ("values", "content", "expected"),
+    ("train_on", "content", "expected"),
     [
-        ({"train_on": "assistant"}, LONG, ["first", "second", "third"]),
-        ({"train_on": "last"}, LONG, ["third"]),
-        ({"train_on": "completion"}, LONG, ["third"]),
-        ({"train_on": "completion"}, {"prompt": LONG["messages"][:4], "completion": LONG["messages"][4:]},
-         ["second", "third"]),
-        ({"train_on": "assistant"}, {"prompt": LONG["messages"][:6], "completion": LONG["messages"][6:]},
-         ["first", "second", "third"]),
+        ("assistant", LONG, ["first", "second", "third"]),
+        ("last", LONG, ["third"]),
+        ("completion", LONG, ["third"]),
+        ("completion", divided(4), ["second", "third"]),
+        ("assistant", divided(6), ["first", "second", "third"]),
     ],
-)  # fmt: skip
-def test_which_turns_are_trained(values: dict[str, Any], content: dict[str, Any], expected: list[str]) -> None:
-    encoded = encode(CHATML, content, **values)
-    assert trained(encoded) == [f"{answer}<|im_end|>" for answer in expected]
+)
+def test_which_turns_are_trained(train_on: str, content: dict[str, Any], expected: list[str]) -> None:
+    assert trained(encode(CHATML, content, train_on=train_on)) == [f"{answer}<|im_end|>" for answer in expected]
 
 
 @pytest.mark.parametrize(
@@ -142,24 +152,17 @@ def test_a_turn_may_say_that_it_is_not_trained(key: str, value: Any) -> None:
     content = json.loads(json.dumps(LONG))
     content["messages"][2][key] = value
     content["messages"][4][key], content["messages"][6][key] = 1, None
-    encoded = encode(CHATML, content)
-    assert trained(encoded) == ["second<|im_end|>", "third<|im_end|>"]
-    assert refusal(encode(CHATML, content, train_on="all")) == (
+    assert trained(encode(CHATML, content)) == ["second<|im_end|>", "third<|im_end|>"]
+    assert refusal(CHATML, content, train_on="all") == (
         "train_on is all, and a message has train: false, or a weight of 0"
     )
-
-
-def test_all_tokens_are_trained_where_that_is_asked_for() -> None:
-    encoded = encode(CHATML, turns("Hi", "Hello"), train_on="all")
-    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
-    assert trained(encoded) == [text.removeprefix("<|im_start|>")]  # nothing precedes the first token
 
 
 def test_a_plain_prompt_needs_no_template() -> None:
     content = {"prompt": "The sky is <|im_end|>", "completion": " blue."}
     encoded = encode(None, content)
     assert trained(encoded) == [f" blue.{EOS}"]
-    assert isinstance(encoded, Encoded) and encoded.terminators == {0}
+    assert encoded.terminators == {0}
     with pytest.raises(StageError, match=r"has no chat template.*set chat_template"):
         encode(None, LONG)
 
@@ -168,14 +171,14 @@ THOUGHTS = turns("1", "<think>\nhm\n</think>\n\none", "2", "<think>\nwell\n</thi
 
 
 def test_thoughts_are_trained_where_they_stay() -> None:
-    assert "leaves out the reasoning" in refusal(encode(FAMILIES["qwen3"].template, THOUGHTS))
+    assert "leaves out the reasoning" in refusal(FAMILIES["qwen3"].template, THOUGHTS)
     encoded = encode(FAMILIES["qwen3"].template, THOUGHTS, train_on="last")
     assert trained(encoded) == ["<think>\nwell\n</think>\n\ntwo<|im_end|>"]
     encoded = encode(CHATML, THOUGHTS)
     assert trained(encoded) == [f"{message['content']}<|im_end|>" for message in THOUGHTS["messages"][1::2]]
     encoded = encode(FAMILIES["qwen3"].template, turns("1", "one"))  # what the template adds is not trained
     assert trained(encoded) == ["one<|im_end|>"]
-    assert "<think>\n\n</think>\n\none" in decode(encoded.tokens.tolist())  # type: ignore[union-attr]
+    assert "<think>\n\n</think>\n\none" in text_of(encoded)
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
@@ -185,35 +188,37 @@ def test_thoughts_may_have_a_key_of_their_own(key: str) -> None:
     assert trained(encoded) == ["<think>\nhm\n</think>\n\none<|im_end|>"]
     encoded = encode(FAMILIES["gpt-oss"].template, content)
     assert trained(encoded) == ["hm<|end|><|start|>assistant<|channel|>final<|message|>one<|return|>"]
-    assert "leaves out the reasoning" in refusal(encode(CHATML, content))
+    assert "leaves out the reasoning" in refusal(CHATML, content)
 
 
-def test_calls_of_tools_are_trained_with_their_tags() -> None:
-    call = {"type": "function", "function": {"name": "get", "arguments": {"city": 'Pa"ris', "days": 2}}}
+CALL = {"type": "function", "function": {"name": "get", "arguments": {"city": 'Pa"ris', "days": 2}}}
+AS_TEXT = {"name": "get", "arguments": '{"city":"Pa\\"ris","days":2}'}
+PLAIN = {"name": "get", "arguments": "Paris"}
+CALLED = '{"name": "get", "arguments": {"city": "Pa\\"ris", "days": 2}}'
+
+
+@pytest.mark.parametrize(
+    ("message", "called"),
+    [
+        ({"content": "", "tool_calls": [CALL]}, CALLED),
+        # In OpenAI's format the arguments are a string of JSON.
+        ({"content": None, "tool_calls": [{"type": "function", "function": AS_TEXT}]}, CALLED),
+        ({"tool_calls": [{"function": PLAIN}]}, json.dumps(PLAIN)),
+        # And in its old format there is one call.
+        ({"content": None, "function_call": AS_TEXT}, CALLED),
+    ],
+)
+def test_calls_of_tools_are_trained_with_their_tags(message: dict[str, Any], called: str) -> None:
     messages = [
-        {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "user", "content": "Weather?", "tool_calls": 5},
+        {"role": "assistant", **message},
         {"role": "tool", "content": '{"t": 3}'},
         {"role": "assistant", "content": "Cold."},
     ]
-    encoded = encode(FAMILIES["qwen2.5"].template, {"messages": messages, "tools": [call]})
-    called = '<tool_call>\n{"name": "get", "arguments": {"city": "Pa\\"ris", "days": 2}}\n</tool_call><|im_end|>'
-    assert trained(encoded) == [called, "Cold.<|im_end|>"]
-    assert "leaves out the call" in refusal(encode(CHATML, {"messages": messages}))
-    # In OpenAI's format the arguments are a string of JSON.
-    as_text = {**call, "function": {"name": "get", "arguments": '{"city":"Pa\\"ris","days":2}'}}
-    messages[1] = {"role": "assistant", "content": None, "tool_calls": [as_text]}
-    again = encode(FAMILIES["qwen2.5"].template, {"messages": messages, "tools": [call]})
-    assert trained(again) == [called, "Cold.<|im_end|>"]
-    messages[1] = {**messages[1], "tool_calls": [{"function": {"name": "get", "arguments": "Paris"}}]}
-    other = encode(FAMILIES["qwen2.5"].template, {"messages": messages})
-    assert '"arguments": "Paris"' in trained(other)[0]
-    # And in its old format there is one call.
-    messages[1] = {"role": "assistant", "content": None, "function_call": as_text["function"]}
-    old = encode(FAMILIES["qwen2.5"].template, {"messages": messages, "tools": [call]})
-    assert trained(old) == [called, "Cold.<|im_end|>"]
-    odd = {"messages": [{"role": "user", "content": "Hi", "tool_calls": 5}, {"role": "assistant", "content": "Hello"}]}
-    assert trained(encode(CHATML, odd)) == ["Hello<|im_end|>"]
+    encoded = encode(FAMILIES["qwen2.5"].template, {"messages": messages, "tools": [CALL]})
+    assert trained(encoded) == [f"<tool_call>\n{called}\n</tool_call><|im_end|>", "Cold.<|im_end|>"]
+    messages[1]["content"] = ""
+    assert "leaves out the call" in refusal(CHATML, {"messages": messages})
 
 
 @pytest.mark.parametrize("arguments", ["{{ call.function.arguments }}", "{{ '' + call.function.arguments }}"])
@@ -239,18 +244,17 @@ def test_what_the_template_leaves_out_is_counted_by_role() -> None:
     content = {"messages": [*content["messages"], {"role": "tool", "content": "9"}], "tools": [tool]}
     for train_on in ("last", "all"):
         encoded = encode(template, content, train_on=train_on)
-        assert isinstance(encoded, Encoded)
         found = {"system": 1, "user": 2, "assistant": 2, "assistant reasoning": 1, "tool": 1, "tools": 2}
         assert (encoded.strings, encoded.left_out) == (found, {"system": 1, "tool": 1, "tools": 2})
     encoded = encode(FAMILIES["qwen3"].template, THOUGHTS, train_on="last")
-    assert isinstance(encoded, Encoded) and encoded.left_out == {"assistant reasoning": 1}
+    assert encoded.left_out == {"assistant reasoning": 1}
     # A template that rewrites contents: what is there is looked for.
     encoded = encode(CHATML.replace("message['content']", "message['content'][:3]"), content, train_on="all")
-    assert isinstance(encoded, Encoded) and encoded.left_out == {
+    assert encoded.left_out == {
         "system": 1, "assistant": 2, "assistant reasoning": 1, "tools": 2,
     }  # fmt: skip
     encoded = encode(FAMILIES["qwen2.5"].template, {**turns("Hi", "Hello"), "tools": [tool]})
-    assert isinstance(encoded, Encoded) and not encoded.left_out
+    assert not encoded.left_out
 
 
 @pytest.mark.parametrize("other", ["''", "'<image>'", "(part.image_url or {}).url"])
@@ -265,33 +269,34 @@ def test_parts_other_than_text_are_counted_where_the_template_does_not_write_the
     parts = [picture, {"type": "text", "text": "What is this?"}, {"type": "image"}]
     messages = [{"role": "user", "content": parts}, *turns("", "A cat.", "Its colour?", "Grey.")["messages"][1:]]
     encoded = encode(template, {"messages": messages})
-    assert isinstance(encoded, Encoded)
     assert encoded.strings == {"user": 2, "user parts other than text": 2, "assistant": 2}
     assert encoded.left_out == {"user parts other than text": 1 if "url" in other else 2}
 
 
 def test_conversations_with_tools_have_the_template_for_tools() -> None:
     tool = {"type": "function", "function": {"name": "get"}}
-    chat = ChatSpec(CHATML, (), "assistant", 4096, (("tool_use", FAMILIES["qwen2.5"].template), ("rag", "")))
-    encoder = ConversationEncoder(spec_of(TOKENIZER, 0)._replace(chat=chat))
-    plain, tools = (encoder.encode(json.dumps(turns("Hi", "Hello") | more)) for more in ({}, {"tools": [tool]}))
-    assert isinstance(plain, Encoded) and isinstance(tools, Encoded)
+    others = (("tool_use", FAMILIES["qwen2.5"].template), ("rag", ""))
+    plain, tools = (
+        encode(CHATML, turns("Hi", "Hello") | more, more_templates=others) for more in ({}, {"tools": [tool]})
+    )
     system = f"<|im_start|>system\n{json.dumps([tool])}<|im_end|>\n"
-    assert decode(tools.tokens.tolist()).startswith(system) and "system" not in decode(plain.tokens.tolist())
+    assert text_of(tools).startswith(system) and "system" not in text_of(plain)
     assert (plain.left_out, tools.left_out) == ({}, {})
 
 
 def test_roles_names_and_tools_spell_no_special_token() -> None:
     """They are a part of what the template writes, in which such a text is the token itself."""
     tool = {"type": "function", "function": {"name": "get", "description": "Ends with <|im_end|>"}}
-    reason = "a role, a name or a tool spells a special token"
-    assert refusal(encode(FAMILIES["qwen2.5"].template, {**turns("Hi", "Hello"), "tools": [tool]})) == reason
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"<|im_end|>": 1}}}]}
-    assert refusal(encode(FAMILIES["qwen2.5"].template, {"messages": [*turns("Hi")["messages"], call]})) == reason
-    other = {"messages": [{"role": "user", "content": "Hi", "raw": "<|im_end|>"}, *turns("", "Hello")["messages"][1:]]}
+    question, answer = turns("Hi", "Hello")["messages"]
+    for template, content in (
+        (FAMILIES["qwen2.5"].template, {"messages": [question, answer], "tools": [tool]}),
+        (FAMILIES["qwen2.5"].template, {"messages": [question, call]}),
+        (CHATML, {"messages": [{"role": "<|im_start|>", "content": "a"}, question, answer]}),
+    ):
+        assert refusal(template, content) == "a role, a name or a tool spells a special token"
+    other = {"messages": [{**question, "raw": "<|im_end|>"}, answer]}
     assert trained(encode(CHATML, other)) == ["Hello<|im_end|>"]
-    role = {"messages": [{"role": "<|im_start|>", "content": "a"}, *turns("Hi", "Hello")["messages"]]}
-    assert refusal(encode(CHATML, role)) == reason
 
 
 def test_a_character_that_the_vocabulary_lacks_is_no_special_token() -> None:
@@ -299,9 +304,9 @@ def test_a_character_that_the_vocabulary_lacks_is_no_special_token() -> None:
     tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ["<unk>", EOS, *SPECIAL]])
-    spec = spec_of(tokenizer, 1)._replace(chat=ChatSpec(CHATML, (), "assistant", 4096))
-    assert spec.unk_token_id == 0
-    encoded = ConversationEncoder(spec).encode(json.dumps(turns("Hi 東", "ana 東")))
+    encoder = encoder_of(CHATML, tokenizer)
+    assert spec_of(tokenizer, 1).unk_token_id == 0
+    encoded = encoder.encode(json.dumps(turns("Hi 東", "ana 東")))
     assert isinstance(encoded, Encoded)
     ids = [token & ID_MASK for token in encoded.tokens.tolist() if token & TRAINED]
     assert [tokens[number] for number in ids] == [*"ana ", "<unk>", "<|im_end|>"]
@@ -325,7 +330,7 @@ def test_a_character_that_the_vocabulary_lacks_is_no_special_token() -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_sure_is_refused(template: str, reason: str) -> None:
-    assert reason in refusal(encode(template, turns("question one", "answer one", "question two", "answer two")))
+    assert reason in refusal(template, turns("question one", "answer one", "question two", "answer two"))
 
 
 @pytest.mark.parametrize(
@@ -335,10 +340,12 @@ def test_what_is_not_sure_is_refused(template: str, reason: str) -> None:
         "{{ 9 ** (9 ** 9) }}",  # Jinja computes it while it compiles
     ],
 )
-def test_a_template_that_does_not_end_is_refused_within_seconds(template: str) -> None:
+def test_a_template_that_does_not_end_is_refused_within_seconds(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chat_template.SECONDS <= 5
+    monkeypatch.setattr(chat_template, "SECONDS", 0.5)
     start = time.monotonic()
-    assert "took more than 5 seconds" in refusal(encode(template, LONG))
-    assert time.monotonic() - start < 10
+    assert "took more than 0.5 seconds" in refusal(template, LONG)
+    assert time.monotonic() - start < 5
 
 
 def test_thoughts_without_an_end_take_no_time() -> None:
@@ -350,22 +357,21 @@ def test_thoughts_without_an_end_take_no_time() -> None:
 
 
 def test_an_answer_of_nothing_is_refused() -> None:
-    assert refusal(encode(CHATML, turns("Hi", ""))) == "nothing of it is trained"
-    assert refusal(encode(CHATML, turns("Hi"))) == "nothing of it is trained"
+    for content in (turns("Hi", ""), turns("Hi")):
+        assert refusal(CHATML, content) == "nothing of it is trained"
 
 
 def test_a_long_conversation_is_dropped() -> None:
     whole = encode(CHATML, LONG)
-    assert isinstance(whole, Encoded)
     length = len(whole.tokens)
-    assert encode(CHATML, LONG, seq_length=length).tokens.tolist() == whole.tokens.tolist()  # type: ignore[union-attr]
-    assert refusal(encode(CHATML, LONG, seq_length=length - 1)).startswith(f"longer than a row: {length:,} tokens")
+    assert encode(CHATML, LONG, seq_length=length).tokens.tolist() == whole.tokens.tolist()
+    assert refusal(CHATML, LONG, seq_length=length - 1).startswith(f"longer than a row: {length:,} tokens")
 
 
 def test_the_date_is_always_the_same() -> None:
     for name, date in (("llama3", "26 Jul 2024"), ("gpt-oss", "2024-07-26")):
         encoded = encode(FAMILIES[name].template, turns("Hi", "Hello"))
-        assert date in decode(encoded.tokens.tolist())  # type: ignore[union-attr]
+        assert date in text_of(encoded)
 
 
 def test_content_in_parts_is_found() -> None:
@@ -377,8 +383,7 @@ def test_content_in_parts_is_found() -> None:
     joined = CHATML.replace("message['content']", "message['content'] | join")
     spelled = [*turns("Hi", "Hello")["messages"], {"role": "user", "content": ["a<|im_end|>", "b"]}]
     encoded = encode(joined, {"messages": spelled})
-    assert isinstance(encoded, Encoded)
-    assert decode(encoded.tokens.tolist()).endswith("a<|im_end|>b<|im_end|>\n")
+    assert text_of(encoded).endswith("a<|im_end|>b<|im_end|>\n")
     assert [token & ID_MASK for token in encoded.tokens.tolist()].count(TOKENIZER.token_to_id("<|im_end|>")) == 3
 
 
@@ -393,9 +398,9 @@ def test_a_content_is_never_the_python_of_it(parts: list[Any], generation: bool)
     )  # fmt: skip
     answer = {"role": "assistant", "content": "Hi"}
     in_parts = {"messages": [{"role": "user", "content": parts}, answer]}
-    assert "writes a content that is a list as Python does" in refusal(encode(template, in_parts))
+    assert "writes a content that is a list as Python does" in refusal(template, in_parts)
     encoded = encode(template, {"messages": [{"role": "user", "content": None}, answer]})
-    assert isinstance(encoded, Encoded) and "None" not in decode(encoded.tokens.tolist())
+    assert "None" not in text_of(encoded)
     encoded = encode(template, {"messages": [*turns("Hello", "Hi", "So")["messages"], {"role": "assistant"}]})
     assert trained(encoded)[0] == "Hi<|im_end|>"
 
@@ -403,10 +408,8 @@ def test_a_content_is_never_the_python_of_it(parts: list[Any], generation: bool)
 def test_tokens_across_a_border_are_trained_where_a_part_of_them_is() -> None:
     tokenizer = make_tokenizer()
     vocabulary = tokenizer.get_vocab()
-    model = models.BPE({**vocabulary, "ĊH": len(vocabulary)}, [("Ċ", "H")])
-    tokenizer.model = model
-    spec = spec_of(tokenizer, 0)._replace(chat=ChatSpec(CHATML, (), "assistant", 4096))
-    encoded = ConversationEncoder(spec).encode(json.dumps(turns("Hi", "Hello")))
+    tokenizer.model = models.BPE({**vocabulary, "ĊH": len(vocabulary)}, [("Ċ", "H")])
+    encoded = encoder_of(CHATML, tokenizer).encode(json.dumps(turns("Hi", "Hello")))
     assert isinstance(encoded, Encoded)
     ids = [token & ID_MASK for token in encoded.tokens.tolist() if token & TRAINED]
     assert tokenizer.decode(ids, skip_special_tokens=False) in ("Hello<|im_end|>", "\nHello<|im_end|>")
@@ -422,21 +425,13 @@ def test_an_eos_token_that_text_may_contain_is_refused() -> None:
         ConversationEncoder(spec)
 
 
-def test_masks_are_of_the_full_rendering() -> None:
-    encoder = make_encoder(FAMILIES["qwen3"].template, train_on="last")
-    encoded = encoder.encode(json.dumps(THOUGHTS))
-    assert isinstance(encoded, Encoded)
-    assert np.count_nonzero(encoded.tokens & TRAINED) == len("<think>\nwell\n</think>\n\ntwo") + 1
-
-
 def test_the_template_for_base_models_reads_lists_of_parts_and_no_content() -> None:
     plain = (REPO / "models/templates/plain.jinja").read_text()
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "this?"}, {"type": "image"}]
     content = turns("", "A cat.") | {"tools": None}
     content["messages"][0]["content"] = parts
     encoded = encode(plain, content)
-    assert isinstance(encoded, Encoded)
-    assert decode(encoded.tokens.tolist()) == f"User: What is this?\nAssistant: A cat.{EOS}\n"
+    assert text_of(encoded) == f"User: What is this?\nAssistant: A cat.{EOS}\n"
     assert encoded.left_out == {"user parts other than text": 1}
     content["messages"][0]["content"] = None
     assert trained(encode(plain, content)) == [f" A cat.{EOS}"]

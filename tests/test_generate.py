@@ -5,13 +5,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
 from stages import generate
 from stages.base import publish
@@ -19,45 +21,66 @@ from stages.base.errors import StageError
 from stages.evaluation import generation
 from stages.tokenizing.encoding import Encoder
 from tests import kinds
+from tests.artifacts import write_model
 from tests.chat_templates import CHATML
 from tests.models import CONFIGS, MIXTRAL, write_tokenizer
 from tests.project import REPO, make_nano
 
 
-@pytest.fixture(autouse=True)
-def model(empty_project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """That of the experiment `exp`."""
-    directory = Path("outputs/exp/model")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("made") / "model"
     make_nano(directory, initializer_range=1.0)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(directory)
+    return write_model(directory, AutoConfig.from_pretrained(directory))
+
+
+@pytest.fixture(autouse=True)
+def model(made: Path, empty_project: Path) -> Path:
+    """That of the experiment `exp`."""
     Path("params.yaml").write_text("experiment_name: exp\n")
-    return directory
+    return shutil.copytree(made, Path("outputs/exp/model"))
 
 
-def text_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["generate", *arguments])
-    generate.main()
-    return capsys.readouterr().out.strip()
+@pytest.fixture
+def text_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """A function that runs the command, and returns the text that it prints; `error` is what else is expected."""
+
+    def run(*arguments: str, stdin: bytes | None = None, error: str = "") -> str:
+        monkeypatch.setattr(sys, "argv", ["generate", *arguments])
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), "ascii"))  # whatever the locale is
+        generate.main()
+        output, errors = capsys.readouterr()
+        assert error in errors and ("warning" in errors) == ("warning" in error)
+        return output.strip()
+
+    return run
 
 
-def test_the_text_follows_the_prompt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    first = text_of(monkeypatch, capsys, "a b", "--max-new-tokens", "12")
-    assert first.startswith("a b")
-    assert len(first) > 5
-    assert first == text_of(monkeypatch, capsys, "a b", "--max-new-tokens", "12", "--model", "outputs/exp/model")
-    others = {text_of(monkeypatch, capsys, "a b", "--max-new-tokens", "12", "--seed", str(seed)) for seed in range(5)}
-    assert len(others) > 1
-    greedy = {text_of(monkeypatch, capsys, "a b", "--temperature", "0", "--seed", str(seed)) for seed in range(3)}
-    assert len(greedy) == 1
+Command = Callable[..., str]
+GREEDY = ("--temperature", "0")
+
+
+def write_words(config: str | PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a model of 101 words, the first of which ends a text."""
+    return write_model(Path("tiny"), config, dtype, ["<eos>", *(f"w{number}" for number in range(1, 101))])
+
+
+def test_the_text_follows_the_prompt(text_of: Command) -> None:
+    first = text_of("a b", "--max-new-tokens", "12")
+    assert first.startswith("a b") and len(first) > 5
+    assert first == text_of("a b", "--max-new-tokens", "12", "--model", "outputs/exp/model")
+    assert len({text_of("a b", "--max-new-tokens", "12", "--seed", str(seed)) for seed in range(5)}) > 1
+    assert len({text_of("a b", *GREEDY, "--seed", str(seed)) for seed in range(2)}) == 1
+    assert text_of("a \u00e9", *GREEDY) == text_of(*GREEDY, stdin="a \u00e9".encode()), "of standard input"
 
 
 def test_a_model_with_a_template_can_be_talked_to(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, text_of: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each line is a turn of the user, and the answers are part of what follows."""
     with pytest.raises(StageError, match="the model has no chat template, as it was not trained on conversations"):
-        text_of(monkeypatch, capsys, "--chat", "Hello")
+        text_of("--chat", "Hello")
     shutil.copy(REPO / "models/templates/plain.jinja", model / "chat_template.jinja")
     seen = []
     tokenizer = generation.load_tokenizer(model)
@@ -69,16 +92,14 @@ def test_a_model_with_a_template_can_be_talked_to(
         return tokens
 
     monkeypatch.setattr(generate, "encode_chat", spied)
-    alone = text_of(monkeypatch, capsys, "--chat", "Hello", "--max-new-tokens", "5", "--temperature", "0")
+    alone = text_of("--chat", "Hello", "--max-new-tokens", "5", *GREEDY)
     assert seen == [([{"role": "user", "content": "Hello"}], "User: Hello\nAssistant:")]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hello\n\nAgain\n")))
-    both = text_of(monkeypatch, capsys, "--chat", "--max-new-tokens", "5", "--temperature", "0")
-    assert alone in both
+    assert alone in text_of("--chat", "--max-new-tokens", "5", *GREEDY, stdin=b"Hello\n\nAgain\n")
     assert [message["role"] for message in seen[-1][0]] == ["user", "assistant", "user"]
     assert seen[-1][0][-1]["content"] == "Again"
     (model / "chat_template.jinja").write_text("{{ raise_exception('only two roles') }}")
     with pytest.raises(StageError, match="--chat: the chat template fails: only two roles"):
-        text_of(monkeypatch, capsys, "--chat", "Hello")
+        text_of("--chat", "Hello")
 
 
 def test_a_special_token_that_the_user_types_is_text(model: Path) -> None:
@@ -100,14 +121,6 @@ def test_a_special_token_that_the_user_types_is_text(model: Path) -> None:
         generate.encode_chat(generate.chat_encoder(model, None), messages)
 
 
-def test_the_prompt_may_be_on_standard_input(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = text_of(monkeypatch, capsys, "a é")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("a é".encode()), "ascii"))  # whatever the locale is
-    assert text_of(monkeypatch, capsys) == expected
-
-
 def test_each_token_is_printed_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     printed: list[str] = []
     monkeypatch.setattr(sys.stdout, "write", printed.append)
@@ -116,36 +129,33 @@ def test_each_token_is_printed_when_it_is_there(monkeypatch: pytest.MonkeyPatch)
     assert len([text for text in printed if text.strip()]) > 3
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "name", ["llama", "llama untied, scaled rope", "gpt2", "qwen3", "gemma untied", "gemma3", "mixtral"]
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in ("llama", "llama untied, scaled rope", "gpt2", "qwen3", "gemma untied")),
+        *((name, torch.bfloat16) for name in ("llama", "gpt2", "gemma3", "mixtral")),
+    ],
+    ids=str,
 )
 def test_the_text_is_the_most_probable_one_of_each_architecture(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, dtype: torch.dtype, text_of: Command
 ) -> None:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config({**CONFIGS, "mixtral": MIXTRAL}[name], dtype=dtype).save_pretrained("tiny")
-    write_tokenizer(Path("tiny"), ["<eos>", *(f"w{number}" for number in range(1, 101))])
-    loaded, _ = generation.load(Path("tiny"))
+    loaded, _ = generation.load(write_words({**CONFIGS, "mixtral": MIXTRAL}[name], dtype))
     tokens = [3, 5]
     with torch.no_grad():
         while len(tokens) < 10 and tokens[-1] != 0:
             tokens.append(int(loaded(torch.tensor([tokens])).logits[0, -1].argmax()))  # without a cache
-    text = text_of(monkeypatch, capsys, "w3 w5", "--model", "tiny", "--temperature", "0", "--max-new-tokens", "8")
+    text = text_of("w3 w5", "--model", "tiny", *GREEDY, "--max-new-tokens", "8")
     assert text == "".join(f"w{token}" for token in tokens if token != 0)  # the end is not printed
 
 
-def test_the_text_ends_before_the_eos(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
-    made: Any = AutoModelForCausalLM.from_config(CONFIGS["llama untied, scaled rope"], dtype=torch.float32)
+def test_the_text_ends_before_the_eos(text_of: Command) -> None:
+    loaded, _ = generation.load(write_words("llama untied, scaled rope"))
     with torch.no_grad():
-        eos = int(made(torch.tensor([[3, 5]])).logits[0, -1].argmax())
-    made.generation_config.eos_token_id = eos
-    made.save_pretrained("tiny")
-    words = [f"w{number}" for number in range(101)]
-    words[eos] = "<eos>"
-    write_tokenizer(Path("tiny"), words)
-    assert text_of(monkeypatch, capsys, "w3 w5", "--model", "tiny", "--temperature", "0") == "w3w5"
+        eos = int(loaded(torch.tensor([[3, 5]])).logits[0, -1].argmax())
+    publish.write_json(Path("tiny/generation_config.json"), {"eos_token_id": eos})
+    write_tokenizer(Path("tiny"), ["<eos>" if number == eos else f"w{number}" for number in range(101)])
+    assert text_of("w3 w5", "--model", "tiny", *GREEDY) == "w3w5"
 
 
 def test_a_prompt_is_encoded_as_the_pack_stage_encodes_a_document() -> None:
@@ -162,9 +172,7 @@ def test_a_prompt_is_encoded_as_the_pack_stage_encodes_a_document() -> None:
         assert generation.encode(loaded, text).tolist() == [expected]
 
 
-def test_settings_of_the_source_model_other_than_eos_do_not_count(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_settings_of_the_source_model_other_than_eos_do_not_count(model: Path, text_of: Command) -> None:
     loaded, tokenizer = generation.load(model)
     prompt = generation.encode(tokenizer, "a b")  # (1, T)
     tokens = generation.generate(loaded, prompt, 20, temperature=0).tolist()
@@ -172,53 +180,31 @@ def test_settings_of_the_source_model_other_than_eos_do_not_count(
     settings = {"num_beams": 4, "repetition_penalty": 9.0, "suppress_tokens": tokens, "eos_token_id": [1, tokens[end]]}
     publish.write_json(model / "generation_config.json", settings)
     expected = tokenizer.decode(prompt[0].tolist() + tokens[: end + 1], skip_special_tokens=True).strip()
-    assert text_of(monkeypatch, capsys, "a b", "--max-new-tokens", "20", "--temperature", "0") == expected
+    assert text_of("a b", "--max-new-tokens", "20", *GREEDY) == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_prompt_that_leaves_no_room_is_refused_and_a_shorter_text_is_announced(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_that_leaves_no_room_is_refused_and_a_shorter_text_is_announced(name: str, text_of: Command) -> None:
     config = CONFIGS[name]
-    config = type(config)(**{**config.to_dict(), "max_position_embeddings": 64, "eos_token_id": None})
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained("tiny")
-    write_tokenizer(Path("tiny"), ["<eos>", *(f"w{number}" for number in range(1, 101))])
+    write_words(type(config)(**{**config.to_dict(), "max_position_embeddings": 64, "eos_token_id": None}))
     for number in (64, 65):
         with pytest.raises(StageError, match=f"the prompt has {number} tokens, and the model allows 64 in all"):
-            text_of(monkeypatch, capsys, "w1 " * number, "--model", "tiny")
-    monkeypatch.setattr(sys, "argv", ["generate", "w1 " * 60, "--model", "tiny", "--max-new-tokens", "5"])
-    generate.main()
-    output, errors = capsys.readouterr()
-    assert output.count("w") == 64
-    assert "warning: at most 4 tokens follow, not 5: the prompt has 60, and the model allows 64" in errors
-    monkeypatch.setattr(sys, "argv", ["generate", "w1 " * 60, "--model", "tiny", "--max-new-tokens", "4"])
-    generate.main()
-    assert "warning" not in capsys.readouterr().err
+            text_of("w1 " * number, "--model", "tiny")
+    warning = "warning: at most 4 tokens follow, not 5: the prompt has 60, and the model allows 64"
+    assert text_of("w1 " * 60, "--model", "tiny", "--max-new-tokens", "5", error=warning).count("w") == 64
+    text_of("w1 " * 60, "--model", "tiny", "--max-new-tokens", "4")
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
 def test_out_of_memory_names_what_generate_can_change(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, monkeypatch: pytest.MonkeyPatch, text_of: Command
 ) -> None:
-    def fail(*args: object) -> None:
-        raise error
-
-    monkeypatch.setattr(generation, "generate", fail)
+    monkeypatch.setattr(generation, "generate", mock.Mock(side_effect=error))
     expected = (
         "this process is out of memory.*: use a smaller --max-new-tokens, a shorter prompt, or a machine with more"
     )
     with pytest.raises(StageError, match=expected):
-        text_of(monkeypatch, capsys, "a")
-
-
-def test_a_prompt_that_is_not_utf_8_is_one_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(StageError, match="the prompt is not UTF-8 at position 2: convert it"):
-        text_of(monkeypatch, capsys, "a \udce9")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a \xe9")))
-    with pytest.raises(StageError, match="the prompt is not UTF-8 at position 2: convert it"):
-        text_of(monkeypatch, capsys)
+        text_of("a")
 
 
 def test_a_reader_that_stops_is_no_error() -> None:
@@ -233,23 +219,25 @@ def test_a_reader_that_stops_is_no_error() -> None:
 
 
 @pytest.mark.parametrize("damaged", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_model_that_cannot_be_loaded_is_one_message(
-    damaged: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_be_loaded_is_one_message(damaged: str, model: Path, text_of: Command) -> None:
     (model / damaged).write_text("{}")
     with pytest.raises(StageError, match="outputs/exp/model cannot be loaded: "):
-        text_of(monkeypatch, capsys, "a")
+        text_of("a")
 
 
-def test_what_is_wrong_is_one_message(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(StageError, match=r"none is not a model directory: give that .* `dvc get \. outputs"):
-        text_of(monkeypatch, capsys, "a", "--model", "none")
-    with pytest.raises(StageError, match="the prompt has no token"):
-        text_of(monkeypatch, capsys, "")
+def test_what_is_wrong_is_one_message(monkeypatch: pytest.MonkeyPatch, text_of: Command) -> None:
+    for arguments, stdin, message in (
+        (["a", "--model", "none"], None, r"none is not a model directory: give that .* `dvc get \. outputs"),
+        ([""], None, "the prompt has no token"),
+        (["a \udce9"], None, "the prompt is not UTF-8 at position 2: convert it"),
+        ([], b"a \xe9", "the prompt is not UTF-8 at position 2: convert it"),
+    ):
+        with pytest.raises(StageError, match=message):
+            text_of(*arguments, stdin=stdin)
     wrongs = ["--max-new-tokens=0", "--temperature=-1", "--temperature=hot", "--temperature=1e-40", f"--seed={2**70}"]
     for wrong in wrongs:
         with pytest.raises(SystemExit, match="2"):
-            text_of(monkeypatch, capsys, "a", wrong)
+            text_of("a", wrong)
     monkeypatch.setattr(sys, "stdin", None)  # it is closed
     with pytest.raises(SystemExit, match="2"):
-        text_of(monkeypatch, capsys)
+        text_of()

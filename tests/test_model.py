@@ -1,6 +1,7 @@
 """The model of the training, compared with the one that transformers loads."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,41 +22,55 @@ from stages.training.optimizer import make_optimizer
 from stages.training.params import TrainParams
 from stages.training.precision import make_grad_scaler
 from stages.training.step import train_step
+from tests.artifacts import write_model
 from tests.models import CONFIGS, MIXTRAL, full_value, manifest_of
 from tests.project import flip_bit
 
 
 @pytest.fixture(params=["llama", "llama untied, scaled rope", "gpt2", "qwen3", "gemma3"])
 def reference(request: pytest.FixtureRequest, tmp_path: Path) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[request.param], dtype=torch.float32)
-    model.save_pretrained(tmp_path)
-    return model
+    return transformers.AutoModelForCausalLM.from_pretrained(write_model(tmp_path, request.param))
 
 
-def test_pretrained_weights_and_buffers_are_those_of_transformers(
-    reference: transformers.PreTrainedModel, mesh: DeviceMesh, params: TrainParams, tmp_path: Path
-) -> None:
-    model = sharded_model.build(manifest_of(tmp_path, with_weights=True), params, mesh, initialize=True)
-    for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        assert torch.equal(full_value(ours), theirs), name
+Build = Callable[..., Any]
+
+
+@pytest.fixture
+def build(mesh: DeviceMesh, params: TrainParams, tmp_path: Path) -> Build:
+    """A function that builds the model of the training, of that in `tmp_path` or elsewhere."""
+
+    def make(directory: Path = tmp_path, with_weights: bool = False, **options: Any) -> Any:
+        manifest = manifest_of(directory, with_weights)
+        return sharded_model.build(manifest, **{"params": params, "mesh": mesh, "initialize": True, **options})
+
+    return make
+
+
+def assert_equal_buffers(model: torch.nn.Module, reference: torch.nn.Module) -> None:
     buffers = dict(reference.named_buffers())
     assert dict(model.named_buffers()).keys() == buffers.keys()
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
+
+
+def test_pretrained_weights_and_buffers_are_those_of_transformers(
+    reference: transformers.PreTrainedModel, build: Build
+) -> None:
+    model = build(with_weights=True)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert torch.equal(full_value(ours), theirs), name
+    assert_equal_buffers(model, reference)
     batch = make_batch(torch.randint(1, 101, (2, 16)), eos_token_id=0, document_mask=True)
     torch.testing.assert_close(loss_sum(model, batch), loss_sum(reference, batch))
 
 
-def test_a_weight_file_changed_since_the_download_is_refused(
-    reference: transformers.PreTrainedModel, mesh: DeviceMesh, tmp_path: Path
-) -> None:
-    manifest = manifest_of(tmp_path, with_weights=True)
+def test_a_weight_file_changed_since_the_download_is_refused(mesh: DeviceMesh, tmp_path: Path) -> None:
+    manifest = manifest_of(write_model(tmp_path), with_weights=True)
     flip_bit(tmp_path / "model.safetensors", -1)
-    notes: list[None] = []  # for the watchdog: a file of weights may need a minute
+    note = mock.Mock()  # for the watchdog: a file of weights may need a minute
     with pytest.raises(StageError, match="is damaged or was changed"):
-        verify_weights(manifest, lambda: notes.append(None))
-    assert notes
+        verify_weights(manifest, note)
+    assert note.called
 
 
 def test_random_values_follow_the_rule_of_the_innermost_model(reference: transformers.PreTrainedModel) -> None:
@@ -66,25 +81,24 @@ def test_random_values_follow_the_rule_of_the_innermost_model(reference: transfo
         assert rules[module].__self__ is owner, name  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("reference", ["llama", "gemma3"], indirect=True)
 def test_without_initialization_only_the_buffers_have_values(
-    reference: transformers.PreTrainedModel, mesh: DeviceMesh, params: TrainParams, tmp_path: Path
+    reference: transformers.PreTrainedModel, build: Build
 ) -> None:
-    model = sharded_model.build(manifest_of(tmp_path, with_weights=True), params, mesh, initialize=False)
+    model = build(with_weights=True, initialize=False)
     assert all(full_value(param.detach()).isnan().all() for param in model.parameters())
-    assert all(torch.equal(buffer, dict(reference.named_buffers())[name]) for name, buffer in model.named_buffers())
+    assert_equal_buffers(model, reference)
 
 
 def test_random_weights_depend_only_on_the_seed_and_follow_the_rules_of_the_model(
-    reference: transformers.PreTrainedModel, mesh: DeviceMesh, params: TrainParams, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    manifest = manifest_of(tmp_path, with_weights=False)
+    reference: transformers.PreTrainedModel, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(1)
-    one = sharded_model.build(manifest, params, mesh, initialize=True)
+    one = build()
     torch.manual_seed(2)
     state = torch.get_rng_state()
     monkeypatch.setattr(torch.cuda, "manual_seed_all", pytest.fail)  # it would seed the GPUs of all ranks alike
-    two = sharded_model.build(manifest, params, mesh, initialize=True)
+    two = build()
     assert torch.equal(torch.get_rng_state(), state)
     theirs = reference.state_dict()
     for (name, first), (_, second) in zip(one.named_parameters(), two.named_parameters(), strict=True):
@@ -92,36 +106,27 @@ def test_random_weights_depend_only_on_the_seed_and_follow_the_rules_of_the_mode
         assert torch.equal(values, full_value(second.detach())), name
         assert values.std().item() == pytest.approx(theirs[name].std().item(), rel=0.35, abs=1e-6), name
         assert values.mean().item() == pytest.approx(theirs[name].mean().item(), abs=0.01), name
-    for name, buffer in one.named_buffers():
-        assert torch.equal(buffer, dict(reference.named_buffers())[name]), name
+    assert_equal_buffers(one, reference)
     matrices = [full_value(param.detach()) for param in one.parameters() if param.dim() == 2]
     assert len({tuple(matrix.flatten()[:4].tolist()) for matrix in matrices}) == len(matrices)
 
 
-def test_every_parameter_of_any_model_gets_its_random_weights(
-    mesh: DeviceMesh, params: TrainParams, tmp_path: Path
-) -> None:
+def test_every_parameter_of_any_model_gets_its_random_weights(build: Build, tmp_path: Path) -> None:
     mamba = transformers.MambaConfig(vocab_size=101, hidden_size=24, num_hidden_layers=2, eos_token_id=0)
     for name, config in {**CONFIGS, "mixtral": MIXTRAL, "mamba": mamba}.items():
-        config.save_pretrained(tmp_path / name)
         note = mock.Mock()  # for the watchdog: a large layer may need a minute
-        model = sharded_model.build(manifest_of(tmp_path / name, with_weights=False), params, mesh, True, note)
+        model = build(write_model(tmp_path / name, config, dtype=None), note=note)
         assert note.call_count == model.config.num_hidden_layers + 1
         assert not any(full_value(param.detach()).isnan().any() for param in model.parameters()), name
 
 
-def test_a_buffer_that_another_module_fills_has_its_values(
-    mesh: DeviceMesh, params: TrainParams, tmp_path: Path
-) -> None:
+def test_a_buffer_that_another_module_fills_has_its_values(build: Build, tmp_path: Path) -> None:
     """The model of Falcon H1 fills those of its layers."""
     config = small_config(transformers.FalconH1Config(ssm_multipliers=[0.5, 0.6, 0.7, 0.8, 0.9]))
     assert config is not None
-    buffers = dict(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).named_buffers())
-    config.save_pretrained(tmp_path)
-    model = sharded_model.build(manifest_of(tmp_path, with_weights=False), params, mesh, initialize=True)
-    assert any("mup_vector" in name for name in buffers)
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, buffers[name]), name
+    reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    assert any("mup_vector" in name for name, _ in reference.named_buffers())
+    assert_equal_buffers(build(write_model(tmp_path, config, dtype=None)), reference)
 
 
 @pytest.mark.parametrize(
@@ -152,38 +157,32 @@ def test_a_small_copy_has_few_layers_and_a_valid_config(
         assert layers == {1}
 
 
-def test_random_weights_that_no_rule_makes_are_refused(mesh: DeviceMesh, params: TrainParams, tmp_path: Path) -> None:
+def test_random_weights_that_no_rule_makes_are_refused(build: Build, tmp_path: Path) -> None:
     config = small_config(transformers.ApertusConfig())
     assert config is not None
     config.save_pretrained(tmp_path)
     torch.use_deterministic_algorithms(False)  # else torch fills memory itself
     with pytest.raises(StageError, match=r"no rule for the random values of \S*alpha_p, .*: use a model with weights"):
-        sharded_model.build(manifest_of(tmp_path, with_weights=False), params, mesh, initialize=True)
+        build()
 
 
-def test_random_weights_of_a_parameter_do_not_depend_on_the_others(
-    mesh: DeviceMesh, params: TrainParams, tmp_path: Path
-) -> None:
+def test_random_weights_of_a_parameter_do_not_depend_on_the_others(build: Build, tmp_path: Path) -> None:
     weights = []
     for size in (48, 64):  # of the MLP, which is made before the attention
         config = transformers.LlamaConfig(**{**CONFIGS["llama"].to_dict(), "intermediate_size": size})
-        config.save_pretrained(tmp_path / str(size))
-        manifest = manifest_of(tmp_path / str(size), with_weights=False)
-        model = sharded_model.build(manifest, params, mesh, initialize=True)
+        model = build(write_model(tmp_path / str(size), config, dtype=None))
         weights.append({name: full_value(param.detach()) for name, param in model.named_parameters()})
     assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items() if ".mlp." not in name)
 
 
+@pytest.mark.parametrize("reference", ["llama", "gemma3"], indirect=True)
 def test_activation_checkpointing_changes_no_gradient(
-    reference: transformers.PreTrainedModel, mesh: DeviceMesh, params: TrainParams, tmp_path: Path
+    reference: transformers.PreTrainedModel, build: Build, params: TrainParams
 ) -> None:
-    manifest = manifest_of(tmp_path, with_weights=True)
     batch = make_batch(torch.randint(1, 101, (2, 16)), eos_token_id=0, document_mask=True)
     gradients = []
     for kind in ("none", "full", "selective_op"):
-        changed = dataclasses.replace(params, activation_checkpointing=kind)
-        model = sharded_model.build(manifest, changed, mesh, initialize=True)
-        model.train()
+        model = build(with_weights=True, params=dataclasses.replace(params, activation_checkpointing=kind)).train()
         loss_sum(model, batch).backward()
         gradients.append([full_value(param.grad) for param in model.parameters()])
     for plain, full, selective in zip(*gradients, strict=True):
@@ -208,12 +207,10 @@ def test_no_token_attends_to_another_document(reference: transformers.PreTrained
 
 @pytest.mark.parametrize(("checkpointing", "kind"), [("none", "plain"), ("full", "fused")])
 def test_the_router_loss_of_a_mixture_of_experts_is_that_of_transformers(
-    mesh: DeviceMesh, params: TrainParams, tmp_path: Path, checkpointing: Any, kind: Any
+    build: Build, params: TrainParams, tmp_path: Path, checkpointing: Any, kind: Any
 ) -> None:
-    MIXTRAL.save_pretrained(tmp_path)
     params = dataclasses.replace(params, activation_checkpointing=checkpointing, loss=kind)
-    manifest = manifest_of(tmp_path, with_weights=False)
-    model = sharded_model.build(manifest, params, mesh, initialize=True).train()
+    model = build(write_model(tmp_path, MIXTRAL, dtype=None), params=params).train()
     reference = transformers.AutoModelForCausalLM.from_config(MIXTRAL, dtype=torch.float32)
     reference.load_state_dict({name: full_value(value) for name, value in model.state_dict().items()})
 
@@ -237,10 +234,7 @@ def test_the_router_loss_of_a_mixture_of_experts_is_that_of_transformers(
 
 
 def test_a_config_can_turn_the_router_loss_off(tmp_path: Path) -> None:
-    coefs = {}
-    for name, config in {"mixtral": MIXTRAL, "off": {"output_router_logits": False}, "llama": CONFIGS["llama"]}.items():
-        if isinstance(config, dict):
-            config = transformers.MixtralConfig(**{**MIXTRAL.to_dict(), **config})
-        config.save_pretrained(tmp_path / name)
-        coefs[name] = manifest_of(tmp_path / name, with_weights=False).router_loss_coef
-    assert coefs == {"mixtral": 0.5, "off": 0.0, "llama": None}
+    off = transformers.MixtralConfig(**{**MIXTRAL.to_dict(), "output_router_logits": False})
+    for name, config, expected in (("on", MIXTRAL, 0.5), ("off", off, 0.0), ("llama", CONFIGS["llama"], None)):
+        manifest = manifest_of(write_model(tmp_path / name, config, dtype=None), with_weights=False)
+        assert manifest.router_loss_coef == expected, name

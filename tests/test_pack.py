@@ -1,13 +1,14 @@
+"""From a corpus to rows of tokens: none is lost, the same bytes however it is computed, nothing encoded twice."""
+
 import dataclasses
 import json
 import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 import time
-from itertools import chain, product
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from stages.base import code, publish
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.base.publish import read_json, sha256_file
-from stages.extract import ExtractRuntime, extract
 from stages.formats import duplicates
 from stages.formats.limits import LIMITS
 from stages.forward.rows import TokenRows
-from stages.model.manifest import ModelManifest
+from stages.model.manifest import TOKENIZER, ModelManifest
 from stages.pack import PackParams, PackRuntime, find_tokenizer_spec, pack
 from stages.tokenizing import fast_tokenizer, packing
 from stages.tokenizing.encoding import DEFAULT_LIMITS, NAME, Encoder, EncoderLimits, TokenizerSpec
@@ -42,58 +43,75 @@ from tests.chat_templates import CHATML
 from tests.corpus import (
     CORPUS,
     NOT_RECORDS,
-    PARAMS,
-    content_of,
     extract_raw,
-    organize_raw,
     put,
-    put_numbered,
     wait_for_workers,
     with_processes,
 )
-from tests.project import REPO, start_stage
+from tests.project import REPO, run_python, start_stage
 
 pytestmark = pytest.mark.usefixtures("empty_project")
 
+METRICS, STORE, TEMPLATES = Path("data/pack.json"), Path("data/.reuse"), Path("models/templates")
+SPLITS = [[f"document {split} {index} " * 9 for index in range(5)] for split in range(5)]
 
-def spec_of_model() -> TokenizerSpec:
-    return find_tokenizer_spec(PackParams(seq_length=4, validation_splits=0), ModelManifest.read())
+
+def spec_of_model(fast_encoder: bool = True) -> TokenizerSpec:
+    return find_tokenizer_spec(PackParams(4, 0, fast_encoder), ModelManifest.read())
 
 
-def make_corpus(splits: list[list[str]], batch_size: int = 1000) -> None:
-    """Write the corpus, with so many documents in a record batch."""
-    directory = Path("data/corpus")
-    directory.mkdir(parents=True, exist_ok=True)
-    shards = []
-    for index, documents in enumerate(splits):
-        stream = arrow.StreamWriter(directory / arrow.shard_name(index, len(splits)), arrow.TEXT)
-        for start in range(0, len(documents), batch_size):
-            stream.write(pa.array(documents[start : start + batch_size]))
+def make_corpus(splits: Sequence[Sequence[str | dict[str, Any]]], batch_size: int = 1000) -> None:
+    """Write a corpus of documents and, as dictionaries, conversations, with so many of them in a record batch."""
+    CORPUS.mkdir(parents=True, exist_ok=True)
+    features, shards = arrow.TEXT, []
+    if any(isinstance(row, dict) for row in chain(*splits)):
+        features = dict.fromkeys(("text", "messages"), arrow.TEXT["text"])
+    for index, rows in enumerate(splits):
+        stream = arrow.StreamWriter(CORPUS / arrow.shard_name(index, len(splits)), features)
+        for start in range(0, len(rows), batch_size):
+            some = rows[start : start + batch_size]
+            columns = [[row if isinstance(row, str) else None for row in some]]
+            if "messages" in features:
+                columns.append([json.dumps(row) if isinstance(row, dict) else None for row in some])
+            stream.write(*(pa.array(column, pa.string()) for column in columns))
         shards.append(stream.close())
-    Dataset(arrow.TEXT, shards).write(directory)
+    Dataset(features, shards).write(CORPUS)
+
+
+def run_stage(
+    num_workers: int | None = 1,
+    reuse_gib: float = 1,
+    dask_scheduler: str | None = None,
+    max_batch_tokens: int = packing.MAX_BATCH_TOKENS,
+    **params: Any,
+) -> str:
+    """Run the stage with what is in the store; return what it prints. More than one worker means processes."""
+    runtime = with_processes(PackRuntime(num_workers=num_workers, reuse_gib=reuse_gib, dask_scheduler=dask_scheduler))
+    return pack(PackParams(**{"seq_length": 4, "validation_splits": 1, **params}), runtime, max_batch_tokens)
+
+
+def encode(**arguments: Any) -> int:
+    """Run the stage with what is in the store; return how many splits were encoded."""
+    [(reused, total)] = re.findall(r"(\d+) of (\d+) splits reused", run_stage(**arguments))
+    return int(total) - int(reused)
 
 
 def run(**arguments: Any) -> dict[str, Any]:
     """Run the stage with nothing in the store; return the metrics."""
-    shutil.rmtree("data/.reuse", ignore_errors=True)
-    encode(**arguments)
-    metrics: dict[str, Any] = json.loads(Path("data/pack.json").read_text())
-    return metrics
+    forget()
+    run_stage(**arguments)
+    return metrics()
 
 
-def encode(
-    seq_length: int = 4,
-    validation_splits: int = 1,
-    num_workers: int = 1,
-    reuse_gib: float = 1,
-    max_batch_tokens: int = packing.MAX_BATCH_TOKENS,
-    fast_encoder: bool = True,
-) -> int:
-    """Run the stage with what is in the store; return how many splits were encoded."""
-    params = PackParams(seq_length, validation_splits, fast_encoder)
-    output = pack(params, PackRuntime(num_workers=num_workers, reuse_gib=reuse_gib), max_batch_tokens)
-    [(reused, total)] = re.findall(r"(\d+) of (\d+) splits reused", output)
-    return int(total) - int(reused)
+def forget() -> None:
+    """Remove all results of the stage, also those in the store."""
+    shutil.rmtree(STORE, ignore_errors=True)
+    shutil.rmtree("data/tokens", ignore_errors=True)
+
+
+def metrics() -> dict[str, Any]:
+    found: dict[str, Any] = read_json(METRICS)
+    return found
 
 
 def tokens(name: str) -> list[int]:
@@ -103,7 +121,7 @@ def tokens(name: str) -> list[int]:
 
 
 def content() -> dict[str, bytes]:
-    paths = [Path("data/pack.json"), *sorted(Path("data/tokens").rglob("*"))]
+    paths = [METRICS, *sorted(Path("data/tokens").rglob("*"))]
     return {str(path): path.read_bytes() for path in paths if path.is_file()}
 
 
@@ -121,21 +139,20 @@ def test_trap_25_decoding_gives_back_the_documents(splits: list[list[str]], seq_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(code, "digest_with_packages", lambda module: "")  # slower than everything else in this test
         make_corpus(splits, batch_size=batch)
-        metrics = run(seq_length=seq_length, max_batch_tokens=batch)
+        counts = run(seq_length=seq_length, max_batch_tokens=batch)
     tokenizer = byte_tokenizer()
     tokenizer.encode_special_tokens = True
     for name, part in (("train", splits[:-1]), ("validation", splits[-1:])):
         documents = [document for split in part for document in split]
         stream = [token for document in documents for token in (*tokenizer.encode(document).ids, EOS)]
-        found = tokens(name)
-        assert found == stream[: len(stream) - len(stream) % seq_length]
-        assert metrics[name]["tokens"] == len(stream)
-        assert metrics[name]["documents"] == len(documents)
-        assert metrics[name]["characters"] == sum(map(len, documents))
-        assert metrics[name]["bytes"] == sum(len(document.encode()) for document in documents)
-        assert metrics[name]["rows"] == len(stream) // seq_length
-        rest = stream[len(found) :]
-        assert decode_documents(tokenizer, found + rest) == documents
+        num_rows = len(stream) // seq_length
+        assert tokens(name) == stream[: num_rows * seq_length]
+        expected = {
+            "tokens": len(stream), "documents": len(documents), "rows": num_rows,
+            "characters": sum(map(len, documents)), "bytes": sum(len(document.encode()) for document in documents),
+        }  # fmt: skip
+        assert {key: counts[name][key] for key in expected} == expected
+        assert decode_documents(tokenizer, stream) == documents
 
 
 def decode_documents(tokenizer: Tokenizer, stream: list[int]) -> list[str]:
@@ -152,8 +169,7 @@ def test_trap_25_validation_shares_no_document_with_training() -> None:
     assert (held_out["tokens"], held_out["bytes"]) == (46 + 67, 45 + 70)
     texts = {name: byte_tokenizer().decode(tokens(name)) for name in ("train", "validation")}
     assert "held" not in texts["train"]
-    assert "train" not in texts["validation"]
-    assert "also" in texts["validation"]
+    assert "train" not in texts["validation"] and "also" in texts["validation"]
     assert run(validation_splits=0)["validation"]["tokens"] == 0
     assert tokens("validation") == []
     assert "also" in byte_tokenizer().decode(tokens("train"))
@@ -163,20 +179,11 @@ def test_trap_27_one_large_file_leaves_rows_to_validate() -> None:
     lines = [f"text {number} of one file " * 3 for number in range(20_000)]
     put({"a.jsonl": "\n".join(map(json.dumps, lines))})
     make_model()
-    corpora = []
-    for num_workers in (1, 2):
-        organize_raw(num_splits=20)
-        extract(PARAMS, with_processes(ExtractRuntime(num_workers=num_workers, reuse_gib=0)))
-        corpora.append(content_of(CORPUS))
-    assert corpora[0] == corpora[1]
+    extract_raw(num_splits=20)
     assert 0.03 < run(seq_length=64)["validation"]["documents"] / len(lines) < 0.07
-    texts = datasets.load_from_disk(str(CORPUS))["text"]
-    assert sorted(texts, key=lambda text: int(text.split()[1])) == lines
 
 
 def test_trap_25_truncation_padding_and_added_tokens_of_the_tokenizer_are_disabled() -> None:
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer = byte_tokenizer()
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=50)
@@ -187,42 +194,28 @@ def test_trap_25_truncation_padding_and_added_tokens_of_the_tokenizer_are_disabl
     assert decode_documents(byte_tokenizer(), tokens("train")) == ["xyzxyz"]
 
 
-def decode_documents_of_ids(stream: list[int]) -> list[list[int]]:
-    documents: list[list[int]] = [[]]
-    for token in stream:
-        if token == EOS:
-            documents.append([])
-        else:
-            documents[-1].append(token)
-    return [document for document in documents if document]
-
-
-def test_trap_22_the_number_of_workers_and_the_executor_change_no_byte() -> None:
+def test_trap_22_workers_the_executor_and_the_fast_tokenizer_change_no_byte() -> None:
     make_model()
-    make_corpus([[f"document {split} {index} " * 9 for index in range(3)] for split in range(2)], batch_size=1)
-    results = []
+    make_corpus([[f"document {split} {index} é " * 9 for index in range(9)] for split in range(2)], batch_size=3)
+    results, encoders = [], []
     with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0") as cluster:
-        for num_workers, scheduler in ((1, None), (3, None), (None, cluster.scheduler_address)):
-            runtime = with_processes(PackRuntime(num_workers=num_workers, reuse_gib=0, dask_scheduler=scheduler))
-            pack(PackParams(seq_length=4, validation_splits=1), runtime)
+        on_dask = {"num_workers": None, "dask_scheduler": cluster.scheduler_address}
+        for where in ({}, {"num_workers": 3}, on_dask, {"num_workers": 3, "fast_encoder": False}):
+            encoders.append(run(**where)["encoder"])
             results.append(content())
     assert results[0] == results[1] == results[2]
+    for result in results:
+        del result[str(METRICS)]
+    assert results[0] == results[3]
+    assert [each["name"] for each in encoders] == [fast_tokenizer.NAME] * 3 + [NAME]
+    assert {(each["slow_characters"], each["reason"]) for each in encoders} == {(0, None)}
 
 
-def test_the_fast_tokenizer_changes_no_byte_and_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fast_tokenizer_that_gives_other_tokens_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     make_model()
     make_corpus([[f"document {split} {index} é " * 9 for index in range(99)] for split in range(2)])
-    results = []
-    for fast_encoder, num_workers in product((False, True), (1, 3)):
-        shutil.rmtree("data/.reuse", ignore_errors=True)
-        params = PackParams(seq_length=4, validation_splits=1, fast_encoder=fast_encoder)
-        pack(params, with_processes(PackRuntime(num_workers=num_workers, reuse_gib=1)))
-        encoder = read_json(Path("data/pack.json"))["encoder"]
-        results.append({name: data for name, data in content().items() if name != "data/pack.json"})
-        assert encoder["name"] == (fast_tokenizer.NAME if fast_encoder else NAME)
-        assert (encoder["slow_characters"], encoder["reason"]) == (0, None)
-    assert results[0] == results[1] == results[2] == results[3]
-
+    run(fast_encoder=False)
+    expected = content()
     encode_fast = FastTokenizer.encode
 
     def planted(self: FastTokenizer, strings: list[str]) -> list[Any]:
@@ -230,11 +223,10 @@ def test_the_fast_tokenizer_changes_no_byte_and_a_difference_is_found(monkeypatc
         return [each[::-1] if "ment 1" in string else each for each, string in zip(ids, strings, strict=True)]
 
     monkeypatch.setattr(FastTokenizer, "encode", planted)
-    shutil.rmtree("data/.reuse")
-    output = pack(params, PackRuntime(num_workers=1, reuse_gib=1))
-    assert f"encoded by {NAME}" in output
-    assert "gives other tokens for the text" in read_json(Path("data/pack.json"))["encoder"]["reason"]
-    assert results[0] == {name: data for name, data in content().items() if name != "data/pack.json"}
+    forget()
+    assert f"encoded by {NAME}" in run_stage()
+    assert "gives other tokens for the text" in metrics()["encoder"]["reason"]
+    assert content() == expected | {str(METRICS): METRICS.read_bytes()}
 
 
 def test_trap_23_rows_are_int32_and_memory_mapped() -> None:
@@ -243,8 +235,7 @@ def test_trap_23_rows_are_int32_and_memory_mapped() -> None:
     run(seq_length=8)
     dataset = datasets.load_from_disk("data/tokens/train")
     assert dataset.features == datasets.Features({"input_ids": datasets.List(datasets.Value("int32"), length=8)})
-    state = read_json(Path("data/tokens/train/state.json"))
-    [entry] = state["_data_files"]
+    [entry] = read_json(Path("data/tokens/train/state.json"))["_data_files"]
     path = Path("data/tokens/train", entry["filename"])
     assert entry["sha256"] == sha256_file(path)
     before = pa.total_allocated_bytes()
@@ -268,53 +259,46 @@ def test_the_fingerprint_depends_on_the_content_only() -> None:
     assert len(prints[0][0]) == 64
 
 
-def test_trap_26_a_model_without_an_eos_token_is_refused() -> None:
-    make_corpus([["train"], ["validation"]])
-    make_model(eos_token_id=None)
-    with pytest.raises(StageError, match=r"eos_token_id: .*: run `dvc repro -f -s download`"):
-        run()
-    make_model(eos_token_id=5000)
-    with pytest.raises(StageError, match="has no token 5000"):
-        run()
-    make_model()
-    Path("data/tokenizer.json").unlink()
-    with pytest.raises(StageError, match=r"data/tokenizer.json is missing: run `dvc repro -f -s download`"):
-        run()
-
-
-def test_trap_26_a_seq_length_above_the_limit_of_the_model_is_refused() -> None:
-    make_corpus([["train"], ["validation"]])
-    make_model(max_seq_length=8)
-    with pytest.raises(StageError, match="seq_length is 9, model allows at most 8: lower it"):
-        run(seq_length=9)
-
-
-def test_a_tokenizer_of_another_model_is_refused() -> None:
-    make_corpus([["train é"], ["validation"]])
-    make_model(vocab_size=100)
-    with pytest.raises(StageError, match=r"gives token \d+, but the model's vocab_size is 100"):
-        run()
-    make_model()
-    Path("data/tokenizer.json").write_text("{}")
-    with pytest.raises(StageError, match=r"tokenizer.json is damaged or was changed"):
-        run()
+LONG = [["long enough é"], ["long enough"]]
 
 
 @pytest.mark.parametrize(
-    ("splits", "arguments", "message"),
+    ("model", "splits", "params", "message"),
     [
-        ([[], []], {}, "contains no text: put files with text into raw_dir"),
-        ([["a"], ["b"]], {"validation_splits": 2}, "validation_splits is 2 of num_splits = 2 splits"),
-        ([["xy"], ["long enough"]], {}, "train has 3 tokens, too few for one row of seq_length 4: lower seq_length"),
-        ([["long enough"], ["xy"]], {}, r"validation has 3 tokens, .* raise validation_splits \(now 1\)"),
+        ({"eos_token_id": None}, LONG, {}, r"eos_token_id: .*: run `dvc repro -f -s download`"),
+        ({"eos_token_id": 5000}, LONG, {}, "has no token 5000"),
+        ({"max_seq_length": 8}, LONG, {"seq_length": 9}, "seq_length is 9, model allows at most 8: lower it"),
+        ({"vocab_size": 100}, LONG, {}, r"gives token \d+, but the model's vocab_size is 100"),
+        ({}, [[], []], {}, "contains no text: put files with text into raw_dir"),
+        ({}, LONG, {"validation_splits": 2}, "validation_splits is 2 of num_splits = 2 splits"),
+        (
+            {},
+            [["xy"], ["long enough"]],
+            {},
+            "train has 3 tokens, too few for one row of seq_length 4: lower seq_length",
+        ),
+        ({}, [["long enough"], ["xy"]], {}, r"validation has 3 tokens, .* raise validation_splits \(now 1\)"),
     ],
 )
-def test_trap_03_too_little_text_is_refused(splits: list[list[str]], arguments: dict[str, Any], message: str) -> None:
-    make_model()
+def test_trap_03_26_what_gives_no_rows_for_the_model_is_refused(
+    model: dict[str, Any], splits: list[list[str]], params: dict[str, Any], message: str
+) -> None:
+    make_model(**model)
     make_corpus(splits)
     with pytest.raises(StageError, match=message):
-        run(**arguments)
+        run(**params)
     assert not list(Path("data").glob("tokens/*"))
+
+
+def test_a_tokenizer_that_download_has_not_written_is_refused() -> None:
+    make_corpus(LONG)
+    make_model()
+    TOKENIZER.write_text(TOKENIZER.read_text() + " ")
+    with pytest.raises(StageError, match=r"data/tokenizer.json is damaged or was changed: .*: run `dvc repro -f -s do"):
+        run()
+    TOKENIZER.unlink()
+    with pytest.raises(StageError, match=r"data/tokenizer.json is missing: run `dvc repro -f -s download`"):
+        run()
 
 
 def test_the_corpus_that_is_recorded_is_the_one_that_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,13 +315,13 @@ def test_the_corpus_that_is_recorded_is_the_one_that_was_read(monkeypatch: pytes
     monkeypatch.setattr(packing.RowWriter, "close", close_late)
     assert encode() == 0
     assert Dataset.read(CORPUS, "extract").fingerprint != read
-    assert read_json(Path("data/pack.json"))["source"] == read
+    assert metrics()["source"] == read
 
 
 def test_a_damaged_corpus_is_refused() -> None:
     make_model()
     make_corpus([["train " * 50], ["validation"]])
-    path = Path("data/corpus/data-00000-of-00002.arrow")
+    path = CORPUS / "data-00000-of-00002.arrow"
     good = path.read_bytes()
     # Without the check, the last two would be read as a valid, shorter shard and as another text.
     for bad in (good[:-1], good[:-8], good.replace(b"train", b"trail")):
@@ -349,31 +333,22 @@ def test_a_damaged_corpus_is_refused() -> None:
         run()
 
 
-@pytest.mark.parametrize("name", ["state.json", "dataset_info.json"])
-def test_trap_29_metadata_that_extract_has_not_written_is_refused(name: str) -> None:
-    make_model()
-    make_corpus(SPLITS)
-    path = CORPUS / name
-    metadata = json.loads(path.read_text())
-    key = "_data_files" if name == "state.json" else "features"
-    for content in (*NOT_RECORDS, *(json.dumps({**metadata, key: value}).encode() for value in (None, 1, "text", [1]))):
-        path.write_bytes(content)
-        with pytest.raises(StageError, match=r"^data/corpus/state.json .*run `dvc repro -f -s extract`$"):
-            run()
-
-
-def test_trap_29_rows_that_the_corpus_does_not_have_are_refused() -> None:
+@pytest.mark.parametrize("function", [encode, run])  # with the tokens in the store, and without
+def test_trap_29_metadata_that_extract_has_not_written_is_refused(function: Callable[[], object]) -> None:
     make_model()
     make_corpus(SPLITS)
     run()
-    path = CORPUS / "state.json"
-    state = json.loads(path.read_text())
-    for rows in (4, -1):
-        state["_data_files"][0]["rows"] = rows
-        path.write_text(json.dumps(state))
-        for function in (encode, run):  # with the tokens in the store, and without
+    for name, key in (("state.json", "_data_files"), ("dataset_info.json", "features")):
+        good = (CORPUS / name).read_bytes()
+        values: list[Any] = [None, 1, "text", [1]]
+        if name == "state.json":
+            first, *others = json.loads(good)[key]
+            values += [[{**first, "rows": rows}, *others] for rows in (4, -1)]
+        for bad in (*NOT_RECORDS, *(json.dumps({**json.loads(good), key: value}).encode() for value in values)):
+            (CORPUS / name).write_bytes(bad)
             with pytest.raises(StageError, match=r"^data/corpus/state.json .*run `dvc repro -f -s extract`$"):
                 function()
+        (CORPUS / name).write_bytes(good)
 
 
 def test_a_seq_length_beyond_any_model_is_refused() -> None:
@@ -387,24 +362,21 @@ def test_unknown_tokens_and_dropped_characters_are_counted() -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     make_model(tokenizer)
     make_corpus([["a b a c"], ["a a"]])
-    metrics = run(seq_length=2)
-    assert metrics["train"] == {
+    found = run(seq_length=2)
+    assert found["train"] == {
         "documents": 1, "characters": 7, "bytes": 7, "tokens": 5, "rows": 2, "characters_per_token": 1.75,
         "unknown_share": 0.5, "dropped_characters": 0, "duplicates": 0,
         "conversations": None,
     }  # fmt: skip
-    assert metrics["validation"]["unknown_share"] == 0
+    assert found["validation"]["unknown_share"] == 0
     vocab = {token: index for index, token in enumerate(["</s>", *"abĠ"])}  # some bytes, no unknown token
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     make_model(tokenizer)
     make_corpus([["a\x01 b\x02", "a b\x01"], ["aaaa"]])
-    metrics = run(seq_length=2)
-    assert (metrics["train"]["tokens"], metrics["train"]["dropped_characters"]) == (8, 3)
-    assert metrics["validation"]["dropped_characters"] == 0
-
-
-SPLITS = [[f"document {split} {index} " * 9 for index in range(5)] for split in range(5)]
+    found = run(seq_length=2)
+    assert (found["train"]["tokens"], found["train"]["dropped_characters"]) == (8, 3)
+    assert found["validation"]["dropped_characters"] == 0
 
 
 def test_tokens_are_reused_when_only_the_rows_change() -> None:
@@ -427,15 +399,15 @@ def test_tokens_are_reused_if_text_tokenizer_and_code_are_the_same(monkeypatch: 
     reused = content()
     run()
     assert content() == reused
-    make_model(eos_token_id=BOS)
-    assert encode() == 5
     make_model(vocab_size=1 << 17)  # in four bytes each
+    assert encode() == 5
+    assert content() == reused
+    make_model(eos_token_id=BOS)
     assert encode() == 5
     tokenizer = byte_tokenizer()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     make_model(tokenizer)
     assert encode() == 5
-    assert encode() == 0
     make_model(tokenizer, special_tokens={"pad_token": "ab"})  # which is a special token then
     assert encode() == 5
     assert encode() == 0
@@ -443,86 +415,42 @@ def test_tokens_are_reused_if_text_tokenizer_and_code_are_the_same(monkeypatch: 
     assert encode() == 5
 
 
-def test_tokens_of_two_and_four_bytes_give_the_same_rows() -> None:
-    make_corpus(SPLITS)
-    make_model()
-    run()
-    narrow = content()
-    make_model(vocab_size=1 << 17)
-    run()
-    assert content() == narrow
-
-
-@pytest.mark.slow
-def test_one_added_file_encodes_a_quarter_of_the_splits_on_average_at_most() -> None:
-    def encode_raw() -> tuple[int, dict[str, bytes]]:
-        organize_raw(num_splits=20)
-        extract(PARAMS, ExtractRuntime(num_workers=1, reuse_gib=1))
-        shards = {path.name: path.read_bytes() for path in CORPUS.glob("*.arrow")}
-        return encode(), shards
-
-    make_model()
-    put_numbered(400)
-    num_encoded, shards = encode_raw()
-    assert num_encoded == 20
-    counts = []
-    for name in ("aaa.txt", "folder1/00100b.txt", "folder3/00200b.txt", "folder5/00300b.txt", "zzz.txt"):
-        put({name: f"added as {name}"})
-        before = shards
-        num_encoded, shards = encode_raw()
-        assert 1 <= num_encoded <= sum(shards[shard] != before[shard] for shard in shards)
-        counts.append(num_encoded)
-    assert sum(counts) / len(counts) <= 20 / 4
-
-
-def test_finished_splits_are_kept_when_another_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_splits_are_kept_when_another_fails_and_the_store_is_verified_and_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     make_model()
     make_corpus(SPLITS)
     run()
     clean = content()
-    shutil.rmtree("data/.reuse")
-    shutil.rmtree("data/tokens")
+    forget()
+    encode_batch, finished = packing.encode, []
+
+    def failing(task: packing.BatchTask) -> packing.Encoded:
+        if len(finished) == 3:
+            raise RuntimeError
+        finished.append(encode_batch(task))
+        return finished[-1]
+
     with monkeypatch.context() as patch:
-        patch.setattr(packing, "encode", failing(packing.encode, 3))
+        patch.setattr(packing, "encode", failing)
         with pytest.raises(RuntimeError):
             encode()
     assert not list(Path("data").glob("tokens*"))
     assert encode() == 2
     assert content() == clean
-
-
-def failing(function: Any, calls: int) -> Any:
-    """The function, which fails after so many calls."""
-
-    def limited(task: packing.BatchTask) -> packing.Encoded:
-        nonlocal calls
-        calls -= 1
-        if calls < 0:
-            raise RuntimeError
-        result: packing.Encoded = function(task)
-        return result
-
-    return limited
-
-
-def test_the_store_of_tokens_is_bounded_and_verified() -> None:
-    make_model()
-    make_corpus(SPLITS)
-    run()
-    clean = content()
-    damaged = sorted(Path("data/.reuse").glob("*/file"))[0]
+    damaged = sorted(STORE.glob("*/file"))[0]
     damaged.write_bytes(damaged.read_bytes()[:-2])
     assert encode() == 1
     assert content() == clean
     assert encode(reuse_gib=0) == 0
-    assert list(Path("data/.reuse").iterdir()) == []
+    assert list(STORE.iterdir()) == []
 
 
 def test_the_file_of_a_lost_worker_is_not_written_to() -> None:
     make_model()
     make_corpus([["text"]])
-    [shard] = Dataset.read(Path("data/corpus"), "extract").shards
-    path, target = Path("data/corpus", shard.filename), Path("tokens")
+    [shard] = Dataset.read(CORPUS, "extract").shards
+    path, target = CORPUS / shard.filename, Path("tokens")
     target.write_bytes(b"of a lost worker")
     with target.open("rb") as left:
         [offset] = arrow.batch_offsets(path)
@@ -544,14 +472,18 @@ def test_an_error_of_the_disk_is_not_the_end_of_a_file() -> None:
         duplicates._read_entries(broken, 0, 1)
 
 
+def write_params(**params: Any) -> None:
+    runtime = {"num_workers": 2, "reuse_gib": 1}
+    publish.write_json(Path("params.yaml"), {"seq_length": 4, "validation_splits": 1, "runtime": runtime, **params})
+
+
 def test_trap_28_two_runs_at_once_give_the_tokens_of_one() -> None:
     make_model()
     make_corpus([[f"document {split} {index} " * 90 for index in range(20)] for split in range(8)], batch_size=5)
-    Path("params.yaml").write_text("seq_length: 4\nvalidation_splits: 1\nruntime: {num_workers: 2, reuse_gib: 1}\n")
-    start_stage("pack").communicate()
+    run()
     clean = content()
-    shutil.rmtree("data/.reuse")
-    shutil.rmtree("data/tokens")
+    forget()
+    write_params()
     with publish.lock(Path("data/tokens")):  # both wait, and then compete
         stages = [start_stage("pack") for _ in range(2)]
         for stage in stages:
@@ -563,44 +495,38 @@ def test_trap_28_two_runs_at_once_give_the_tokens_of_one() -> None:
     assert encode() == 0
 
 
-def test_trap_28_what_changes_while_it_is_packed_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_model()
-    make_corpus(SPLITS)
-    encode_intact = packing.encode
-
-    def encode_replaced(task: packing.BatchTask) -> packing.Encoded:
-        encoded = encode_intact(task)
-        make_corpus([["another"], *SPLITS[1:]])
-        return encoded
-
-    with monkeypatch.context() as patch:
-        patch.setattr(packing, "encode", encode_replaced)
-        with pytest.raises(StageError, match=r"data-00000-of-00005\.arrow is damaged .* while it was read"):
-            encode()
-    assert not list(Path("data").glob("tokens*"))
-    assert not Path("data/.reuse").exists()
+NOT_OF_THE_ENCODER = r"train-data-00000-.* is damaged .*: check the disk"
 
 
-@pytest.mark.parametrize("damage", ["written", "cut"])
-def test_trap_28_tokens_that_are_not_those_of_the_encoder_are_not_stored(
-    monkeypatch: pytest.MonkeyPatch, damage: str
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda tokens: make_corpus([["another"], *SPLITS[1:]]),
+            r"00000-of-00005\.arrow is damaged .* while it was read",
+        ),
+        (lambda tokens: os.truncate(tokens, tokens.stat().st_size - 2), NOT_OF_THE_ENCODER),
+        (lambda tokens: tokens.write_bytes(bytes(tokens.stat().st_size)), NOT_OF_THE_ENCODER),
+    ],
+    ids=["another corpus", "tokens cut", "tokens written over"],
+)
+def test_trap_28_what_changes_while_it_is_packed_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], message: str
 ) -> None:
     make_model()
     make_corpus(SPLITS)
     encode_intact = packing.encode
 
-    def encode_damaged(task: packing.BatchTask) -> packing.Encoded:
+    def encode_and_change(task: packing.BatchTask) -> packing.Encoded:
         encoded = encode_intact(task)
-        if damage == "cut":
-            os.truncate(task.target, task.target.stat().st_size - 2)
-        else:
-            task.target.write_bytes(bytes(task.target.stat().st_size))
+        change(task.target)
         return encoded
 
-    monkeypatch.setattr(packing, "encode", encode_damaged)
-    with pytest.raises(StageError, match=r"train-data-00000-.* is damaged .*: check the disk"):
+    monkeypatch.setattr(packing, "encode", encode_and_change)
+    with pytest.raises(StageError, match=message):
         encode()
-    assert not Path("data/.reuse").exists()
+    assert not list(Path("data").glob("tokens*"))
+    assert not STORE.exists()
 
 
 @pytest.mark.slow
@@ -612,11 +538,8 @@ def test_trap_21_after_a_kill_only_unfinished_splits_are_encoded(number: int) ->
     make_corpus([[f"document {split} {index} " * 1100 for index in range(50)] for split in range(12)])
     run(fast_encoder=False)
     clean = content()
-    shutil.rmtree("data/.reuse")
-    shutil.rmtree("data/tokens")
-    Path("params.yaml").write_text(
-        "seq_length: 4\nvalidation_splits: 1\nfast_encoder: false\nruntime: {num_workers: 2, reuse_gib: 1}\n"
-    )
+    forget()
+    write_params(fast_encoder=False)
     chance = random.Random(number)
     stage = start_stage("pack")
     processes = wait_for_workers(stage, 2)
@@ -625,18 +548,9 @@ def test_trap_21_after_a_kill_only_unfinished_splits_are_encoded(number: int) ->
         (stage if chance.random() < 0.5 else chance.choice(processes)).kill()
     stage.communicate()
     psutil.wait_procs(processes, timeout=5)
-    kept = [path for path in Path("data/.reuse").glob("*") if path.suffix != reuse._TEMPORARY]
+    kept = [path for path in STORE.glob("*") if path.suffix != reuse._TEMPORARY]
     assert encode(fast_encoder=False) == 12 - len(kept)
     assert content() == clean
-
-
-SMALL = EncoderLimits(batch=800)
-
-
-def tokens_of(documents: list[str]) -> list[list[int]]:
-    """What an encoder with small batches makes of documents, in its pieces."""
-    encoder = Encoder(spec_of_model()._replace(is_fast=False), SMALL)
-    return [piece.tokens.tolist() for piece in encoder.encode(pa.array(documents))]
 
 
 def test_documents_have_the_same_tokens_in_any_batches() -> None:
@@ -645,67 +559,48 @@ def test_documents_have_the_same_tokens_in_any_batches() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.encode_special_tokens = True
     stream = [token for document in documents for token in (*tokenizer.encode(document).ids, EOS)]
-    assert [*chain.from_iterable(tokens_of(documents))] == stream
+    encoder = Encoder(spec_of_model(fast_encoder=False), EncoderLimits(batch=800))
+    assert [*chain.from_iterable(piece.tokens.tolist() for piece in encoder.encode(pa.array(documents)))] == stream
 
 
 def test_no_document_of_a_corpus_is_longer_than_a_batch() -> None:
     assert LIMITS.longest_document <= DEFAULT_LIMITS.batch
 
 
-@pytest.mark.parametrize("fast_encoder", [False, True])
-def test_a_worker_encodes_with_one_thread(fast_encoder: bool) -> None:
+def test_a_worker_encodes_with_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     make_model()
-    script = f"""
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    script = """
 import psutil, pyarrow
 from stages.tokenizing.encoding import Encoder
 from stages.pack import PackParams, find_tokenizer_spec
 from stages.model.manifest import ModelManifest
-params = PackParams(seq_length=4, validation_splits=0, fast_encoder={fast_encoder})
-spec = find_tokenizer_spec(params, ModelManifest.read())
-encoder, process = Encoder(spec), psutil.Process()
-before = process.num_threads()
-list(encoder.encode(pyarrow.array([f"text {{number}}" for number in range(1000)])))
-print(process.num_threads() - before)
+for fast_encoder in (False, True):
+    encoder = Encoder(find_tokenizer_spec(PackParams(4, 0, fast_encoder), ModelManifest.read()))
+    before = psutil.Process().num_threads()
+    list(encoder.encode(pyarrow.array([f"text {number}" for number in range(1000)])))
+    print(psutil.Process().num_threads() - before)
 """
-    environment = {**os.environ, "PYTHONPATH": str(REPO), "RAYON_NUM_THREADS": "3"}
-    environment.pop("TOKENIZERS_PARALLELISM", None)
-    output = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
-    assert int(output) <= 0  # a thread of the libraries may end meanwhile
+    output = run_python(script, RAYON_NUM_THREADS="3").stdout
+    assert max(map(int, output.split())) <= 0  # a thread of the libraries may end meanwhile
 
 
 CHAT = ["<|im_start|>", "<|im_end|>"]
 
 
-def make_chat_model(template: str | None = CHATML) -> None:
+def make_chat_model(template: str | None = CHATML, **changes: Any) -> None:
     """A model with a chat template, and two special tokens for it."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CHAT])
-    model = make_model(tokenizer)
-    if template is not None:
-        dataclasses.replace(model, chat_templates={"default": template}).write()
-
-
-def make_conversations(splits: list[list[str | dict[str, Any]]], batch_size: int = 1000) -> None:
-    """Write a corpus of documents and conversations."""
-    directory = Path("data/corpus")
-    directory.mkdir(parents=True, exist_ok=True)
-    features = dict.fromkeys(("text", "messages"), arrow.TEXT["text"])
-    shards = []
-    for index, rows in enumerate(splits):
-        stream = arrow.StreamWriter(directory / arrow.shard_name(index, len(splits)), features)
-        for start in range(0, len(rows), batch_size):
-            some = rows[start : start + batch_size]
-            stream.write(
-                pa.array([row if isinstance(row, str) else None for row in some], pa.string()),
-                pa.array([json.dumps(row) if isinstance(row, dict) else None for row in some], pa.string()),
-            )
-        shards.append(stream.close())
-    Dataset(features, shards).write(directory)
+    make_model(tokenizer, chat_templates={} if template is None else {"default": template}, **changes)
 
 
 def chat(*contents: str) -> dict[str, Any]:
     roles = ["user", "assistant"] * len(contents)
     return {"messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]}
+
+
+SHORT = [[chat("a", "b")], [chat("a", "b")]]
 
 
 def documents_of(name: str, seq_length: int) -> list[tuple[str, str]]:
@@ -726,82 +621,73 @@ def documents_of(name: str, seq_length: int) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("seq_length", [64, 67])  # bits of a row need not begin a byte
-def test_conversations_stay_whole_and_say_what_is_trained(seq_length: int) -> None:
+def test_conversations_stay_whole_and_say_what_is_trained(seq_length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     make_chat_model()
-    conversations = [chat(f"question {index}", f"answer {'x' * (index % 17)}") for index in range(40)]
+    answers = [f"answer {'x' * (index % 17)}" for index in range(40)]
+    conversations = [chat(f"question {index}", answer) for index, answer in enumerate(answers)]
     texts = [f"document {index} " * 5 for index in range(7)]
-    mixed: list[Any] = [*conversations[:10], *texts[:3], *conversations[10:], *texts[3:]]
-    make_conversations([mixed, [conversations[0]]], batch_size=9)
-    metrics = run(seq_length=seq_length)["train"]
+    make_corpus([[*conversations[:10], *texts[:3], *conversations[10:], *texts[3:]], conversations[:1]], batch_size=9)
+    counts = run(seq_length=seq_length)["train"]
     found = documents_of("train", seq_length)
-    rendered = {
-        f"<|im_start|>user\nquestion {index}<|im_end|>\n<|im_start|>assistant\nanswer {'x' * (index % 17)}<|im_end|>\n":
-        f"answer {'x' * (index % 17)}<|im_end|>" for index in range(40)
-    }  # fmt: skip
+    rendered = [
+        (f"<|im_start|>user\nquestion {index}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n",
+         f"{answer}<|im_end|>") for index, answer in enumerate(answers)
+    ]  # fmt: skip
     whole = [(text, trained.strip()) for text, trained in found if text.startswith("<|im_start|>")]
-    assert sorted(whole) == sorted((text, trained.strip()) for text, trained in rendered.items())
+    assert sorted(whole) == sorted(rendered)
     others = [(text, trained) for text, trained in found if not text.startswith("<|im_start|>")]
     padding = [text for text, trained in others if not trained]
     assert {*"".join(padding).split(SPELLING)} == {""}
     assert "".join(trained for _, trained in others) == "".join(text + SPELLING for text in texts)
-    counts = metrics["conversations"]
-    assert (metrics["documents"], counts["conversations"], counts["refused"]) == (47, 40, {})
-    assert counts["padding_tokens"] == sum(len(text) for text in padding) // len(SPELLING)
-    assert metrics["rows"] * seq_length == metrics["tokens"] + counts["padding_tokens"]
-    assert counts["terminators"] == [Tokenizer.from_file("model/tokenizer.json").token_to_id("<|im_end|>")]
+    of_chat = counts["conversations"]
+    assert (counts["documents"], of_chat["conversations"], of_chat["refused"]) == (47, 40, {})
+    assert of_chat["padding_tokens"] == sum(len(text) for text in padding) // len(SPELLING)
+    assert counts["rows"] * seq_length == counts["tokens"] + of_chat["padding_tokens"]
+    assert of_chat["terminators"] == [Tokenizer.from_file("model/tokenizer.json").token_to_id("<|im_end|>")]
 
-
-def test_rows_of_conversations_are_the_same_for_any_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_chat_model()
-    rows: list[Any] = [chat("question", "answer " * (index % 3 + 1)) for index in range(60)]
-    make_conversations([[*rows, "a document " * 40], [chat("a", "b")]], batch_size=7)
-    run(seq_length=80)
-    clean = content()
-    read = packing._read
+    clean, read = content(), packing._read
     monkeypatch.setattr(packing, "_read", lambda path, dtype, size: read(path, dtype, 13))
-    run(seq_length=80)
-    assert content() == clean
+    run(seq_length=seq_length)
+    assert content() == clean, "rows are the same for any pieces in which tokens are read"
 
 
 def test_what_gives_no_tokens_is_counted_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
     make_chat_model()
     long = chat("question", "x" * 100)
-    make_conversations([[chat("a", "b"), long, chat("nobody answers")], [chat("a", "b")]])
-    metrics = run(seq_length=64)["train"]["conversations"]
-    assert metrics["refused"] == {"longer than a row": 1, "nothing of it is trained": 1}
+    make_corpus([[chat("a", "b"), long, chat("nobody answers")], [chat("a", "b")]])
+    found = run(seq_length=64)["train"]["conversations"]
+    assert found["refused"] == {"longer than a row": 1, "nothing of it is trained": 1}
     warning = (
         "pack: warning: 25% of the conversations are refused, so not trained: map the role of its answers with `roles`"
     )
     assert warning in capsys.readouterr().out
-    first, second = metrics["first_refused"]
-    assert re.fullmatch("longer than a row: 1.. tokens, and seq_length is 64", first[0])
-    assert json.dumps(long).startswith(first[1]) and second[1].startswith('{"messages": [{"role": "user"')
-    make_conversations([[chat("a", "b"), *[long] * 3, chat("nobody answers")], [chat("a", "b")]])
-    output = pack(PackParams(64, 1), PackRuntime(num_workers=1, reuse_gib=1))
+    first, second = found["first_refused"]
     reason = r"longer than a row: 1.. tokens, and seq_length is 64"
+    assert re.fullmatch(reason, first[0])
+    assert json.dumps(long).startswith(first[1]) and second[1].startswith('{"messages": [{"role": "user"')
+    run_stage(seq_length=160)  # another length is another result
+    assert metrics()["train"]["conversations"]["conversations"] == 2
+    make_corpus([[chat("a", "b"), *[long] * 3, chat("nobody answers")], [chat("a", "b")]])
+    output = run_stage(seq_length=64)
     assert re.search(rf" trained, 4 refused \(3 of them as this one: {reason}; see data/pack.json\)$", output)
-    make_conversations([[chat("a", "b"), long, chat("nobody answers")], [chat("a", "b")]])
-    encode(seq_length=160)  # another length is another result
-    assert json.loads(Path("data/pack.json").read_text())["train"]["conversations"]["conversations"] == 2
 
 
 def test_what_the_chat_template_leaves_out_is_refused_above_a_share() -> None:
-    template = CHATML.replace("in messages %}", "in messages if message.role != 'system' %}")
-    make_chat_model(template)
+    make_chat_model(CHATML.replace("in messages %}", "in messages if message.role != 'system' %}"))
     with_system = chat("a", "b")
     with_system["messages"].insert(0, {"role": "system", "content": "Be brief."})
-    make_conversations([[with_system] * 3 + [chat("c", "d")], [chat("e", "f")]])
+    make_corpus([[with_system] * 3 + [chat("c", "d")], [chat("e", "f")]])
     problem = (
         r"the chat template leaves out 3 of 3 strings of system \(100.0%\), and max_left_out is 0.01: set chat_"
         r"template to the file of one that writes them, leave them out of the data by a rule .*, or raise max_left_out"
     )
     with pytest.raises(StageError, match=problem):
         run(seq_length=64)
-    assert not Path("data/pack.json").exists()
-    output = pack(PackParams(64, 1, max_left_out=1), PackRuntime(num_workers=1, reuse_gib=1))
+    assert not METRICS.exists()
+    output = run_stage(seq_length=64, max_left_out=1)
     assert "2 of 2 splits reused" in output
     assert output.endswith(", left out by the chat template: 3 of 3 strings of system")
-    found = read_json(Path("data/pack.json"))["train"]["conversations"]
+    found = metrics()["train"]["conversations"]
     assert (found["strings"], found["left_out"]) == ({"assistant": 4, "system": 3, "user": 4}, {"system": 3})
 
 
@@ -809,58 +695,50 @@ def test_all_chat_templates_of_the_model_are_kept() -> None:
     make_chat_model()
     templates = {"default": CHATML, "tool_use": "{{ tools }}" + CHATML, "rag": "a"}
     dataclasses.replace(ModelManifest.read(), chat_templates=templates).write()
-    make_conversations([[chat("a", "b")], [chat("a", "b")]])
+    make_corpus(SHORT)
     assert run(seq_length=64)["chat_templates"] == templates
     dataclasses.replace(ModelManifest.read(), chat_templates={**templates, "rag": "{% for"}).write()
     with pytest.raises(StageError, match=r"the chat template rag of model, line 1: .*: correct it, or set chat_templ"):
         run(seq_length=64)
 
 
-def test_conversations_need_a_template_that_dvc_watches() -> None:
-    make_chat_model(template=None)
-    make_conversations([[chat("a", "b")], [chat("a", "b")]])
-    with pytest.raises(StageError, match=r"^the model has no chat template.*set chat_template"):
-        run()
-    Path("chat.jinja").write_text(CHATML)
-    for path in ("chat.jinja", "models/templates/none.jinja", "models/templates/../../chat.jinja"):
-        params = PackParams(64, 1, chat_template=path)
-        with pytest.raises(
-            StageError, match=rf"^chat_template is '{path}': name a file in models/templates/, which DVC"
-        ):
-            pack(params, PackRuntime(num_workers=1, reuse_gib=1))
-    Path("models/templates").mkdir(parents=True)
-    Path("models/templates/chat.jinja").write_text(CHATML)
-    pack(PackParams(64, 1, chat_template="models/templates/chat.jinja"), PackRuntime(num_workers=1, reuse_gib=1))
-    assert json.loads(Path("data/pack.json").read_text())["chat_templates"] == {"default": CHATML}
+NOT_WATCHED = r"^chat_template is '.*(chat|none)\.jinja': name a file in models/templates/, which DVC"
 
 
-def test_a_template_that_fails_is_named_with_its_line_or_with_a_remedy() -> None:
+@pytest.mark.parametrize(
+    ("path", "template", "message"),
+    [
+        (None, CHATML, r"^the model has no chat template.*set chat_template"),
+        ("chat.jinja", CHATML, NOT_WATCHED),
+        ("models/templates/../../chat.jinja", CHATML, NOT_WATCHED),
+        ("models/templates/none.jinja", CHATML, NOT_WATCHED),
+        ("models/templates/own.jinja", "{% for each in messages %}\n{{ each.content }\n{% endfor %}",
+         r"^models/templates/own\.jinja, line 2: .*'}'.*"),
+        ("models/templates/own.jinja", "{{ raise_exception('no') }}",
+         r"\(the chat template fails: no\): set chat_template to the file of one that writes them, or correct the "
+         "conversations$"),
+        ("models/templates/own.jinja", CHATML, None),
+    ],
+)  # fmt: skip
+def test_conversations_need_a_valid_template_that_dvc_watches(
+    path: str | None, template: str, message: str | None
+) -> None:
     make_chat_model(template=None)
-    make_conversations([[chat("a", "b")], [chat("a", "b")]])
-    template = Path("models/templates/own.jinja")
-    template.parent.mkdir(parents=True)
-    for text, message in (
-        (
-            "{% for each in messages %}\n{{ each.content }\n{% endfor %}",
-            r"^models/templates/own\.jinja, line 2: .*'}'.*",
-        ),
-        (
-            "{{ raise_exception('no') }}",
-            r"\(the chat template fails: no\): set chat_template to the file of one that writes them, or "
-            "correct the conversations$",
-        ),
-    ):
-        template.write_text(text)
-        with pytest.raises(StageError, match=message):
-            pack(PackParams(64, 1, chat_template=str(template)), PackRuntime(num_workers=1, reuse_gib=1))
+    make_corpus(SHORT)
+    for file in (Path("chat.jinja"), TEMPLATES / "own.jinja"):
+        publish.write_text(file, template)
+    if message is None:
+        run_stage(seq_length=64, chat_template=path)
+        assert metrics()["chat_templates"] == {"default": CHATML}
+        return
+    with pytest.raises(StageError, match=message):
+        run_stage(seq_length=64, chat_template=path)
 
 
 def test_records_of_raw_files_become_trained_conversations() -> None:
-    make_chat_model(template=None)
-    dataclasses.replace(ModelManifest.read(), special_tokens={"eos_token": SPELLING}).write()
-    template = Path("models/templates/plain.jinja")
-    template.parent.mkdir(parents=True)
-    shutil.copy(REPO / template, template)
+    make_chat_model(template=None, special_tokens={"eos_token": SPELLING})
+    template = TEMPLATES / "plain.jinja"
+    publish.write_text(template, (REPO / template).read_text())
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     put({"chat/a.jsonl": json.dumps({"id": "x1", "conversations": turns}) + "\n", "notes.txt": "a note"})
     pq.write_table(pa.table({"q": ["1+1?", "left out"], "a": ["2", None], "link": ["l", "l"]}), "data/raw/b.parquet")
@@ -869,18 +747,16 @@ def test_records_of_raw_files_become_trained_conversations() -> None:
         {"files": "*.parquet", "prompt": [{"role": "user", "content": "$.q"}],
          "completion": [{"role": "assistant", "content": "$.a"}]},
     ]  # fmt: skip
-    metrics = extract_raw(records=rules)
-    assert [rule["conversations"] for rule in metrics["rules"]] == [1, 1]
-    assert metrics["rules"][1]["left_out"] == {"no string at $.a": 1}
-    pack(PackParams(64, 0, chat_template=str(template)), PackRuntime(num_workers=1, reuse_gib=1))
+    extracted = extract_raw(records=rules)
+    assert [rule["conversations"] for rule in extracted["rules"]] == [1, 1]
+    assert extracted["rules"][1]["left_out"] == {"no string at $.a": 1}
+    run_stage(seq_length=64, validation_splits=0, chat_template=str(template))
     found = [(text, trained) for text, trained in documents_of("train", 64) if trained]
-    assert sorted(found) == sorted(
-        [
-            (f"User: Hi\nAssistant: Hello{SPELLING}\n", f" Hello{SPELLING}"),
-            (f"User: 1+1?\nAssistant: 2{SPELLING}\n", f" 2{SPELLING}"),
-            (f"a note{SPELLING}", f"a note{SPELLING}"),
-        ]
-    )
+    assert sorted(found) == [
+        (f"User: 1+1?\nAssistant: 2{SPELLING}\n", f" 2{SPELLING}"),
+        (f"User: Hi\nAssistant: Hello{SPELLING}\n", f" Hello{SPELLING}"),
+        (f"a note{SPELLING}", f"a note{SPELLING}"),
+    ]
 
 
 def test_counts_of_many_parts_are_added_in_linear_time() -> None:

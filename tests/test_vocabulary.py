@@ -16,9 +16,7 @@ from tests.kinds import EOS, KINDS, SPECIAL, SPELLINGS, UNK, encode, make, prose
 SMALL = EncoderLimits(batch=400)
 
 
-@pytest.fixture(autouse=True)
-def in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_project")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,7 +46,7 @@ def without_spaces(text: str) -> str:
 
 
 def test_dropout_divides_no_word_at_random() -> None:
-    tokenizer = Tokenizer.from_str(make("BPE of bytes").to_str())
+    tokenizer = make("BPE of bytes")
     expected = encode(Encoder(spec_of(tokenizer)), prose(0, 300))
     tokenizer.model.dropout = 0.5
     assert encode(Encoder(spec_of(tokenizer)), prose(0, 300)) == expected
@@ -103,7 +101,6 @@ def test_trap_25_what_makes_a_token_special(source: str) -> None:
 
 def test_trap_25_added_tokens_that_are_not_special_stay_tokens() -> None:
     tokenizer = make("BPE of bytes")
-    tokenizer = Tokenizer.from_str(tokenizer.to_str())
     tokenizer.add_tokens([AddedToken("<tool>", lstrip=True)])
     text = "a <tool>s</s>"
     expected = [*tokenizer.encode("a").ids, tokenizer.token_to_id("<tool>")]

@@ -29,7 +29,7 @@ from stages.work.reuse import Store
 from stages.work.workers import Runtime, ordered_map, threaded_map
 from tests import tasks
 from tests.corpus import CORPUS, PARAMS, SPLITS, content_of, organize_raw, put, put_large_file, put_slow_files
-from tests.project import BIN, REPO, is_alive, start_stage, wait_for
+from tests.project import BIN, REPO, is_alive, run_python, start_stage, wait_for
 
 pytestmark = pytest.mark.usefixtures("empty_project")
 
@@ -114,8 +114,9 @@ def task_processes() -> list[psutil.Process]:
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_results_come_in_the_order_of_the_tasks(executor: str, request: pytest.FixtureRequest) -> None:
     """Few results are in memory at a time, and they have the order of the tasks."""
-    is_dask = executor == "dask"
-    runtime = dask_runtime(request.getfixturevalue("dask_cluster")) if is_dask else Runtime(num_workers=2)
+    runtime = Runtime(num_workers=2)
+    if executor == "dask":
+        runtime = dask_runtime(request.getfixturevalue("dask_cluster"))
     assert list(ordered_map(tasks.be_slow, range(5), runtime, ahead=1)) == [0, -1, -2, -3, -4]
 
 
@@ -269,8 +270,7 @@ def main():
 
 command.run(main)
 """
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    stage = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, timeout=30)
+    stage = run_python(code)
     assert (stage.returncode, stage.stderr) == (130, "interrupted: run it again\n")
 
 

@@ -29,10 +29,10 @@ MAY_PASS = frozenset(
 """Errors that a file system gives while its server is away, or is being repaired."""
 
 _OUT_OF_MEMORY = re.compile(
-    r"MemoryError|DefaultCPUAllocator|can't allocate memory|can't start new thread|out of memory|_ALLOC_FAILED|"
-    r"cudaError: 2\b"
+    r"MemoryError|bad_alloc|DefaultCPUAllocator|can't allocate memory|can't start new thread|out of memory|"
+    r"_ALLOC_FAILED|cudaError: 2\b"
 )
-"""In the class or the message: of Python, the CPU allocator, threads, CUDA and NCCL, cuBLAS, and pinned memory."""
+"""In the class or the message: of Python, C++, the CPU allocator, threads, CUDA and NCCL, cuBLAS, and pinned memory."""
 
 
 class StageError(Exception):
