@@ -85,7 +85,9 @@ def extract_raw(num_splits: int = 1, num_workers: int = 1, limits: Limits = LIMI
 
 def keep_all() -> None:
     """Have `pack` skip no row of the corpus."""
-    deduplicate(DeduplicateParams(deduplicate=None, dedup_threshold=0.8), DeduplicateRuntime(num_workers=1, reuse_gib=1))
+    deduplicate(
+        DeduplicateParams(deduplicate=None, dedup_threshold=0.8), DeduplicateRuntime(num_workers=1, reuse_gib=1)
+    )
 
 
 def check(*cases: tuple[Any, ...], limits: Iterable[Limits] = (LIMITS, SMALL), **params: Any) -> dict[str, Any]:

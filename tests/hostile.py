@@ -42,9 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def limits_of(unit: int) -> Limits:
     """The limits of the stage, in which a MiB is only `unit` bytes."""
-    names = (
-        *("chunk", "batch", "longest_document", "longest_string", "longest_record", "most_values", "table"),
-    )
+    names = (*("chunk", "batch", "longest_document", "longest_string", "longest_record", "most_values", "table"),)
     values = {name: getattr(LIMITS, name) * unit // MIB for name in names}
     return replace(LIMITS, **values)
 

@@ -32,9 +32,7 @@ def params_of(root: Path | str, num_splits: int = 4) -> OrganizeParams:
     return OrganizeParams(num_splits=num_splits, raw_dir=str(root))
 
 
-def run(
-    root: Path, num_splits: int = 4, num_workers: int = 1, **sizes: int
-) -> dict[str, bytes]:
+def run(root: Path, num_splits: int = 4, num_workers: int = 1, **sizes: int) -> dict[str, bytes]:
     """Organize `root`; the files of the result by name."""
     target = root.parent / "splits"
     runtime = with_processes(OrganizeRuntime(num_workers=num_workers))
@@ -356,23 +354,6 @@ def test_a_changed_manifest_is_refused(root: Path) -> None:
     path.write_text("{}")
     with pytest.raises(StageError, match=r"split_00\.jsonl is damaged or was changed"):
         splits.read_manifest(path, hashlib.sha256(result["split_00.jsonl"]).hexdigest())
-
-
-test_the_first_of_files_with_the_same_bytes_is_kept(root: Path) -> None:
-    """Also of files that are cut."""
-    lines = "".join(f'"line {number}"\n' for number in range(3000))
-    put(root, **{"b.txt": "a", "folder/a.json": "a", "c.txt": "c", "d.md": "a ", os.fsdecode(b"\xff.txt"): "c"})
-    put(root, **{"e.jsonl": lines, "f.jsonl": lines, "g.jsonl": lines.replace("line 2999", "line 3000")})
-    kept = run(root)
-    assert len({*selected(kept)}) == 9
-    assert summary(kept)["duplicates"] == []
-    result = run(root, deduplicate=True)
-    assert sorted({*selected(result)}) == ["a.txt", "c.txt", "d.md", "e.jsonl", "g.jsonl"]
-    content = summary(result)
-    assert {entry["path"]: entry["of"] for entry in content["duplicates"]} == {
-        "b.txt": "a.txt", "folder/a.json": "a.txt", "\\xff.txt": "c.txt", "f.jsonl": "e.jsonl",
-    }  # fmt: skip
-    assert (content["files"], content["duplicate_files"]) == (5, 4)
 
 
 def test_01_after_a_kill_the_manifests_are_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

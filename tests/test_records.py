@@ -641,18 +641,6 @@ def test_documents_and_conversations_keep_the_order_of_the_files() -> None:
     check(*mixed_cases(), records=[{"files": "**/*.jsonl"}], limits=[LIMITS, Limits(chunk=10, batch=50)])
 
 
-test_equal_documents_and_equal_conversations_are_dropped(limits: Limits) -> None:
-    cases = mixed_cases()
-    put({f"{number:02}/{name}": content for number, (name, content, _) in enumerate(cases)})
-    rules = [{"files": "**/*.jsonl"}]
-    metrics = extract_raw(records=rules, limits=limits, deduplicate_strings=True, num_splits=2)
-    rows = [json.dumps(row) for _, _, rows in cases for row in rows]
-    assert sorted(map(json.dumps, read_rows())) == sorted({*rows})
-    assert metrics["duplicate_strings"] == len(rows) - len({*rows}) == 3
-    table = datasets.load_from_disk(str(CORPUS)).to_list()
-    assert metrics["characters"] == sum(len(row["messages"] or row["text"]) for row in table)
-
-
 def test_what_has_no_row_in_json_is_named_by_its_element_and_first_line() -> None:
     items = [{"text": "a"}, {"other": "b"}, {"text": "c"}, {"other": "d", "more": ["e"]}]
     rows = ["a", "c"]

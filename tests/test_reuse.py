@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import psutil
 import pytest
 
@@ -136,33 +135,6 @@ def test_results_depend_on_parameters_and_code_and_not_on_the_directory(monkeypa
     assert run(params=moved, limits=Limits(num_listed=3)) == 4
     monkeypatch.setattr(code, "digest_with_packages", lambda module: "of an edit")
     assert run(params=moved) == 4
-
-
-test_the_first_of_equal_strings_is_kept() -> None:
-    limits = Limits(digests=7, batch=50)
-    chance = random.Random(0)
-    for number in range(12):
-        strings = [f"string {chance.randrange(60)}" for _ in range(20)]
-        put({f"{number}.json": json.dumps(strings), "same.json": json.dumps(["same"] * 99), "empty.json": "[]"})
-    run(limits=limits)
-    everything = list(datasets.load_from_disk(str(CORPUS))["text"])
-    params = replace(PARAMS, deduplicate_strings=True)
-    assert run(params=params, limits=limits) == 0  # what is stored still has its duplicates
-    different = list(dict.fromkeys(everything))
-    assert len(different) < len(everything) / 2
-    assert list(datasets.load_from_disk(str(CORPUS))["text"]) == different
-    clean = result()
-    assert clean[1]["duplicate_strings"] == len(everything) - len(different)
-    assert_lengths(different)
-    assert clean[1]["strings"] == len(different)
-    assert clean[1]["characters"] == sum(map(len, different))
-    assert sorted(clean[0]) == [
-        *(f"data-{index:05d}-of-00004.arrow" for index in range(4)), "dataset_info.json", "state.json",
-    ]  # fmt: skip
-    assert clean == fresh_result(params=params, limits=limits)
-    put({"0.json": '["an edit", "same"]'})
-    assert run(params=params, limits=limits) == 1
-    assert result() == fresh_result(params=params, limits=limits)
 
 
 def assert_lengths(strings: Iterable[str]) -> None:

@@ -1,6 +1,5 @@
 """Sources, and documents that are held out by their content: from raw files to a model."""
 
-import dataclasses
 import json
 import math
 import re
@@ -22,7 +21,7 @@ from stages.forward.rows import TokenRows
 from stages.organize import OrganizeParams, OrganizeRuntime, organize
 from stages.pack import PackParams, PackRuntime, pack
 from tests.byte_model import EOS, byte_tokenizer, make_model
-from tests.corpus import PARAMS, put
+from tests.corpus import PARAMS, keep_all, put
 from tests.project import LAUNCH, Project, make_pipeline
 from tests.ranks import Ranks
 from tests.trainings import result
