@@ -29,7 +29,7 @@ from stages.base.dataset import Dataset
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.base.publish import read_json, sha256_file
-from stages.formats import duplicates
+from stages.duplicates import finding
 from stages.formats.limits import LIMITS
 from stages.forward.rows import TokenRows
 from stages.model.manifest import TOKENIZER, ModelManifest
@@ -44,6 +44,7 @@ from tests.corpus import (
     CORPUS,
     NOT_RECORDS,
     extract_raw,
+    keep_all,
     put,
     wait_for_workers,
     with_processes,
@@ -76,6 +77,7 @@ def make_corpus(splits: Sequence[Sequence[str | dict[str, Any]]], batch_size: in
             stream.write(*(pa.array(column, pa.string()) for column in columns))
         shards.append(stream.close())
     Dataset(features, shards).write(CORPUS)
+    keep_all()
 
 
 def run_stage(
@@ -180,6 +182,7 @@ def test_trap_27_one_large_file_leaves_rows_to_validate() -> None:
     put({"a.jsonl": "\n".join(map(json.dumps, lines))})
     make_model()
     extract_raw(num_splits=20)
+    keep_all()
     assert 0.03 < run(seq_length=64)["validation"]["documents"] / len(lines) < 0.07
 
 
@@ -469,7 +472,7 @@ def test_an_error_of_the_disk_is_not_the_end_of_a_file() -> None:
     ):
         packing.RowWriter(stream, 4).add_file(broken, spec_of_model())
     with pytest.raises(OSError, match="error"):
-        duplicates._read_entries(broken, 0, 1)
+        finding._read(broken, 0, 1)
 
 
 def write_params(**params: Any) -> None:
@@ -748,6 +751,7 @@ def test_records_of_raw_files_become_trained_conversations() -> None:
          "completion": [{"role": "assistant", "content": "$.a"}]},
     ]  # fmt: skip
     extracted = extract_raw(records=rules)
+    keep_all()
     assert [rule["conversations"] for rule in extracted["rules"]] == [1, 1]
     assert extracted["rules"][1]["left_out"] == {"no string at $.a": 1}
     run_stage(seq_length=64, validation_splits=0, chat_template=str(template))

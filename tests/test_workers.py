@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +22,11 @@ import yaml
 
 from stages.base.errors import StageError
 from stages.base.process import INTERRUPTS, raise_on_interrupt
+from stages.deduplicate import DeduplicateParams, DeduplicateRuntime, deduplicate
 from stages.extract import ExtractRuntime, extract
 from stages.work import arrow, cluster, workers
 from stages.work.reuse import Store
+from stages.work.skipped import DUPLICATES
 from stages.work.workers import Runtime, ordered_map, threaded_map
 from tests import tasks
 from tests.corpus import CORPUS, PARAMS, SPLITS, content_of, organize_raw, put, put_large_file, put_slow_files
@@ -70,24 +71,29 @@ def dask_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaskClust
 
 
 def outputs() -> dict[str, bytes]:
-    """All outputs of organize and extract."""
-    return {**content_of(SPLITS), **content_of(CORPUS), "": Path("data/extract.json").read_bytes()}
+    """All outputs of organize, extract and deduplicate."""
+    found = {f"{path}/{name}": data for path in (SPLITS, CORPUS, DUPLICATES) for name, data in content_of(path).items()}
+    return {**found, "": Path("data/extract.json").read_bytes()}
 
 
-def run(address: str | None = None, *, deduplicate: bool = False) -> dict[str, bytes]:
-    """Organize and extract with nothing kept of earlier runs; return all outputs."""
+def run(address: str | None = None) -> dict[str, bytes]:
+    """Organize, extract and deduplicate with nothing kept of earlier runs; return all outputs."""
     shutil.rmtree("data/.reuse", ignore_errors=True)
     organize_raw(num_splits=2, dask_scheduler=address)
-    params = replace(PARAMS, deduplicate_strings=deduplicate)
-    runtime = ExtractRuntime(num_workers=1, reuse_gib=1, dask_scheduler=address)
-    extract(params, runtime)
+    extract(PARAMS, ExtractRuntime(num_workers=1, reuse_gib=1, dask_scheduler=address))
+    find_duplicates(address)
     return outputs()
+
+
+def find_duplicates(address: str | None) -> None:
+    runtime = DeduplicateRuntime(num_workers=1, reuse_gib=1, dask_scheduler=address)
+    deduplicate(DeduplicateParams("near", 0.8), runtime)
 
 
 def start_extract(**runtime: Any) -> psutil.Popen:
     """Start the stage as DVC does, with nothing kept of earlier runs."""
     shutil.rmtree("data/.reuse", ignore_errors=True)
-    content = yaml.safe_load((REPO / "params.yaml").read_text()) | {"deduplicate_strings": True}
+    content = yaml.safe_load((REPO / "params.yaml").read_text())
     content["runtime"] |= runtime
     Path("params.yaml").write_text(yaml.safe_dump(content))
     return start_stage("extract", "-W", "error")
@@ -148,13 +154,13 @@ def test_processes_open_no_socket_and_write_nothing() -> None:
 def test_extract_gives_the_same_bytes_on_a_cluster(dask_cluster: DaskCluster) -> None:
     put({f"{number}.json": json.dumps(["text", f"{number}"] * number) for number in range(30)})
     put({"ümlaut.txt": "ä", os.fsdecode(b"latin\xe4.txt"): "b", "c.csv": "c"})
-    expected = run(deduplicate=True)
+    expected = run()
     shutil.rmtree("data/corpus")
     process = start_extract(dask_scheduler=str(dask_cluster.file))
     _, error = process.communicate(timeout=100)
     assert (process.returncode, error) == (0, "")
+    find_duplicates(dask_cluster.address)
     assert outputs() == expected
-    assert json.loads(expected[""])["duplicate_strings"] > 0
     assert {path.name for path in Path().iterdir()} == {"data", "params.yaml"}
     assert sorted(path.name for path in dask_cluster.file.parent.iterdir()) == ["log", "scheduler.json"]
 
@@ -317,7 +323,7 @@ def test_small_corpora_are_organized_and_extracted_without_processes(monkeypatch
     monkeypatch.setattr(workers, "_processes", None)
     put({f"{number}.json": json.dumps(["text"] * number) for number in range(200)})
     organize_raw(num_splits=4, num_workers=2)
-    extract(replace(PARAMS, deduplicate_strings=True), ExtractRuntime(num_workers=2, reuse_gib=1))
+    extract(PARAMS, ExtractRuntime(num_workers=2, reuse_gib=1))
     put_large_file()
     organize_raw(num_splits=4, num_workers=2)
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
