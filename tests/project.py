@@ -156,11 +156,11 @@ def make_nano(directory: Path, **config: Any) -> None:
 
 def save_weights(directory: Path) -> None:
     """Store random weights of a model beside its config."""
-    code = (
-        "import sys, torch; from transformers import AutoConfig, AutoModelForCausalLM; torch.manual_seed(0); "
-        "AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1])).save_pretrained(sys.argv[1])"
-    )
-    subprocess.run([sys.executable, "-c", code, str(directory)], check=True)
+    from transformers import AutoConfig
+
+    from tests.artifacts import write_model
+
+    write_model(directory, AutoConfig.from_pretrained(directory))
 
 
 def make_pipeline(project: Project) -> None:
