@@ -83,7 +83,7 @@ class Project:
             command, cwd=self.path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
 
-    def run(self, *command: str, status: int = 0, timeout: float = 200, **environment: str) -> str:
+    def run(self, *command: str, status: int = 0, timeout: float = 280, **environment: str) -> str:
         """Run a command, check its exit status, and return what it printed."""
         process = self.popen(*command, **environment)
         try:

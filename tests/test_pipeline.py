@@ -67,13 +67,6 @@ def test_dvc_watches_all_that_a_stage_can_reach_and_little_else(stage: str) -> N
     assert all(docstring.fullmatch(file.read_text()) for file in (REPO / "stages").rglob("__init__.py"))
 
 
-def params_of(stage: str) -> set[str]:
-    """The leaves of params.yaml that DVC watches for a stage."""
-    entries = PIPELINE["stages"][stage]["params"]
-    files = [entry.values() if isinstance(entry, dict) else [[entry]] for entry in entries]
-    return {name for lists in files for names in lists for name in names}
-
-
 def test_dvc_edits_params_yaml_and_leaves_the_rest_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
     shutil.copy(REPO / "params.yaml", path)
@@ -200,30 +193,27 @@ def leaves(cls: type[Any], prefix: str = "") -> Iterator[str]:
             yield prefix + field.name
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_dvc_watches_the_leaves_that_a_stage_reads(stage: str) -> None:
+def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all leaves of params.yaml."""
+    for name, value in values.items():
+        yield from flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
+
+
+def test_dvc_watches_the_leaves_that_a_stage_reads_and_params_yaml_has_no_others() -> None:
     """Every `load_params(SomeParams)` in the stage's own modules, against `params` and `meta.runtime`."""
-    watched, runtime = set(), set()
-    for name in [*entries(stage), *(["stages.launching.runtime"] if stage == "train" else [])]:
-        module = __import__(name, fromlist=["_"])
-        for cls, section in re.findall(r"load_params\((\w+)(, \"runtime\")?\)", Path(module.__file__).read_text()):
-            (runtime if section else watched).update(leaves(getattr(module, cls)))
-    declared = PIPELINE["stages"][stage]
-    assert params_of(stage) == watched
-    assert set(declared.get("meta", {}).get("runtime", [])) == runtime
-
-
-def test_params_yaml_has_exactly_what_the_stages_read() -> None:
-    declared = {name for stage in STAGES for name in params_of(stage)}
-    declared |= {
-        f"runtime.{name}" for s in PIPELINE["stages"].values() for name in s.get("meta", {}).get("runtime", [])
-    }
-
-    def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
-        for name, value in values.items():
-            yield from flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else [prefix + name]
-
-    assert set(flatten(yaml.safe_load((REPO / "params.yaml").read_text()))) == declared
+    used = set()
+    for stage in STAGES:
+        watched, runtime = set(), set()
+        for name in [*entries(stage), *(["stages.launching.runtime"] if stage == "train" else [])]:
+            module = importlib.import_module(name)
+            for cls, section in re.findall(r"load_params\((\w+)(, \"runtime\")?\)", Path(module.__file__).read_text()):
+                (runtime if section else watched).update(leaves(getattr(module, cls)))
+        declared = PIPELINE["stages"][stage]
+        files = [entry.values() if isinstance(entry, dict) else [[entry]] for entry in declared["params"]]
+        assert {name for lists in files for names in lists for name in names} == watched, stage
+        assert set(declared.get("meta", {}).get("runtime", [])) == runtime, stage
+        used |= watched | {f"runtime.{name}" for name in runtime}
+    assert set(flatten(yaml.safe_load((REPO / "params.yaml").read_text()))) == used
 
 
 @pytest.mark.parametrize("stage", [*STAGES, "launch", "checkpoints", "doctor"])
