@@ -219,7 +219,7 @@ def test_a_queue_with_two_workers_of_which_one_is_killed(sweep: Project) -> None
     ]
     for each in found.values():
         params, metrics, run = each["params"], each["metrics"], each["run"]
-        assert set(metrics) == set(COLUMNS)
+        assert set(metrics) == {*COLUMNS, "perplexity", "bits_per_byte"}
         assert metrics["steps"] == run["step"] == 24
         assert {name: params[name] for name in ("lr", "batch_size")}.items() <= run["identity"]["params"].items()
         assert run["adopted"] is None
