@@ -142,11 +142,12 @@ def end_all(project: Project) -> None:
 
 @pytest.fixture
 def sweep(reproduced: Project) -> Iterator[Project]:
-    """A project with a queue of two experiments of 24 steps."""
+    """A project with a queue of four experiments of 24 steps."""
     (reproduced / ".venv").symlink_to(Path(sys.prefix))
     reproduced.set(num_epochs=2)
     reproduced.run("git", "commit", "-qam", "longer")
-    reproduced.run("dvc", "exp", "run", "--queue", "--allow-missing", "-S", "lr=5e-4,2e-3", "-S", "batch_size=1")
+    grid = ("-S", "lr=5e-4,2e-3", "-S", "batch_size=1,2")
+    reproduced.run("dvc", "exp", "run", "--queue", "--allow-missing", *grid)
     yield reproduced
     end_all(reproduced)
 
@@ -179,7 +180,7 @@ def workers(project: Project) -> list[psutil.Process]:
 
 
 @pytest.mark.timeout(900)
-def test_a_queue_with_two_workers_of_which_one_is_killed(sweep: Project) -> None:
+def test_a_queue_of_four_with_two_workers_of_which_one_is_killed(sweep: Project) -> None:
     before = git_bytes(sweep)
     start_workers(sweep)
     logs = sweep / ".dvc/tmp/exps/run"
@@ -195,7 +196,8 @@ def test_a_queue_with_two_workers_of_which_one_is_killed(sweep: Project) -> None
     worker = experiment.parent()
     assert worker
     assert len(workers(sweep)) == 2
-    params = yaml.safe_load(sweep.run("git", "show", f"{log.parent.name}:params.yaml"))
+    text = sweep.run("git", "show", f"{log.parent.name}:params.yaml")
+    params = [part for key in ("lr", "batch_size") for part in ("-S", f"{key}={yaml.safe_load(text)[key]}")]
     for process in (worker, experiment):
         process.kill()
 
@@ -203,9 +205,7 @@ def test_a_queue_with_two_workers_of_which_one_is_killed(sweep: Project) -> None
     wait_for(lambda: not experiment.is_running())
     sweep.run("dvc", "queue", "kill", "--force", name)
     sweep.run("dvc", "queue", "remove", name)
-    sweep.run(
-        "dvc", "exp", "run", "--queue", "--allow-missing", "-n", name, "-S", f"lr={params['lr']}", "-S", "batch_size=1"
-    )
+    sweep.run("dvc", "exp", "run", "--queue", "--allow-missing", "-n", name, *params)
     start_workers(sweep)
     wait_for_success(sweep)
     again = next(path.read_text() for path in logs.glob("*/*.out") if "resuming from step" in path.read_text())
@@ -213,18 +213,24 @@ def test_a_queue_with_two_workers_of_which_one_is_killed(sweep: Project) -> None
     printed = re.findall(r"step (\d+)/24 ", log.read_text() + again)
     assert sorted(map(int, printed)) == list(range(4, 25, 4))
     found = experiments(sweep)
-    assert sorted((each["params"]["lr"], each["params"]["batch_size"]) for each in found.values()) == [
-        (5e-4, 1),
-        (2e-3, 1),
-    ]
+    assert len(found) == 4
+    assert {(each["params"]["lr"], each["params"]["batch_size"]) for each in found.values()} == {
+        (lr, size) for lr in (5e-4, 2e-3) for size in (1, 2)
+    }
     for each in found.values():
         params, metrics, run = each["params"], each["metrics"], each["run"]
         assert set(metrics) == {*COLUMNS, "perplexity", "bits_per_byte"}
         assert metrics["steps"] == run["step"] == 24
         assert {name: params[name] for name in ("lr", "batch_size")}.items() <= run["identity"]["params"].items()
         assert run["adopted"] is None
-    first, second = (each["metrics"]["validation_loss"] for each in found.values())
-    assert abs(first - second) > 0.01
+    # By `lr`, whatever the `batch_size`: the same rows in each step, and rounding.
+    first, second = (
+        [each["metrics"]["validation_loss"] for each in found.values() if each["params"]["lr"] == lr]
+        for lr in (5e-4, 2e-3)
+    )
+    assert first[0] == pytest.approx(first[1], abs=1e-4)
+    assert second[0] == pytest.approx(second[1], abs=1e-4)
+    assert abs(first[0] - second[0]) > 0.01
     assert table(sweep)[0] == ["Experiment", "State", *COLUMNS, "batch_size", "lr"]
     assert git_bytes(sweep) - before < 1_000_000
     assert [path.name for path in (sweep / ".dvc/tmp/exps").glob("tmp*")] == []
