@@ -9,19 +9,17 @@ import pytest
 
 from tests.project import REPO
 
-QUICK = {"mamba2": "padded"}
-"""With what `auto` takes for each on CPUs."""
-SLOW = {
+pytestmark = pytest.mark.slow  # whole pipelines; test_padded.py and test_attention_choice.py have models of each kind
+
+ATTENTION = {
     "llama": "sdpa", "gpt_neox": "sdpa", "gemma4_text": "sdpa", "deepseek_v3": "sdpa", "gpt_oss": "padded",
-    "bloom": "padded", "falcon_h1": "padded", "nemotron_h": "padded", "qwen3_5_text": "padded",
+    "bloom": "padded", "mamba2": "padded", "falcon_h1": "padded", "nemotron_h": "padded", "qwen3_5_text": "padded",
 }  # fmt: skip
+"""What `auto` takes for each on CPUs."""
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("name", "attention"),
-    [*QUICK.items(), *(pytest.param(*item, marks=pytest.mark.slow) for item in SLOW.items())],
-)
+@pytest.mark.parametrize(("name", "attention"), ATTENTION.items())
 def test_an_architecture_goes_through_the_whole_pipeline(name: str, attention: str, tmp_path: Path) -> None:
     # In a process of its own, which forks: threads of OpenMP, which tests before this one have started, would hang.
     command = [sys.executable, "-m", "tests.architectures", name, "--only", "--output", str(tmp_path)]

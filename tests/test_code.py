@@ -19,8 +19,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def write(project: Path, **modules: str) -> None:
-    """Replace the stages by a few modules: `a__b="..."` is stages/a/b.py."""
-    shutil.rmtree(project / "stages")
+    """Stages that are a few modules: `a__b="..."` is stages/a/b.py."""
     for name, text in {"__init__": "", **modules}.items():
         path = project / "stages" / f"{name.replace('__', '/') if name != '__init__' else name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,17 +99,17 @@ def test_the_code_that_decides_numbers_knows_no_launcher_and_no_checkpoint() -> 
         ("if a:\n    b()\nc()", "if a:\n    b()\n    c()", False),
     ],
 )
-def test_only_statements_change_the_digest(project: Path, old: str, new: str, is_equal: bool) -> None:
+def test_only_statements_change_the_digest(tmp_path: Path, old: str, new: str, is_equal: bool) -> None:
     digests = []
     for text in (old, new):
-        write(project, a=text)
-        digests.append(code.digest("stages.a", project=project))
+        write(tmp_path, a=text)
+        digests.append(code.digest("stages.a", project=tmp_path))
     assert (digests[0] == digests[1]) == is_equal
 
 
-def test_modules_are_reached_by_any_import_that_runs(project: Path) -> None:
+def test_modules_are_reached_by_any_import_that_runs(tmp_path: Path) -> None:
     write(
-        project,
+        tmp_path,
         a="from typing import TYPE_CHECKING\nimport json\nif TYPE_CHECKING:\n    from stages.types import T\n"
         "else:\n    from stages import other\nfrom stages.pack.one import name\n",
         other="",
@@ -120,23 +119,23 @@ def test_modules_are_reached_by_any_import_that_runs(project: Path) -> None:
         pack__two="import stages.a\n",  # a circle ends
         three="",
     )
-    (project / "stages/pack/__init__.py").write_text("import stages.of_package\n")
-    (project / "stages/of_package.py").write_text("")
-    assert list(code.reached("stages.a", project=project)) == [
+    (tmp_path / "stages/pack/__init__.py").write_text("import stages.of_package\n")
+    (tmp_path / "stages/of_package.py").write_text("")
+    assert list(code.reached("stages.a", project=tmp_path)) == [
         "stages", "stages.a", "stages.of_package", "stages.other", "stages.pack", "stages.pack.one", "stages.pack.two",
         "stages.three",
     ]  # fmt: skip
 
 
-def test_packages_change_only_the_digest_with_packages(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(project, a="import numpy\n", b="import json\n")
-    before = {name: code.digest_with_packages(f"stages.{name}", project=project) for name in "ab"}
-    plain = code.digest("stages.a", project=project)
+def test_packages_change_only_the_digest_with_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, a="import numpy\n", b="import json\n")
+    before = {name: code.digest_with_packages(f"stages.{name}", project=tmp_path) for name in "ab"}
+    plain = code.digest("stages.a", project=tmp_path)
     monkeypatch.setattr("importlib.metadata.version", lambda name: f"another {name}")
-    after = {name: code.digest_with_packages(f"stages.{name}", project=project) for name in "ab"}
+    after = {name: code.digest_with_packages(f"stages.{name}", project=tmp_path) for name in "ab"}
     assert before["a"] != after["a"]
     assert before["b"] == after["b"]
-    assert code.digest("stages.a", project=project) == plain
+    assert code.digest("stages.a", project=tmp_path) == plain
 
 
 MODULE = '''
@@ -161,8 +160,8 @@ match 1:
 '''
 
 
-def test_the_digest_is_the_same_in_every_version_of_python(project: Path) -> None:
+def test_the_digest_is_the_same_in_every_version_of_python(tmp_path: Path) -> None:
     """Written down with Python 3.10 to 3.13: a new Python on the cluster must not send trainings back to step 0."""
-    write(project, a=MODULE)
+    write(tmp_path, a=MODULE)
     digest = "ed13ff725f94229bde282f188c7c56c4bf0fb7db931496130de56e35edeecf5a"
-    assert code.digest("stages.a", project=project) == digest
+    assert code.digest("stages.a", project=tmp_path) == digest

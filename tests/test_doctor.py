@@ -47,19 +47,10 @@ def value(check: Found[Any]) -> Any:
 # What the doctor itself is asked to do.
 
 
-def start(project: Path, **environment: str) -> "subprocess.Popen[str]":
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "SLURM_"))}
-    return subprocess.Popen(
-        [sys.executable, "-m", "stages.doctor"], cwd=project, text=True, stdout=-1, stderr=-2,
-        env={**inherited, "PYTHONPATH": str(REPO), **environment},
-    )  # fmt: skip
-
-
 def test_a_node_of_a_broken_project_reports_everything_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "params.yaml").write_text("seed: [")
-    process = start(tmp_path, SLURM_STEP_NUM_NODES="2", SLURM_STEP_ID="0", SLURM_LOCALID="0", SLURMD_NODENAME="n2")
-    output, _ = process.communicate(timeout=100)
-    assert process.returncode == 1, output
+    slurm = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n2"}
+    output = Project(tmp_path).run("python", "-m", "stages.doctor", status=1, PYTHONPATH=str(REPO), **slurm)
     assert "Traceback" not in output
     assert all(line.startswith("n2: ") for line in output.splitlines())
     for expected in (
@@ -101,24 +92,22 @@ def test_a_project_that_can_train_has_no_errors(ready: Project) -> None:
     assert "max_shard_size is '5 potatoes'" in diagnose()
 
 
-@pytest.mark.parametrize("name", ["data", "outputs", "outputs/test"])
-def test_a_file_in_the_place_of_a_directory_is_an_error(ready: Project, name: str) -> None:
-    if (ready / name).exists():
-        shutil.rmtree(ready / name)
-    (ready / name).parent.mkdir(exist_ok=True)
-    (ready / name).write_text("")
-    assert f"{ready / name} is not a directory, and stages make one there: move it away" in diagnose()
+@pytest.mark.parametrize("names", [("data", "outputs"), ("outputs/test",)])
+def test_a_file_in_the_place_of_a_directory_is_an_error(ready: Project, names: tuple[str, ...]) -> None:
+    for name in names:
+        shutil.rmtree(ready / name, ignore_errors=True)
+        (ready / name).parent.mkdir(exist_ok=True)
+        (ready / name).write_text("")
+    found = diagnose()
+    for name in names:
+        assert f"{ready / name} is not a directory, and stages make one there: move it away" in found
 
 
 def test_packages_that_are_missing_are_lines_and_not_the_end(tmp_path: Path) -> None:
     """-S: none is found."""
-    command = [sys.executable, "-S", "-m", "stages.doctor"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPO)}, text=True, stdout=-1, stderr=-2
-    )
-    assert done.returncode == 1
-    assert "Traceback" not in done.stdout
-    assert done.stdout.count("(No module named 'pydantic'): install the lock") == 1
+    output = Project(tmp_path).run("python", "-S", "-m", "stages.doctor", status=1, PYTHONPATH=str(REPO))
+    assert "Traceback" not in output
+    assert output.count("(No module named 'pydantic'): install the lock") == 1
 
 
 def test_what_no_check_expects_is_a_line_too() -> None:
@@ -195,30 +184,23 @@ def test_an_allocation_has_the_nodes_of_a_launch(tmp_path: Path, monkeypatch: py
 # The machine.
 
 
-@pytest.mark.parametrize(
-    ("home", "user", "expected"),
-    [
-        ("", "", "HOME and USER are not set, and the system knows no user"),
-        ("/tmp", "", "USER is not set"),
-        ("", "me", "HOME is not set"),
-    ],
-)
-def test_a_user_that_the_system_does_not_know(
-    ready: Project, monkeypatch: pytest.MonkeyPatch, home: str, user: str, expected: str
-) -> None:
+def test_a_user_that_the_system_does_not_know(ready: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(uid: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     monkeypatch.setattr("pwd.getpwuid", unknown)
     for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in {"HOME": home, "USER": user}.items():
-        if value:
-            monkeypatch.setenv(name, value)
-    found = diagnose()
-    assert found.startswith(f"error    DVC cannot start: {expected}"), found
-    assert "`export HOME=/tmp/home USER=me`" in found
-    assert "a check failed" not in found
+    unset = {"HOME and USER are not set, and the system knows no user": {}, "USER is not set": {"HOME": "/tmp"},
+             "HOME is not set": {"USER": "me"}}  # fmt: skip
+    for expected, environment in unset.items():
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            found = diagnose()
+        assert found.startswith(f"error    DVC cannot start: {expected}"), found
+        assert "`export HOME=/tmp/home USER=me`" in found
+        assert "a check failed" not in found
 
 
 def test_container_recipes_set_what_dvc_and_matplotlib_need() -> None:

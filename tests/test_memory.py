@@ -1,3 +1,5 @@
+"""No file of others needs more memory than the bound: the files of tests/hostile.py, through `extract`."""
+
 import json
 import os
 import subprocess

@@ -1,3 +1,5 @@
+"""What `make setup` installs, the sample corpus of `make repro`, and the model that comes with it."""
+
 import ast
 import json
 import os
@@ -21,35 +23,22 @@ pytestmark = pytest.mark.slow  # most run setup.sh
 TINY_LLAMA = REPO / "models" / "tiny-llama"
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    raw_dir = tmp_path_factory.mktemp("corpus") / "raw"
-    sample_corpus.write(raw_dir)
-    return raw_dir
-
-
 def contents(directory):
     return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_the_corpus_has_three_formats_and_one_to_three_megabytes(corpus):
-    files = contents(corpus)
+def test_the_corpus_is_what_python_documents_in_three_formats_and_the_same_each_time(tmp_path):
+    for name in ("corpus", "again"):
+        sample_corpus.write(tmp_path / name)
+    files = contents(tmp_path / "corpus")
+    assert files == contents(tmp_path / "again")
     assert 1e6 < sum(map(len, files.values())) < 3e6
     assert {path.parts[0] + path.suffix for path in files} == {"topics.txt", "modules.json", "distributions.yaml"}
     assert all(files.values())
-
-
-def test_the_corpus_contains_what_python_documents(corpus):
-    assert (corpus / "topics/while.txt").read_text(encoding="utf-8").startswith('The "while" statement')
-    heapq = json.loads((corpus / "modules/heapq.json").read_text(encoding="utf-8"))
+    assert files[Path("topics/while.txt")].startswith(b'The "while" statement')
+    heapq = json.loads(files[Path("modules/heapq.json")])
     assert heapq["functions"]["heappush"] == "Push item onto heap, maintaining the heap invariant."
-    metadata = yaml.safe_load((corpus / "distributions/pyyaml.yaml").read_text(encoding="utf-8"))
-    assert metadata["name"] == "PyYAML"
-
-
-def test_the_corpus_is_the_same_each_time(corpus, tmp_path):
-    sample_corpus.write(tmp_path / "raw")
-    assert contents(tmp_path / "raw") == contents(corpus)
+    assert yaml.safe_load(files[Path("distributions/pyyaml.yaml")])["name"] == "PyYAML"
 
 
 def test_an_interrupted_corpus_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -63,24 +52,24 @@ def test_an_interrupted_corpus_leaves_nothing_behind(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["mine.txt", "deep/er/mine.bin", ".hidden"])
-def test_own_files_are_left_unchanged(tmp_path, monkeypatch, capsys, name):
+@pytest.mark.parametrize("name", ["mine.txt", "deep/er/mine.bin", ".hidden", "sub/link"])
+def test_own_files_are_left_unchanged_and_empty_directories_and_a_gitignore_are_none(
+    tmp_path, monkeypatch, capsys, name
+):
     path = tmp_path / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("mine")
-    monkeypatch.setattr("sys.argv", ["sample_corpus", "--raw-dir", str(tmp_path)])
-    sample_corpus.main()
-    assert contents(tmp_path) == {Path(name): b"mine"}
-    assert "left unchanged" in capsys.readouterr().out
-
-
-def test_empty_directories_and_a_gitignore_do_not_count_as_files(tmp_path):
     assert sample_corpus.is_empty(tmp_path / "missing")
-    (tmp_path / "sub").mkdir()
+    path.parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / ".gitignore").write_text("*\n")
     assert sample_corpus.is_empty(tmp_path)
-    (tmp_path / "sub" / "link").symlink_to("elsewhere")
-    assert not sample_corpus.is_empty(tmp_path)
+    if name == "sub/link":
+        path.symlink_to("elsewhere")
+    else:
+        path.write_text("mine")
+    before = contents(tmp_path)
+    monkeypatch.setattr("sys.argv", ["sample_corpus", "--raw-dir", str(tmp_path)])
+    sample_corpus.main()
+    assert contents(tmp_path) == before
+    assert "left unchanged" in capsys.readouterr().out
 
 
 def test_a_gitignore_and_a_link_to_another_disk_survive(tmp_path, monkeypatch):
@@ -124,39 +113,12 @@ def test_tiny_llama_is_small_and_tied():
     assert model.get_input_embeddings().padding_idx is None  # otherwise the EOS token would not be trained
 
 
-@pytest.mark.parametrize(
-    "text", ["", " two  spaces ", "\n\n\ttabs\r\n", "don't , . ! ?", "Grüße 日本 😀", "\0\x07", "<|endoftext|>"]
-)
-def test_tiny_llama_decodes_what_it_encodes(text):
+def test_tiny_llama_decodes_what_it_encodes():
     tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
-    input_ids = tokenizer(text, split_special_tokens=True)["input_ids"]
-    assert tokenizer.decode(input_ids) == text
-    assert tokenizer.eos_token_id not in input_ids
-
-
-PLOTS = """
-plots:
-  - picture.png
-  - loss:
-      x: step
-      y: {history.tsv: [loss, validation_loss]}
-"""
-
-
-def test_plots_page_needs_no_network(tmp_path):
-    shutil.copytree(REPO / ".dvc", tmp_path / ".dvc", ignore=shutil.ignore_patterns("tmp", "cache"))
-    (tmp_path / "dvc.yaml").write_text(PLOTS)
-    (tmp_path / "history.tsv").write_text("step\tloss\tvalidation_loss\n1\t8.5\t\n2\t7.5\t7.75\n")
-    (tmp_path / "picture.png").write_bytes(b"a picture")
-    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-    subprocess.run([sys.executable, "-m", "dvc", "plots", "show"], cwd=tmp_path, check=True)
-    page = (tmp_path / "dvc_plots/index.html").read_text(encoding="utf-8")
-    assert "vegaEmbed('#loss', spec)" in page
-    assert '"validation_loss": "7.75"' in page
-    assert set(re.findall(r"https?://[^\"/]*", page)) == {"http://www.w3.org", "https://vega.github.io"}  # names only
-    assert not re.search(r"<(script|link|iframe)[^>]*(src|href)=|@import|url\(|fetch\(", page)
-    (source,) = re.findall(r'<img src="([^"]*)"', page)
-    assert (tmp_path / "dvc_plots" / source).read_bytes() == b"a picture"
+    for text in ("", " two  spaces ", "\n\n\ttabs\r\n", "don't , . ! ?", "Grüße 日本 😀", "\0\x07", "<|endoftext|>"):
+        input_ids = tokenizer(text, split_special_tokens=True)["input_ids"]
+        assert tokenizer.decode(input_ids) == text
+        assert tokenizer.eos_token_id not in input_ids
 
 
 @pytest.mark.parametrize("build", ["cpu", "cuda"])
@@ -168,22 +130,17 @@ def test_locks_are_complete_and_name_neither_urls_nor_paths(build):
     (torch,) = [requirement.split()[0] for requirement in requirements if requirement.startswith("torch==")]
     assert torch == {"cpu": "torch==2.13.0+cpu", "cuda": "torch==2.13.0"}[build]
     assert any(requirement.startswith("nvidia-") for requirement in requirements) == (build == "cuda")
+    # `pip download` fetches what a lock lists, and nothing that only a build needs.
+    unconditional = re.findall(r"^(\S+)==\S+ \\$", lock, re.MULTILINE)
+    assert {"setuptools", "torch", "uv"} <= set(unconditional)
 
 
 def test_the_lock_that_is_audited_has_the_packages_of_the_other():
-    found = [
+    cpu, cuda = (
         set(re.findall(r"^(\S+==[^\s+]+)", (REPO / f"requirements-{build}.lock").read_text("utf-8"), re.MULTILINE))
         for build in ("cpu", "cuda")
-    ]
-    assert len(found[0]) > 100 and found[0] <= found[1]
-
-
-@pytest.mark.parametrize("build", ["cpu", "cuda"])
-def test_locks_hold_what_installs_and_builds_the_rest(build):
-    """`pip download` fetches what a lock lists, and nothing that only a build needs."""
-    lock = (REPO / f"requirements-{build}.lock").read_text(encoding="utf-8")
-    unconditional = re.findall(r"^(\S+)==\S+ \\$", lock, re.MULTILINE)
-    assert {"setuptools", "torch", "uv"} <= set(unconditional)
+    )
+    assert len(cpu) > 100 and cpu <= cuda
 
 
 PYTHON = """#!/usr/bin/env bash
@@ -248,12 +205,32 @@ CPU, CUDA = (
 )
 
 
-def test_setup_installs_the_build_that_fits(run_setup):
-    assert run_setup(gpu=0) == (0, CPU, "")
-    assert run_setup(gpu=0) == (0, [], "")
-    assert run_setup(gpu=1) == (0, CUDA, "")
-    assert run_setup(gpu=1) == (0, [], "")
-    assert run_setup(gpu=0) == (0, [], ""), "a CPU node replaces the build of the GPU node"
+NOTHING = (0, [], "")
+NO_CPU = "setup: the cpu build of torch cannot be installed here"
+NO_CUDA = "setup: the cuda build of torch cannot be installed here"
+MISSING = "setup: requirements-cpu.lock cannot be installed: the error above names what is missing"
+
+
+@pytest.mark.parametrize(
+    "runs",  # gpu, what cannot be installed, and the result
+    [
+        [
+            (0, "", (0, CPU, "")), (0, "", NOTHING),
+            (1, "", (0, CUDA, "")), (1, "", NOTHING),
+            (0, "", NOTHING),  # a CPU node leaves the build of the GPU node
+        ],
+        [(0, "torch==1+cpu", (0, [*CPU[:2], *CUDA], NO_CPU)), (0, "", NOTHING), (1, "", NOTHING)],
+        [(0, "", (0, CPU, "")), (1, "torch==1+cuda", (0, CUDA[:2], NO_CUDA)), (1, "", NOTHING)],
+        [(0, "uv==1", (1, CPU[:1], MISSING))],
+        [(0, "torchmetrics==1", (1, CPU[:3], MISSING))],
+    ],
+    ids=["fits", "falls back", "keeps the other", "no uv", "no package"],
+)  # fmt: skip
+def test_setup_installs_the_build_that_fits_or_the_other_one_and_keeps_it(run_setup, runs):
+    for gpu, refused, (status, installed, last) in runs:
+        found = run_setup(gpu=gpu, refused=refused)
+        assert found[:2] == (status, installed)
+        assert found[2].startswith(last) and bool(last) == bool(found[2])
 
 
 def test_setup_detects_a_gpu_by_its_device_file(run_setup, tmp_path):
@@ -261,37 +238,10 @@ def test_setup_detects_a_gpu_by_its_device_file(run_setup, tmp_path):
     assert run_setup(gpu=0) == (0, CUDA, "")
 
 
-def test_setup_falls_back_to_the_other_build_and_keeps_it(run_setup):
-    status, installed, last = run_setup(gpu=0, refused="torch==1+cpu")
-    assert (status, installed) == (0, [*CPU[:2], *CUDA])
-    assert last == "setup: the cpu build of torch cannot be installed here"
-    assert run_setup(gpu=0) == (0, [], "")
-
-
-def test_setup_keeps_the_cuda_build_that_a_node_without_gpu_has_installed(run_setup):
-    run_setup(gpu=0, refused="torch==1+cpu")
-    assert run_setup(gpu=1) == (0, [], ""), "the build that fits was replaced"
-
-
-def test_setup_keeps_the_other_build_where_the_one_that_fits_is_not_available(run_setup):
-    run_setup(gpu=0)
-    status, installed, last = run_setup(gpu=1, refused="torch==1+cuda")
-    assert (status, installed) == (0, CUDA[:2])
-    assert last == "setup: the cuda build of torch cannot be installed here"
-    assert run_setup(gpu=1) == (0, [], "")
-
-
 def test_setup_fails_if_neither_build_can_be_installed(run_setup, tmp_path):
     (tmp_path / "requirements-cuda.lock").write_text(LOCK.replace("BUILD", "cpu"))
     status, _, last = run_setup(gpu=0, refused="torch==1+cpu")
     assert (status, last.startswith("setup: neither build of torch")) == (1, True)
-
-
-@pytest.mark.parametrize("missing", ["uv==1", "torchmetrics==1"])
-def test_setup_does_not_blame_the_other_lock_for_a_missing_package(run_setup, missing):
-    status, installed, last = run_setup(gpu=0, refused=missing)
-    assert (status, installed) == (1, CPU[: 1 if missing == "uv==1" else 3])
-    assert last.startswith("setup: requirements-cpu.lock cannot be installed: the error above names what is missing")
 
 
 @pytest.mark.parametrize("name", ["cpu", "encoder"])

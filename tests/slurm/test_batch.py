@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from stages.base import history
 from tests.faults import environment
 from tests.project import BIN, Project, wait_for
 from tests.ranks import Ranks
 from tests.slurm.cluster import NODES, Cluster
-from tests.trainings import newest_checkpoint, steps, weights
+from tests.trainings import steps, weights
 
 TRAIN = ("slurm/train.sbatch", "-S", "seed=1")
 
@@ -46,6 +45,13 @@ def completed(cluster: Cluster, job: str, *restarts: int) -> str:
     return log(fields)
 
 
+def started(cluster: Cluster, project: Project, *arguments: str, ranks: int = 1, **variables: str) -> str:
+    """Submit a training that can be interrupted, and wait for its first checkpoint."""
+    job = submit(cluster, project, *arguments, *TRAIN, ranks=ranks, **slow(4), **variables)
+    wait_for(lambda: steps(project, seed=1), 120)
+    return job
+
+
 def requeue(cluster: Cluster, job: str) -> None:
     cluster.run(["scontrol", "requeue", job])
 
@@ -69,13 +75,13 @@ def test_two_nodes_train_what_two_local_ranks_do(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "groups"), [("FULL_SHARD", None), ("HYBRID_SHARD", 2)])
 def test_two_nodes_with_two_ranks_each_train_what_four_local_ranks_do(
-    cluster: Cluster, reproduced: Project, ranks: Ranks, tmp_path: Path, strategy: str, groups: int | None
+    cluster: Cluster, reproduced: Project, ranks: Ranks, tmp_path: Path
 ) -> None:
-    reproduced.set(seed=1, batch_size=1, fsdp={"sharding_strategy": strategy})
+    """The model is sharded on each node, and each has a copy of it."""
+    reproduced.set(seed=1, batch_size=1, fsdp={"sharding_strategy": "HYBRID_SHARD"})
     local = reproduced.copy(tmp_path / "local")
-    local.set(fsdp={"size": groups})
+    local.set(fsdp={"size": 2})
     ranks.run(local, world_size=4)
     job = submit(cluster, reproduced, "--nodes=2", "slurm/train.sbatch", ranks=2)
     assert "training with 4 ranks on 2 nodes" in completed(cluster, job)
@@ -85,20 +91,11 @@ def test_two_nodes_with_two_ranks_each_train_what_four_local_ranks_do(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("nodes", "interrupt"),
-    [(1, requeue), (1, signal_script), (1, signal_launcher), (2, requeue), (2, signal_script), (2, signal_launcher)],
-)
+@pytest.mark.parametrize("interrupt", [requeue, signal_script, signal_launcher])
 def test_a_training_that_is_interrupted_ends_with_the_same_weights(
-    cluster: Cluster,
-    reproduced: Project,
-    uninterrupted: dict[str, str],
-    nodes: int,
-    interrupt: Callable[[Cluster, str], None],
+    cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str], interrupt: Callable[[Cluster, str], None]
 ) -> None:
-    """Those of two ranks, which are on one node or on two."""
-    job = submit(cluster, reproduced, f"--nodes={nodes}", *TRAIN, ranks=2 // nodes, **slow(4))
-    wait_for(lambda: steps(reproduced, seed=1), 120)
+    job = started(cluster, reproduced, "--nodes=2")
     interrupt(cluster, job)
     output = completed(cluster, job, 1)
     assert re.search(r"interrupted: step-\d+ is saved.*resuming from step", output, re.S), output
@@ -111,8 +108,7 @@ def test_a_training_whose_node_is_lost_continues_when_there_are_enough_nodes(
     cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str], node: str
 ) -> None:
     """The node of the launcher, or another one: Slurm starts the job again, by itself or when the launcher names it."""
-    job = submit(cluster, reproduced, "--nodes=2", *TRAIN, **slow(4))
-    wait_for(lambda: steps(reproduced, seed=1), 120)
+    job = started(cluster, reproduced, "--nodes=2")
     cluster.kill_node(node)
     try:
         cluster.wait(job, "PENDING")
@@ -129,8 +125,7 @@ def test_a_training_whose_node_is_lost_continues_when_there_are_enough_nodes(
 def test_a_training_whose_node_stays_lost_continues_on_another(
     cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
 ) -> None:
-    job = submit(cluster, reproduced, *TRAIN, ranks=2, **slow(4))
-    wait_for(lambda: steps(reproduced, seed=1), 120)
+    job = started(cluster, reproduced, ranks=2)
     lost = cluster.job(job)["NodeList"]
     cluster.kill_node(lost)
     try:
@@ -158,8 +153,7 @@ def test_a_training_longer_than_its_time_limit_ends_with_the_same_weights(
 def test_a_cancelled_training_leaves_nothing_that_hinders_the_next_job(
     cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
 ) -> None:
-    job = submit(cluster, reproduced, "--nodes=2", *TRAIN, **slow(4))
-    wait_for(lambda: steps(reproduced, seed=1), 120)
+    job = started(cluster, reproduced, "--nodes=2")
     cluster.run(["scancel", job])
     following = submit(cluster, reproduced, "--nodes=2", *TRAIN)  # while the first one saves
     assert cluster.wait(job)["JobState"] == "CANCELLED"
@@ -169,31 +163,16 @@ def test_a_cancelled_training_leaves_nothing_that_hinders_the_next_job(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks_then", [2, 1])
-def test_a_training_continues_on_another_number_of_nodes_and_ranks(
-    cluster: Cluster,
-    reproduced: Project,
-    uninterrupted: dict[str, str],
-    ranks: Ranks,
-    tmp_path: Path,
-    ranks_then: int,
+def test_a_training_continues_on_another_number_of_nodes(
+    cluster: Cluster, reproduced: Project, uninterrupted: dict[str, str]
 ) -> None:
-    job = submit(cluster, reproduced, "--nodes=2", *TRAIN, MAX_RESTARTS="0", **slow(4))
-    wait_for(lambda: steps(reproduced, seed=1), 120)
+    job = started(cluster, reproduced, "--nodes=2", MAX_RESTARTS="0")
     signal_script(cluster, job)
     assert "MAX_RESTARTS is 0: submit it again to continue" in log(cluster.wait(job))
-    output = completed(cluster, submit(cluster, reproduced, *TRAIN, ranks=ranks_then))
+    output = completed(cluster, submit(cluster, reproduced, *TRAIN, ranks=2))
     assert "resuming from step" in output
-    assert f"training with {ranks_then} rank" in output
-    if ranks_then == 2:
-        assert weights(reproduced) == uninterrupted
-        return
-    local = reproduced.copy(tmp_path / "local")
-    local.set(seed=1, experiment_name="local")
-    ranks.run(local)
-    [last] = local.path.glob("outputs/local/checkpoints/*/step-00000012")
-    losses = [history.read(path / history.HISTORY)[-1]["loss"] for path in (newest_checkpoint(reproduced, 12), last)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert "training with 2 ranks" in output
+    assert weights(reproduced) == uninterrupted
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The cluster of the tests: what every other test here relies on."""
+"""The cluster of the tests: each node is a node of its own, and nothing is left after its end."""
 
 import os
 import signal
@@ -14,13 +14,6 @@ from tests.project import REPO, wait_for
 from tests.slurm.cluster import NODES, Cluster
 
 
-def test_a_job_runs_a_task_on_each_node(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.submit("--nodes=2", "--ntasks-per-node=1", "--wrap", "srun printenv SLURMD_NODENAME", cwd=tmp_path)
-    fields = cluster.wait(job)
-    assert fields["JobState"] == "COMPLETED"
-    assert sorted(Path(fields["StdOut"]).read_text().split()) == list(NODES)
-
-
 def test_the_doctor_checks_each_node(cluster: Cluster, tmp_path: Path) -> None:
     command = f"srun {sys.executable} -m stages.doctor"
     arguments = ("--nodes=2", "--ntasks-per-node=2", "--wrap", command)
@@ -29,37 +22,6 @@ def test_the_doctor_checks_each_node(cluster: Cluster, tmp_path: Path) -> None:
     assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "1:0"), lines  # tmp_path has no project
     for node in NODES:  # once, although each has two tasks
         assert lines.count(f"{node}: error    params.yaml is missing: run from the root of the project") == 1
-
-
-@pytest.mark.slow
-def test_scancel_ends_the_tasks_of_all_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    job = cluster.submit("--nodes=2", "--ntasks-per-node=1", "--wrap", "srun sleep 300", cwd=tmp_path)
-    wait_for(lambda: sum(task.name() == "sleep" for task in cluster.tasks(job)) == 2)
-    cluster.run(["scancel", job])
-    assert cluster.wait(job)["JobState"] == "CANCELLED"
-    wait_for(lambda: not cluster.tasks(job))
-
-
-@pytest.mark.slow
-def test_a_requeued_job_starts_again_and_counts(cluster: Cluster, tmp_path: Path) -> None:
-    script = 'echo start ${SLURM_RESTART_COUNT:-0}; [ "${SLURM_RESTART_COUNT:-0}" = 1 ] || sleep 300'
-    job = cluster.submit("--requeue", "--open-mode=append", "--wrap", script, cwd=tmp_path)
-    log = Path(cluster.wait(job, "RUNNING")["StdOut"])
-    wait_for(lambda: log.exists() and "start 0" in log.read_text())
-    cluster.run(["scontrol", "requeue", job])
-    assert cluster.wait(job)["JobState"] == "COMPLETED"
-    assert "start 0" in log.read_text()
-    assert log.read_text().endswith("start 1\n")
-
-
-@pytest.mark.slow
-def test_the_signal_before_the_time_limit_reaches_the_script(cluster: Cluster, tmp_path: Path) -> None:
-    script = "trap 'echo signal; exit 3' USR1; sleep 300 & wait"
-    # Slurm looks at limits every half minute, so it sends the signal up to a minute early: at once, with one minute.
-    job = cluster.submit("--time=1", "--signal=B:USR1@30", "--wrap", script, cwd=tmp_path)
-    fields = cluster.wait(job, "FAILED")
-    # Slurm may add a line of its own, of a process that ends before it is told to go on.
-    assert (fields["ExitCode"], Path(fields["StdOut"]).read_text().splitlines()[0]) == ("3:0", "signal")
 
 
 @pytest.mark.slow

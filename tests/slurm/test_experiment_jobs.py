@@ -14,10 +14,6 @@ from tests.slurm.cluster import Cluster
 from tests.trainings import steps
 
 
-def requeue(cluster: Cluster, job: str) -> None:
-    cluster.run(["scontrol", "requeue", job])
-
-
 def signal_script(cluster: Cluster, job: str) -> None:
     cluster.run(["scancel", "--batch", "--signal=USR1", job])
 
@@ -29,7 +25,7 @@ def kill_all(cluster: Cluster, job: str) -> None:
             task.suspend()  # so that none of them notices that another one is gone
     for task in cluster.tasks(job):
         task.kill()
-    requeue(cluster, job)
+    cluster.run(["scontrol", "requeue", job])
 
 
 def weights(project: Project, seed: int) -> dict[str, str]:
@@ -43,7 +39,7 @@ def weights(project: Project, seed: int) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("interrupt", [requeue, signal_script, kill_all])
+@pytest.mark.parametrize("interrupt", [signal_script, kill_all])
 def test_an_experiment_of_a_job_that_is_interrupted_is_resumed(
     cluster: Cluster,
     reproduced: Project,
