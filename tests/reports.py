@@ -23,22 +23,29 @@ def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None
     tokens = {"train": "t" * 64, "validation": "v" * 64}
     organized = {
         "files": 3, "bytes": 3_000_000, "formats": {"json": {"files": 2, "bytes": 2_000_000},
-        "text.gz": {"files": 1, "bytes": 1_000_000}}, "duplicate_files": 1, "passed_over_counts": {"hidden": 7},
+        "text.gz": {"files": 1, "bytes": 1_000_000}}, "passed_over_counts": {"hidden": 7},
         "origin": origin,
     }  # fmt: skip
     write_json(RECORDS["organize"], organized)
     extracted = {
-        "fallback_encoded_files": 0, "rejected_files": 2, "duplicate_strings": 5, "strings": 1234,
+        "fallback_encoded_files": 0, "rejected_files": 2, "strings": 1234,
         "mean_characters": 17, "short_strings": 691,
         "characters": 567_890, "rejected": {"invalid YAML": 2}, "origin": origin, "fingerprint": "corpus",
         "source": publish.sha256_file(RECORDS["organize"]),
     }  # fmt: skip
     write_json(RECORDS["extract"], extracted)
+    example = {"similarity": 0.84, "skipped": "An <old> version", "kept": "A new version", "split": 1, "row": 2,
+               "kept_split": 0, "kept_row": 3}  # fmt: skip
+    deduplicated = {
+        "all": {"documents": 1234, "equal": 5, "similar": 6}, "sources": {}, "largest": [], "examples": [example],
+        "origin": origin, "source": "corpus", "fingerprint": "without duplicates",
+    }  # fmt: skip
+    write_json(RECORDS["deduplicate"], deduplicated)
     part = {"documents": 30, "characters": 900, "tokens": 300, "characters_per_token": 3.25, "unknown_share": 0.001,
             "rows": 10}  # fmt: skip
     packed = {
         "train": part, "validation": part | {"tokens": 100}, "encoder": {"name": "tokenizers 1.0"}, "origin": origin,
-        "source": "corpus", "fingerprint": publish.sha256_json([*tokens.values()]),
+        "source": "without duplicates", "fingerprint": publish.sha256_json([*tokens.values()]),
     }  # fmt: skip
     write_json(RECORDS["pack"], packed)
     write_json(Path("data/model.json"), {"weights": []})

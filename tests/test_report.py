@@ -105,7 +105,7 @@ def test_each_section_shows_what_the_files_say(complete: Path) -> None:
         "Cost": ["5,120", "0.410", "1.500", "saved a checkpoint3", "14.3%", "end2026-03-01 10:31 UTC", "16 on 2 nodes",
                  "NVIDIA H100", "commit of the project0123456789\n"],
         "Data": ["text.gz", "3.00", "hidden", "1,234", "567,890", "extract.json names them", "invalid YAML", "3.25",
-                 "0.10%", "tokenizers 1.0", "duplicate files", "Raw files in /data/<raw>",
+                 "0.10%", "tokenizers 1.0", "Documents that were skipped for another one", "An <old> version", "0.84", "Raw files in /data/<raw>",
                  "mean length in characters17", "fewer than 20 characters691"],
         "Rows as the model saw them": ["is read but not predicted", "row 7\n  ⟦The⟧ <text>", "row 8"],
         "Model": ["LlamaForCausalLM", "n_head", "bfloat16", "torch 2.13.0"],
