@@ -29,9 +29,8 @@ from stages.splits import assignment, parts, suffixes, tables, tree
 from stages.splits import manifests as splits
 from stages.work import workers
 
-WRITTEN = (
-    splits.SPLITS, *map(Path, ("data/corpus", "data/duplicates", "data/tokens", "data/.reuse", "outputs"))
-)  # fmt: skip
+_OUTS = "data/corpus", "data/duplicates", "data/tokens", "data/.reuse", "outputs"
+WRITTEN = (splits.SPLITS, *map(Path, _OUTS))
 """The directories that stages write."""
 
 IN_NO_SOURCE = "in none of sources"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
@@ -49,7 +49,7 @@ CONFIGS: dict[str, transformers.PreTrainedConfig] = {
     "mistral": transformers.MistralConfig(**_SMALL, sliding_window=8),
     "mistral tied": transformers.MistralConfig(**_SMALL, sliding_window=8, tie_word_embeddings=True),
     "qwen3 untied": transformers.Qwen3Config(**_SMALL, tie_word_embeddings=False),
-    "phi": transformers.PhiConfig(**{**_SMALL, "num_key_value_heads": 3}, partial_rotary_factor=0.5),
+    "phi": transformers.PhiConfig(**{**_SMALL, "num_key_value_heads": 3}, partial_rotary_factor=0.5),  # type: ignore[call-arg]
     "phi tied": transformers.PhiConfig(**{**_SMALL, "num_key_value_heads": 3}, tie_word_embeddings=True),
     "phi3": transformers.Phi3Config(**_SMALL),
     "gpt2 untied": transformers.GPT2Config(**_GPT2, tie_word_embeddings=False),
