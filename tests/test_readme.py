@@ -29,7 +29,7 @@ def test_the_commands_of_the_readme_run(reproduced: Project) -> None:
 @pytest.mark.slow
 def test_a_colleague_gets_the_results_and_has_nothing_to_run(reproduced: Project, tmp_path: Path) -> None:
     """The commands of "Working together"."""
-    section = (REPO / "README.md").read_text().split("## Working together")[1].split("\n## ")[0]
+    section = (REPO / "docs/experiments.md").read_text().split("## Working together")[1].split("\n## ")[0]
     lines = [line.split("  #")[0] for line in re.findall(r"^\$ (.*)", section, re.MULTILINE)]
     places = {"/shared/dvc": str(tmp_path / "dvc"), "/shared/project.git": str(reproduced.path)}
     place = next(index for index, line in enumerate(lines) if line.startswith("git clone"))
@@ -92,7 +92,7 @@ def test_every_file_that_the_readme_names_exists() -> None:
     text = (REPO / "README.md").read_text()
     for link in re.findall(r"\]\(([^)#:]+)[)#]", text):
         assert (REPO / link).exists(), link
-    tree = text.split("## What is where")[1]
+    tree = (REPO / "CONTRIBUTING.md").read_text().split("## What is where")[1]
     for name in re.findall(r"[\w/-]+(?:\.py|\.md|\.yaml|/)(?=\s)", tree):
         assert any((REPO / directory / name).exists() for directory in ("", "stages", "docs", "tests")), name
 
