@@ -2,8 +2,8 @@
 
 import re
 
-STAGES = ["download", "organize", "extract", "pack", "plan", "train", "consolidate", "evaluate", "report"]
-DATA_STAGES = ["organize", "extract", "pack"]
+DATA_STAGES = ["organize", "extract", "deduplicate", "pack"]
+STAGES = ["download", *DATA_STAGES, "plan", "train", "consolidate", "evaluate", "report"]
 
 
 def ran(output: str) -> list[str]:

@@ -65,7 +65,7 @@ def test_another_version_of_a_package_is_found(
         metadata.parent.mkdir(parents=True)
         metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert differing() == ["packages of train", *(f"packages of {stage}" for stage in ("organize", "extract", "pack"))]
+    assert differing() == ["packages of train", *(f"packages of {stage}" for stage in RECORDS)]
 
 
 @pytest.mark.parametrize(

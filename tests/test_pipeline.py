@@ -134,6 +134,7 @@ def test_no_import_goes_up() -> None:
         "model": {"base"},
         "ranks": {"base", "model", "forward"},
         "formats": {"base", "splits", "work"},
+        "duplicates": {"base", "work"},
         "tokenizing": {"base", "work", "model"},
         "forward": {"base", "model"},
         "building": {"base", "model", "forward"},
