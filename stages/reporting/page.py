@@ -21,6 +21,7 @@ from stages.base.params_file import flatten
 from stages.checkpointing.state import TrainMetrics
 from stages.export.evaluation import Evaluation
 from stages.export.lineage import Lineage
+from stages.export.scores import Scores
 from stages.model.files import CONFIG, LINEAGE
 from stages.model.manifest import MANIFEST
 from stages.reporting import pictures
@@ -57,6 +58,7 @@ def write(directory: Path, experiment_name: str, raw_dir: str) -> None:
         is_random=lineage.params.get("initial_weights") == "random" or not publish.read_json(MANIFEST)["weights"],
         lineage=lineage,
         evaluation=evaluation,
+        scores=Scores.read(outputs.TASKS),
         trained=trained,
         adopted=_adoptions(lineage.adopted),
         figures=figures,
