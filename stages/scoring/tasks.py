@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from stages.base import publish
-from stages.base.errors import StageError, explained
+from stages.base.errors import StageError, explained, one_line
 from stages.scoring import network
 
 TASKS = Path("tasks")
@@ -108,15 +108,18 @@ class _LocalDatasets:
     def load_dataset(self, path: str, name: str | None = None, **options: Any) -> Any:
         """As in `datasets`; a name of the Hub is a directory in tasks/public/."""
         options.pop("revision", None)
-        if path in _BUILDERS or Path(path).is_dir():
-            return datasets.load_dataset(path, name, cache_dir=self._cache, **options)
         local = PUBLIC / path.replace("/", "--")
-        if not local.is_dir():
+        if path not in _BUILDERS and not Path(path).is_dir() and not local.is_dir():
             raise StageError(
                 f"the data set {path} is not in {local}: on a machine with internet access run `hf download "
                 f"--repo-type dataset {path} --local-dir {local}`"
             )
-        return datasets.load_dataset(str(local), name, cache_dir=self._cache, **options)
+        found = str(local) if local.is_dir() else path
+        try:
+            return datasets.load_dataset(found, name, cache_dir=self._cache, **options)
+        except datasets.exceptions.DatasetGenerationError as error:
+            files = options.get("data_files", found)
+            raise StageError(f"the data of {files} cannot be read: {one_line(error.__cause__)}") from None
 
 
 def digest(tasks: dict[str, Any]) -> str:
