@@ -278,7 +278,7 @@ def bad_rows(number: int, **changes: Any) -> None:
         (lambda: bad_rows(6, c=[" "]), "qa", "row 7: c is missing or empty"),
         (lambda: bad_rows(6, text=None), "ppl", "row 7: text is missing or empty"),
         (lambda: write_task("qa", doc_to_target="{{c[0] if a else ''}}"), "qa", "row 1: the answer is empty"),
-        (lambda: Path("tasks/rows.jsonl").write_text('{"q": 1}\n{'), "mc", "data of .*rows.jsonl.* cannot be read: .*JSON"),
+        (lambda: Path("tasks/rows.jsonl").write_text('{"q": 1'), "mc", "data of .*jsonl.* cannot be read: .*JSON"),
         (lambda: write_task("mc", num_fewshot=12), "mc", r"requests of tasks/mc.yaml are longer than the 128 tokens"),
         (lambda: write_task("qa", generation_kwargs={"max_gen_toks": 120}), "qa", "requests of .* longer"),
     ],
