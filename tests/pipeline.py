@@ -2,7 +2,7 @@
 
 import re
 
-STAGES = ["download", "organize", "extract", "pack", "plan", "train", "consolidate", "evaluate", "report"]
+STAGES = ["download", "organize", "extract", "pack", "plan", "train", "consolidate", "evaluate", "score", "report"]
 DATA_STAGES = ["organize", "extract", "pack"]
 
 

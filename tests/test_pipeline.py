@@ -38,7 +38,8 @@ UNNEEDED = 15
 def entries(stage: str) -> set[str]:
     """The modules that a stage runs: the one of its name, the one that its command starts, and that of its ranks."""
     [started] = re.findall(r"python -m (\S+)", PIPELINE["stages"][stage]["cmd"])
-    return {f"stages.{stage}", started} | ({"stages.evaluation.rank"} if stage == "evaluate" else set())
+    ranks = {"evaluate": {"stages.evaluation.rank"}, "score": {"stages.scoring.rank"}}
+    return {f"stages.{stage}", started} | ranks.get(stage, set())
 
 
 def watched_files(stage: str) -> set[Path]:
@@ -128,7 +129,7 @@ def test_an_experiment_cannot_have_the_name_of_an_output() -> None:
     assert adapter.validate_python("report2") == "report2"
     fixed = [out for name in STAGES for part in ("outs", "metrics") for out in PIPELINE["stages"][name].get(part, [])]
     names = [out.removeprefix("outputs/") for out in fixed if re.fullmatch(r"outputs/[\w.]+", out)]
-    assert len(names) == 9
+    assert len(names) == 12
     for name in names:
         with pytest.raises(ValidationError, match="choose another name"):
             adapter.validate_python(name)
@@ -144,7 +145,8 @@ def test_no_stage_imports_a_module_that_dvc_does_not_watch(reproduced: Project) 
         "runpy.run_module(module, run_name='__main__', alter_sys=True)\n"
     )
     for stage in STAGES:
-        for entry in sorted(entries(stage) - {"stages.train", "stages.evaluation.rank"}):  # torchrun starts these ranks
+        # torchrun starts these ranks
+        for entry in sorted(entries(stage) - {"stages.train", "stages.evaluation.rank", "stages.scoring.rank"}):
             output = reproduced.run("python", "-c", code, entry)
             names = json.loads(re.findall(r"^modules (.*)", output, re.MULTILINE)[-1])
             files = [REPO / f"{name.replace('.', '/')}.py" for name in names]
@@ -177,6 +179,7 @@ def test_no_import_goes_up() -> None:
         "launching": {"base", "model", "forward", "building", "training", "checkpointing", "ranks"},
         "export": {"base", "model", "checkpointing"},
         "evaluation": {"base", "model", "forward", "building", "ranks", "export"},
+        "scoring": {"base", "work", "model", "forward", "ranks", "export", "evaluation"},
         "reporting": {"base", "model", "checkpointing", "export"},
     }
     directories = {path.name for path in (REPO / "stages").iterdir() if path.is_dir() and path.name != "__pycache__"}
@@ -311,7 +314,7 @@ def test_plots_open_without_a_network(reproduced: Project) -> None:
 @pytest.mark.slow
 def test_a_new_batch_size_reruns_what_it_must_and_the_old_one_comes_from_the_cache(reproduced: Project) -> None:
     output = reproduced.run("dvc", "exp", "run", "-S", "batch_size=4")
-    assert ran(output) == ["plan", "train", "consolidate", "evaluate", "report"]
+    assert ran(output) == ["plan", "train", "consolidate", "evaluate", "score", "report"]
     assert reproduced.json("outputs/test/run.json")["identity"]["params"]["batch_size"] == 4
     assert "test" in reproduced.run("dvc", "exp", "show", "--csv")
     output = reproduced.run("dvc", "exp", "run", "-S", "batch_size=2")
@@ -393,7 +396,7 @@ def test_edits_rerun_what_depends_on_them(reproduced: Project) -> None:
     source = reproduced / "stages/training/schedule.py"
     source.write_text(source.read_text() + "edited = 1\n")
     output = reproduced.run("dvc", "repro")
-    assert ran(output) == ["plan", "train", "consolidate", "evaluate", "report"]
+    assert ran(output) == ["plan", "train", "consolidate", "evaluate", "score", "report"]
     assert "nothing to train" not in output
     source = (
         reproduced / "stages/model/hub.py"

@@ -1,4 +1,6 @@
-"""lm-evaluation-harness, in a directory of its own (requirements-score.lock).
+"""Install lm-evaluation-harness in a directory of its own (requirements-score.lock).
+
+Command  python -m stages.scoring.packages, which `score` needs only where it finds no packages
 
 Its full installation replaces packages that all stages use. So it has only what it needs here, and only the ranks that
 measure have the directory on `sys.path`, behind all other packages.
@@ -10,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from stages.base import publish
+from stages.base import command, publish
 from stages.base.errors import StageError
 
 VERSION = "0.4.13"
@@ -47,11 +49,21 @@ def ensure_installed() -> Path:
         temporary = target.with_name(f"{target.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         pip = [sys.executable, "-m", "pip", "install", "-qq", "--require-hashes", "--no-deps", "--only-binary=:all:"]
-        command = [*pip, "--target", str(temporary), "--requirement", str(LOCK)]
-        if subprocess.run(command, stdin=subprocess.DEVNULL).returncode:
+        options = ["--target", str(temporary), "--requirement", str(LOCK)]
+        if subprocess.run([*pip, *options], stdin=subprocess.DEVNULL).returncode:
             raise StageError(
                 f"pip could not install {LOCK}, see above: make an index or a directory of wheels reachable "
                 "(PIP_INDEX_URL, PIP_FIND_LINKS), or set tasks: []"
             )
         temporary.rename(target)
     return target
+
+
+def main() -> None:
+    """Install the packages."""
+    command.parser(__doc__).parse_args()
+    ensure_installed()
+
+
+if __name__ == "__main__":
+    command.run(main)
