@@ -13,7 +13,7 @@ earlier run has measured of a model is not measured again.
 import json
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +25,7 @@ from stages.base.outputs import ExperimentName
 from stages.base.params_file import load_params
 from stages.base.record import check_files
 from stages.export.lineage import Lineage
-from stages.export.scores import Scores, TaskScore
+from stages.export.scores import Scores, Summary, TaskScore
 from stages.model.files import CONFIG, LINEAGE
 from stages.model.manifest import ModelManifest
 from stages.scoring import packages
@@ -147,24 +147,17 @@ def _model(directory: Path, files: dict[str, str], weights: list[str]) -> Model:
 
 def compare(trained: Measured, initial: Measured | None) -> TaskScore:
     """A line of the table."""
-    paired = None
+    paired: list[Terms] = []
     if initial and trained.terms and initial.terms:
         paired = [
             Terms(new.value - old.value, new.weight) for new, old in zip(trained.terms, initial.terms, strict=True)
         ]
     return TaskScore(
-        task=trained.task,
-        metric=trained.metric,
-        higher_is_better=trained.higher_is_better,
-        questions=trained.questions,
-        num_fewshot=trained.num_fewshot,
-        initial=initial.score if initial else None,
-        trained=trained.score,
+        **{field.name: getattr(trained, field.name) for field in fields(Summary)},
         stderr=stderr(trained.terms),
+        initial=initial.score if initial else None,
         difference=rounded(trained.score - initial.score) if initial else None,
-        difference_stderr=stderr(paired or []),
-        chance=trained.chance,
-        truncated=trained.truncated + (initial.truncated if initial else 0),
+        difference_stderr=stderr(paired),
     )
 
 
@@ -201,7 +194,7 @@ def describe(found: TaskScore) -> str:
     )
     chance = "" if found.chance is None else f"; by chance {found.chance:.4f}"
     return (
-        f"score: {found.task} {found.metric} {found.trained:.4f}{before}{error}{chance} ({found.questions:,} questions)"
+        f"score: {found.task} {found.metric} {found.score:.4f}{before}{error}{chance} ({found.questions:,} questions)"
     )
 
 

@@ -205,7 +205,7 @@ def test_one_answer_that_changes_changes_the_number(project: Project, lm_eval: N
     write_rows([row | {"a": (row["a"] + 1) % 3} if number == right else row for number, row in enumerate(ROWS)])
     os.utime(file, ns=times)
     (after,) = ask("mc").tasks
-    assert after.trained == pytest.approx(before.trained - 1 / 20)
+    assert after.score == pytest.approx(before.score - 1 / 20)
 
 
 def test_what_was_measured_of_the_initial_model_is_used_again(
@@ -255,7 +255,7 @@ def test_the_standard_errors_are_those_of_statistics(project: Project, lm_eval: 
     assert of_text.difference == pytest.approx(bits.sum() / sizes.sum(), abs=1e-5)
     jackknife = math.sqrt(19 / 20 * ((left_out - left_out.mean()) ** 2).sum())
     assert of_text.difference_stderr == pytest.approx(jackknife, rel=0.2)
-    assert json.loads(outputs.SCORES.read_text())["mc"] == {"acc": of_choices.trained}
+    assert json.loads(outputs.SCORES.read_text())["mc"] == {"acc": of_choices.score}
 
 
 def bad_rows(number: int, **changes: Any) -> None:

@@ -7,8 +7,8 @@ from stages.base.record import Record
 
 
 @dataclass(frozen=True)
-class TaskScore:
-    """Of one task, or of a group of tasks."""
+class Summary:
+    """Of one task, or of a group of tasks, and one model."""
 
     task: str
     metric: str
@@ -17,19 +17,25 @@ class TaskScore:
     questions: int
     num_fewshot: int
     """Answered examples before each question."""
-    initial: float | None
-    """Of the initial model; null: it has random weights."""
-    trained: float
-    stderr: float | None
-    """Standard error of `trained`; null: the metric is no mean over questions."""
-    difference: float | None
-    """`trained` minus `initial`."""
-    difference_stderr: float | None
-    """Paired: of the differences of single questions."""
+    score: float
     chance: float | None
-    """Of guessing; null: there are no choices."""
+    """The score of guessing; null: there are no choices."""
     truncated: int
     """Requests that were cut on the left, as they were longer than the model allows."""
+
+
+@dataclass(frozen=True)
+class TaskScore(Summary):
+    """A line of the table: of the finished model, and what is different in the initial one."""
+
+    stderr: float | None
+    """Standard error of `score`; null: the metric is no mean over questions."""
+    initial: float | None
+    """The score of the initial model; null: it has random weights."""
+    difference: float | None
+    """`score` minus `initial`."""
+    difference_stderr: float | None
+    """Paired: of the differences of single questions."""
 
 
 @dataclass(frozen=True)
@@ -46,4 +52,4 @@ class Scores(Record):
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Content of outputs/scores.json: each is a column of `dvc exp show`."""
-        return {score.task: {score.metric: score.trained} for score in self.tasks}
+        return {score.task: {score.metric: score.score} for score in self.tasks}

@@ -128,13 +128,13 @@ def describe(results: Any, loaded: Loaded, truncated: int) -> Found:
             Measured(
                 task=name,
                 metric=metric if chosen == "none" else f"{metric} {chosen}",
-                score=score,
                 higher_is_better=loaded.tasks[members[0]].higher_is_better().get(metric, True),
+                questions=len(samples),
                 num_fewshot=loaded.tasks[members[0]].config.num_fewshot or 0,
+                score=score,
                 chance=_chance(metric, samples),
                 truncated=truncated,
                 terms=_terms(metric, score, samples),
-                questions=len(samples),
             )
         )
     answers = [

@@ -1,6 +1,5 @@
 """Measure the trained and the initial model, or find what an earlier run has measured; a collective of the ranks."""
 
-import json
 import math
 import tempfile
 from functools import partial
@@ -9,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import TypeAdapter
 
 from stages.base import code, publish
 from stages.base.command import format_gib
@@ -54,12 +52,12 @@ def measure(request: Request, heartbeat: Heartbeat, cache: Path) -> Measurements
         )
     on_gpu = torch.cuda.is_available()
     dtype: torch.dtype = getattr(torch, stored_dtype(directory)) if on_gpu else torch.float32
-    store = reuse.Store(Path(request.store), int)
+    store = reuse.Store(Path(request.store), Found)
+    eos_token_id = find_eos(directory)
     decides = [
         "score", VERSION, code.digest_with_packages("stages.scoring.harness"), request.tokenizer, request.limit,
-        request.chat, str(dtype), on_gpu,
+        request.chat, str(dtype), on_gpu, eos_token_id,
     ]  # fmt: skip
-    eos_token_id = find_eos(directory)
     num_reused = 0
 
     def find(model: Model | None) -> dict[str, Found]:
@@ -108,16 +106,15 @@ def check_memory(model: Model, dtype: torch.dtype) -> None:
         )
 
 
-def fetch(store: reuse.Store[int], key: str) -> Found | None:
+def fetch(store: reuse.Store[Found], key: str) -> Found | None:
     """What the store has under a key."""
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "found.json")
-        return None if store.fetch(key, path) is None else TypeAdapter(Found).validate_python(read_json(path))
+        return store.fetch(key, Path(directory, "empty"))
 
 
-def keep(store: reuse.Store[int], key: str, found: Found) -> None:
-    """Put it there."""
+def keep(store: reuse.Store[Found], key: str, found: Found) -> None:
+    """Put it there, with the file that an entry has to have."""
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "found.json")
-        publish.write_text(path, json.dumps(TypeAdapter(Found).dump_python(found, mode="json")))
-        store.put(key, path, publish.sha256_file(path), len(found.answers))
+        path = Path(directory, "empty")
+        path.touch()
+        store.put(key, path, publish.sha256_file(path), found)

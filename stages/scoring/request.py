@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from stages.base.record import Record
+from stages.export.scores import Summary
 from stages.ranks import torchrun
 
 REQUEST, MEASUREMENTS = "request.json", "measurements.json"
@@ -40,19 +41,11 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measured(Summary):
     """Of one task, or of a group of tasks, and one model."""
 
-    task: str
-    metric: str
-    score: float
-    higher_is_better: bool
-    num_fewshot: int
-    chance: float | None
-    truncated: int
     terms: list[Terms]
     """One a question; none: the metric is no mean over questions."""
-    questions: int
 
 
 @dataclass(frozen=True)
