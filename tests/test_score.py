@@ -279,6 +279,8 @@ def bad_rows(number: int, **changes: Any) -> None:
         (lambda: bad_rows(6, text=None), "ppl", "row 7: text is missing or empty"),
         (lambda: write_task("qa", doc_to_target="{{c[0] if a else ''}}"), "qa", "row 1: the answer is empty"),
         (lambda: Path("tasks/rows.jsonl").write_text('{"q": 1'), "mc", "data of .*jsonl.* cannot be read: .*JSON"),
+        (lambda: shutil.copy("tasks/mc.yaml", "tasks/x.yaml"), "mc x", "mc is in both tasks/mc.yaml and tasks/x.yaml"),
+        (lambda: change_weights(Path("outputs/exp/model"), math.nan), "mc", "the model gives NaN"),
         (lambda: write_task("mc", num_fewshot=12), "mc", r"requests of tasks/mc.yaml are longer than the 128 tokens"),
         (lambda: write_task("qa", generation_kwargs={"max_gen_toks": 120}), "qa", "requests of .* longer"),
     ],
@@ -288,7 +290,7 @@ def test_what_would_give_a_wrong_number_is_refused(
 ) -> None:
     spoil()
     with pytest.raises(StageError, match=message):
-        ask(name)
+        ask(*name.split())
     assert not outputs.TASKS.exists()
 
 

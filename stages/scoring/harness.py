@@ -67,7 +67,10 @@ class SharedModel(HFLM):  # type: ignore[misc]  # lm-eval is not installed where
             if len(continuation) > self.max_length:
                 raise StageError(f"an answer has {len(continuation)} tokens, and the model at most {self.max_length}")
             self.truncated += len(context) + len(continuation) > self.max_length + 1
-        return super()._loglikelihood_tokens(requests, **{**options, "disable_tqdm": True})  # type: ignore[no-any-return]
+        found: list[Any] = super()._loglikelihood_tokens(requests, **{**options, "disable_tqdm": True})
+        if any(math.isnan(nats) for nats, _ in found):  # lm-eval would take it for the best choice
+            raise StageError("the model gives NaN in place of log-likelihoods: its training has diverged")
+        return found
 
     def tok_batch_encode(
         self, strings: list[str], *args: Any, left_truncate_len: int | None = None, **options: Any
@@ -137,18 +140,13 @@ def describe(results: Any, loaded: Loaded, truncated: int) -> Found:
                 terms=_terms(metric, score, samples),
             )
         )
-    answers = [
-        _answer(task, each) for task in loaded.tasks for each in _first_filter(results["samples"][task])
-    ]  # fmt: skip
-    return Found(measured, answers)
+    first = {task: results["samples"][task][0]["filter"] for task in loaded.tasks}
+    kept = [(task, each) for task in first for each in results["samples"][task] if each["filter"] == first[task]]
+    return Found(measured, [_answer(*each) for each in kept])
 
 
 def _first_metric(values: dict[str, Any]) -> str | None:
     return next((key for key in values if "," in key and "_stderr," not in key), None)
-
-
-def _first_filter(samples: list[Any]) -> list[Any]:
-    return [each for each in samples if each["filter"] == samples[0]["filter"]]
 
 
 def _terms(metric: str, score: float, samples: list[Any]) -> list[Terms]:

@@ -61,7 +61,7 @@ def load(entries: list[str], cache: Path) -> dict[str, Loaded]:
     is_file = {entry: "/" in entry or entry.endswith((".yaml", ".yml")) for entry in entries}
     # The tasks of lm-eval itself are 13,000 files.
     manager = TaskManager(include_path=str(TASKS), include_defaults=not all(is_file.values()))
-    loaded = {}
+    loaded: dict[str, Loaded] = {}
     for entry in entries:
         if is_file[entry] and Path(entry) not in files:
             known = [str(path) for path in files]
@@ -75,6 +75,10 @@ def load(entries: list[str], cache: Path) -> dict[str, Loaded]:
         check_network(entry)
         for name, task in content["tasks"].items():
             check(name, task)
+            if twice := [other for other in loaded if name in loaded[other].tasks]:
+                raise StageError(
+                    f"tasks: {name} is in both {twice[0]} and {entry}: give one another name, or leave it out"
+                )
         loaded[entry] = Loaded(content["tasks"], content, digest(content["tasks"]))
     return loaded
 
