@@ -43,7 +43,10 @@ def write(directory: Path, experiment_name: str, raw_dir: str) -> None:
     model = outputs.directory(experiment_name) / "model"
     lineage, evaluation = Lineage.read(model / LINEAGE), Evaluation.read(outputs.EVALUATION)
     trained = TrainMetrics.read(outputs.TRAIN_METRICS)
-    figures = {}
+    scores, figures, answers = Scores.read(outputs.TASKS), {}, None
+    if of_tasks := pictures.draw_tasks(scores.tasks):
+        publish.write_text(directory / "tasks.svg", of_tasks[0])
+        answers = base64.b64encode(of_tasks[0].encode()).decode(), of_tasks[1]
     course = pictures.COURSE | ({"loss_by_source": pictures.of_sources(trained.sources)} if trained.sources else {})
     for kind, table in ((course, outputs.HISTORY), (pictures.SPEED, outputs.SPEED)):
         rows = history.read(table)
@@ -58,7 +61,8 @@ def write(directory: Path, experiment_name: str, raw_dir: str) -> None:
         is_random=lineage.params.get("initial_weights") == "random" or not publish.read_json(MANIFEST)["weights"],
         lineage=lineage,
         evaluation=evaluation,
-        scores=Scores.read(outputs.TASKS),
+        scores=scores,
+        answers=answers,
         trained=trained,
         adopted=_adoptions(lineage.adopted),
         figures=figures,
