@@ -3,6 +3,7 @@
 import difflib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,14 +73,12 @@ def load(entries: list[str], cache: Path) -> dict[str, Loaded]:
             )
         with explained(_error(f"tasks: lm-eval cannot load {entry}")):
             content = manager.load([entry])
-        check_network(entry)
-        for name, task in content["tasks"].items():
-            check(name, task)
-            if twice := [other for other in loaded if name in loaded[other].tasks]:
-                raise StageError(
-                    f"tasks: {name} is in both {twice[0]} and {entry}: give one another name, or leave it out"
-                )
-        loaded[entry] = Loaded(content["tasks"], content, digest(content["tasks"]))
+            check_network(entry)
+            for name, task in content["tasks"].items():
+                if twice := [other for other in loaded if name in loaded[other].tasks]:
+                    raise StageError(f"tasks: {name} is in {twice[0]} and {entry}: rename it in one, or leave one out")
+                check(name, task)
+            loaded[entry] = Loaded(content["tasks"], content, digest(content["tasks"]))
     return loaded
 
 
@@ -113,17 +112,28 @@ class _LocalDatasets:
         """As in `datasets`; a name of the Hub is a directory in tasks/public/."""
         options.pop("revision", None)
         local = PUBLIC / path.replace("/", "--")
-        if path not in _BUILDERS and not Path(path).is_dir() and not local.is_dir():
+        files = [*_flat(options.get("data_files"))] if path in _BUILDERS else [path] * Path(path).is_dir()
+        if outside := [file for file in files if TASKS not in Path(os.path.normpath(file)).parents]:
+            raise StageError(f"{outside[0]} is not below {TASKS}/, where DVC notices its changes: move it there")
+        if not files and not local.is_dir():
             raise StageError(
                 f"the data set {path} is not in {local}: on a machine with internet access run `hf download "
                 f"--repo-type dataset {path} --local-dir {local}`"
             )
-        found = str(local) if local.is_dir() else path
+        found = path if files else str(local)
         try:
             return datasets.load_dataset(found, name, cache_dir=self._cache, **options)
         except datasets.exceptions.DatasetGenerationError as error:
-            files = options.get("data_files", found)
-            raise StageError(f"the data of {files} cannot be read: {one_line(error.__cause__)}") from None
+            raise StageError(f"{', '.join(files) or found} cannot be read: {one_line(error.__cause__)}") from None
+
+
+def _flat(files: Any) -> Iterator[str]:
+    """The names of `data_files`: a name, a list of names, or one of these for each split."""
+    if isinstance(files, (dict, list)):
+        for each in files.values() if isinstance(files, dict) else files:
+            yield from _flat(each)
+    elif files is not None:
+        yield str(files)
 
 
 def digest(tasks: dict[str, Any]) -> str:
