@@ -24,8 +24,8 @@ from stages.scoring.tasks import FEWSHOT_SEED, Loaded, check_network
 
 BATCH_SIZE = 8
 """Requests of a forward pass. Never `auto`, which tries the longest one first."""
-CHUNK = 64
-"""Requests that one rank answers together; lm-eval sorts them by length."""
+CHUNK = 2 * BATCH_SIZE
+"""Requests that one rank answers together, sorted by length. More would leave ranks idle at the end of a small task."""
 
 
 class SharedModel(HFLM):  # type: ignore[misc]  # lm-eval is not installed where types are checked
