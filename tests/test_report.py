@@ -149,7 +149,7 @@ def test_a_logarithmic_axis_says_so(complete: Path) -> None:
 
 def test_each_picture_is_in_the_page_and_a_file(complete: Path) -> None:
     content = (complete / report.PAGE).read_text()
-    names = {*pictures.COURSE, *pictures.SPEED}
+    names = {*pictures.COURSE, *pictures.SPEED, "tasks"}
     assert {path.name for path in complete.iterdir()} == {f"{name}.svg" for name in names} | {"report.html"}
     files = [(complete / f"{name}.svg").read_bytes() for name in names]
     assert all(f"base64,{base64.b64encode(file).decode()}" in content for file in files)
@@ -165,6 +165,7 @@ def test_each_picture_is_in_the_page_and_a_file(complete: Path) -> None:
         (outputs.SPEED, "train"),
         (outputs.TRAIN_METRICS, "train"),
         (outputs.EVALUATION, "evaluate"),
+        (outputs.TASKS, "score"),
         (outputs.ROWS, "plan"),
         (reports.MODEL / "config.json", "consolidate"),
     ],
