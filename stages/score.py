@@ -29,7 +29,7 @@ from stages.export.scores import Scores, Summary, TaskScore
 from stages.model.files import CONFIG, LINEAGE
 from stages.model.manifest import ModelManifest
 from stages.scoring import packages
-from stages.scoring.request import Found, Measured, Measurements, Model, Request, Terms, ask_ranks, rounded
+from stages.scoring.request import Measured, Measurements, Model, Request, Terms, ask_ranks, rounded
 from stages.work import reuse
 
 
@@ -90,7 +90,7 @@ def score(
     found = [
         compare(trained, initial)
         for entry, of_trained in measurements.trained.items()
-        for trained, initial in zip_longest(of_trained.measured, _of(measurements.initial, entry).measured)
+        for trained, initial in zip_longest(of_trained.measured, measurements.initial[entry].measured)
     ]
     scores = Scores(found, packages.VERSION, params.task_limit, params.task_chat)
     try:
@@ -102,10 +102,6 @@ def score(
             path.unlink(missing_ok=True)
         raise
     return "\n".join([summary, *map(describe, scores.tasks)])
-
-
-def _of(measured: dict[str, Found], entry: str) -> Found:
-    return measured.get(entry, Found([], []))
 
 
 def make_request(params: ScoreParams, runtime: ScoreRuntime) -> Request:
@@ -178,7 +174,7 @@ def answer_lines(measurements: Measurements) -> str:
     """The content of outputs/answers.jsonl."""
     lines = []
     for entry, found in measurements.trained.items():
-        for trained, initial in zip_longest(found.answers, _of(measurements.initial, entry).answers):
+        for trained, initial in zip_longest(found.answers, measurements.initial[entry].answers):
             line = asdict(trained) | {"answer_of_initial": initial.answer if initial else None}
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     return "".join(lines)

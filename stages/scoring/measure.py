@@ -63,7 +63,7 @@ def measure(request: Request, heartbeat: Heartbeat, cache: Path) -> Measurements
     def find(model: Model | None) -> dict[str, Found]:
         nonlocal num_reused
         if model is None:
-            return {}
+            return {entry: Found([], []) for entry in loaded}
         keys = {entry: publish.sha256_json([*decides, model.digest, loaded[entry].digest]) for entry in loaded}
         found: dict[str, Found] = run_on_rank0(
             lambda: {e: kept for e, key in keys.items() if (kept := fetch(store, key))}

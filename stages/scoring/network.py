@@ -15,20 +15,19 @@ def refuse() -> None:
 
 def _check(event: str, args: tuple[Any, ...]) -> None:
     if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
-        address = args[1]
-        host = address[0] if isinstance(address, tuple) and address else None  # a path: of this machine
+        host = args[1][0] if isinstance(args[1], tuple) else None  # a path is of this machine
     elif event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
         host = args[0]
     else:
         return
-    if host is None or _is_here(host.decode() if isinstance(host, bytes) else str(host)):
-        return
-    refused.append(str(host))
-    raise ConnectionRefusedError(f"score opens no connection to other machines, such as {host}")
+    name = host.decode() if isinstance(host, bytes) else str(host or "localhost")
+    if not _is_here(name):
+        refused.append(name)
+        raise ConnectionRefusedError(f"score opens no connection to other machines, such as {name}")
 
 
 def _is_here(host: str) -> bool:
     try:
-        return host in ("", "localhost") or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False

@@ -96,7 +96,7 @@ class Measurements(Record):
 
     trained: dict[str, Found]
     initial: dict[str, Found]
-    """None: the initial model has random weights."""
+    """With nothing in it where the initial model has random weights."""
     num_reused: int
     """How many of these the store had."""
 
