@@ -57,7 +57,7 @@ fuzz: setup ## Fuzz all that reads a file of others, a minute each; ARGS='yaml -
 	$(PY) -m tests.fuzz $(ARGS)
 
 # requirements-cuda.lock has all packages of requirements-cpu.lock, whose torch+cpu no database of vulnerabilities knows.
-AUDITED = requirements-cuda.lock requirements-encoder.lock
+AUDITED = requirements-cuda.lock requirements-encoder.lock requirements-score.lock
 
 audit: setup ## Write outputs/sbom.json (CycloneDX) from the locks, and look up their vulnerabilities, with internet access
 	@mkdir -p outputs
@@ -109,9 +109,13 @@ check: setup ## Check lint, format and types
 compile = $(PY) -m uv pip compile pyproject.toml - --extra dev --universal --python-version $(2) \
 	--generate-hashes --no-annotate --custom-compile-command "make lock" --quiet $(UPGRADE) <<< torch==$(1)
 
-lock: setup ## Write the locks from pyproject.toml, and that of the fast tokenizer
+lock: setup ## Write the locks from pyproject.toml, and those of the fast tokenizer and of lm-eval
 	UV_FIND_LINKS="$$PIP_FIND_LINKS" $(call compile,2.13.0+cpu,3.11) --output-file requirements-cpu.lock
 	$(call compile,2.13.0,3.10) --output-file requirements-cuda.lock
 	$(PY) -m uv pip compile - --no-deps --universal --python-version 3.10 --generate-hashes --no-annotate \
 		--custom-compile-command "make lock" --quiet --output-file requirements-encoder.lock \
 		<<< tokenizers==$$($(PY) -c 'from stages.tokenizing import fast_tokenizer; print(fast_tokenizer.VERSION)')
+	printf '%s\n' accelerate lxml portalocker sacrebleu \
+		lm-eval==$$($(PY) -c 'from stages.scoring import packages; print(packages.VERSION)') | \
+		$(PY) -m uv pip compile - --no-deps --universal --python-version 3.10 --generate-hashes --no-annotate \
+		--custom-compile-command "make lock" --quiet $(UPGRADE) --output-file requirements-score.lock

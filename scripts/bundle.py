@@ -120,7 +120,7 @@ def download(build: str, python: str, glibc: int, machine: str, wheels: Path) ->
     """Fetch the packages with pip, which knows mirrors, proxies and certificates."""
     tags = [f"manylinux_2_{minor}" for minor in range(glibc, 4, -1)]  # 2.5 is that of manylinux1
     tags += ["manylinux2014", "manylinux2010", "manylinux1", "linux"]
-    for name in (build, "encoder"):
+    for name in (build, "encoder", "score"):
         needed = [*requirements(Path(f"requirements-{name}.lock").read_text(encoding="utf-8"), python, machine)]
         print(f"bundle: downloading {len(needed)} packages of requirements-{name}.lock", flush=True)
         # A package without wheel needs setuptools for its name and version: this environment has it.
@@ -221,6 +221,8 @@ def install(bundle: Path, target: Path) -> None:
     environment.update(PYTHON=sys.executable, PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull)
     environment["PIP_FIND_LINKS"] = (bundle / WHEELS).as_uri()  # a URL, because pip splits a path at its spaces
     dvc, commands = str(target / ".venv/bin/dvc"), [[str(target / "scripts/setup.sh")]]
+    if any((bundle / WHEELS).glob("lm_eval-*")):  # which `score` could not fetch there
+        commands.append([str(target / ".venv/bin/python"), "-m", "stages.scoring.packages"])
     if (bundle / RESULTS).is_dir():
         commands.append([dvc, "remote", "add", "--quiet", "--local", "--force", "bundle", str(bundle / RESULTS)])
         commands.append([dvc, "pull", "--remote", "bundle", "--allow-missing"])  # without --raw it lacks the raw files

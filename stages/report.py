@@ -1,7 +1,8 @@
 """Show what a training has learned and what it cost, from what the other stages have written.
 
-Reads     outputs/evaluation.json, outputs/history.tsv, outputs/speed.tsv, outputs/train_metrics.json, outputs/rows.txt,
-          lineage.json and config.json of the model, data/model.json, and the records of the data stages
+Reads     outputs/evaluation.json, outputs/tasks.json, outputs/history.tsv, outputs/speed.tsv,
+          outputs/train_metrics.json, outputs/rows.txt, lineage.json and config.json of the model, data/model.json, and
+          the records of the data stages
 Writes    outputs/report/: the page that opens without a network, and its pictures
 Command   python -m stages.report
 

@@ -3,7 +3,7 @@
 import re
 
 DATA_STAGES = ["organize", "extract", "deduplicate", "pack"]
-STAGES = ["download", *DATA_STAGES, "plan", "train", "consolidate", "evaluate", "report"]
+STAGES = ["download", *DATA_STAGES, "plan", "train", "consolidate", "evaluate", "score", "report"]
 
 
 def ran(output: str) -> list[str]:

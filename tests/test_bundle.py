@@ -92,6 +92,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "requirements-cpu.lock": "absent==1 ; sys_platform == 'win32' \\\n    --hash=sha256:0\n"
             + make_wheel(project / "../packages", "tiny"),
             "requirements-encoder.lock": make_wheel(project / "../packages", "other"),
+            "requirements-score.lock": make_wheel(project / "../packages", "third"),
             "params.yaml": (REPO / "params.yaml").read_text(),
             "dvc.yaml": yaml.safe_dump({"stages": stages}),
             "models/tiny-llama/config.json": "{}",
@@ -172,7 +173,8 @@ def refused(made: Path, target: Path, message: str, **about: str) -> None:
 def test_what_is_bundled_arrives(original: Path, made: Path, tmp_path: Path) -> None:
     target = tmp_path / "else" / "w h\u00e9re"
     assert subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=made).returncode == 0
-    assert {path.name for path in (made / "wheels").iterdir()} == {f"{x}-1-py3-none-any.whl" for x in ("tiny", "other")}
+    wheels = {f"{name}-1-py3-none-any.whl" for name in ("tiny", "other", "third")}
+    assert {path.name for path in (made / "wheels").iterdir()} == wheels
     command = [sys.executable, "-I", "-S", str(made / "unbundle.py"), str(target)]  # it needs no package
     subprocess.run(command, cwd=tmp_path, check=True)
     for path in (original / "data/raw").rglob("*.txt"):

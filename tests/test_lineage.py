@@ -11,7 +11,7 @@ import pytest
 
 from stages import lineage
 from stages.base.errors import StageError
-from stages.base.origin import Origin
+from stages.base.origin import RECORDS, Origin
 from stages.base.params_file import load_params
 from stages.base.record import write_sealed
 from stages.extract import ExtractParams

@@ -39,7 +39,8 @@ UNNEEDED = 15
 def entries(stage: str) -> set[str]:
     """The modules that a stage runs: the one of its name, the one that its command starts, and that of its ranks."""
     [started] = re.findall(r"python -m (\S+)", PIPELINE["stages"][stage]["cmd"])
-    return {f"stages.{stage}", started} | ({"stages.evaluation.rank"} if stage == "evaluate" else set())
+    ranks = {"evaluate": {"stages.evaluation.rank"}, "score": {"stages.scoring.rank"}}
+    return {f"stages.{stage}", started} | ranks.get(stage, set())
 
 
 def watched_files(stage: str) -> set[Path]:
@@ -111,7 +112,7 @@ def test_an_experiment_cannot_have_the_name_of_an_output() -> None:
     assert adapter.validate_python("report2") == "report2"
     fixed = [out for name in STAGES for part in ("outs", "metrics") for out in PIPELINE["stages"][name].get(part, [])]
     names = [out.removeprefix("outputs/") for out in fixed if re.fullmatch(r"outputs/[\w.]+", out)]
-    assert len(names) == 9
+    assert len(names) == 12
     for name in names:
         with pytest.raises(ValidationError, match="choose another name"):
             adapter.validate_python(name)
@@ -144,6 +145,7 @@ def test_no_import_goes_up() -> None:
         "launching": {"base", "model", "forward", "building", "training", "checkpointing", "ranks"},
         "export": {"base", "model", "checkpointing"},
         "evaluation": {"base", "model", "forward", "building", "ranks", "export"},
+        "scoring": {"base", "work", "model", "forward", "ranks", "export", "evaluation"},
         "reporting": {"base", "model", "checkpointing", "export"},
     }
     directories = {path.name for path in (REPO / "stages").iterdir() if path.is_dir() and path.name != "__pycache__"}
@@ -315,7 +317,7 @@ def test_a_change_reruns_what_depends_on_it_and_no_stage_imports_what_dvc_does_n
     text = schedule.read_text()
     schedule.write_text(text + "edited = 1\n")
     output = run("exp", "run", "-S", "batch_size=4", "-S", "lr=0.00002")
-    assert ran(output) == ["plan", "train", "consolidate", "evaluate", "report"]
+    assert ran(output) == ["plan", "train", "consolidate", "evaluate", "score", "report"]
     assert "resuming" not in output
     assert "nothing to train" not in output
     identity = result()["identity"]

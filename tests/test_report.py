@@ -102,6 +102,8 @@ def test_each_section_shows_what_the_files_say(complete: Path) -> None:
     for section, texts in {
         "": ["2.5000", "12.18", "1.2500", "2,345,678", "4,096", "1 h 07 min", "random weights", "<tiny & small>"],
         "Loss": ["all held-out rows", "before training", "8.5000", "as bfloat16", "310"],
+        "Tasks": ["sums", "exact_match ↑", "1,200", "0.1250", "0.7500 ± 0.0200", "+0.6250 ± 0.0312",
+                  "with the chat template"],
         "Cost": ["5,120", "0.410", "1.500", "saved a checkpoint3", "14.3%", "end2026-03-01 10:31 UTC", "16 on 2 nodes",
                  "NVIDIA H100", "commit of the project0123456789\n"],
         "Data": ["text.gz", "3.00", "hidden", "1,234", "567,890", "extract.json names them", "invalid YAML", "3.25",
@@ -148,7 +150,7 @@ def test_what_is_not_known_or_the_same_is_not_shown() -> None:
 
 def test_each_picture_is_in_the_page_and_a_file(complete: Path) -> None:
     content = (complete / report.PAGE).read_text()
-    names = {*pictures.COURSE, *pictures.SPEED}
+    names = {*pictures.COURSE, *pictures.SPEED, "tasks"}
     assert {path.name for path in complete.iterdir()} == {f"{name}.svg" for name in names} | {"report.html"}
     files = {name: (complete / f"{name}.svg").read_bytes() for name in names}
     assert all(f"base64,{base64.b64encode(file).decode()}" in content for file in files.values())
@@ -166,6 +168,7 @@ def test_each_picture_is_in_the_page_and_a_file(complete: Path) -> None:
         (outputs.SPEED, None, "is missing: run `dvc repro train`"),
         (outputs.TRAIN_METRICS, None, "is missing: run `dvc repro train`"),
         (outputs.EVALUATION, None, "is missing: run `dvc repro evaluate`"),
+        (outputs.TASKS, None, "is missing: run `dvc repro score`"),
         (outputs.ROWS, None, "is missing: run `dvc repro plan`"),
         (reports.MODEL / "config.json", None, "is missing: run `dvc repro consolidate`"),
         (outputs.HISTORY, "step\tloss\n1\tx\n", "is not valid: run `dvc repro -f -s train`"),

@@ -19,12 +19,15 @@ TRAIN_METRICS = OUTPUTS / "train_metrics.json"
 COST = OUTPUTS / "cost.json"
 EVALUATION = OUTPUTS / "evaluation.json"
 METRICS = OUTPUTS / "metrics.json"
+TASKS = OUTPUTS / "tasks.json"
+SCORES = OUTPUTS / "scores.json"
+ANSWERS = OUTPUTS / "answers.jsonl"
 REPORT = OUTPUTS / "report"
 
 RESTORE = "`dvc get . outputs/NAME/model --rev REV -o outputs/NAME/model` brings back that of commit or experiment REV"
 """About a model that is not here. `dvc repro` would train it again, under the name that params.yaml has now."""
 
-_OF_ALL = (PLAN, ROWS, HISTORY, SPEED, TRAIN_METRICS, COST, EVALUATION, METRICS, REPORT)
+_OF_ALL = (PLAN, ROWS, HISTORY, SPEED, TRAIN_METRICS, COST, EVALUATION, METRICS, TASKS, SCORES, ANSWERS, REPORT)
 
 
 def _is_free(experiment_name: str) -> str:

@@ -21,6 +21,7 @@ from stages.base.params_file import flatten
 from stages.checkpointing.state import TrainMetrics
 from stages.export.evaluation import Evaluation
 from stages.export.lineage import Lineage
+from stages.export.scores import Scores
 from stages.model.files import CONFIG, LINEAGE
 from stages.model.manifest import MANIFEST
 from stages.reporting import pictures
@@ -42,7 +43,10 @@ def write(directory: Path, experiment_name: str, raw_dir: str) -> None:
     model = outputs.directory(experiment_name) / "model"
     lineage, evaluation = Lineage.read(model / LINEAGE), Evaluation.read(outputs.EVALUATION)
     trained = TrainMetrics.read(outputs.TRAIN_METRICS)
-    figures = {}
+    scores, figures, answers = Scores.read(outputs.TASKS), {}, None
+    if of_tasks := pictures.draw_tasks(scores.tasks):
+        publish.write_text(directory / "tasks.svg", of_tasks[0])
+        answers = base64.b64encode(of_tasks[0].encode()).decode(), of_tasks[1]
     course = pictures.COURSE | ({"loss_by_source": pictures.of_sources(trained.sources)} if trained.sources else {})
     for kind, table in ((course, outputs.HISTORY), (pictures.SPEED, outputs.SPEED)):
         rows = history.read(table)
@@ -57,6 +61,8 @@ def write(directory: Path, experiment_name: str, raw_dir: str) -> None:
         is_random=lineage.params.get("initial_weights") == "random" or not publish.read_json(MANIFEST)["weights"],
         lineage=lineage,
         evaluation=evaluation,
+        scores=scores,
+        answers=answers,
         trained=trained,
         adopted=_adoptions(lineage.adopted),
         figures=figures,

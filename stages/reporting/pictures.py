@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from stages.base import history
 from stages.base.history import Row
+from stages.export.scores import TaskScore
 
 COLORS = {
     "back": "#ffffff",
@@ -186,10 +187,45 @@ def draw(picture: Picture, rows: list[Row]) -> tuple[str, str] | None:
         labels = axes.get_legend_handles_labels()[1]
         if len(labels) > 1:
             figure.legend(loc="outside upper left", ncols=2 if max(map(len, labels)) > 12 else 4)
-        file = io.StringIO()
-        # Not the time of day, nor the version of matplotlib.
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    return file.getvalue(), f"Last values of {picture.label}: {'; '.join(texts)}"
+        return _svg(figure), f"Last values of {picture.label}: {'; '.join(texts)}"
+
+
+def draw_tasks(scores: list[TaskScore]) -> tuple[str, str] | None:
+    """Scores from 0 to 1, before training and after it, and the text of the picture; None: there are no such scores."""
+    shown = [score for score in scores if score.higher_is_better and 0 <= score.score <= 1][::-1]  # the first on top
+    if not shown:
+        return None
+    places, texts = range(len(shown)), []
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(5.4, 1.2 + 0.35 * len(shown)))
+        axes = figure.add_subplot()
+        axes.set(xlabel="score, with the interval of 95 %", xlim=(-0.02, 1.02), ylim=(-0.6, len(shown) - 0.4))
+        axes.set_yticks(places, [score.task for score in shown])
+        axes.grid(visible=False, axis="y")
+        errors = [1.96 * (score.stderr or 0) for score in shown]
+        values = [score.score for score in shown]
+        axes.errorbar(values, places, xerr=errors, fmt="o", color=COLORS["blue"], capsize=3, label="after training")
+        for place, score in zip(places, shown, strict=True):
+            texts += [f"{score.task} {_text(score.score)}"]
+            if score.initial is not None:
+                axes.plot([score.initial, score.score], [place, place], color=COLORS["pale"], zorder=1)
+                texts[-1] += f" (before {_text(score.initial)})"
+        for found, marker, name, color in (
+            ([score.initial for score in shown], "o", "before training", "pale"),
+            ([score.chance for score in shown], "|", "by chance", "orange"),
+        ):
+            known = [(value, place) for place, value in zip(places, found, strict=True) if value is not None]
+            if known:
+                axes.plot(*zip(*known, strict=True), marker, color=COLORS[color], markersize=9, label=name)
+        figure.legend(loc="outside upper left", ncols=3)
+        return _svg(figure), "; ".join(texts[::-1])
+
+
+def _svg(figure: Figure) -> str:
+    file = io.StringIO()
+    # Not the time of day, nor the version of matplotlib.
+    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return file.getvalue()
 
 
 def series(rows: list[Row], curve: Curve) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -1,0 +1,182 @@
+"""Ask a model the questions of tasks, as lm-evaluation-harness does; a collective of the ranks.
+
+lm-eval believes to be alone on each rank: its own division gives the ranks other examples before the questions, and so
+other numbers. Here all ranks make the same requests, and divide them in chunks, which are the same for any number of
+ranks, as the bits of a result may depend on what else is in a batch.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedModel
+
+from stages.base.errors import StageError, explained
+from stages.forward.distributed import all_reduce_sum, run_on_all_ranks
+from stages.ranks.watchdog import Heartbeat
+from stages.scoring.request import DIGITS, Answer, Found, Measured, Terms, rounded
+from stages.scoring.tasks import FEWSHOT_SEED, Loaded, check_network
+
+BATCH_SIZE = 8
+"""Requests of a forward pass. Never `auto`, which tries the longest one first."""
+CHUNK = 2 * BATCH_SIZE
+"""Requests that one rank answers together, sorted by length. More would leave ranks idle at the end of a small task."""
+
+
+class SharedModel(HFLM):  # type: ignore[misc]  # lm-eval is not installed where types are checked
+    """A loaded model that answers the requests of all ranks together."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, eos_token_id: Any, heartbeat: Heartbeat) -> None:
+        # In place of the model's own, from which penalties, beams and samples would be taken.
+        model.generation_config = GenerationConfig(eos_token_id=eos_token_id)
+        super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=BATCH_SIZE)
+        self.truncated = 0
+        """Requests of this rank that were cut."""
+        self._heartbeat = heartbeat
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
+        """See lm-eval; so the next two."""
+        return self._divide(super().loglikelihood, requests)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
+        return self._divide(super().loglikelihood_rolling, requests)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
+        return self._divide(super().generate_until, requests)
+
+    def _divide(self, ask: Callable[..., list[Any]], requests: list[Any]) -> list[Any]:
+        chunks = [requests[first : first + CHUNK] for first in range(0, len(requests), CHUNK)]
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        own = []
+        is_quiet = True if rank else None  # None: where there is no terminal
+        for index in tqdm(range(rank, len(chunks), num_ranks), desc="score", unit="chunk", disable=is_quiet):
+            self._heartbeat.note(f"answering {len(chunks[index])} requests")
+            torch.manual_seed(index)  # for tasks that sample: the same on any number of ranks
+            own.append(ask(chunks[index], disable_tqdm=True))
+        self._heartbeat.note("collecting the answers")
+        parts = run_on_all_ranks(lambda: own)
+        return [answer for index in range(len(chunks)) for answer in parts[index % num_ranks][index // num_ranks]]
+
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **options: Any) -> list[Any]:
+        for _, context, continuation in requests:
+            if len(continuation) > self.max_length:
+                raise StageError(f"an answer has {len(continuation)} tokens, and the model at most {self.max_length}")
+            self.truncated += len(context) + len(continuation) > self.max_length + 1
+        found: list[Any] = super()._loglikelihood_tokens(requests, **{**options, "disable_tqdm": True})
+        if any(math.isnan(nats) for nats, _ in found):  # lm-eval would take it for the best choice
+            raise StageError("the model gives NaN in place of log-likelihoods: its training has diverged")
+        return found
+
+    def tok_batch_encode(
+        self, strings: list[str], *args: Any, left_truncate_len: int | None = None, **options: Any
+    ) -> Any:
+        """Prompts that the model continues."""
+        ids, mask = super().tok_batch_encode(strings, *args, **options)
+        if left_truncate_len:
+            self.truncated += int((mask.sum(1) > left_truncate_len).sum())
+            ids, mask = ids[:, -left_truncate_len:], mask[:, -left_truncate_len:]
+        return ids, mask
+
+
+def ask(model: SharedModel, entry: str, loaded: Loaded, limit: int | None, chat: bool) -> Found:
+    """Ask a model an entry of `tasks`; a collective.
+
+    Args:
+        model: Any.
+        entry: Its name, for errors.
+        loaded: Its tasks.
+        limit: How many questions of each task; None: all.
+        chat: Whether to write questions with the chat template.
+
+    Raises:
+        StageError: lm-eval cannot ask it, a request was cut, or another machine was asked for something.
+    """
+    model.truncated = 0
+    for task in loaded.tasks.values():
+        task.set_fewshot_seed(FEWSHOT_SEED)
+    with explained(lambda problem: StageError(f"tasks: lm-eval cannot ask {entry}: {problem}")):
+        # Not simple_evaluate, which starts pip, git and conda.
+        results = evaluate(model, loaded.content, limit=limit, bootstrap_iters=0, apply_chat_template=chat)
+    check_network(entry)
+    (truncated,) = map(int, all_reduce_sum(model.truncated))
+    if truncated and not loaded.allows_truncation():
+        raise StageError(
+            f"tasks: {truncated} requests of {entry} are longer than the {model.max_length} tokens of the model, "
+            "and were cut on the left: lower num_fewshot or max_gen_toks, shorten the questions, or write into the "
+            "task `metadata: {allow_truncation: true}`"
+        )
+    return describe(results, loaded, truncated)
+
+
+def describe(results: Any, loaded: Loaded, truncated: int) -> Found:
+    """What lm-eval has found, without what is not used."""
+    groups = [name for name in loaded.content.get("groups", {}) if _first_metric(results["results"].get(name, {}))]
+    children = {child for group in groups for child in loaded.content["group_map"].get(group, ())}
+    names = [name for name in groups if name not in children] or [*loaded.tasks]
+    measured = []
+    for name in names:
+        members = [name] if name in loaded.tasks else [*loaded.tasks]
+        key = _first_metric(results["results"][name])
+        if key is None:
+            raise StageError(f"tasks: {name} has no metric: name one in its metric_list")
+        metric, _, chosen = key.partition(",")
+        samples = [each for task in members for each in results["samples"][task] if each["filter"] == chosen]
+        score = rounded(results["results"][name][key])
+        measured.append(
+            Measured(
+                task=name,
+                metric=metric if chosen == "none" else f"{metric} {chosen}",
+                higher_is_better=loaded.tasks[members[0]].higher_is_better().get(metric, True),
+                questions=len(samples),
+                num_fewshot=loaded.tasks[members[0]].config.num_fewshot or 0,
+                score=score,
+                chance=_chance(metric, samples),
+                truncated=truncated,
+                terms=_terms(metric, score, samples),
+            )
+        )
+    first = {task: results["samples"][task][0]["filter"] for task in loaded.tasks}
+    kept = [(task, each) for task in first for each in results["samples"][task] if each["filter"] == first[task]]
+    return Found(measured, [_answer(*each) for each in kept])
+
+
+def _first_metric(values: dict[str, Any]) -> str | None:
+    return next((key for key in values if "," in key and "_stderr," not in key), None)
+
+
+def _terms(metric: str, score: float, samples: list[Any]) -> list[Terms]:
+    """None where they do not add up to the score."""
+    values = [each[metric] for each in samples]
+    if metric == "bits_per_byte":
+        terms = [Terms(-nats / math.log(2), size) for nats, size in values]
+    elif all(isinstance(value, (bool, int, float)) for value in values):
+        terms = [Terms(float(value), 1.0) for value in values]
+    else:
+        return []
+    mean = math.fsum(term.value for term in terms) / math.fsum(term.weight for term in terms)
+    return terms if math.isclose(mean, score, rel_tol=1e-4, abs_tol=1e-6) else []
+
+
+def _chance(metric: str, samples: list[Any]) -> float | None:
+    sizes = [len(each["filtered_resps"]) for each in samples if isinstance(each["filtered_resps"][0], tuple)]
+    if not metric.startswith("acc") or len(sizes) < len(samples) or min(sizes) < 2:
+        return None
+    return rounded(math.fsum(1 / size for size in sizes) / len(sizes))
+
+
+def _answer(task: str, sample: Any) -> Answer:
+    requests, found = sample["arguments"], sample["filtered_resps"]
+    has_choices = len(requests[0]) == 2 and isinstance(requests[0][1], str)
+    return Answer(
+        task=task,
+        row=sample["doc_id"],
+        prompt=requests[-1][0],
+        choices=[choice for _, choice in requests] if has_choices else [],
+        target=sample["target"],
+        answer=[round(nats, DIGITS) for nats, _ in found] if has_choices else found[0],
+    )

@@ -1,0 +1,217 @@
+"""The tasks of lm-evaluation-harness: found by name or file, loaded from data of this machine alone, and checked."""
+
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import jinja2.meta
+import lm_eval.api.task
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from stages.base import publish
+from stages.base.errors import StageError, explained, one_line
+from stages.scoring import network
+
+TASKS = Path("tasks")
+PUBLIC = TASKS / "public"
+"""Data sets of the Hub, each in ORG--NAME."""
+FEWSHOT_SEED = 1234
+"""That of lm-eval's own command."""
+_BUILDERS = ("arrow", "csv", "json", "pandas", "parquet", "text")
+"""Of `datasets`: they read files of this machine."""
+_ALLOWED = "allow_truncation"
+"""In the `metadata` of a task: whether its requests may be cut on the left."""
+
+
+class Loaded(NamedTuple):
+    """An entry of `tasks`."""
+
+    tasks: dict[str, Any]
+    """Objects of lm-eval that ask questions, by name."""
+    content: dict[str, Any]
+    """Of TaskManager.load: these and the groups that they are in."""
+    digest: str
+    """Of all that decides what is asked and what is right."""
+
+    def allows_truncation(self) -> bool:
+        """Whether all of the tasks say so."""
+        return all((task.config.metadata or {}).get(_ALLOWED) for task in self.tasks.values())
+
+
+def load(entries: list[str], cache: Path) -> dict[str, Loaded]:
+    """Load and check the entries of `tasks`.
+
+    Args:
+        entries: Names of lm-eval, or files in tasks/.
+        cache: An empty directory. A cache that stays takes a file of the same path and time for the same file.
+
+    Raises:
+        StageError: an entry is unknown, its YAML is not valid, its data are not here, or a question has no answer.
+    """
+    lm_eval.api.task.datasets = _LocalDatasets(cache)
+    files = [path for path in sorted(TASKS.rglob("*.yaml")) if PUBLIC not in path.parents]
+    for path in files:
+        with explained(_error(f"{path} is no valid YAML of a task")):
+            load_yaml(path, resolve_func=False)
+    is_file = {entry: "/" in entry or entry.endswith((".yaml", ".yml")) for entry in entries}
+    # The tasks of lm-eval itself are 13,000 files.
+    manager = TaskManager(include_path=str(TASKS), include_defaults=not all(is_file.values()))
+    loaded: dict[str, Loaded] = {}
+    for entry in entries:
+        if is_file[entry] and Path(entry) not in files:
+            known = [str(path) for path in files]
+            raise StageError(f"tasks: {entry} is no file below {TASKS}/ that ends in .yaml{_nearest(entry, known)}")
+        if not is_file[entry] and entry not in manager.task_index:
+            raise StageError(
+                f"tasks: {entry!r} is neither a task of lm-eval nor a file{_nearest(entry, manager.all_tasks)}"
+            )
+        with explained(_error(f"tasks: lm-eval cannot load {entry}")):
+            content = manager.load([entry])
+            check_network(entry)
+            for name, task in content["tasks"].items():
+                if twice := [other for other in loaded if name in loaded[other].tasks]:
+                    raise StageError(f"tasks: {name} is in {twice[0]} and {entry}: rename it in one, or leave one out")
+                check(name, task)
+            loaded[entry] = Loaded(content["tasks"], content, digest(content["tasks"]))
+    return loaded
+
+
+def _error(what: str) -> Callable[[str], StageError]:
+    return lambda problem: StageError(f"{what}: {problem}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, known, 3, 0.5)
+    return f": did you mean {' or '.join(found)}?" if found else ""
+
+
+def check_network(entry: str) -> None:
+    """Raise StageError if other machines were asked for something, whatever came of that."""
+    if network.refused:
+        raise StageError(
+            f"tasks: {entry} asks the network for {network.refused[0]}, and score uses files alone: leave it out"
+        )
+
+
+class _LocalDatasets:
+    """In place of the module `datasets` in lm-eval: what it loads is here, or refused without a look-up."""
+
+    def __init__(self, cache: Path) -> None:
+        self._cache = str(cache)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(datasets, name)
+
+    def load_dataset(self, path: str, name: str | None = None, **options: Any) -> Any:
+        """As in `datasets`; a name of the Hub is a directory in tasks/public/."""
+        options.pop("revision", None)
+        local = PUBLIC / path.replace("/", "--")
+        files = [*_flat(options.get("data_files"))] if path in _BUILDERS else [path] * Path(path).is_dir()
+        if outside := [file for file in files if TASKS not in Path(os.path.normpath(file)).parents]:
+            raise StageError(f"{outside[0]} is not below {TASKS}/, where DVC notices its changes: move it there")
+        if not files and not local.is_dir():
+            raise StageError(
+                f"the data set {path} is not in {local}: on a machine with internet access run `hf download "
+                f"--repo-type dataset {path} --local-dir {local}`"
+            )
+        found = path if files else str(local)
+        try:
+            return datasets.load_dataset(found, name, cache_dir=self._cache, **options)
+        except datasets.exceptions.DatasetGenerationError as error:
+            raise StageError(f"{', '.join(files) or found} cannot be read: {one_line(error.__cause__)}") from None
+
+
+def _flat(files: Any) -> Iterator[str]:
+    """The names of `data_files`: a name, a list of names, or one of these for each split."""
+    if isinstance(files, (dict, list)):
+        for each in files.values() if isinstance(files, dict) else files:
+            yield from _flat(each)
+    elif files is not None:
+        yield str(files)
+
+
+def digest(tasks: dict[str, Any]) -> str:
+    """SHA-256 of what decides the questions of tasks and their answers: config, code beside it, and each row."""
+    total = hashlib.sha256()
+    for path in sorted(TASKS.rglob("*.py")):
+        total.update(publish.sha256_file(path).encode())
+    for name, task in sorted(tasks.items()):
+        total.update(_canonical([name, task.config.to_dict()]))
+        for _, rows in _rows(task):
+            for row in rows:
+                total.update(_canonical(row))
+    return total.hexdigest()
+
+
+def _canonical(value: Any) -> bytes:
+    # Not str of a function, which has its address. Its code is in a file that counts, or is that of lm-eval.
+    return json.dumps(value, sort_keys=True, default=lambda other: getattr(other, "__qualname__", repr(other))).encode()
+
+
+def _rows(task: Any) -> Iterator[tuple[str, Iterable[dict[str, Any]]]]:
+    """What is asked, and what is shown as answered examples, each with the name of its split."""
+    config = task.config
+    yield config.test_split or config.validation_split, task.eval_docs
+    if config.num_fewshot:
+        split = task.fewshot_cfg.split or config.training_split or config.validation_split or config.test_split
+        yield split, task.fewshot_docs() or []
+
+
+def check(name: str, task: Any) -> None:
+    """Check that each question of a task has an answer that can be right.
+
+    Raises:
+        StageError: with the file and the row.
+    """
+    if task.OUTPUT_TYPE is None or getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+        raise StageError(f"tasks: {name} runs code that the model writes, or needs pictures or sound: leave it out")
+    if callable(task.config.process_results):  # it compares in a way of its own
+        return
+    fields = [*_fields(task, task.config.doc_to_target), *_fields(task, task.config.doc_to_choice)]
+    for split, rows in _rows(task):
+        for number, row in enumerate(rows, start=1):
+            if problem := _problem(task, row, fields):
+                raise StageError(f"tasks: {name}: {_place(task, split)}, row {number}: {problem}: correct or remove it")
+
+
+def _problem(task: Any, row: dict[str, Any], fields: list[str]) -> str | None:
+    if empty := [field for field in fields if _is_empty(row.get(field))]:
+        return f"{', '.join(empty)} is missing or empty"
+    target = task.doc_to_target(row)
+    if _is_empty(target):
+        return "the answer is empty"
+    if task.OUTPUT_TYPE == "multiple_choice":
+        choices = task.doc_to_choice(row)
+        right = task.doc_to_text(row) if task.multiple_input else target
+        for each in right if isinstance(right, list) else [right]:
+            if not (each in choices if isinstance(each, str) else 0 <= each < len(choices)):
+                return f"the answer {each!r} is none of the choices {choices}, nor their number, from 0"
+    return None
+
+
+def _fields(task: Any, template: Any) -> list[str]:
+    """The columns that a template of a task reads."""
+    if not isinstance(template, str):
+        return []
+    if template in task.features:
+        return [template]
+    return sorted(jinja2.meta.find_undeclared_variables(jinja2.Environment().parse(template)) & {*task.features})
+
+
+def _is_empty(value: Any) -> bool:
+    if isinstance(value, list):
+        return not value or any(map(_is_empty, value))
+    return value is None or (isinstance(value, str) and not value.strip())
+
+
+def _place(task: Any, split: str) -> str:
+    files = (task.config.dataset_kwargs or {}).get("data_files")
+    files = files.get(split) if isinstance(files, dict) else files
+    files = files[0] if isinstance(files, list) and len(files) == 1 else files
+    return files if isinstance(files, str) else f"{task.config.dataset_path}, split {split}"

@@ -1,0 +1,395 @@
+"""The answers are those of the model, on any number of ranks; and no number is stale, or wrong without a word."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from stages import download, score
+from stages.base import outputs, publish
+from stages.base.errors import StageError
+from stages.base.identity import TokenFingerprints
+from stages.export.lineage import InitialModel, Lineage
+from stages.export.scores import Scores
+from stages.score import ScoreParams, ScoreRuntime
+from stages.scoring import packages
+from stages.scoring.request import Measurements, Request
+from tests.network import CAN_UNSHARE, IN_A_NAMESPACE
+from tests.project import REPO, Project, make_nano, save_weights
+
+PARAMS = ScoreParams(experiment_name="exp", tasks=["tasks/mc.yaml"], task_limit=None, task_chat=False)
+RUNTIME = ScoreRuntime(nproc_per_node=1, reuse_gib=1, timeout_minutes=5)
+ROWS = [
+    {"q": f"Question {number}: which word follows {'and so on ' * (number % 5)}?", "c": ["the", f"a {number}", "of it"],
+     "a": number % 3, "text": f"The file of number {number} says it {number * 3} times. " * (number + 1)}
+    for number in range(20)
+]  # fmt: skip
+BASE = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "tasks/rows.jsonl"}}, "test_split": "test"}
+TASKS: dict[str, dict[str, Any]] = {
+    "mc": {
+        "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "c", "doc_to_target": "a",
+        "num_fewshot": 2, "fewshot_split": "test",
+    },
+    "qa": {
+        "output_type": "generate_until", "doc_to_text": "{{q}}", "doc_to_target": "{{c[0]}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 8},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    },
+    "ppl": {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def installed() -> Path:
+    """The packages of lm-eval, in this copy of the project."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(REPO)
+        patch.delenv("DVC_ROOT", raising=False)
+        return packages.ensure_installed()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Project:
+    """An initial model, one that was trained from it, and tasks."""
+    project = Project(tmp_path_factory.mktemp("score"))
+    for name in ("params.yaml", "dvc.yaml", packages.LOCK):
+        shutil.copy(REPO / name, project.path)
+    (project / "stages").symlink_to(REPO / "stages")
+    (project / packages.directory().parent.name).symlink_to(installed.parent)
+    make_nano(project / "models/nano", max_position_embeddings=128)
+    save_weights(project / "models/nano")
+    model = project / "outputs/exp/model"
+    shutil.copytree(project / "models/nano", model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project.path)
+        download.describe(download.DownloadParams("models/nano", "main", "auto")).write()
+        change_weights(model)
+        (project / "tasks").mkdir()
+        write_rows(ROWS)
+        for name in TASKS:
+            write_task(name)
+    project.set(experiment_name="exp", tasks=[f"tasks/{name}.yaml" for name in TASKS])
+    return project
+
+
+def change_weights(model: Path, factor: float = 1.5) -> None:
+    """Train a model, in a way, and describe it as `consolidate` does."""
+    from safetensors.torch import load_file, save_file
+
+    path = model / "model.safetensors"
+    save_file({name: tensor * factor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    files = {file.name: publish.sha256_file(file) for file in sorted(model.iterdir()) if file.name != "lineage.json"}
+    Lineage(
+        run_id="0123", step=3, adopted=None, data=TokenFingerprints(train="t", validation="v"), params={}, code="c",
+        model=InitialModel(name="nano", revision="main", commit=None, manifest="m", lineage=None), packages={},
+        checkpoint="cs", weights={path.name: files.pop(path.name)}, files=files,
+    ).write(model / "lineage.json")  # fmt: skip
+
+
+def write_rows(rows: list[dict[str, Any]]) -> None:
+    Path("tasks/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_task(name: str, **changes: Any) -> None:
+    Path(f"tasks/{name}.yaml").write_text(yaml.safe_dump({"task": name, **BASE, **TASKS[name], **changes}))
+
+
+@pytest.fixture
+def project(made: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """A copy of it as the current directory."""
+    copy = made.copy(tmp_path / "project")
+    monkeypatch.chdir(copy.path)
+    monkeypatch.delenv("DVC_ROOT", raising=False)
+    return copy
+
+
+@pytest.fixture
+def lm_eval(installed: Path, mesh: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval can be imported, and this process is the only rank."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(installed)])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def measure(request: Request, _: int | None = None) -> Measurements:
+    """In this process, in place of ranks."""
+    from stages.ranks.watchdog import Heartbeat
+    from stages.scoring.measure import measure
+
+    return measure(request, Heartbeat(), Path(tempfile.mkdtemp(dir=".")))
+
+
+def ask(*names: str, **changes: Any) -> Scores:
+    """Run the stage in this process."""
+    tasks = [f"tasks/{name}.yaml" for name in names]
+    print(score.score(dataclasses.replace(PARAMS, tasks=tasks, **changes), RUNTIME, measure))
+    return Scores.read(outputs.TASKS)
+
+
+def answers(task: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, outputs.ANSWERS.read_text().splitlines())
+    return [line for line in lines if line["task"] == task]
+
+
+def test_the_answers_are_those_of_the_model_on_any_number_of_ranks(project: Project) -> None:
+    """With examples before each question, in a network namespace that has no way out."""
+    written = []
+    around = IN_A_NAMESPACE if CAN_UNSHARE else ()
+    for num_ranks in (1, 2, 3):
+        shutil.rmtree(project / "data/.reuse", ignore_errors=True)
+        project.set(runtime={"nproc_per_node": num_ranks})
+        output = project.run(*around, "python", "-m", "stages.score")
+        assert "score: mc acc" in output
+        if CAN_UNSHARE:
+            observed = json.loads(output.split("observed ")[1])
+            assert (observed["names"], observed["everywhere"]) == ([], [])
+        written.append([path.read_bytes() for path in (outputs.TASKS, outputs.SCORES, outputs.ANSWERS)])
+    assert written[0] == written[1] == written[2]
+    check_with_transformers(Path("outputs/exp/model"), "answer")
+    check_with_transformers(Path("models/nano"), "answer_of_initial")
+
+
+def check_with_transformers(directory: Path, key: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+
+    def nats(prompt: list[int], continuation: list[int]) -> float:
+        ids = [*prompt, *continuation]
+        with torch.no_grad():
+            found = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        return sum(float(found[len(ids) - n - 1, ids[-n]]) for n in range(1, len(continuation) + 1))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+    for row in answers("mc"):
+        assert row["prompt"].count("Question") == 3
+        prompt = encode(row["prompt"])
+        expected = [nats(prompt, encode(row["prompt"] + choice)[len(prompt) :]) for choice in row["choices"]]
+        assert row[key] == pytest.approx(expected, abs=1e-5)
+    for row in answers("ppl")[:3]:  # in one window
+        assert float(row[key]) == pytest.approx(nats([tokenizer.eos_token_id], encode(row["prompt"])), abs=1e-4)
+    for row in answers("qa"):
+        ids = torch.tensor([encode(row["prompt"])])
+        with torch.no_grad():
+            output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False,
+                                    repetition_penalty=1.0, pad_token_id=0)  # fmt: skip
+        text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+        assert row[key] == text.partition("\n")[0]
+
+
+def test_one_answer_that_changes_changes_the_number(project: Project, lm_eval: None) -> None:
+    """Although the file has the same name, size and time."""
+    file = Path("tasks/rows.jsonl")
+    (before,) = ask("mc").tasks
+    right = next(row for row in answers("mc") if row["answer"][row["target"]] == max(row["answer"]))["row"]
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    write_rows([row | {"a": (row["a"] + 1) % 3} if number == right else row for number, row in enumerate(ROWS)])
+    os.utime(file, ns=times)
+    (after,) = ask("mc").tasks
+    assert after.score == pytest.approx(before.score - 1 / 20)
+
+
+def test_what_was_measured_of_the_initial_model_is_used_again(
+    project: Project, lm_eval: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Until something changes that decides it."""
+
+    def num_reused(*names: str, **changes: Any) -> int:
+        ask(*names, **changes)
+        return int(re.findall(r"score: (\d) of the results were reused", capsys.readouterr().out)[-1])
+
+    assert num_reused("mc") == 0
+    assert num_reused("mc") == 2
+    initial = [row["answer_of_initial"] for row in answers("mc")]
+    change_weights(Path("outputs/exp/model"))  # another experiment
+    assert num_reused("mc") == 1
+    assert initial == [row["answer_of_initial"] for row in answers("mc")]
+    assert num_reused("mc", task_limit=3) == 0
+    assert len(answers("mc")) == 3
+    write_task("mc", num_fewshot=1)
+    assert num_reused("mc", "qa") == 0
+    Path("tasks/utils.py").write_text("x = 1\n")
+    assert num_reused("qa") == 0
+
+
+def test_random_initial_weights_are_not_asked(project: Project, lm_eval: None) -> None:
+    path = Path("data/model.json")
+    manifest = download.describe(download.DownloadParams("models/nano", "main", "random"))
+    manifest.write(path)
+    (found,) = ask("mc").tasks
+    assert (found.initial, found.difference, found.difference_stderr) == (None, None, None)
+    assert found.stderr
+    assert {row["answer_of_initial"] for row in answers("mc")} == {None}
+
+
+def test_the_standard_errors_are_those_of_statistics(project: Project, lm_eval: None) -> None:
+    found = ask("mc", "ppl")
+    of_choices, of_text = found.tasks
+    right = [float(max(row["answer"]) == row["answer"][row["target"]]) for row in answers("mc")]
+    assert of_choices.stderr == pytest.approx(np.std(right, ddof=1) / math.sqrt(20), rel=1e-5)
+    assert of_choices.chance == pytest.approx(1 / 3, rel=1e-5)
+    # The bits of all bytes: with the jackknife, which needs no formula for it.
+    bits = np.array([[float(row[key]) for row in answers("ppl")] for key in ("answer", "answer_of_initial")])
+    bits = (bits[0] - bits[1]) / -math.log(2)
+    sizes = np.array([len(row["prompt"].encode()) for row in answers("ppl")])
+    left_out = (bits.sum() - bits) / (sizes.sum() - sizes)
+    assert of_text.difference == pytest.approx(bits.sum() / sizes.sum(), abs=1e-5)
+    jackknife = math.sqrt(19 / 20 * ((left_out - left_out.mean()) ** 2).sum())
+    assert of_text.difference_stderr == pytest.approx(jackknife, rel=0.2)
+    assert json.loads(outputs.SCORES.read_text())["mc"] == {"acc": of_choices.score}
+
+
+def bad_rows(number: int, **changes: Any) -> None:
+    write_rows([row | changes if index == number else row for index, row in enumerate(ROWS)])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name", "message"),
+    [
+        (lambda: None, "mcc", r"tasks/mcc.yaml is no file below tasks/ .*: did you mean tasks/mc.yaml"),
+        (lambda: Path("tasks/x.yaml").write_text("task: [1\nq: 2"), "mc", r"tasks/x.yaml is no valid YAML.*line 2"),
+        (lambda: Path("tasks/x.yaml").write_text("a: 1"), "x", "lm-eval cannot load tasks/x.yaml: ValueError"),
+        (lambda: write_task("mc", doc_to_text="{{question}}"), "mc", "cannot load .*'question' is undefined"),
+        (lambda: write_task("mc", dataset_kwargs={"data_files": ["a.jsonl"]}), "mc", "a.jsonl is not below tasks/"),
+        (lambda: write_task("mc", unsafe_code=True), "mc", "mc runs code that the model writes"),
+        (lambda: write_task("mc", dataset_path="org/name"), "mc", "org/name is not in tasks/public/org--name: .*hf"),
+        (lambda: bad_rows(4, a=None), "mc", "mc: tasks/rows.jsonl, row 5: a is missing or empty: correct or remove it"),
+        (lambda: bad_rows(4, a=3), "mc", r"row 5: the answer 3 is none of the choices \['the', 'a 4', 'of it'\]"),
+        (lambda: bad_rows(4, a=-1), "mc", "row 5: the answer -1 is none of the choices"),
+        (lambda: bad_rows(4, c=["the", "", "of"]), "mc", "row 5: c is missing or empty"),
+        (lambda: bad_rows(6, c=[" "]), "qa", "row 7: c is missing or empty"),
+        (lambda: bad_rows(6, text=None), "ppl", "row 7: text is missing or empty"),
+        (lambda: write_task("qa", doc_to_target="{{c[0] if a else ''}}"), "qa", "row 1: the answer is empty"),
+        (lambda: Path("tasks/rows.jsonl").write_text('{"q": 1'), "mc", "rows.jsonl cannot be read: .*JSON"),
+        (lambda: shutil.copy("tasks/mc.yaml", "tasks/x.yaml"), "mc x", "mc is in tasks/mc.yaml and tasks/x.yaml"),
+        (lambda: change_weights(Path("outputs/exp/model"), math.nan), "mc", "the model gives NaN"),
+        (lambda: write_task("mc", num_fewshot=12), "mc", r"requests of tasks/mc.yaml are longer than the 128 tokens"),
+        (lambda: write_task("qa", generation_kwargs={"max_gen_toks": 120}), "qa", "requests of .* longer"),
+    ],
+)  # fmt: skip
+def test_what_would_give_a_wrong_number_is_refused(
+    spoil: Callable[[], Any], name: str, message: str, project: Project, lm_eval: None
+) -> None:
+    spoil()
+    with pytest.raises(StageError, match=message):
+        ask(*name.split())
+    assert not outputs.TASKS.exists()
+
+
+def test_requests_that_are_cut_are_counted_where_a_task_allows_it(project: Project, lm_eval: None) -> None:
+    write_task("mc", num_fewshot=12, metadata={"allow_truncation": True})
+    (found,) = ask("mc").tasks
+    assert 0 < found.truncated <= 2 * 60
+
+
+def test_the_generation_config_of_a_model_changes_no_answer(project: Project, lm_eval: None) -> None:
+    ask("qa")
+    before, directory = answers("qa"), Path("outputs/exp/model")
+    config = json.loads((directory / "generation_config.json").read_text())
+    changed = {**config, "repetition_penalty": 9.0, "do_sample": True, "num_beams": 3, "min_new_tokens": 5}
+    (directory / "generation_config.json").write_text(json.dumps(changed))
+    change_weights(directory, 1.0)
+    shutil.rmtree("data/.reuse")
+    ask("qa")
+    assert answers("qa") == before
+
+
+def test_questions_can_be_written_with_the_chat_template(project: Project, lm_eval: None) -> None:
+    """The initial model gets the same ones, though it has no template."""
+    with pytest.raises(StageError, match="task_chat is true, and the model has no chat template"):
+        ask("qa", task_chat=True)
+    shutil.copy(REPO / "models/templates/plain.jinja", "outputs/exp/model/chat_template.jinja")
+    change_weights(Path("outputs/exp/model"), 1.0)
+    ask("qa", task_chat=True)
+    assert answers("qa")[0]["prompt"] == f"User: {ROWS[0]['q']}\nAssistant:"
+    assert answers("qa")[0]["answer_of_initial"] is not None
+
+
+def test_a_name_of_lm_eval_is_found_and_its_data_are_files(project: Project, lm_eval: None, tmp_path: Path) -> None:
+    """In tasks/public/, where `hf download` has put them."""
+    for name, message in (
+        ("arc_esy", "tasks: 'arc_esy' is neither a task of lm-eval nor a file: did you mean arc_easy"),
+        ("arc_easy", "data set allenai/ai2_arc is not in tasks/public/allenai--ai2_arc"),
+    ):
+        with pytest.raises(StageError, match=message):
+            score.score(dataclasses.replace(PARAMS, tasks=[name]), RUNTIME, measure)
+    directory = Path("tasks/public/allenai--ai2_arc")
+    (directory / "ARC-Easy").mkdir(parents=True)
+    rows = [
+        {"id": f"{n}", "question": f"Which is {n}?", "answerKey": "B",
+         "choices": {"text": ["a", "b"], "label": ["A", "B"]}}
+        for n in range(6)
+    ]  # fmt: skip
+    for split in ("train", "validation", "test"):
+        pq.write_table(pa.Table.from_pylist(rows), directory / f"ARC-Easy/{split}-0.parquet")
+    files = [{"split": split, "path": f"ARC-Easy/{split}-*"} for split in ("train", "validation", "test")]
+    card = yaml.safe_dump({"configs": [{"config_name": "ARC-Easy", "data_files": files}]})
+    (directory / "README.md").write_text(f"---\n{card}---\n")
+    score.score(dataclasses.replace(PARAMS, tasks=["arc_easy"]), RUNTIME, measure)
+    (found,) = Scores.read(outputs.TASKS).tasks
+    assert (found.task, found.metric, found.questions, found.chance) == ("arc_easy", "acc", 6, 0.5)
+
+
+def test_a_connection_to_another_machine_is_refused_and_named(project: Project) -> None:
+    """Also where a library takes the error for an answer."""
+    Path("tasks/utils.py").write_text(
+        "import socket\ndef rows(found):\n    try:\n        socket.create_connection(('192.0.2.1', 80), 1)\n"
+        "    except OSError:\n        pass\n    return found\n"
+    )
+    with Path("tasks/mc.yaml").open("a") as file:
+        file.write("process_docs: !function utils.rows\n")
+    project.set(tasks=["tasks/mc.yaml"], runtime={"nproc_per_node": 1})
+    assert "error: tasks: tasks/mc.yaml asks the network for 192.0.2.1" in project.run(
+        "python", "-m", "stages.score", status=2
+    )
+
+
+def test_without_tasks_the_stage_ends_at_once(project: Project) -> None:
+    project.set(tasks=[])
+    code = "import sys; from stages import score; score.main(); sys.exit(bool({'torch', 'datasets'} & {*sys.modules}))"
+    environment = {**os.environ, "PYTHONPATH": str(REPO)}
+    output = subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=-1, text=True).stdout
+    assert output == "score: nothing is asked, as tasks is []\n"
+    assert Scores.read(outputs.TASKS).tasks == []
+    assert (outputs.SCORES.read_text(), outputs.ANSWERS.read_text()) == ("{}\n", "")
+
+
+def test_no_other_process_sees_the_packages(installed: Path) -> None:
+    code = (
+        "import importlib.util, requests, sys\n"
+        "sys.exit('chardet' in sys.modules or importlib.util.find_spec('lm_eval') is not None)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert {"lm_eval", "sacrebleu", "accelerate", "lxml"} <= {path.name for path in installed.iterdir()}
+    assert not {"requests", "chardet", "torch", "datasets"} & {path.name for path in installed.iterdir()}
+
+
+def test_packages_that_cannot_be_installed_are_one_line(
+    empty_project: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("PIP_NO_INDEX", "1"), ("PIP_CONFIG_FILE", os.devnull), ("PIP_FIND_LINKS", "")):
+        monkeypatch.setenv(name, value)
+    shutil.copy(REPO / packages.LOCK, empty_project)
+    with pytest.raises(StageError, match=r"could not install requirements-score\.lock"):
+        packages.ensure_installed()
+    assert "score: installing lm-eval" in capfd.readouterr().out
+    assert not packages.directory().exists()
