@@ -249,6 +249,7 @@ def test_what_a_pipeline_leaves_opens_without_a_network(reproduced: Project, mon
     assert {path: list(file["data"]) for path, file in metrics.items()} == {  # few, as each is a column
         "outputs/cost.json": ["steps", "tokens_per_s", "memory_peak_gib"],
         "outputs/metrics.json": ["validation_loss", "perplexity", "bits_per_byte"],
+        "outputs/scores.json": [],
     }
     assert metrics["outputs/metrics.json"]["data"]["validation_loss"] < 9
     assert reproduced.json("data/extract.json")["files"] == 36
