@@ -29,6 +29,7 @@ from stages.forward.attention_choice import choose_attention, refusal
 from stages.forward.batch import count_labels, make_batch
 from stages.forward.context import RankContext, RowContext, cut
 from stages.forward.loss import logits, training_losses
+from stages.forward.rope import fix_tables
 from stages.forward.rows import TokenRows
 from stages.forward.small_copy import small_config
 from stages.launching.remedies import remedies
@@ -64,7 +65,7 @@ class Case(NamedTuple):
     loss: str = "fused"
 
 
-MODELS = ("kv 1", "kv 2", "kv 4", "kv 8", "window")
+MODELS = ("kv 1", "kv 2", "kv 4", "kv 8", "window", "longrope")
 ALONE = {name: Case(1, name) for name in MODELS} | {"plain": Case(1, "kv 2", loss="plain")}
 CASES: dict[int, dict[str, Case]] = {
     1: ALONE,
@@ -104,6 +105,7 @@ def compute(case: Case, directory: Path, params: TrainParams) -> dict[str, Any]:
     mesh = device_mesh(params.fsdp.mesh_shape(num_ranks, num_ranks), timeout_minutes=5)
     manifest = manifest_of(directory / case.model, with_weights=True)
     model = sharded_model.build(manifest, params, mesh, initialize=True)
+    fix_tables(model, SHAPE[1])
     group = context_group(case.cp, timeout_minutes=5)
     assert group._get_backend(torch.device("cpu")).options._timeout.total_seconds() == 300
 
@@ -158,6 +160,10 @@ def results(params: TrainParams, tmp_path_factory: pytest.TempPathFactory) -> di
     configs: dict[str, Any] = {
         f"kv {heads}": transformers.LlamaConfig(**common, num_key_value_heads=heads) for heads in (1, 2, 4, 8)
     }
+    # Two tables of positions: slices have short documents, beside long ones in others.
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+            "factor": 4.0, "original_max_position_embeddings": 48}  # fmt: skip
+    configs["longrope"] = transformers.LlamaConfig(**common, num_key_value_heads=2, rope_parameters=rope)
     configs["window"] = transformers.MistralConfig(**common, num_key_value_heads=2, sliding_window=20)
     for name, config in configs.items():
         torch.manual_seed(0)

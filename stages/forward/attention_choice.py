@@ -84,7 +84,7 @@ def choose_attention(
     order = _order(seq_length if document_mask else 0, dtype, device)
     is_cut = context_parallel > 1
     if is_cut:
-        check_heads(config, context_parallel, architecture)
+        _check_heads(config, context_parallel, architecture)
         attention = "varlen"
     for name in order if attention == "auto" else (attention,):
         not_used = None
@@ -115,7 +115,7 @@ def choose_attention(
     )
 
 
-def check_heads(config: PreTrainedConfig, context_parallel: int, architecture: str) -> None:
+def _check_heads(config: PreTrainedConfig, context_parallel: int, architecture: str) -> None:
     """Check that ranks can share the heads of each layer.
 
     Raises:
