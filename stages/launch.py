@@ -156,7 +156,8 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
     on_stop_signals(stop)
     num_nodes = torchrun.num_nodes(runtime.launcher, runtime.num_nodes)
     ranks = torchrun.Ranks(torchrun.count_local_ranks(runtime.nproc_per_node, num_nodes), num_nodes)
-    run.params.grad_accum_steps(ranks.total)  # raises at once what each rank would
+    run.params.check_ranks_of_node(ranks.num_local)  # raises at once what each rank would
+    run.params.grad_accum_steps(ranks.total)
     set_environment(run.params, ranks.num_nodes or 1)
     status = torchrun.CRASHED
     for restart in range(runtime.max_restarts + 1):

@@ -191,6 +191,8 @@ def measure_memory(
         f"batch_size {params.batch_size} x {seq_length:,} tokens, {params.precision}, activation_checkpointing "
         f"{params.activation_checkpointing}"
     )
+    if limit:
+        params.check_context_on_gpus()
     chosen, rows = peak_memory.choose(model, params), None
     if chosen.params.attention == "padded":
         rows = TokenRows(TRAIN)
@@ -205,7 +207,7 @@ def measure_memory(
             )
     else:
         print(
-            f"plan: {num_ranks} ranks x {params.batch_size} rows x {accumulated} accumulation steps = "
+            f"plan: {params.describe_ranks(num_ranks)} x {params.batch_size} rows x {accumulated} accumulation steps = "
             f"{params.total_batch_size} rows per step"
         )
     try:
@@ -225,6 +227,8 @@ def measure_memory(
     if limit:
         print(f"plan: GiB of each rank by activation_checkpointing and batch_size; !: too much for {format_gib(limit)}")
         print("\n".join(memory_plan.lines(table, limit)))
+        if not any(memory_plan.largest(table, limit).values()):
+            _print_context_parallel(model, params, num_ranks, seq_length, limit)
         if params.lora_r and size > 1:
             whole = dataclasses.replace(params.fsdp, strategy="ddp", sharding_strategy=None, cpu_offload=False)
             changed = chosen._replace(params=dataclasses.replace(chosen.params, fsdp=whole))
@@ -235,6 +239,34 @@ def measure_memory(
                     "gathers no weights"
                 )
     return peak, table
+
+
+def _print_context_parallel(
+    model: ModelManifest, params: TrainParams, num_ranks: int, seq_length: int, limit: int
+) -> None:
+    """Where no row fits, print how many ranks of a node could share each."""
+    from stages.planning import peak_memory
+
+    for size in (2, 4, 8):
+        changed = dataclasses.replace(
+            params, context_parallel=size, batch_size=1, eval_batch_size=None, activation_checkpointing="full"
+        )
+        if size <= params.context_parallel or num_ranks % size:
+            continue
+        try:
+            changed.check_context_parallel(model, seq_length)
+            changed.check_context_on_gpus()
+            changed.grad_accum_steps(num_ranks)
+            chosen = peak_memory.choose(model, changed)
+            needed = peak_memory.measure(model, chosen, num_ranks, seq_length, device_memory=limit).total
+        except (StageError, *peak_memory.ERRORS):  # nor for more ranks
+            return
+        if needed <= memory_plan.USABLE * limit:
+            print(
+                f"plan: with context_parallel {size}, batch_size 1 and activation_checkpointing full each rank needs "
+                f"{format_gib(needed)} (docs/fsdp.md)"
+            )
+            return
 
 
 def preview(params: TrainParams, model: ModelManifest) -> str:
@@ -411,6 +443,8 @@ def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> 
         StageError: the training would be refused.
     """
     check_num_ranks(params, num_ranks)
+    if runtime.nproc_per_node:
+        params.check_ranks_of_node(runtime.nproc_per_node)
     plan = estimate(params, ModelManifest.read(), PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
     run = describe(params)
     decide(run, how_to_resume(runtime), find(run))  # the launch would refuse what this refuses
@@ -424,7 +458,7 @@ def check_num_ranks(params: TrainParams, num_ranks: int | None) -> None:
     Raises:
         StageError: they cannot share `total_batch_size` evenly, or be grouped as `fsdp` asks.
     """
-    params.grad_accum_steps(num_ranks or 1)  # what one rank cannot, no number of them can
+    params.grad_accum_steps(num_ranks or params.context_parallel)  # what the fewest cannot, no number of them can
     if num_ranks is not None:
         params.fsdp.mesh_shape(num_ranks, num_ranks)
 
@@ -444,6 +478,7 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
     params.fsdp.wrapped_classes(model)
     params.check_compile(model)
     params.check_lora(model)
+    params.check_context_parallel(model, train.seq_length)
     params.check_packages()
     trained_parameters, moments = params.num_trained(model), _MOMENTS[params.optimizer]
     order = RowOrder(params, train.num_rows, train.sources)

@@ -3,6 +3,9 @@
 `python -m tests.architectures` (make architectures) tries them one by one, for an hour or more, and writes the table in
 docs/models.md. What it has found is in docs/models.jsonl: run it again, on any machine, to continue; remove lines to
 try these again; name architectures to try these first. Another version of transformers tries all again.
+
+With `--context-parallel` it trains none, and prints which of them the test before a training accepts with
+`context_parallel`, and why it refuses the others.
 """
 
 import argparse
@@ -34,6 +37,7 @@ from stages.base.errors import StageError, one_line
 from stages.base.packed import VALIDATION
 from stages.base.params_file import load_params
 from stages.evaluation import measure
+from stages.forward.attention_choice import refusal
 from stages.forward.rows import TokenRows
 from stages.forward.small_copy import VOCAB_SIZE, small_config
 from stages.model.adapters import LinearKind
@@ -194,6 +198,35 @@ def error_of_default(name: str) -> str:
     return f"it has {number:,} parameters, and no small copy of it computes"
 
 
+def context_parallel(name: str) -> str:
+    """Why an architecture is refused with `context_parallel`; empty: it is accepted."""
+    config = transformers.AutoConfig.for_model(name, **PUBLISHED.get(name, {}))
+    small = small_config(config) or small_config(completed(config))
+    return refusal(small, "varlen", True, torch.float32, "cpu", is_cut=True) or ""
+
+
+def answer_in_fork(name: str, seconds: float) -> str:
+    """`context_parallel`, with limits of time and memory."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def work() -> None:
+        try:
+            sender.send(context_parallel(name))
+        except BaseException as error:
+            sender.send(f"its default config: {type(error).__name__}: {one_line(error)}")
+
+    process = context.Process(target=work)
+    process.start()
+    try:
+        return str(receiver.recv()) if receiver.poll(seconds) else f"takes more than {seconds:g} s"
+    except EOFError:
+        return "its process was ended"
+    finally:
+        process.kill()
+        process.join()
+
+
 def train(ranks: Ranks, project: Project, faults: str = "", expected: Sequence[int | None] = (0, 0)) -> str:
     ranks.start(project, faults)
     statuses, output = ranks.wait()
@@ -301,7 +334,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=OUTPUT, help="directory of the logs; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for each (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many, and continue at the next run")
+    parser.add_argument("--context-parallel", action="store_true", help="which are accepted with it; trains none")
     args = parser.parse_args()
+    if args.context_parallel:
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+        for name in args.names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+            print(name, answer_in_fork(name, args.seconds) or "accepted", flush=True)
+        return
     end = time.monotonic() + 60 * args.minutes
     args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "findings.jsonl" if args.only else DOCUMENT.with_suffix(".jsonl")

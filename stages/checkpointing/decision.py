@@ -34,7 +34,7 @@ _SCHEDULE = {field.name for field in dataclasses.fields(ScheduleParams)}
 _NEUTRAL = {
     *("experiment_name", "export_from", "batch_size", "num_epochs", "max_steps", "history_freq"),
     *("eval_batch_size", "eval_freq", "eval_rows"),
-    *("activation_checkpointing", "attention", "compile", "deterministic", "fsdp", "loss"),
+    *("activation_checkpointing", "attention", "compile", "context_parallel", "deterministic", "fsdp", "loss"),
 }
 """Parameters that may differ between two runs which compute the same weights, up to rounding, at every step that both
 of them do. Those of the schedule may differ too: the learning rates themselves are compared, step by step."""
@@ -278,12 +278,15 @@ def _last_to_extend(run: Run, found: Found) -> Path:
 
 def _obstacles(theirs: RunIdentity, ours: RunIdentity, ignored: set[str]) -> list[str]:
     """The differences that keep one run from continuing the other; those of the parameters `ignored` do not."""
+    there, here = (dataclasses.asdict(identity) for identity in (theirs, ours))
+    for each in (there, here):
+        each["params"].setdefault("context_parallel", 1)  # `TrainParams.identity` leaves it out where it is 1
     lines = []
-    for name, there, here in compare(dataclasses.asdict(theirs), dataclasses.asdict(ours)):
+    for name, old, new in compare(there, here):
         section, _, parameter = name.partition(".")
         # Validation rows are only measured, so they may differ. A parameter that only one of the runs has comes from
         # another version of the code, so it counts although it is ignored.
-        is_ignored = parameter.partition(".")[0] in ignored and ABSENT not in (there, here)
+        is_ignored = parameter.partition(".")[0] in ignored and ABSENT not in (old, new)
         if not (name in ("code", "data.validation") or (section == "params" and is_ignored)):
-            lines.append(f"{name}: {there} there, {here} here")
+            lines.append(f"{name}: {old} there, {new} here")
     return lines

@@ -40,6 +40,8 @@ def load() -> Found[Settings]:
     for params in rest:
         load_params(params)
     settings = Settings(load_params(DownloadParams), load_params(TrainParams), load_params(TrainRuntime, "runtime"))
+    if settings.runtime.nproc_per_node:
+        settings.train.check_ranks_of_node(settings.runtime.nproc_per_node)
     yield ok("params.yaml is valid")
     return settings
 

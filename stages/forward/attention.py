@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
+from stages.forward.context import Context
+
 _BLOCK = 512
 """Queries at a time, where a document is longer than the window of a layer."""
 
@@ -36,6 +38,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    context: Context | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of each token to its own document.
@@ -51,6 +54,7 @@ def varlen_attention(
         sliding_window: Tokens that each one attends to, itself included; None: all of its document.
         cu_seq_lens_q: (N + 1,) int32: where each document starts, and T; as `make_batch` returns it.
         max_length_q: An upper bound of their lengths.
+        context: The ranks that share the T tokens: states and output are those of a slice of them; None: there is one.
         kwargs: What else the model gives to its attention functions.
 
     Returns:
@@ -72,6 +76,8 @@ def varlen_attention(
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError("the lengths of the documents do not reach the model's attention")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if context:
+        query, key, value = map(context.gather, (query, key, value))
     size = value.shape[-1]
     if size < query.shape[-1]:  # as in DeepSeek's: the kernels want one size of head
         value = nn.functional.pad(value, (0, query.shape[-1] - size))
@@ -84,11 +90,14 @@ def varlen_attention(
             window_size=window, **_GQA,
         )  # fmt: skip
         assert isinstance(output, Tensor)
-        return output[None, ..., :size], None
-    # Query heads that share a key-value head are the heads of one item of a batch.
-    query = query[0].unflatten(0, (key.shape[1], -1))  # (Hkv, H / Hkv, T, D)
-    output, _ = _documents(query, key.transpose(0, 1), value.transpose(0, 1), cu_seq_lens_q, sliding_window or 0, scale)
-    return output.flatten(0, 1).transpose(0, 1)[None, ..., :size], None
+    else:
+        # Query heads that share a key-value head are the heads of one item of a batch.
+        query = query[0].unflatten(0, (key.shape[1], -1))  # (Hkv, H / Hkv, T, D)
+        key, value = key.transpose(0, 1), value.transpose(0, 1)
+        output, _ = _documents(query, key, value, cu_seq_lens_q, sliding_window or 0, scale)
+        output = output.flatten(0, 1).transpose(0, 1)  # (T, H, D)
+    output = output[None, ..., :size]
+    return context.scatter(output) if context else output, None
 
 
 AttentionInterface.register("varlen", varlen_attention)

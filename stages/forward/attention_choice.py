@@ -9,6 +9,9 @@ the precision. So a tiny random model of the architecture is tested with the ver
 
 Padded documents (stages/forward/padded.py) are computed by the model's own code, each as if it were alone, if the model
 is causal: for these the first test is enough, in fp32 and up to rounding. The padding changes in it, too.
+
+With `context_parallel` the rows are cut into slices, as they are for ranks. A model that looks across tokens outside of
+attention misses those of the other slices, and fails the second test.
 """
 
 from collections.abc import Iterator
@@ -24,6 +27,7 @@ from stages.base.errors import StageError, one_line
 from stages.forward.attention import activate_kernels, deactivate_kernels
 from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
 from stages.forward.batch import make_batch
+from stages.forward.context import RowContext, cut
 from stages.forward.isolated import isolated
 from stages.forward.loss import logits
 from stages.forward.padded import padded_batches
@@ -39,6 +43,8 @@ _END = 0
 _LENGTH = 32
 _DOCUMENTS = ((13, 9, 10), (3, 29))
 """Lengths of the documents in each row, most of them longer than a window."""
+_SLICES = 4
+"""Of all rows together, for `context_parallel`: its own number shows no more. They begin inside documents."""
 
 
 class AttentionChoice(NamedTuple):
@@ -53,8 +59,9 @@ class AttentionChoice(NamedTuple):
 
 
 def choose_attention(
-    attention: Attention, directory: Path, document_mask: bool, seq_length: int, dtype: torch.dtype, device: str
-) -> AttentionChoice:
+    attention: Attention, directory: Path, document_mask: bool, seq_length: int, dtype: torch.dtype, device: str,
+    context_parallel: int = 1,
+) -> AttentionChoice:  # fmt: skip
     """The attention that `attention` stands for. Seeds the random number generator of torch.
 
     Args:
@@ -64,20 +71,25 @@ def choose_attention(
         seq_length: Tokens per row.
         dtype: Of the computation.
         device: `cuda` or `cpu`.
+        context_parallel: Ranks that share each row; with several, it is `varlen`, whatever else would work.
 
     Raises:
         StageError: the one that is named does not work with the model, or it is none whose tokens see only what stands
-            before them.
+            before them, or the ranks cannot share the heads or the layers of the model.
     """
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     architecture = (config.architectures or [config.model_type])[0]
     small = small_config(config)
     reasons: dict[str, str] = {}
     order = _order(seq_length if document_mask else 0, dtype, device)
+    is_cut = context_parallel > 1
+    if is_cut:
+        _check_heads(config, context_parallel, architecture)
+        attention = "varlen"
     for name in order if attention == "auto" else (attention,):
         not_used = None
         for kernels in _kernels(name):
-            reason = refusal(small, name, document_mask, dtype, device, kernels)
+            reason = refusal(small, name, document_mask, dtype, device, kernels, is_cut)
             if reason is None:
                 return AttentionChoice(name, _list(reasons) if name == "padded" != attention else not_used, kernels)
             reasons[name], not_used = reason, f"{' '.join(kernels)} {reason}"
@@ -88,14 +100,37 @@ def choose_attention(
         raise StageError(
             f"document_mask: the documents of {architecture} cannot be kept apart: {_list(reasons)}: use another model"
         )
+    precision = str(dtype).removeprefix("torch.")
+    if is_cut:
+        raise StageError(
+            f"context_parallel {context_parallel} does not work with {architecture} in {precision} on this {device}: "
+            f"attention varlen {reasons['varlen']}: use context_parallel 1, or another model"
+        )
     others = [name for name in order if name != attention]
     works = [name for name in others if refusal(small, name, document_mask, dtype, device) is None]
-    precision = str(dtype).removeprefix("torch.")
     remedy = f"use auto, or {' or '.join(works)}" if works else "use another model"
     raise StageError(
         f"attention {attention} does not work with {architecture} in {precision} on this {device}: it "
         f"{reasons[attention]}: {remedy}"
     )
+
+
+def _check_heads(config: PreTrainedConfig, context_parallel: int, architecture: str) -> None:
+    """Check that ranks can share the heads of each layer.
+
+    Raises:
+        StageError: they cannot.
+    """
+    text = config.get_text_config()
+    if text.is_heterogeneous:  # what differs between its layers is written for each of them
+        found = [values.get("num_attention_heads") for values in text.to_dict()["per_layer_config"].values()]
+    else:
+        found = [getattr(text, "num_attention_heads", None)]
+    if unfit := [heads for heads in found if heads and heads % context_parallel]:
+        raise StageError(
+            f"context_parallel {context_parallel} does not divide the {unfit[0]} attention heads of {architecture}: "
+            f"use a divisor of {unfit[0]}"
+        )
 
 
 def _order(mask_length: int, dtype: torch.dtype, device: str) -> tuple[Attention, ...]:
@@ -128,7 +163,7 @@ def _list(reasons: dict[str, str]) -> str:
 
 def refusal(
     small: PreTrainedConfig | None, attention: Attention, document_mask: bool, dtype: torch.dtype, device: str,
-    kernels: tuple[str, ...] = (),
+    kernels: tuple[str, ...] = (), is_cut: bool = False,
 ) -> str | None:  # fmt: skip
     """Why a model cannot be trained with an attention function, as the end of a sentence; None: it can.
 
@@ -139,25 +174,26 @@ def refusal(
         dtype: As for `choose_attention`.
         device: As for `choose_attention`.
         kernels: Of Flash Attention, which `varlen` is to call; none: torch's own.
+        is_cut: Whether ranks share each row; with `varlen`.
     """
     if small is None:  # padding needs nothing of a model, and so no test
         return None if attention == "padded" else "cannot be tested, as no small copy of the model computes"
     if attention == "flex" and device == "cpu":
         return "has no backward pass on CPUs"  # which torch reports after a minute of compiling
     try:
-        return isolated(device, _test, small, attention, document_mask, dtype, device, kernels)
+        return isolated(device, _test, small, attention, document_mask, dtype, device, kernels, is_cut)
     except RuntimeError as error:
         return f"fails ({error})"
 
 
 def _test(
     small: PreTrainedConfig, attention: Attention, document_mask: bool, dtype: torch.dtype, device: str,
-    kernels: tuple[str, ...],
+    kernels: tuple[str, ...], is_cut: bool,
 ) -> str | None:  # fmt: skip
     """As `refusal`, in this process."""
     try:
         activate_kernels(kernels)
-        return _find_fault(small, attention, document_mask, dtype, device)
+        return _find_fault(small, attention, document_mask, dtype, device, is_cut)
     except Exception as error:  # of any architecture, of a compiler, or of a package that is not installed
         # The first sentence: libraries go on with advice to whoever calls them.
         return f"fails ({type(error).__name__}: {one_line(error).partition('. ')[0]})"
@@ -185,7 +221,7 @@ def sees_what_follows(directory: Path) -> bool:
 
 
 def _find_fault(
-    small: PreTrainedConfig, attention: Attention, document_mask: bool, dtype: torch.dtype, device: str
+    small: PreTrainedConfig, attention: Attention, document_mask: bool, dtype: torch.dtype, device: str, is_cut: bool
 ) -> str | None:
     dtype = torch.float32 if attention == "padded" else dtype
     model = random_model(small, IMPLEMENTATIONS[attention], dtype, device)
@@ -194,6 +230,13 @@ def _find_fault(
     def compute(rows: Tensor, document_mask: bool = document_mask) -> Tensor:
         """The logits of rows, with the attention that is tested: (B, T, V)."""
         batch = make_batch(rows, _END, document_mask, lengths=attention in NEED_LENGTHS)
+        if is_cut:
+            context = RowContext(_SLICES)  # each slice is a row
+            slices = [cut(batch, number, context) for number in range(_SLICES)]
+            batch = slices[0] | {
+                name: torch.cat([each[name] for each in slices]) for name in ("input_ids", "position_ids")
+            }
+            return logits(model, to_device(batch, device)).view(*rows.shape, -1)
         if attention != "padded":
             return logits(model, to_device(batch, device))
         batch["labels"] = torch.arange(rows.numel()).view_as(rows)  # to see where each token goes

@@ -204,7 +204,10 @@ def _forward(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     if "cu_seq_lens" in batch:
         # As transformers names them for its flash attention.
         length, starts = batch["max_length"], batch["cu_seq_lens"]
-        inputs = {name: rows.view(1, -1) for name, rows in inputs.items()}
+        if "context" in batch:
+            inputs["context"] = batch["context"]  # with rows that are slices of one
+        else:
+            inputs = {name: rows.view(1, -1) for name, rows in inputs.items()}
         inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": length, "max_length_k": length}
     # No cache of keys and values: nothing is generated, and it would keep those of every layer alive.
     return model(**inputs, use_cache=False)

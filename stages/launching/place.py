@@ -123,7 +123,8 @@ def start_line(params: TrainParams, mesh: DeviceMesh) -> str:
         strategy += f" in groups of {size}"
     accumulated = params.grad_accum_steps(num_ranks)
     batch = (
-        f"{params.total_batch_size} = {num_ranks} ranks x {params.batch_size} rows x {accumulated} accumulation steps"
+        f"{params.total_batch_size} = {params.describe_ranks(num_ranks)} x {params.batch_size} rows x {accumulated} "
+        "accumulation steps"
     )
     if params.attention == "padded":
         batch = f"{params.total_batch_size} rows in passes of up to {params.batch_size} rows"

@@ -15,6 +15,7 @@ from stages.checkpointing.layout import CheckpointManifest, latest_valid, list_c
 from stages.checkpointing.lock import rank_lock, writer_lock
 from stages.checkpointing.run import Run
 from stages.checkpointing.state import TrainState
+from stages.forward.context import RankContext
 from stages.forward.distributed import device_type, is_rank0, run_on_rank0
 from stages.launching import trackers
 from stages.launching.agreement import (
@@ -32,7 +33,7 @@ from stages.launching.remedies import remedies
 from stages.launching.runtime import TrainRuntime, how_to_resume, read_launch
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.ranks import handoff
-from stages.ranks.process_group import device_mesh, process_group
+from stages.ranks.process_group import context_group, device_mesh, process_group
 from stages.ranks.signals import StopSignal
 from stages.ranks.torch_errors import explain_torch_errors
 from stages.ranks.watchdog import Heartbeat, watched
@@ -66,6 +67,8 @@ def run(stop_signal: StopSignal) -> bool:
     check_precision(run.params, run.seq_length)
     trackers.check(runtime.tracker)
     run.params.check_packages()
+    run.params.check_ranks_of_node(int(os.environ["LOCAL_WORLD_SIZE"]))
+    run.params.check_context_parallel(ModelManifest.read(), run.seq_length)
     run.params.grad_accum_steps(world_size)
     mesh_shape = run.params.fsdp.mesh_shape(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
     if runtime.debug:
@@ -91,8 +94,7 @@ def run(stop_signal: StopSignal) -> bool:
                 print_line(warning)
         confirm_lock = locks.enter_context(rank_lock(run.directory))
         with watched(heartbeat, runtime.timeout_minutes, runtime.debug):
-            # NCCL then writes what each rank was doing before the watchdog ends all, after 0.9 of the time.
-            mesh = device_mesh(mesh_shape, runtime.timeout_minutes, nccl_share=0.8 if runtime.debug else 1)
+            mesh = device_mesh(mesh_shape, runtime.timeout_minutes, nccl_share(runtime))
             if is_rank0() and not sys.stderr.isatty():  # a terminal has a bar
                 locks.enter_context(never_silent(lambda: heartbeat.activity))
             heartbeat.note("choosing the checkpoint to start from")
@@ -101,6 +103,12 @@ def run(stop_signal: StopSignal) -> bool:
                 print_line(chosen.reason)
             hooks = start(run, runtime, chosen.checkpoints, mesh, stop_signal, heartbeat, confirm_lock)
             return hooks.train()
+
+
+def nccl_share(runtime: TrainRuntime) -> float:
+    """Of the timeout, that of collectives on GPUs."""
+    # NCCL then writes what each rank was doing before the watchdog ends all, after 0.9 of the time.
+    return 0.8 if runtime.debug else 1
 
 
 def lock(run: Run, locks: ExitStack) -> None:
@@ -139,9 +147,13 @@ def start(
     place = find_place(state.step if state else 0) if is_rank0() else None
     if checkpoint is None or run.params.lora_r:
         verify_weights(model, lambda: heartbeat.note("verifying the weights"))
+    context, size = None, run.params.context_parallel
+    if size > 1:
+        context = RankContext(context_group(size, runtime.timeout_minutes, nccl_share(runtime)))
     trainer = Trainer(
-        run.params, model, run.seq_length, run.total_steps, mesh, initialize=checkpoint is None, note=heartbeat.note
-    )
+        run.params, model, run.seq_length, run.total_steps, mesh, initialize=checkpoint is None, note=heartbeat.note,
+        context=context,
+    )  # fmt: skip
     saves = saver.Saver(runtime, runtime.timeout_minutes, print_line, confirm_lock, heartbeat.goes_on)
     if checkpoint and state:
         heartbeat.note(f"reading {checkpoint.name}")

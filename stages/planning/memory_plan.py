@@ -55,7 +55,8 @@ class PeakMemory:
 def batch_sizes(params: TrainParams, num_ranks: int) -> list[int]:
     """The powers of two that share `total_batch_size` evenly, and `batch_size` itself."""
     powers = [1 << power for power in range(params.total_batch_size.bit_length())]
-    return sorted({params.batch_size, *(size for size in powers if params.total_batch_size % (size * num_ranks) == 0)})
+    num_groups = num_ranks // params.context_parallel
+    return sorted({params.batch_size, *(size for size in powers if params.total_batch_size % (size * num_groups) == 0)})
 
 
 def lines(table: Table, limit: int) -> list[str]:
@@ -101,6 +102,14 @@ def check_fits(peak: PeakMemory, table: Table, limit: int, source: str, could_ad
     )
 
 
+def largest(table: Table, limit: int) -> dict[str, int]:
+    """The largest `batch_size` that fits, with each kind of activation checkpointing; 0: none does."""
+    return {
+        kind: max((size for size, peak in peaks.items() if peak <= USABLE * limit), default=0)
+        for kind, peaks in table.items()
+    }
+
+
 def _largest_of_each(table: Table, limit: int) -> str:
-    found = {kind: [size for size, peak in peaks.items() if peak <= USABLE * limit] for kind, peaks in table.items()}
-    return ", ".join(f"{max(sizes)} with activation_checkpointing {kind}" for kind, sizes in found.items() if sizes)
+    found = largest(table, limit).items()
+    return ", ".join(f"{size} with activation_checkpointing {kind}" for kind, size in found if size)

@@ -32,6 +32,7 @@ from stages.building import sharded_model, sharding
 from stages.forward.attention_choice import choose_attention
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import make_batch
+from stages.forward.context import RankContext, cut
 from stages.forward.loss import assumed_device, choose_loss, loss_sum
 from stages.forward.rows import TokenRows
 from stages.model.manifest import ModelManifest
@@ -85,7 +86,9 @@ def choose(manifest: ModelManifest, params: TrainParams) -> Chosen:
     """
     # Those that have no form for CPUs mostly need as much memory as the one that `auto` finds here.
     wanted = params.attention if params.attention in ("varlen", "sdpa", "eager", "padded") else "auto"
-    attention = choose_attention(wanted, manifest.directory(), params.document_mask, _LONG, torch.float32, "cpu")
+    attention = choose_attention(
+        wanted, manifest.directory(), params.document_mask, _LONG, torch.float32, "cpu", params.context_parallel
+    )
     loss = choose_loss(params.loss, manifest.directory())
     # A GPU may have `flex`, or a kernel that the model gives the lengths to, for what a CPU has only these for.
     is_upper_bound = attention.name in ("eager", "padded") and attention.name != params.attention
@@ -136,7 +139,7 @@ def _measure(
         shapes = (shape, (params.rows_per_validation_pass, seq_length))
         batches = [_batch(params, shape, has_mask=bool(manifest.router_loss_coef)) for shape in shapes]
         make_optimizer(torch.nn.Linear(64, 64), params)  # torchao computes tables with values at its first state
-        accumulates = params.total_batch_size > params.batch_size * num_ranks
+        accumulates = params.total_batch_size > params.batch_size * num_ranks // params.context_parallel
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # the model is on the meta device, and is not fake
             sharding.allocate(model, "cpu")
             optimizer = make_optimizer(model, params)
@@ -191,7 +194,12 @@ def _batch(params: TrainParams, shape: tuple[int, int], has_mask: bool) -> dict[
         mask = {"attention_mask": torch.ones_like(tokens).long()} if has_mask else {}
         return make_batch(tokens, 0, document_mask=False) | mask
     tokens[:, shape[1] // 2] = 0  # the end of a document: with some, attention may need a mask
-    return make_batch(tokens, 0, params.document_mask, lengths=params.attention in NEED_LENGTHS)
+    batch = make_batch(tokens, 0, params.document_mask, lengths=params.attention in NEED_LENGTHS)
+    if params.context_parallel == 1:
+        return batch
+    group, _ = dist.new_subgroups(params.context_parallel)
+    assert isinstance(group, dist.ProcessGroup)
+    return cut(batch, 0, RankContext(group))
 
 
 @contextmanager

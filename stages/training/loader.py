@@ -11,6 +11,8 @@ ranks: so a resume is an index, and the loader keeps no state that a checkpoint 
 With attention `padded` a step has forward passes of documents in their place, mostly a few more. All ranks find the
 same ones in the rows of the step, and deal them out in the same way.
 
+With `context_parallel`, so many consecutive ranks have the rows of one, and each of them a slice of their tokens.
+
 A thread makes the batches of the next step while the device computes this one, in pinned memory if that is a GPU. One
 step ahead is enough, as the rows are memory-mapped; and a thread instead of worker processes, as it has little to do.
 """
@@ -18,7 +20,7 @@ step ahead is enough, as the rows are memory-mapped; and a thread instead of wor
 import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from stages.forward.attention_names import NEED_LENGTHS
 from stages.forward.batch import count_labels, read_batch
+from stages.forward.context import Context, cut
 from stages.forward.distributed import device_type
 from stages.forward.padded import count_tokens, padded_batches
 from stages.forward.rows import TokenRows
@@ -61,13 +64,23 @@ class BatchLoader:
     """Makes the batches of this rank."""
 
     def __init__(
-        self, rows: TokenRows, params: TrainParams, eos_token_id: int, router_loss: bool = False
+        self, rows: TokenRows, params: TrainParams, eos_token_id: int, router_loss: bool = False,
+        context: Context | None = None,
     ) -> None:  # fmt: skip
-        """`params`: with the attention that was chosen; `router_loss`: whether the model has one that is trained."""
+        """Starts no thread yet.
+
+        Args:
+            rows: To take the batches from.
+            params: With the attention that was chosen.
+            eos_token_id: As for `make_batch`.
+            router_loss: Whether the model has one that is trained.
+            context: The `params.context_parallel` ranks that share each row with this one; None: there are none.
+        """
         self._rows = rows
         self._params = params
         self._eos_token_id = eos_token_id
         self._router_loss = router_loss
+        self._context = context
         self.order = RowOrder(params, len(rows), rows.sources)
         """Of training rows; not of those of a validation."""
         # A new thread uses the first GPU, whichever is this rank's, and would pin memory for that one.
@@ -95,7 +108,7 @@ class BatchLoader:
     def step_indices(self, step: int) -> NDArray[np.int64]:
         """The indices of the rows of a step: (grad_accum_steps, batch_size) int64."""
         indices = self.order.step(step)
-        return indices.reshape(-1, dist.get_world_size(), self._params.batch_size)[:, dist.get_rank()]
+        return indices.reshape(-1, self._dp_world_size, self._params.batch_size)[:, self._dp_rank]
 
     def validation_batches(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """This rank's share of the rows that a validation measures, each batch with the source of all of its rows.
@@ -108,17 +121,17 @@ class BatchLoader:
                 yield source, to_device(batch, device_type())
 
     def _validation_batches(self, rows: NDArray[np.int64]) -> Iterator[dict[str, Tensor]]:
-        size, rank = self._params.rows_per_validation_pass, dist.get_rank()
+        size = self._params.rows_per_validation_pass
         if self._params.attention == "padded":
             for start in range(0, len(rows), self._params.total_batch_size):  # as many at a time as in a step
                 yield from self._own_padded(rows[start : start + self._params.total_batch_size], size)
             return
         for number in range(self._num_batches(rows)):
-            start = (number * dist.get_world_size() + rank) * size
+            start = (number * self._dp_world_size + self._dp_rank) * size
             own = np.arange(start, start + size)
             batch = self._batch(rows[np.minimum(own, len(rows) - 1)])
             batch["labels"].view(size, -1)[torch.from_numpy(own >= len(rows))] = -100
-            yield batch
+            yield self._own(batch)
 
     @property
     def validation_rows(self) -> dict[str, NDArray[np.int64]]:
@@ -131,7 +144,7 @@ class BatchLoader:
         return sum(map(self._num_batches, self.validation_rows.values()))
 
     def _num_batches(self, rows: NDArray[np.int64]) -> int:
-        return math.ceil(len(rows) / (self._params.rows_per_validation_pass * dist.get_world_size()))
+        return math.ceil(len(rows) / (self._params.rows_per_validation_pass * self._dp_world_size))
 
     def padding(self, num_ranks: int) -> "Padding":
         """What padded documents cost on a number of ranks, in the first steps."""
@@ -148,8 +161,22 @@ class BatchLoader:
         if self._params.attention == "padded":
             batches = self._own_padded(self.order.step(step), self._params.batch_size)
         else:
-            batches = [self._batch(indices) for indices in self.step_indices(step)]
+            batches = [self._own(self._batch(indices)) for indices in self.step_indices(step)]
         return StepBatches([pinned(batch) for batch in batches], sum(map(count_labels, batches)))
+
+    @property
+    def _dp_world_size(self) -> int:
+        """How many groups of ranks have rows of their own."""
+        return dist.get_world_size() // self._params.context_parallel
+
+    @property
+    def _dp_rank(self) -> int:
+        """The number of this rank's group."""
+        return dist.get_rank() // self._params.context_parallel
+
+    def _own(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's slice of the batch of its group."""
+        return cut(batch, dist.get_rank() % self._context.size, self._context) if self._context else batch
 
     def _batch(self, indices: NDArray[np.int64]) -> dict[str, Tensor]:
         lengths = self._params.attention in NEED_LENGTHS

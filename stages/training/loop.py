@@ -22,6 +22,7 @@ from stages.building import sharded_model
 from stages.building.sharding import compute_dtype
 from stages.forward.attention import activate_kernels
 from stages.forward.attention_choice import choose_attention
+from stages.forward.context import Context
 from stages.forward.distributed import all_reduce_sum, device_type, run_on_rank0
 from stages.forward.loss import choose_loss
 from stages.forward.rope import fix_tables
@@ -70,7 +71,7 @@ class Trainer:
 
     def __init__(
         self, params: TrainParams, manifest: ModelManifest, seq_length: int, total_steps: int, mesh: DeviceMesh,
-        initialize: bool, note: Callable[[str], None],
+        initialize: bool, note: Callable[[str], None], context: Context | None,
     ) -> None:  # fmt: skip
         """A collective.
 
@@ -82,6 +83,7 @@ class Trainer:
             mesh: The ranks of each copy of the model are its last axis.
             initialize: Whether to fill the weights, from files that are verified; a checkpoint fills them otherwise.
             note: Called before what may take long, and says what it is.
+            context: The ranks that share each row with this one; None: there are none.
         """
         self.params, self.total_steps = params, total_steps
         eos_token_id = manifest.eos_token_id
@@ -89,7 +91,8 @@ class Trainer:
         # On one rank, as the answer is the same on all.
         self.attention = run_on_rank0(
             lambda: choose_attention(
-                params.attention, directory, params.document_mask, seq_length, dtype, device_type()
+                params.attention, directory, params.document_mask, seq_length, dtype, device_type(),
+                params.context_parallel,
             )
         )  # fmt: skip
         activate_kernels(self.attention.kernels)
@@ -98,8 +101,8 @@ class Trainer:
         """The parameters, with the attention and the loss that were chosen."""
 
         router_loss = bool(manifest.router_loss_coef)
-        self.train_loader = BatchLoader(TokenRows(TRAIN), self.chosen, eos_token_id, router_loss)
-        self.validation_loader = BatchLoader(TokenRows(VALIDATION), self.chosen, eos_token_id, router_loss)
+        self.train_loader = BatchLoader(TokenRows(TRAIN), self.chosen, eos_token_id, router_loss, context)
+        self.validation_loader = BatchLoader(TokenRows(VALIDATION), self.chosen, eos_token_id, router_loss, context)
         note("building the model")
         self.model = sharded_model.build(
             manifest, self.chosen, mesh, initialize=initialize, note=lambda: note("making the weights")

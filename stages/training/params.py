@@ -15,6 +15,8 @@ from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, Po
 from stages.base.errors import StageError
 from stages.base.outputs import ExperimentName
 from stages.building.params import BuildParams
+from stages.model.files import CONFIG
+from stages.model.manifest import ModelManifest
 from stages.training.schedule import ScheduleParams
 
 
@@ -74,6 +76,8 @@ class TrainParams(ScheduleParams, BuildParams):
     """Whether GPUs give the same bits in every run, by slower algorithms. CPUs always do."""
     document_mask: bool
     """Whether tokens attend within their own document only."""
+    context_parallel: PositiveInt
+    """Consecutive ranks that share the tokens of each forward pass (stages/forward/context.py); 1: each has its own."""
     eval_freq: PositiveInt
     """Optimizer steps between two validations; there is one before the first step and one after the last."""
     eval_batch_size: PositiveInt | None
@@ -87,22 +91,89 @@ class TrainParams(ScheduleParams, BuildParams):
         super().__post_init__()
         self.fsdp.check()
 
-    def grad_accum_steps(self, dp_world_size: int) -> int:
+    def grad_accum_steps(self, num_ranks: int) -> int:
         """Forward passes of each rank per optimizer step.
 
         Raises:
-            StageError: `total_batch_size` cannot be shared evenly; for each number, a value that can is named.
+            StageError: `context_parallel` does not divide the ranks, or `total_batch_size` cannot be shared evenly; for
+                each number, a value that can is named.
         """
-        total, batch, ranks = self.total_batch_size, self.batch_size, dp_world_size
+        total, batch, size = self.total_batch_size, self.batch_size, self.context_parallel
+        if num_ranks % size:
+            raise StageError(f"context_parallel {size} does not divide {num_ranks} ranks: use a divisor of {num_ranks}")
+        ranks = num_ranks // size  # as many groups of them have rows of their own
         if total % (batch * ranks):
             smaller_batch = next((f" or batch_size {n}" for n in range(batch, 0, -1) if not total % (n * ranks)), "")
-            fewer = next((f" or {n} ranks" for n in range(ranks, 0, -1) if not total % (n * batch)), "")
+            fewer = next((f" or {n * size} ranks" for n in range(ranks, 0, -1) if not total % (n * batch)), "")
             raise StageError(
-                f"total_batch_size {total} is not a multiple of batch_size {batch} x {ranks} ranks: use "
-                f"total_batch_size {_nearest(total, batch * ranks)}{smaller_batch}{fewer} (runtime.nproc_per_node on "
-                "each node)"
+                f"total_batch_size {total} is not a multiple of batch_size {batch} x {self.describe_ranks(num_ranks)}: "
+                f"use total_batch_size {_nearest(total, batch * ranks)}{smaller_batch}{fewer} "
+                "(runtime.nproc_per_node on each node)"
             )
         return total // (batch * ranks)
+
+    def describe_ranks(self, num_ranks: int) -> str:
+        """Ranks by which `batch_size` is multiplied, for people."""
+        size = self.context_parallel
+        return f"{num_ranks} ranks" + (f" / context_parallel {size}" if size > 1 else "")
+
+    def check_ranks_of_node(self, num_ranks: int) -> None:
+        """Check that no row is shared by ranks of two nodes: in each layer they exchange all of its tokens.
+
+        Raises:
+            StageError: `context_parallel` does not divide the ranks of a node.
+        """
+        if num_ranks % self.context_parallel:
+            raise StageError(
+                f"context_parallel {self.context_parallel} does not divide the {num_ranks} ranks of a node: use a "
+                f"divisor of {num_ranks}, or another runtime.nproc_per_node"
+            )
+
+    def check_context_parallel(self, model: ModelManifest, seq_length: int) -> None:
+        """Check that `context_parallel` can be used with the model, and with the other parameters.
+
+        Which layers of a model it works with, a test finds (stages/forward/attention_choice.py).
+
+        Raises:
+            StageError: naming what cannot be together.
+        """
+        size = self.context_parallel
+        if size == 1:
+            return
+        for name, rows in (("batch_size", self.batch_size), ("eval_batch_size", self.rows_per_validation_pass)):
+            if rows * seq_length % size:
+                raise StageError(
+                    f"context_parallel {size} does not divide the tokens of a forward pass, {name} {rows} x seq_length "
+                    f"{seq_length}: use a divisor of {rows * seq_length}"
+                )
+        if self.attention not in ("auto", "varlen"):
+            raise StageError(
+                f"context_parallel {size} needs attention varlen, not {self.attention}: use attention auto, or "
+                "context_parallel 1"
+            )
+        if self.compile:
+            raise StageError(
+                f"context_parallel {size} and compile true cannot be used together, as this was never measured: use "
+                "compile false"
+            )
+        if model.router_loss_coef:
+            raise StageError(
+                f"context_parallel {size} is not possible with the router loss of {model.architecture}, which is a "
+                "mean over all tokens of a forward pass: use context_parallel 1, or set output_router_logits to false "
+                f"in a copy of the model's {CONFIG}"
+            )
+
+    def check_context_on_gpus(self) -> None:
+        """Check that GPUs have a kernel for `context_parallel` in this precision.
+
+        Raises:
+            StageError: they have none.
+        """
+        if self.context_parallel > 1 and self.precision == "fp32":
+            raise StageError(
+                f"context_parallel {self.context_parallel} needs attention varlen, which has no kernel for fp32 on "
+                "GPUs: use precision bf16"
+            )
 
     @property
     def rows_per_validation_pass(self) -> int:
@@ -112,6 +183,8 @@ class TrainParams(ScheduleParams, BuildParams):
     def identity(self) -> dict[str, Any]:
         """The parameters as far as they decide what is learned: without adapters, none of theirs."""
         values = dataclasses.asdict(self)
+        if self.context_parallel == 1:  # as it was before there was another value
+            del values["context_parallel"]
         if self.lora_r is None:
             return {name: value for name, value in values.items() if not name.startswith("lora_")}
         if isinstance(self.lora_target_modules, list):

@@ -16,8 +16,11 @@ def check_precision(params: TrainParams, seq_length: int) -> None:
     """Check that the GPUs can compute in `precision`.
 
     Raises:
-        StageError: fp8 on a CPU or on GPUs that cannot multiply matrices in 8 bits, or with a batch that they cannot.
+        StageError: fp8 on a CPU or on GPUs that cannot multiply matrices in 8 bits, or with a batch that they cannot;
+            fp32 on GPUs with `context_parallel`.
     """
+    if torch.cuda.is_available():
+        params.check_context_on_gpus()
     if params.precision != "fp8":
         return
     devices = range(torch.cuda.device_count())
@@ -27,10 +30,12 @@ def check_precision(params: TrainParams, seq_length: int) -> None:
             "precision fp8 needs GPUs of compute capability 8.9 or higher (Ada, Hopper and newer), "
             f"not {unfit[0] if unfit else 'CPUs'}: use bf16"
         )
-    if params.batch_size * seq_length % 16:  # in the product that gives the gradient of a weight
+    size = params.context_parallel
+    shared = f" / context_parallel {size}" if size > 1 else ""
+    if params.batch_size * seq_length % (16 * size):  # in the product that gives the gradient of a weight
         raise StageError(
             f"precision fp8 needs a multiple of 16 tokens per forward pass, not batch_size {params.batch_size} x "
-            f"seq_length {seq_length}: use bf16, or another batch_size"
+            f"seq_length {seq_length}{shared}: use bf16, or another batch_size"
         )
 
 
