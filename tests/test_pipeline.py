@@ -335,7 +335,7 @@ def test_a_change_reruns_what_depends_on_it_and_no_stage_imports_what_dvc_does_n
     users = {stage for stage in STAGES if "stages/model" in PIPELINE["stages"][stage]["deps"]}
     assert json.loads(run("status", "--json")).keys() == users
     (reproduced / "data/raw/folder0/0.txt").write_text("another text " * 40)
-    assert sorted(ran(run("repro", "pack"))) == ["download", "extract", "organize", "pack"]
+    assert {*ran(run("repro", "pack"))} == {"download", *DATA_STAGES}
 
     imported: dict[str, set[Path]] = {}
     for line in (tmp_path / "imported").read_text().splitlines():
