@@ -26,7 +26,7 @@ from stages.base.params_file import load_params
 from stages.base.record import FileEntry, RelativePath
 from stages.model import headers, hub, hub_cache, tokenizer
 from stages.model.files import CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
-from stages.model.license import ModelLicense
+from stages.model.license import LICENSE, ModelLicense
 from stages.model.manifest import MANIFEST, ModelManifest
 from stages.model.manifest import TOKENIZER as TOKENIZER_FILE
 
@@ -57,10 +57,11 @@ def main() -> None:
     with publish.lock(MANIFEST):
         model = describe(load_params(DownloadParams))
         terms = describe_license(model)
-        terms.write()
         loaded = tokenizer.load(model.directory())
-        publish.write_text(TOKENIZER_FILE, loaded.content)
-        model.write()
+        with publish.together(LICENSE, TOKENIZER_FILE, MANIFEST):
+            terms.write()
+            publish.write_text(TOKENIZER_FILE, loaded.content)
+            model.write()
     origin = "a local directory" if model.commit is None else f"commit {model.commit}"
     weights = f"{model.dtype} weights in {len(model.weights)} files" if model.weights else "random weights"
     name = printable(model.model_name)

@@ -162,13 +162,9 @@ def write(evaluation: Evaluation) -> None:
     """Write the evaluation and the metrics, and print the losses."""
     validation = evaluation.validation
     metrics = (validation.loss, validation.perplexity, validation.bits_per_byte) if validation else (None, None, None)
-    try:
+    with publish.together(outputs.EVALUATION, outputs.METRICS):
         evaluation.write(outputs.EVALUATION)
         publish.write_json(outputs.METRICS, Metrics(*metrics))
-    except BaseException:  # Ctrl-C, too: both, or none
-        outputs.EVALUATION.unlink(missing_ok=True)
-        outputs.METRICS.unlink(missing_ok=True)
-        raise
     cost, warning = rounding_texts(evaluation)
     losses = (
         f"validation loss {loss_text(validation)}"

@@ -269,7 +269,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         for index, rule in enumerate(of_rules):
             if rule.left_out and not rule.documents + rule.conversations:
                 raise StageError(f"params.yaml: records.{index} makes no row of {rule.files!r}:", *rule.describe())
-        dataset.write(directory)
+        with publish.together(METRICS):
+            dataset.write(directory)
     if counts["structured_files"]:
         print(
             f"extract: {counts['structured_files']} files of JSON, YAML or tables have no rule: each of their strings "

@@ -421,8 +421,13 @@ def find_parts(params: PackParams, dataset: Dataset, skips: skipped.Skipped) -> 
     params.check_splits(num_splits)
     num_train = num_splits - params.validation_splits  # entire splits, so no line of a file gives rows to both sides
     for source, splits in sources.items():
+        of_source = f" of source {source}" if source else ""
+        if not any(split.rows for split in splits) and any(split.shard.rows for split in splits):
+            raise StageError(
+                f"deduplicate skips all documents{of_source}, as others are equal or similar: leave it out of sources, "
+                "name it first there, or set deduplicate to null"
+            )
         if not any(split.rows for split in splits):
-            of_source = f" of source {source}" if source else ""
             raise StageError(
                 f"there is no text{of_source}: extract made no row of its files, and {RECORDS['extract']} says why"
             )
@@ -632,7 +637,7 @@ def too_few(part: Part, rows: PackedRows, params: PackParams) -> str:
     name = f"{part.directory} of source {part.source}" if part.source else part.directory
     message = f"{name} has {rows.num_tokens} tokens, too few for one row of seq_length {params.seq_length}: "
     if number := sum(split.num_skipped for split in part.splits):
-        message += f"set deduplicate to null, which skips {number} documents of its splits, or "
+        message += f"deduplicate skips {number} documents of its splits: set it to null, or "
     if rows.counts.refused:
         first = {refused.reason.partition(":")[0]: refused.reason for refused in reversed(rows.counts.first_refused)}
         reasons = ", ".join(f"{count} ({first.get(reason, reason)})" for reason, count in rows.counts.refused.items())

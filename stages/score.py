@@ -93,14 +93,10 @@ def score(
         for trained, initial in zip_longest(of_trained.measured, measurements.initial[entry].measured)
     ]
     scores = Scores(found, packages.VERSION, params.task_limit, params.task_chat)
-    try:
+    with publish.together(outputs.ANSWERS, outputs.SCORES, outputs.TASKS):
         publish.write_text(outputs.ANSWERS, answer_lines(measurements))
         publish.write_json(outputs.SCORES, scores.metrics())
         scores.write(outputs.TASKS)
-    except BaseException:  # Ctrl-C, too: all, or none
-        for path in (outputs.ANSWERS, outputs.SCORES, outputs.TASKS):
-            path.unlink(missing_ok=True)
-        raise
     return "\n".join([summary, *map(describe, scores.tasks)])
 
 

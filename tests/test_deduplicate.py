@@ -375,8 +375,28 @@ def test_an_empty_side_names_what_is_skipped_of_it() -> None:
     make_model()
     make_corpus([[f"text {number} of some length" for number in range(40)]] * 2)
     run("exact")
-    with pytest.raises(StageError, match="set deduplicate to null, which skips 40 documents"):
+    with pytest.raises(StageError, match="deduplicate skips 40 documents of its splits: set it to null"):
         encode(seq_length=4096)
+
+
+def test_a_source_of_which_nothing_stays_is_named() -> None:
+    make_model()
+    make_corpus([["one text", "two"]] * 4, sources=["web", "web", "wiki", "wiki"])
+    run("exact")
+    with pytest.raises(StageError, match=r"deduplicate skips all documents of source wiki.*name it first there"):
+        encode()
+
+
+@pytest.mark.parametrize("content", [None, "{}", "{broken"])
+def test_a_missing_or_damaged_record_names_the_stage(content: str | None) -> None:
+    make_model()
+    make_corpus([["one text", "two"]] * 2)
+    run("exact")
+    Path("data/deduplicate.json").unlink()
+    if content:
+        Path("data/deduplicate.json").write_text(content)
+    with pytest.raises(StageError, match=r"data/deduplicate\.json .*dvc repro .*deduplicate"):
+        encode()
 
 
 def test_an_old_parameter_names_the_new_one() -> None:

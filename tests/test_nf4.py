@@ -107,6 +107,12 @@ def test_the_files_are_quantized_as_they_are_read(
     assert _state_bytes(params, manifest) == sum(frozen) + 16 * trained
 
 
+def test_it_needs_adapters(params: TrainParams, tmp_path: Path) -> None:
+    write_model(tmp_path, WIDE)
+    with pytest.raises(StageError, match="lora_base nf4 is for weights beside adapters: set lora_r"):
+        dataclasses.replace(params, lora_base="nf4").check_lora(manifest_of(tmp_path, with_weights=True))
+
+
 def test_rows_that_are_no_multiple_of_a_block_are_refused(params: TrainParams, mesh: Any, tmp_path: Path) -> None:
     write_model(tmp_path, CONFIGS["llama"])
     with pytest.raises(StageError, match=r"64 values together, and model\.layers\.0\.\S+ of LlamaF\S+ has rows of 24"):

@@ -85,6 +85,17 @@ def _fields(value: Any) -> dict[str, Any]:
     return vars(value)
 
 
+@contextmanager
+def together(*paths: Path) -> Iterator[None]:
+    """Remove these files after an error, Ctrl-C too: a stage publishes all of them, or none."""
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)

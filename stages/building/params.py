@@ -246,6 +246,8 @@ class BuildParams:
             StageError: naming what cannot be together.
         """
         if self.lora_r is None:
+            if self.lora_base:
+                raise StageError(f"lora_base {self.lora_base} is for weights beside adapters: set lora_r, such as 16")
             return
         if not model.weights:
             raise StageError(

@@ -42,6 +42,10 @@ def write(
         return stream.close()
 
 
+class _Record(DataRecord):
+    STAGE = "deduplicate"
+
+
 class Skipped(NamedTuple):
     """The rows of each split that are skipped."""
 
@@ -65,7 +69,7 @@ def read(corpus: Dataset) -> Skipped:
         StageError: it is missing, was changed, or is of another corpus.
     """
     duplicates = Dataset.read(DUPLICATES, "deduplicate", contents=True)
-    record = DataRecord.read(RECORDS["deduplicate"])
+    record = _Record.read(RECORDS["deduplicate"])
     found = fingerprint(corpus, duplicates)
     if (record.source, record.fingerprint) != (corpus.fingerprint, found):
         raise StageError(f"{DUPLICATES} is of another corpus: run `dvc repro -f -s deduplicate`")
