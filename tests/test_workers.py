@@ -30,6 +30,7 @@ from stages.work.skipped import DUPLICATES
 from stages.work.workers import Runtime, ordered_map, threaded_map
 from tests import tasks
 from tests.corpus import CORPUS, PARAMS, SPLITS, content_of, organize_raw, put, put_large_file, put_slow_files
+from tests.pipeline import DATA_STAGES
 from tests.project import BIN, REPO, is_alive, run_python, start_stage, wait_for
 
 pytestmark = pytest.mark.usefixtures("empty_project")
@@ -148,6 +149,10 @@ def test_processes_open_no_socket_and_write_nothing() -> None:
     for _ in ordered_map(tasks.place, range(3), Runtime(num_workers=2)):
         assert listening() <= others
     assert list(Path().iterdir()) == []
+
+
+def test_a_cluster_is_asked_for_the_code_of_all_data_stages() -> None:
+    assert tuple(f"stages.{stage}" for stage in DATA_STAGES) == cluster._STAGES
 
 
 @pytest.mark.slow

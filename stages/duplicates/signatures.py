@@ -26,9 +26,10 @@ from stages.work import arrow, reuse
 NUM_HASHES = 128
 FEWEST_WORDS = 20
 """Of a document that has a signature: a few words of difference would be most of it."""
-HEAD = np.dtype([("high", "<u8"), ("low", "<u8"), ("words", "<u4"), ("signature", "<i4"), ("column", "u1")])
+HEAD = np.dtype([("high", "<u8"), ("low", "<u8"), ("words", "<u4"), ("signature", "<i4"), ("column", "<u2")])
 """Of a document: the digest, the index of its signature, -1 where it has none, and whether it is a conversation.
-Little-endian: on a cluster one machine may read what another one wrote."""
+Little-endian: on a cluster one machine may read what another one wrote. Its size is even,
+which aligns the signatures."""
 SIGNATURE = np.dtype("<u2")
 _HASHED = 1 << 14  # shingles at once, which stay in the processor's cache
 
