@@ -100,7 +100,7 @@ def corpus(work: Path, scale: float) -> Costs:
         write_text(raw, megabytes)
         project = make_project(work, raw, records=[{"files": "**", "text": "$.text"}])
         run(project, "download", 1)
-        for stage in ("organize", "extract", "pack", "plan"):
+        for stage in ("organize", "extract", "deduplicate", "pack", "plan"):
             costs.setdefault(stage, []).append(run(project, stage, megabytes))
         shutil.rmtree(raw)
         shutil.rmtree(project)
@@ -127,7 +127,7 @@ def prepared(work: Path, scale: float, model: dict[str, int] | None = None, **va
     raw = Path(tempfile.mkdtemp(dir=work)) / "raw"
     write_text(raw, max(0.5, 2 * scale))
     project = make_project(work, raw, model, num_splits=4, **values)
-    for stage in ("download", "organize", "extract", "pack"):
+    for stage in ("download", "organize", "extract", "deduplicate", "pack"):
         run(project, stage, 1)
     return project
 

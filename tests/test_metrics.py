@@ -5,14 +5,17 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from stages.base import history
 from stages.base.history import SPEED, History, Row, Table
 from stages.base.identity import RunIdentity, TokenFingerprints
+from stages.building.nf4 import Nf4Linear
 from stages.checkpointing.run import Run
 from stages.checkpointing.state import Cost
 from stages.launching import flops
@@ -40,6 +43,16 @@ def test_flops_are_those_of_palm(tmp_path: Path, tied: bool) -> None:
     layer = 2 * 16 * 4 * 8 + 2 * 16 * 2 * 8 + 3 * 16 * 32 + 2 * 16  # queries, output; keys, values; MLP; norms
     weights = 2 * layer + 16 + 100 * 16  # the last norm, the output; the embedding is only looked up
     assert flops.flops_per_token(model, seq_length=64) == 6 * weights + 12 * 2 * 4 * 8 * 64
+
+
+def test_flops_of_quantized_weights_are_those_of_the_weights_that_they_stand_for(tmp_path: Path) -> None:
+    model = build(tmp_path, hidden_size=64, intermediate_size=128).requires_grad_(False)
+    expected = flops.flops_per_token(model, seq_length=64)
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            module.__class__ = Nf4Linear
+            cast(Nf4Linear, module).pack(torch.bfloat16)
+    assert flops.flops_per_token(model, seq_length=64) == expected
 
 
 def test_flops_of_an_unknown_architecture_are_none(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def make_pack_project(work: Path, corpus: Path, tokenizer: Path) -> Path:
     (model / "config.json").write_text(json.dumps(config))
     write_params(project, raw_dir, num_processes=2, model_name=str(model))
     environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    for stage in ("organize", "extract", "download"):
+    for stage in ("organize", "extract", "deduplicate", "download"):
         subprocess.run([sys.executable, "-m", f"stages.{stage}"], env=environment, cwd=project, check=True)
     return project
 

@@ -73,7 +73,7 @@ TESTS = "tests/gpu"
 PYTEST = ["-m", "pytest", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
 """Without what pyproject.toml asks for: where a plugin of pytest is missing, it would be an error."""
 FIRST = (
-    ("smoke", None), ("steps", 2), ("resume", 1), ("large", 1), ("steps", 4), ("saves", None), ("tests", None),
+    ("smoke", None), ("steps", 2), ("resume", 1), ("large", 3), ("steps", 4), ("saves", None), ("tests", None),
     ("programs", None),
 )  # fmt: skip
 """What comes first, with how much of it: of `steps` the best setting, compiled and not, and then without documents and

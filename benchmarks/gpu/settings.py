@@ -50,8 +50,16 @@ def large_settings(precision: str) -> Settings:
     """Of a model whose activations are computed again; the largest batch that 140 GB have memory for is the first."""
     best = {**best_setting([4], precision), "activation_checkpointing": "full"}
     single = {**best, "batch_size": 1}
+    adapters = {**best, "lora_r": 16}
     return _named(
-        precision, best, {**single, "activation_checkpointing": "selective_op"}, {**best, "deterministic": True}, single
+        precision,
+        best,
+        adapters,
+        {**adapters, "lora_base": "nf4"},
+        {**single, "activation_checkpointing": "selective_op"},
+        {**adapters, "activation_checkpointing": "selective_op"},
+        {**best, "deterministic": True},
+        single,
     )
 
 
@@ -71,6 +79,10 @@ def name_of(values: dict[str, Any], precision: str) -> str:
             yield f"checkpointing {values['activation_checkpointing']}"
         if "fsdp" in values:
             yield "CPU offload"
+        if "lora_r" in values:
+            yield f"LoRA of rank {values['lora_r']}"
+        if "lora_base" in values:
+            yield values["lora_base"]
         if values["compile"]:
             yield "compiled"
         if not values.get("document_mask", True):

@@ -17,24 +17,31 @@ import statistics
 import sys
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from benchmarks.gpu.results import print_result
 from stages.base.packed import TRAIN
 from stages.base.params_file import load_params
 from stages.building import sharded_model
+from stages.building.lora import initialize_adapters
+from stages.building.nf4 import Nf4Linear, quantize
+from stages.building.sharding import materialize
+from stages.building.weights import rebuild_buffers
 from stages.forward.attention import activate_kernels
 from stages.forward.batch import make_batch
 from stages.forward.distributed import all_reduce_sum, device_type
 from stages.forward.rows import TokenRows
 from stages.launching import flops
 from stages.launching.timers import Timers, memory_gib, reset_peak_memory
+from stages.model import meta
 from stages.model.manifest import ModelManifest
 from stages.planning import peak_memory
 from stages.ranks import handoff
@@ -94,11 +101,26 @@ def predict(params: TrainParams, job: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def fill(model: nn.Module) -> None:
-    """Random weights as those of a new Llama, made on the GPU: the CPU takes over a minute for 8 billion."""
+def build_there(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> PreTrainedModel:
+    """The model with random weights as those of a new Llama, made on the GPU: the CPU takes a minute for 8 billion.
+
+    Under adapters, too, whose training wants the weights of files, and quantized where it would quantize those.
+    """
+    model = sharded_model.prepare(dataclasses.replace(manifest, weights=["made here"]), params, mesh)
+    materialize(model, params, mesh)
+    rebuild_buffers(model, meta.build(manifest.directory()), params.seed)
+    quantized = {module.weight: module for module in model.modules() if isinstance(module, Nf4Linear)}
     for param in model.parameters():
         own = param.to_local() if isinstance(param, DTensor) else param
-        own.normal_(std=0.02) if param.dim() > 1 else own.fill_(1)
+        if module := quantized.get(param):
+            values = torch.empty(len(own), module.in_features, device=own.device).normal_(std=0.02)
+            own.copy_(quantize(values).view(own.dtype))
+        elif param.dim() > 1:
+            own.normal_(std=0.02)
+        else:
+            own.fill_(1)
+    initialize_adapters(model, params.seed)
+    return model
 
 
 def measure(params: TrainParams, num_steps: int) -> dict[str, Any]:
@@ -112,9 +134,9 @@ def measure(params: TrainParams, num_steps: int) -> dict[str, Any]:
     on_gpu = device_type() == "cuda"
     if params.attention == "varlen":
         activate_kernels()
-    model = sharded_model.build(manifest, params, mesh, initialize=bool(manifest.weights) or not on_gpu).train()
-    if on_gpu and not manifest.weights:
-        fill(model)
+    has_to_be_made = not manifest.weights and (on_gpu or params.lora_r)
+    build = build_there if has_to_be_made else partial(sharded_model.build, initialize=True)
+    model = build(manifest, params, mesh).train()
     optimizer = make_optimizer(model, params)
     scaler = make_grad_scaler(params.precision, next(model.parameters()).device)
     assert manifest.eos_token_id is not None

@@ -89,7 +89,7 @@ class Bench:
             (self.project / name).unlink(missing_ok=True)
             (self.project / name).symlink_to(REPO / name)
         self.write_params()
-        for name in ("organize", "extract", "download", "pack"):
+        for name in ("organize", "extract", "deduplicate", "download", "pack"):
             self.start(["-m", f"stages.{name}"]).finish()
 
     def write_params(self, steps: int = 1, params: Mapping[str, Any] | None = None, **runtime: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 LR, BETAS, EPS, WEIGHT_DECAY, MAX_GRAD_NORM, SEED = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0, 0
 
 SHAPES = {  # hidden size, layers, attention heads, key-value heads, intermediate size, vocabulary
-    "1M": (128, 4, 4, 2, 352, 4096),
+    "1M": (128, 4, 4, 2, 384, 4096),
     "12M": (384, 6, 6, 2, 1024, 8192),
     "100M": (768, 12, 12, 4, 2048, 32768),
     "400M": (1024, 24, 16, 8, 4096, 32768),

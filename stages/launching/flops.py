@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from stages.building.nf4 import Nf4Linear
+
 # TFLOP/s of one GPU for dense matrices, from the makers' data sheets: bf16 and fp16 on tensor cores, and fp32 without
 # them. The rates with sparsity are twice as high.
 _PEAKS = {
@@ -70,7 +72,12 @@ def flops_per_token(model: PreTrainedModel, seq_length: int) -> int | None:
     # 6: a multiplication and an addition, once forward and twice backward (for the inputs and for the weights, if they
     # are trained).
     # 12: the same for two products of each head, queries with keys and attention with values.
-    weights = sum((6 if param.requires_grad else 4) * param.numel() for param in _multiplied(model))
+    quantized = {module.weight: module for module in model.modules() if isinstance(module, Nf4Linear)}
+    weights = 0
+    for param in _multiplied(model):
+        module = quantized.get(param)  # whose weight has the elements of its bytes
+        size = module.in_features * module.out_features if module else param.numel()
+        weights += (6 if param.requires_grad else 4) * size
     return weights + 12 * int(layers * heads * head_dim) * seq_length
 
 

@@ -1,8 +1,10 @@
 """What only a GPU can show. Without one, all tests are skipped; with several, the first is used."""
 
 import importlib.util
+import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +12,15 @@ import pytest
 
 from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.ranks.handoff import DIRECTORY
+from stages.scoring import packages
 from tests.faults import environment
-from tests.project import GPUS, LAUNCH, REPO, Project
+from tests.project import GPUS, LAUNCH, REPO, Project, make_nano, make_pipeline, save_weights
+from tests.test_lora import make_adapted
 from tests.trainings import weights
+
+HAS_LM_EVAL = packages.directory().is_dir()
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 8}
+"""Rows of 64 values, which are quantized together."""
 
 pytestmark = [pytest.mark.skipif(not GPUS, reason="needs a GPU"), pytest.mark.timeout(900)]
 
@@ -262,6 +270,42 @@ def test_a_deterministic_training_that_was_killed_continues_to_the_same_bits(
             "steps-9-10.memory.pickle",
         }
     assert (training / "outputs/.compile").is_dir() == compile_blocks
+
+
+@pytest.mark.parametrize("base", [None, "nf4"])
+def test_adapters_that_were_killed_continue_to_the_same_bits(tmp_path: Path, base: str | None) -> None:
+    """Compiled, and with dropout."""
+    project = Project(tmp_path / "adapted")
+    project.path.mkdir()
+    make_adapted(project, **WIDE)
+    project.set(lora_base=base, lora_target_modules="all-linear", compile=True, deterministic=True)
+    undisturbed = project.copy(tmp_path / "undisturbed")
+    assert "LoRA of rank 4" + " on NF4" * bool(base) in train(undisturbed)
+    train(project, "kill rank 0 at step 5", status=1)
+    assert re.search(r"resuming from step [24] of 12", train(project))
+    assert weights(project) == weights(undisturbed)
+
+
+@pytest.mark.parametrize("lora_r", [None, 4])
+def test_all_stages_run_on_a_gpu(tmp_path: Path, lora_r: int | None) -> None:
+    """And what is measured of the model there is what a CPU measures. Without DVC, which a GPU machine may lack."""
+    project = Project(tmp_path / "pipeline")
+    make_pipeline(project)
+    shutil.rmtree(project / "models/nano")
+    make_nano(project / "models/nano", **WIDE)
+    save_weights(project / "models/nano")
+    tasks = [{"question": f"Which number follows {number}?", "answer": f"{number + 1}"} for number in range(20)]
+    (project / "tasks/sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
+    project.set(lora_r=lora_r, precision="bf16", tasks=["tasks/sums.yaml"] if HAS_LM_EVAL else [])
+    for stage in ("organize", "extract", "deduplicate", "download", "pack", "plan", "launch", "consolidate"):
+        project.run("python", "-m", f"stages.{stage}", timeout=600, **GPU)
+    measured = []
+    for variables in (GPU, {"CUDA_VISIBLE_DEVICES": ""}):
+        for stage in ("evaluate", "score", "report"):
+            project.run("python", "-m", f"stages.{stage}", timeout=600, **variables)
+        measured.append(project.json("outputs/metrics.json") | project.json("outputs/scores.json"))
+        shutil.rmtree(project / "data/.reuse")  # or the second would use what the first has measured
+    assert measured[0] == pytest.approx(measured[1], rel=0.02)
 
 
 def test_tf32_is_near_fp32(training: Project) -> None:
