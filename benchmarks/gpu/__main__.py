@@ -200,6 +200,8 @@ class Session:
                     unfinished.discard(name)
                     self.add("tests", name, result)
             status = child.wait()
+        if status == -signal.SIGKILL:  # or this run would go on with those that have not begun; the next one does
+            unfinished |= {*self.results.missing("tests", names)}
         for name in unfinished:
             self.add("tests", name, {"error": f"it had not ended when the tests ended, after {seconds:.0f} s at most"})
         if status not in (0, 1, -signal.SIGKILL):  # 1: tests have failed

@@ -115,7 +115,7 @@ class TrainParams(ScheduleParams, BuildParams):
     def describe_ranks(self, num_ranks: int) -> str:
         """Ranks by which `batch_size` is multiplied, for people."""
         size = self.context_parallel
-        return f"{num_ranks} ranks" + (f" / context_parallel {size}" if size > 1 else "")
+        return f"{num_ranks} rank" + "s" * (num_ranks > 1) + (f" / context_parallel {size}" if size > 1 else "")
 
     def check_ranks_of_node(self, num_ranks: int) -> None:
         """Check that no row is shared by ranks of two nodes: in each layer they exchange all of its tokens.

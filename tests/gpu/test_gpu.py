@@ -255,7 +255,7 @@ def test_a_deterministic_training_that_was_killed_continues_to_the_same_bits(
     undisturbed = training.copy(training.path.with_name("undisturbed"))
     output = train(undisturbed)
     assert re.search(
-        r"^training with 1 rank \(NVIDIA .*\): precision bf16, attention .*, strategy none, batch 8 = 1 x .*, "
+        r"^training with 1 rank \(NVIDIA .*\): precision bf16, attention .*, strategy none, batch 8 = 1 rank x .*, "
         r"activation checkpointing selective_op, (compiled, )?deterministic, memory ",
         output,
         re.M,
@@ -286,26 +286,23 @@ def test_adapters_that_were_killed_continue_to_the_same_bits(tmp_path: Path, bas
     assert weights(project) == weights(undisturbed)
 
 
-@pytest.mark.parametrize("lora_r", [None, 4])
-def test_all_stages_run_on_a_gpu(tmp_path: Path, lora_r: int | None) -> None:
-    """And what is measured of the model there is what a CPU measures. Without DVC, which a GPU machine may lack."""
+def test_all_stages_run_on_a_gpu(tmp_path: Path) -> None:
+    """Without DVC, which a GPU machine may lack. Adapters are merged, and the loss stays that of the training."""
     project = Project(tmp_path / "pipeline")
     make_pipeline(project)
     shutil.rmtree(project / "models/nano")
     make_nano(project / "models/nano", **WIDE)
     save_weights(project / "models/nano")
-    tasks = [{"question": f"Which number follows {number}?", "answer": f"{number + 1}"} for number in range(20)]
-    (project / "tasks/sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tasks))
-    project.set(lora_r=lora_r, precision="bf16", tasks=["tasks/sums.yaml"] if HAS_LM_EVAL else [])
-    for stage in ("organize", "extract", "deduplicate", "download", "pack", "plan", "launch", "consolidate"):
+    questions = [{"question": f"Which number follows {number}?", "answer": f"{number + 1}"} for number in range(20)]
+    (project / "tasks/sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    tasks = ["tasks/sums.yaml"] if HAS_LM_EVAL else []
+    project.set(lora_r=4, lora_base="nf4", precision="bf16", fast_encoder=False, tasks=tasks)
+    stages = ["organize", "extract", "deduplicate", "download", "pack", "plan", "launch", "consolidate"]
+    for stage in [*stages, "evaluate", "score", "report"]:
         project.run("python", "-m", f"stages.{stage}", timeout=600, **GPU)
-    measured = []
-    for variables in (GPU, {"CUDA_VISIBLE_DEVICES": ""}):
-        for stage in ("evaluate", "score", "report"):
-            project.run("python", "-m", f"stages.{stage}", timeout=600, **variables)
-        measured.append(project.json("outputs/metrics.json") | project.json("outputs/scores.json"))
-        shutil.rmtree(project / "data/.reuse")  # or the second would use what the first has measured
-    assert measured[0] == pytest.approx(measured[1], rel=0.02)
+    trained = project.json("outputs/train_metrics.json")["validation_loss"]
+    assert project.json("outputs/metrics.json")["validation_loss"] == pytest.approx(trained, rel=0.02)
+    assert project.json("outputs/scores.json").keys() == {Path(task).stem for task in tasks}
 
 
 def test_tf32_is_near_fp32(training: Project) -> None:
