@@ -22,6 +22,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from stages import launch
+from stages.base.command import USER_ERROR
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.checkpointing.layout import list_checkpoints, step_name
@@ -167,6 +168,32 @@ command.run(main)
             time.sleep(0.0005)
         process.stdout.close()
         assert process.returncode == INTERRUPTED
+
+
+def test_an_error_of_one_rank_is_the_status_though_torchrun_interrupts_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A job of Slurm that was interrupted starts again, and would do so for ever."""
+    (tmp_path / "one_fails.py").write_text("""
+import os, sys, time
+from stages.base.command import USER_ERROR
+from stages.ranks import handoff
+from stages.ranks.signals import StopSignal
+with handoff.rank():
+    stop = StopSignal()
+    if os.environ["RANK"] == "1":
+        open(os.environ["WAITING"], "w").close()
+        time.sleep(60)
+    while not os.path.exists(os.environ["WAITING"]):
+        time.sleep(0.1)
+    sys.exit(USER_ERROR)
+""")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{REPO}")
+    monkeypatch.setenv("WAITING", str(tmp_path / "waiting"))
+    ranks = torchrun.Ranks(2)
+    with torchrun.shared_directory(ranks) as directory:
+        assert torchrun.run("one_fails", ranks, directory, stopping=threading.Event()) == USER_ERROR
+        assert handoff.told_statuses(directory) == {USER_ERROR, INTERRUPTED}
 
 
 @pytest.mark.slow

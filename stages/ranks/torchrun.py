@@ -213,11 +213,13 @@ def run(
         return 0
     refresh([directory])  # other nodes have written into it
     told = handoff.told_statuses(directory)
-    for status in (INTERRUPTED, USER_ERROR):  # the others lost the connection, or were ended
+    is_stopping = stopping is not None and stopping.is_set()
+    # The others lost the connection, or were ended: one that torchrun ends early says that it was interrupted.
+    for status in (INTERRUPTED, USER_ERROR) if is_stopping else (USER_ERROR, INTERRUPTED):
         if status in told:
             return status
     # A signal may end torchrun, or a rank, before it can say a word: then no rank has trained a step.
-    if stopping is not None and stopping.is_set() and not handoff.was_training(directory):
+    if is_stopping and not handoff.was_training(directory):
         return INTERRUPTED
     for line in _reports(directory, ranks.num_nodes or 1):
         print(line, file=sys.stderr, flush=True)
