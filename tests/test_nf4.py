@@ -74,6 +74,30 @@ def test_a_quantized_module_computes_and_has_gradients_as_one_with_its_values(dt
     assert torch.equal(inputs[1].grad, inputs[0].grad)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # where torch.compile looks for backends
+@pytest.mark.parametrize("compiles", [False, True])
+def test_nothing_of_a_weight_is_kept_for_the_backward_pass(compiles: bool) -> None:
+    """Beside its bytes, that is: neither codes nor values, which torch.compile sees computed twice."""
+    layers = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(2))).requires_grad_(False)
+    for layer in layers:
+        packed = quantize(layer.weight)
+        layer.__class__ = Nf4Linear
+        assert isinstance(layer, Nf4Linear)
+        layer.pack(torch.float32)
+        layer.weight = nn.Parameter(packed.view(torch.float32), requires_grad=False)
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    call = torch.compile(layers, fullgraph=True, backend="aot_eager_decomp_partition") if compiles else layers
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        call(torch.randn(3, 128, requires_grad=True)).sum().backward()
+    weights = {layer.weight.data_ptr() for layer in layers}
+    assert {tensor.data_ptr() for tensor in kept} == weights
+
+
 def adapted(params: TrainParams, **values: Any) -> TrainParams:
     return dataclasses.replace(
         params, lora_r=3, lora_base="nf4", lora_target_modules=["q_proj"], attention="sdpa", loss="plain", **values

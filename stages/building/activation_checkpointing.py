@@ -14,8 +14,13 @@ from torch.utils.checkpoint import (
 from transformers import PreTrainedModel
 
 from stages.base.errors import StageError
+from stages.building.nf4 import product
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
+assert callable(product), "its import makes its operator known"
+_PRODUCTS = (
+    torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default,
+    torch.ops.stages.nf4_product.default,
+)  # fmt: skip
 
 
 def checkpoint_activations(model: PreTrainedModel, layers: list[Any], kind: str) -> None:

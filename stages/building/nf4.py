@@ -8,6 +8,7 @@ Codes and scales of a row are one row of bytes, seen as numbers of the dtype of 
 others. They are made of the files at each launch, and no checkpoint holds them.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ BLOCK = 64
 """Values that share a scale."""
 _SCALE = 4
 """Bytes of a scale."""
+_ELEMENTS = 1 << 24
+"""Of a weight that are dequantized at a time, with 6 bytes of memory each beside the result."""
 _VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -44,10 +47,19 @@ def quantize(weight: Tensor) -> Tensor:
 def dequantize(packed: Tensor, in_features: int, dtype: torch.dtype) -> Tensor:
     """What `quantize` returns, in any dtype of the same bytes -> (rows, in_features) of `dtype`."""
     codes, scales = packed.view(torch.uint8).split([in_features // 2, in_features // BLOCK * _SCALE], dim=-1)
-    values = torch.tensor(_VALUES, device=packed.device)[torch.stack([codes >> 4, codes & 15], dim=-1).int()]
-    blocks = values.view(len(packed), -1, BLOCK) * scales.contiguous().view(torch.float32)[..., None]
-    weight: Tensor = blocks.flatten(-2).to(dtype)
+    weight = torch.empty(len(packed), in_features, dtype=dtype, device=packed.device)
+    num_rows = max(1, _ELEMENTS // in_features)
+    for rows, own, factors in zip(*(tensor.split(num_rows) for tensor in (weight, codes, scales)), strict=True):
+        blocks = nn.functional.embedding(own.int(), _pairs(packed.device)).view(len(rows), -1, BLOCK)
+        rows.unflatten(-1, (-1, BLOCK)).copy_(blocks.mul_(factors.contiguous().view(torch.float32)[..., None]))
     return weight
+
+
+@functools.cache
+def _pairs(device: torch.device) -> Tensor:
+    """The two values of each byte: (256, 2) fp32. Kept: a GPU would wait for its copy in each product."""
+    values = torch.tensor(_VALUES)
+    return torch.cartesian_prod(values, values).to(device)
 
 
 class Nf4Linear(nn.Linear):
@@ -60,20 +72,41 @@ class Nf4Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        output: Tensor = _Product.apply(input, self.weight, self.bias, self.in_features)  # type: ignore[no-untyped-call]
+        output: Tensor = product(input, self.weight, self.bias, self.in_features)
         return output
 
 
-class _Product(torch.autograd.Function):
-    """`x W^T + b`, of which only x gets a gradient. The backward pass dequantizes W again, so that it is not kept."""
+# Operators of their own: torch.compile would keep codes or values of a weight for the backward pass, up to six bytes of
+# each, where it finds them computed twice. What they need of `input` is nothing: W has no gradient.
+@torch.library.custom_op("stages::nf4_product", mutates_args=())
+def product(input: Tensor, packed: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
+    """`x W^T + b`: (..., in_features) -> (..., rows)."""
+    return nn.functional.linear(input, dequantize(packed, in_features, input.dtype), bias)
 
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, packed: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
-        ctx.save_for_backward(packed)
-        ctx.in_features = in_features
-        return nn.functional.linear(input, dequantize(packed, in_features, input.dtype), bias)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (packed,) = ctx.saved_tensors
-        return grad @ dequantize(packed, ctx.in_features, grad.dtype), None, None, None
+@product.register_fake
+def _(input: Tensor, packed: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
+    return input.new_empty(*input.shape[:-1], len(packed))
+
+
+@torch.library.custom_op("stages::nf4_product_backward", mutates_args=())
+def _product_backward(grad: Tensor, packed: Tensor, in_features: int) -> Tensor:
+    """The gradient of x, for which W is dequantized again."""
+    return grad @ dequantize(packed, in_features, grad.dtype)
+
+
+@_product_backward.register_fake
+def _(grad: Tensor, packed: Tensor, in_features: int) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], in_features)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, packed, _, ctx.in_features = inputs
+    ctx.save_for_backward(packed)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _product_backward(grad, *ctx.saved_tensors, ctx.in_features), None, None, None
+
+
+product.register_autograd(_backward, setup_context=_save)
