@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -713,19 +714,19 @@ def test_trap_15_plain_scalars_have_the_types_of_yaml_1_2() -> None:
     assert {scalar: yaml_strings(f"a: {scalar}\n") for scalar in strings} == {each: [each] for each in strings}
 
 
-def rows_of_table_in_docs(heading: str) -> list[list[str]]:
-    """The cells of a table of docs/data.md, which begins so."""
-    text = (REPO / "docs/data.md").read_text(encoding="utf-8")
+def rows_of_table(path: str, heading: str) -> list[list[str]]:
+    """The cells of the table of a file that begins so."""
+    text = (REPO / path).read_text(encoding="utf-8")
     table = text[text.index(heading) :].split("\n\n")[0].splitlines()[2:]
     assert len(table) >= 5
     return [[cell.replace("\0", "|") for cell in line.replace("\\|", "\0").strip("|").split("|")] for line in table]
 
 
-def test_trap_15_the_tables_of_yaml_in_the_docs_are_correct() -> None:
-    for scalars, kind, *_ in rows_of_table_in_docs("| plain scalar"):
+def test_trap_15_the_tables_of_yaml_are_correct() -> None:
+    for scalars, kind, *_ in rows_of_table("docs/formats.md", "| plain scalar"):
         for scalar in scalars.split("`")[1::2]:
             assert yaml_strings(f"a: {scalar}\n") == ([scalar] if kind.strip() == "string" else []), scalar
-    for row in rows_of_table_in_docs("| misread |"):
+    for row in rows_of_table("stages/formats/yaml_format.py", "| misread |"):
         documents, strings = (
             cell.replace("\\ufeff", "\ufeff").replace("↵", "\n").split("`")[1::2] for cell in (row[0], row[2])
         )
@@ -1137,11 +1138,12 @@ def test_no_more_rejections_are_listed_than_later_stages_read(num_splits: int) -
 
 
 def test_each_format_that_organize_lists_has_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the example of the docs."""
+    """Also the example of the docstring."""
     assert set(suffixes.FORMATS.values()) == set(readers.READERS)
-    text = (REPO / "docs/data.md").read_text(encoding="utf-8")
+    example = re.search(r"^    def read\(.*?(?=^Then)", readers.__doc__ or "", re.M | re.S)
+    assert example
     scope: dict[str, Any] = {"Source": source.Source, "TextWriter": TextWriter, "Rejected": Rejected}
-    exec(text.split("```python\n")[1].split("```")[0], scope)
+    exec(textwrap.dedent(example[0]), scope)
     monkeypatch.setitem(suffixes.FORMATS, ".talk", "talk")
     monkeypatch.setitem(readers.READERS, "talk", scope["read"])
     check(("a.talk", "she: hello\nnothing\nhe: good: bye\n", ["hello", "good: bye"], " at line 2:"))

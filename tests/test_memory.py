@@ -13,7 +13,7 @@ from tests.hostile import HOSTILE, MIB, OPTIONS
 from tests.project import REPO
 
 BOUND = 1024
-"""MiB of a worker of `extract`, with the interpreter and its libraries (docs/data.md)."""
+"""MiB of a worker of `extract`, with the interpreter and its libraries (docs/formats.md)."""
 QUICK = (
     "line_feeds.json", "open_string.json", "documents.json", "short_strings.json", "not_a_number.json",
     "large_line_feeds.json", "large_list_of_lists.json", "large_object.json", "large_emoji_and_ascii.json",

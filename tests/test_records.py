@@ -123,7 +123,7 @@ def test_the_keys_that_decide_what_a_path_finds_are_known() -> None:
     [
         ("{files: a}", "records is {'files': 'a'}: input should be a valid list"),
         ("[{text: $.a}]", "parameter 'records.0.files' is missing"),
-        ("[{files: a, txt: $.a}]", "records.0.txt: there is no such key; docs/records.md has all of them"),
+        ("[{files: a, txt: $.a}]", "records.0.txt: there is no such key; docs/formats.md has all of them"),
         ("[{files: a}, {files: b, text: $.te xt}]", "records.1.text is '$.te xt': unexpected token 'xt' at column 6"),
         ("[{files: a, text: 3}]", "records.0.text is 3: must be a JSONPath such as $.text"),
         ("[{files: a, text: $.a, messages: $.b}]", "has both text and messages: keep one"),
@@ -147,7 +147,7 @@ def test_a_mistake_in_a_rule_is_one_clear_line(rules: str, message: str) -> None
 
 
 def test_rules_are_read_as_the_documentation_writes_them() -> None:
-    text = (REPO / "docs/records.md").read_text()
+    text = (REPO / "docs/formats.md").read_text()
     for block in text.split("```yaml\n")[1:]:
         values = yaml.safe_load((REPO / "params.yaml").read_text()) | yaml.safe_load(block.split("```")[0])
         Path("params.yaml").write_text(yaml.safe_dump(values))
