@@ -37,6 +37,7 @@ def extract_in_process(directory: Path, *arguments: str) -> list[dict[str, Any]]
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_trap_13_no_file_needs_more_memory_than_the_bound(name: str, tmp_path: Path) -> None:
+    """Files, strings, keys and places that are too large: a worker needs less than 1 GiB."""
     lines = extract_in_process(tmp_path, name, str(MIB))
     assert len(lines) == len(OPTIONS)
     assert {line["option"]: line["peak"] for line in lines if line["peak"] > BOUND} == {}

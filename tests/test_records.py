@@ -165,6 +165,7 @@ def test_a_glob_fits_paths_below_raw_dir() -> None:
 
 
 def test_trap_32_a_rule_without_a_file_is_refused_before_any_file_is_read() -> None:
+    """The error names files that are there."""
     name = "日本\u3000語\u200d"  # messages show it
     put({"a.json": '{"text": "a"}', "b.txt": "text", f"{name}/c.jsonl": '{"text": "c"}'})
     for rules, message in (
@@ -192,6 +193,7 @@ def test_the_first_rule_that_fits_decides_and_text_needs_none() -> None:
 
 
 def test_trap_33_the_same_path_finds_the_same_strings_in_each_format() -> None:
+    """In JSON, JSON Lines, YAML and nested columns."""
     typed = {"body": [{"type": "text", "value": "a"}, {"type": "x", "value": "b"}]}
     cases: list[tuple[str, Any, str]] = [
         ("$.text", {"text": "a", "id": "1"}, "a"),
@@ -212,6 +214,7 @@ def test_trap_33_both_values_of_a_key_that_occurs_twice_are_kept() -> None:
 
 
 def test_trap_32_what_a_rule_leaves_out_is_counted() -> None:
+    """By rule and reason, the first five with their keys: a missing key, a number or null makes no empty row."""
     values = [{"text": "abc"}, {"id": 1}, {"text": 3}, {"text": None}, {"text": ""}, {"text": "a"}, {"text": []}, 7]
     metrics = check_rules((TEXT, "a.jsonl", jsonl(*values), ["abc"]), min_chars=2)
     reasons = [("no string at $.text", key) for key in ("id", "text", "text")]
@@ -232,6 +235,7 @@ def test_trap_32_what_a_rule_leaves_out_is_counted() -> None:
 def test_trap_32_a_rule_without_a_row_is_an_error_that_shows_what_it_leaves_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """With the keys that are there."""
     contents: dict[str, tuple[dict[str, Any], str, str]] = {
         "a.jsonl": (TEXT, jsonl({"id": "1", "body": "a"}), "line 1: no string at $.text: the keys are id, body"),
         "b.jsonl": (TEXT, '{"\\ud800\\u0007x": 1}', r"line 1: no string at $.text: the keys are \ud800\x07x"),
