@@ -45,7 +45,7 @@ test: setup ## Run all tests that are not slow
 slow: setup ## Run the slow tests: whole pipelines, large inputs, bundles, experiments, Dask
 	$(PY) -m pytest -m slow -n 2 --dist loadfile
 
-faults: setup ## Test the faults of a training (docs/faults.md), at every step and every file
+faults: setup ## Test the faults of a training (docs/reliability.md), at every step and every file
 	$(PY) -m pytest -n 2 $(addprefix tests/test_,$(addsuffix .py,checkpoints resume launch faults nodes other_launchers shared_disk))
 
 CYCLES ?= 200

@@ -274,7 +274,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     if counts["structured_files"]:
         print(
             f"extract: {counts['structured_files']} files of JSON, YAML or tables have no rule: each of their strings "
-            "is a document, or of CSV the file. For some of the values, or conversations, write rules (docs/records.md)"
+            "is a document, or of CSV the file. For some of the values, or conversations, write rules (docs/formats.md)"
         )
     if silent := sorted(find_silent(results) - rejected_names):
         print(

@@ -325,7 +325,7 @@ def check_left_out(counts: packing.Counts, params: PackParams) -> None:
             raise StageError(
                 f"the chat template leaves out {number} of {total} strings of {where} ({number / total:.1%}), and "
                 f"max_left_out is {params.max_left_out:g}: set chat_template to the file of one that writes them, "
-                "leave them out of the data by a rule (docs/records.md), or raise max_left_out"
+                "leave them out of the data by a rule (docs/formats.md), or raise max_left_out"
             )
 
 

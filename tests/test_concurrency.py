@@ -113,6 +113,7 @@ def test_an_output_may_be_a_link_to_another_disk(empty_project: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stage", STAGES)
 def test_trap_28_two_runs_of_each_stage_give_the_results_of_one(reproduced: Project, stage: str) -> None:
+    """The second run waits and names the first, and nothing else enters the store."""
     reproduced.set(runtime={"num_workers": 2})
     command = ["launch"] if stage == "train" else [stage]
     expected = outputs_of(reproduced, stage)

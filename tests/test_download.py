@@ -697,6 +697,7 @@ def test_a_model_with_a_file_that_is_missing_or_damaged_is_refused(files: dict[s
 
 
 def test_trap_26_a_model_without_an_eos_token_is_refused() -> None:
+    """Also one whose EOS its tokenizer or its embedding lacks, before any token is written."""
     write_config(eos_token_id=None)
     assert describe().eos_token_id == 2, "the tokenizer has one"
     publish.write_json(Path("model/tokenizer_config.json"), {"tokenizer_class": "PreTrainedTokenizerFast"})

@@ -104,6 +104,7 @@ def status_of_each(project: Project, moves: list[tuple[Path, Path]]) -> list[obj
 
 @as_user
 def test_trap_04_dvc_stops_where_the_docs_state(organized: Project, tmp_path: Path) -> None:
+    """At pipes, devices, loops, sockets and files without permission DVC waits or fails, and the guide says so."""
     away = tmp_path / "x/away/raw"
     away.mkdir(parents=True)
     messages = obstacles(away)
@@ -122,6 +123,7 @@ def test_trap_04_dvc_stops_where_the_docs_state(organized: Project, tmp_path: Pa
 
 @as_user
 def test_trap_04_without_what_the_guide_finds_dvc_reads_everything(organized: Project) -> None:
+    """Two `find` commands name each file at which DVC waits or fails."""
     raw = organized / "data/raw"
     names = obstacles(raw)
     commands = re.findall(r"^\$ (find .*?)(?:  +#.*)?$", (REPO / "docs/data.md").read_text(), re.MULTILINE)
@@ -141,6 +143,7 @@ def test_trap_04_without_what_the_guide_finds_dvc_reads_everything(organized: Pr
 
 @as_user
 def test_trap_31_every_edit_of_a_raw_file_is_noticed(organized: Project) -> None:
+    """Also of files that are named like temporary files, caches or outputs."""
     moves = [
         (organized / "new.txt", organized / "data/raw" / name)
         for name in ("notes.tmp/a.txt", "b.tmp", "dvc_plots/a.txt", "__pycache__/a.txt", "cache-x.arrow", ".venv/a.txt",

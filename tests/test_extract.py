@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -287,6 +288,7 @@ def test_what_cannot_be_read_to_its_end_leaves_nothing_of_its_beginning() -> Non
 
 @pytest.mark.parametrize("content", range(len(NOT_RECORDS) + 7))
 def test_trap_29_a_summary_that_organize_has_not_written_is_refused(content: int) -> None:
+    """Empty, truncated or edited: one error names the file and the stage to run again."""
     put({f"{number}.txt": "text" for number in range(4)})
     organize_raw(num_splits=2)
     path = Path("data/splits/summary.json")
@@ -306,6 +308,7 @@ def test_trap_29_a_summary_that_organize_has_not_written_is_refused(content: int
 
 
 def test_trap_06_encodings_are_detected(capsys: pytest.CaptureFixture[str]) -> None:
+    """A byte order mark decides, then UTF-8, then `fallback_encoding` for the whole file."""
     text = "Größe … 5 €\n" * 9
     cases = [
         (f"{name}.txt", text.encode(name), [text]) for name in ("utf-8", "utf-8-sig", "utf-16", "cp1252", "cp1252")
@@ -329,6 +332,7 @@ def test_trap_06_encodings_are_detected(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_trap_06_a_fallback_encoding_is_one_of_text_that_can_be_read_in_pieces() -> None:
+    """An encoding in which a byte depends on those before it is refused."""
     codec_names = {module.name for module in pkgutil.iter_modules(encodings.__path__)} - {"aliases"}
     some_bytes = bytes(range(256)) + random.Random(0).randbytes(5000)
     refused = {}
@@ -374,6 +378,7 @@ def test_trap_06_the_parts_of_a_file_in_utf16_without_a_byte_order_mark_are_reje
 
 
 def test_trap_07_text_is_not_changed() -> None:
+    """Line ends, NUL and other control characters stay, byte for byte, in one string."""
     texts = (
         "a\r\nb\rc\n\n\x00\x0c\u2028 end", "\x00", "\x00" * 99, "name\x00" * 9, "abc\x00" * 9, "ab\x00" * 9,
         "one\x00two\x00three\x00", "id\x01name\x02", "text" + "\x00" * 500, "a\x00b\x00" + "c" * 9,
@@ -382,6 +387,7 @@ def test_trap_07_text_is_not_changed() -> None:
 
 
 def test_trap_11_byte_order_marks_are_recognized() -> None:
+    """The mark before JSON and YAML is no part of the content."""
     content = '\ufeff{"a": "é😀"}\n'
     encoded = map(content.encode, ("utf-8", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"))
     check(
@@ -403,12 +409,14 @@ def test_files_and_documents_without_text_are_no_error() -> None:
 
 
 def test_trap_08_only_values_are_text() -> None:
+    """Keys, numbers, booleans, null and empty strings are no text, at any depth, and the order is that of the file."""
     value = {"key": "a", "n": [1, 2.5, True, None, "", "b", {"c": ["d", {}, [], "e"]}]}
     check(("a.json", json.dumps(value), ["a", "b", "d", "e"]), ("b.jsonl", json.dumps(value), ["a", "b", "d", "e"]))
     check(("a.json", '["ab", "c", "déf"]', ["ab", "déf"]), ("a.txt", "é", []), ("b.txt", "éé", ["éé"]), min_chars=2)
 
 
 def test_trap_09_all_values_of_duplicate_keys_are_kept() -> None:
+    """Also where keys and values have escapes."""
     text = r'{"a": "first", "b\"\\": "\"quoted\"\\", "a": {"c": "x", "c": "y"}, "d": 1, "d": 2}'
     expected = ["first", '"quoted"\\', "x", "y"]
     check(("a.json", text, expected), ("a.jsonl", text, expected))
@@ -424,11 +432,13 @@ def test_keys_are_recognized_before_any_white_space() -> None:
 
 
 def test_trap_10_lone_surrogates_are_replaced() -> None:
+    """Pairs are one character, and a lone surrogate becomes U+FFFD."""
     escaped = r'["\ud83d\ude00", "\ud800", "a\udc00\ud83d", "\ude00\ud83d\ude00"]'
     check(("a.json", r'["\ud83d\ude00"]', ["😀"]), ("b.json", escaped, ["😀", "\ufffd", "a\ufffd\ufffd", "\ufffd😀"]))
 
 
 def test_trap_11_unusual_numbers_lose_no_string() -> None:
+    """NaN, Infinity and numbers of any size stand beside strings, which are kept."""
     numbers = ("NaN", "-Infinity", "1e999", "-1E+999", "9" * 5000, "-0", "0." + "3" * 9999)
     check(
         *(("a.json", f'["a", {number}, {{"k": {number}}}, "b"]', ["a", "b"]) for number in numbers),
@@ -437,6 +447,7 @@ def test_trap_11_unusual_numbers_lose_no_string() -> None:
 
 
 def test_trap_12_deep_nesting_is_read_in_linear_time() -> None:
+    """JSON that is nested 100 000 deep is read or rejected in seconds."""
     depth = 100_000
     text = '[{"a":' * depth + '"deep"' + "}]" * depth
     start = time.monotonic()
@@ -471,6 +482,7 @@ def test_trap_13_a_stream_has_one_piece_in_memory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_trap_13_too_long_strings_are_rejected_and_the_records_beside_them_kept() -> None:
+    """A string that is too long is rejected with its position."""
     long, too_long = "é" * 500, "é" * 501
     limits = Limits(longest_string=1000, longest_document=1000)
     check(
@@ -504,6 +516,7 @@ def test_strings_longer_than_a_piece_are_read_in_pieces(batch: int) -> None:
 
 
 def test_trap_13_a_long_string_becomes_several_documents() -> None:
+    """A string over 1 MiB is cut at a line end, else at a space, else between two characters."""
     line = "one line\nand é more\n\n"  # 22 bytes
     cut = {
         line * 3: [line] * 3,  # at a line end
@@ -555,6 +568,7 @@ def test_a_long_string_is_as_long_as_min_chars_says_before_it_is_cut() -> None:
 
 
 def test_trap_13_a_long_document_leaves_no_row_and_no_count_if_its_end_is_bad() -> None:
+    """It is read in pieces, and turns out to be invalid only at its end."""
     texts = ["dropped " * 3] * 30
     place = "line 1, character 1680"
     metrics = check(
@@ -584,6 +598,7 @@ def test_small_records_are_not_joined_again_for_each_further_one(monkeypatch: py
 
 
 def test_trap_14_a_bad_line_is_lost_and_nothing_else() -> None:
+    """All of a bad line is lost; of other JSON, what follows the last complete document. Both have a position."""
     lines = '{"a": "one"}\r\n\n{bad}\n"two" "three"\n["lost", "lost"\n{"a": "four\u2028"}'
     bad = ("invalid JSON at line 3", "invalid JSON at line 5")
     metrics = check(
@@ -624,6 +639,7 @@ def strings_by_line(shard: Path) -> dict[int, list[str]]:
     ],
 )
 def test_trap_27_the_parts_of_a_file_give_its_strings_in_order(encoding: str, limits: Limits) -> None:
+    """Each line is read once, in order, with its number in the file."""
     values = numbered_lines(3000)
     text = "\r\n".join(json.dumps(value, ensure_ascii=False) for value in values)
     put({"a/large.jsonl": text.encode(encoding), "b.txt": "b"})
@@ -707,25 +723,26 @@ yes no on off y n Yes NO nULL tRUE
 
 
 def test_trap_15_plain_scalars_have_the_types_of_yaml_1_2() -> None:
+    """`no`, `1_000` and `0o14` have the types of the core schema."""
     strings, others = YAML_STRINGS.split(), YAML_TYPES.split()
     text = "a: {0}\nb: '{0}'\nc: !!str {0}\nd: ! {0}\ne: >-\n  {0}\n"
     assert {scalar: yaml_strings(text.format(scalar)) for scalar in others} == {each: [each] * 4 for each in others}
     assert {scalar: yaml_strings(f"a: {scalar}\n") for scalar in strings} == {each: [each] for each in strings}
 
 
-def rows_of_table_in_docs(heading: str) -> list[list[str]]:
-    """The cells of a table of docs/data.md, which begins so."""
-    text = (REPO / "docs/data.md").read_text(encoding="utf-8")
+def rows_of_table(path: str, heading: str) -> list[list[str]]:
+    """The cells of the table of a file that begins so."""
+    text = (REPO / path).read_text(encoding="utf-8")
     table = text[text.index(heading) :].split("\n\n")[0].splitlines()[2:]
     assert len(table) >= 5
     return [[cell.replace("\0", "|") for cell in line.replace("\\|", "\0").strip("|").split("|")] for line in table]
 
 
-def test_trap_15_the_tables_of_yaml_in_the_docs_are_correct() -> None:
-    for scalars, kind, *_ in rows_of_table_in_docs("| plain scalar"):
+def test_trap_15_the_tables_of_yaml_are_correct() -> None:
+    for scalars, kind, *_ in rows_of_table("docs/formats.md", "| plain scalar"):
         for scalar in scalars.split("`")[1::2]:
             assert yaml_strings(f"a: {scalar}\n") == ([scalar] if kind.strip() == "string" else []), scalar
-    for row in rows_of_table_in_docs("| misread |"):
+    for row in rows_of_table("stages/formats/yaml_format.py", "| misread |"):
         documents, strings = (
             cell.replace("\\ufeff", "\ufeff").replace("↵", "\n").split("`")[1::2] for cell in (row[0], row[2])
         )
@@ -743,6 +760,7 @@ def refused_by_libyaml(text: str) -> Any:
     "text", ["a:\n\t- b\n", "- [a\n", "[a]\nb\n", "--- @a", '"a": b\n c: d', '"a" "b": c', "- \x7f"]
 )
 def test_trap_15_what_libyaml_refuses_is_rejected_with_its_place(text: str) -> None:
+    """With line and column."""
     with pytest.raises(Rejected, match="invalid YAML") as rejected:
         yaml_strings(text)
     error = refused_by_libyaml(text)
@@ -799,6 +817,7 @@ def test_the_end_of_a_file_ends_its_last_line() -> None:
 
 
 def test_trap_16_tags_run_nothing_and_cost_nothing(empty_project: Path) -> None:
+    """Tags construct no object, impossible dates are no error, and no string is lost."""
     ran = empty_project / "ran"
     text = f"""
 a: !!python/object/apply:os.system ["touch {ran}"]
@@ -825,6 +844,7 @@ l: last
 
 
 def test_trap_17_each_scalar_is_one_row() -> None:
+    """Aliases, merge keys and bombs of aliases repeat nothing: each scalar counts where it is written."""
     bomb = "a0: &a0 [lol, lol]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
     merge = "base: &base {x: one}\nchild:\n  <<: *base\n  y: two\n  z: *base\n*base : three\n"
     check(("a.yml", bomb, ["lol", "lol"]), ("b.yml", merge, ["one", "two", "three"]))
@@ -852,6 +872,7 @@ def test_trap_13_strings_of_yaml_are_written_in_pieces(monkeypatch: pytest.Monke
 
 
 def test_trap_18_documents_before_a_bad_one_are_kept() -> None:
+    """The rest of the file is rejected."""
     metrics = check(
         ("a.yaml", "one\n---\n- two\n---\n...\n---\n{a: three}\n", ["one", "two", "three"]),
         ("b.yaml", "one\n---\n[two, three\n---\nfour\n", ["one"], "invalid YAML at line 4, column 1:"),
@@ -881,6 +902,7 @@ def test_trap_13_what_libyaml_holds_in_memory_is_limited() -> None:
 
 
 def test_trap_18_directives_and_openings_without_number_are_rejected_at_once() -> None:
+    """A million open brackets, and many or long directives, take seconds."""
     directives = ["".join(f"%TAG !{number}! x\n" for number in range(number)) for number in (100_000, 900)]
     prefix = "a\n...\n%TAG !e! {}\n---\n- [!e!a b]\n"  # a copy of it is in each tag
     start = time.monotonic()
@@ -919,6 +941,7 @@ def test_any_yaml_gives_exactly_its_strings_in_order(value: Any, unicode: bool, 
 
 
 def test_trap_19_compressed_files_give_the_rows_of_plain_ones_or_none() -> None:
+    """Several members are one file. Truncated, of 0 bytes or followed by garbage, it is rejected and has no row."""
     plain: list[tuple[str, bytes, list[str]]] = [
         ("a.txt", b"one\n" * 99, ["one\n" * 99]), ("b.json", b'["two"]' * 9, ["two"] * 9),
         ("c.jsonl", b'"three"\n' * 9, ["three"] * 9), ("d.yml", b"- four\n" * 9, ["four"] * 9),
@@ -938,6 +961,8 @@ def test_trap_19_compressed_files_give_the_rows_of_plain_ones_or_none() -> None:
 
 
 def test_trap_19_a_window_that_needs_too_much_memory_is_rejected_with_the_remedy() -> None:
+    """As zstd itself refuses it without --long."""
+
     def packed(window_log: int) -> bytes:  # a frame header, and a block that is not compressed
         return b"\x28\xb5\x2f\xfd\x00" + bytes([window_log - 10 << 3]) + (4 << 3 | 1).to_bytes(3, "little") + b"text"
 
@@ -951,6 +976,7 @@ def test_trap_19_a_window_that_needs_too_much_memory_is_rejected_with_the_remedy
 
 
 def test_trap_20_edits_and_fewer_splits_leave_nothing_old() -> None:
+    """An edit changes only the shard of its file, and no shard of an earlier run stays."""
     put({f"{number}.txt": f"text {number}" for number in range(6)})
     extract_raw(num_splits=4)
     before = content_of(CORPUS)
@@ -968,6 +994,7 @@ def test_trap_20_edits_and_fewer_splits_leave_nothing_old() -> None:
 
 
 def test_trap_21_a_killed_stage_or_worker_leaves_nothing() -> None:
+    """At any moment: nothing partial is published, and no process stays or writes."""
     put({"a.txt": "a"})
     extract_raw()
     before = content_of(CORPUS)
@@ -1018,6 +1045,7 @@ def test_trap_28_two_runs_at_once_give_the_corpus_of_one() -> None:
 
 
 def test_trap_22_the_number_of_workers_changes_no_byte() -> None:
+    """Nor does the place of the workers."""
     put({f"{number}.json": json.dumps([f"text {each % 5}" for each in range(number)]) for number in range(9)})
     put({"bad.yaml": "[", "worse.yaml": "{"})
     results = []
@@ -1032,6 +1060,7 @@ def test_trap_22_the_number_of_workers_changes_no_byte() -> None:
 
 
 def test_trap_23_datasets_loads_it_memory_mapped() -> None:
+    """`datasets.load_from_disk` gives the right types, over several record batches."""
     put({"a.json": json.dumps([f"string {number}" for number in range(50)]), "b.txt": "b" * 99})
     extract_raw(num_splits=3, limits=Limits(batch=20))  # several record batches a shard
     dataset = datasets.load_from_disk(str(CORPUS))
@@ -1137,23 +1166,15 @@ def test_no_more_rejections_are_listed_than_later_stages_read(num_splits: int) -
 
 
 def test_each_format_that_organize_lists_has_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the example of the docs."""
+    """Also the example of the docstring."""
     assert set(suffixes.FORMATS.values()) == set(readers.READERS)
-    text = (REPO / "docs/data.md").read_text(encoding="utf-8")
+    example = re.search(r"^    def read\(.*?(?=^Then)", readers.__doc__ or "", re.M | re.S)
+    assert example
     scope: dict[str, Any] = {"Source": source.Source, "TextWriter": TextWriter, "Rejected": Rejected}
-    exec(text.split("```python\n")[1].split("```")[0], scope)
+    exec(textwrap.dedent(example[0]), scope)
     monkeypatch.setitem(suffixes.FORMATS, ".talk", "talk")
     monkeypatch.setitem(readers.READERS, "talk", scope["read"])
     check(("a.talk", "she: hello\nnothing\nhe: good: bye\n", ["hello", "good: bye"], " at line 2:"))
-
-
-def test_each_trap_has_a_row_in_the_docs() -> None:
-    rows = re.findall(r"^\| (\d+) \|.*\| (.*) \|$", (REPO / "docs/data-traps.md").read_text(encoding="utf-8"), re.M)
-    tested: dict[int, set[str]] = {}
-    for path in (REPO / "tests").glob("test_*.py"):
-        for number in re.findall(r"^def test_trap_(\d+)_", path.read_text(encoding="utf-8"), re.M):
-            tested.setdefault(int(number), set()).add(path.name)
-    assert {int(number): set(re.findall(r"`(.+?)`", files)) for number, files in rows} == tested
 
 
 def test_help_of_data_stages_imports_no_large_library() -> None:

@@ -1,4 +1,4 @@
-"""Faults of a training that is started as users start it. The numbers are those of docs/faults.md."""
+"""Faults of a training that is started as users start it. The numbers are those of docs/reliability.md."""
 
 import re
 import signal

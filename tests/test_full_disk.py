@@ -32,6 +32,7 @@ def data_project(empty_project: Path) -> Project:
 def test_trap_30_a_file_that_cannot_be_written_is_one_message_and_nothing_is_published(
     data_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Exit status 2, one line with path, cause and remedy, and nothing temporary stays."""
     # Both take most of the time, and the limit does not concern them.
     monkeypatch.setattr(os, "fsync", lambda file: None)
     monkeypatch.setattr(code, "digest_with_packages", lambda module: module)

@@ -1,5 +1,6 @@
 """Run the commands of guides, with a small model in place of theirs."""
 
+import json
 import re
 import shutil
 import sys
@@ -44,27 +45,40 @@ def test_the_commands_of_a_guide_run(reproduced: Project, document: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["choosing", "conversations"])
+@pytest.mark.parametrize("name", ["data", "conversations"])
 def test_a_guide_to_data_says_what_to_set_and_to_run(tmp_path: Path, name: str) -> None:
     """In the order in which it says so."""
     project = Project(tmp_path)
     make_pipeline(project)
     shutil.rmtree(project / "data/raw")
-    for source in ("topics", "modules", "distributions"):
+    for source in ("topics", "modules"):
         for number in ("while", *range(20)):
             path = project / f"data/raw/{source}/{number}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{source} has a file of number {number} and says it. " * 9)
+    records: list[dict[str, object]] = [
+        {"id": number, "url": f"https://example.org/{number}", "title": f"Title {number}",
+         "body": f"Article {number} has a body of some words. " * 9}
+        for number in range(30)
+    ]  # fmt: skip
+    (project / "data/raw/articles").mkdir()
+    lines = [json.dumps(record) for record in [*records, {"id": 30, "title": "No body"}]]
+    (project / "data/raw/articles/a.jsonl").write_text("\n".join(lines))
     project.set(seq_length=256)
     project.run("git", "init", "-q")
     guide, printed = (REPO / f"docs/{name}.md").read_text(), {}
+    shown = []  # by the guide
     for kind, block in re.findall(r"^```(yaml|console)\n(.*?)^```", guide, re.MULTILINE | re.DOTALL):
         if kind == "yaml":
             project.set(**yaml.safe_load(block))
             continue
-        for command in re.findall(r"^\$ (.*?)(?:  +#.*)?$", block, re.MULTILINE):
+        for command, output in re.findall(r"^\$ (.*?)(?:  +#.*)?\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
             printed[command] = project.run("bash", "-c", command.replace("less ", "cat "), timeout=600)
-    if name == "choosing":
+            shown += [(line.removesuffix("..."), printed[command]) for line in output.splitlines()]
+    for line, output in shown:
+        assert line in output
+    if name == "data":
+        assert len(shown) > 12
         assert re.search(r"topics +50\.0% of each step", printed["dvc repro plan"])
         return
     kinds = ("--preview", "less", "--chat")

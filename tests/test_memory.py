@@ -13,7 +13,7 @@ from tests.hostile import HOSTILE, MIB, OPTIONS
 from tests.project import REPO
 
 BOUND = 1024
-"""MiB of a worker of `extract`, with the interpreter and its libraries (docs/data.md)."""
+"""MiB of a worker of `extract`, with the interpreter and its libraries (docs/formats.md)."""
 QUICK = (
     "line_feeds.json", "open_string.json", "documents.json", "short_strings.json", "not_a_number.json",
     "large_line_feeds.json", "large_list_of_lists.json", "large_object.json", "large_emoji_and_ascii.json",
@@ -37,6 +37,7 @@ def extract_in_process(directory: Path, *arguments: str) -> list[dict[str, Any]]
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_trap_13_no_file_needs_more_memory_than_the_bound(name: str, tmp_path: Path) -> None:
+    """Files, strings, keys and places that are too large: a worker needs less than 1 GiB."""
     lines = extract_in_process(tmp_path, name, str(MIB))
     assert len(lines) == len(OPTIONS)
     assert {line["option"]: line["peak"] for line in lines if line["peak"] > BOUND} == {}

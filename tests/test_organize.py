@@ -74,6 +74,7 @@ def root(tmp_path: Path) -> Path:
 @settings(max_examples=50)
 @given(PATHS, st.integers(1, 30))
 def test_trap_01_counts_differ_by_at_most_one(paths: set[str], num_splits: int) -> None:
+    """The number of files and parts of a split."""
     counts = np.bincount(assignment.assign(sorted(paths), num_splits), minlength=num_splits)
     assert counts.sum() == len(paths)
     assert counts.max() - counts.min() <= 1
@@ -84,6 +85,7 @@ def test_trap_01_counts_differ_by_at_most_one(paths: set[str], num_splits: int) 
 def test_trap_01_one_added_file_moves_fewer_than_num_splits_others(
     paths: set[str], added: str, num_splits: int
 ) -> None:
+    """The assignment depends on the paths alone."""
     before, after = sorted(paths), sorted(paths | {added})
     old = dict(zip(before, assignment.assign(before, num_splits).tolist(), strict=True))
     new = dict(zip(after, assignment.assign(after, num_splits).tolist(), strict=True))
@@ -107,6 +109,7 @@ def test_trap_01_directory_order_and_workers_change_nothing(tmp_path: Path) -> N
 
 
 def test_trap_02_files_are_selected_by_suffix(root: Path) -> None:
+    """By the end of the name, in any letter case. The others are listed with a reason, and hidden ones too."""
     assert "; none skipped (see" in organize(params_of(root), OrganizeRuntime(num_workers=1), root.parent / "splits")
     read = ["x/a.txt", "y/a.txt", "B.JSON", "C.YML", "D.Txt", "e.JsonL.GZ", "f.csv.zst", "g.ndjson", "h.md"]
     other = ["b.ORC", "c/d.orc", "e.tar.gz", "README", "f.pdf", "g.docx", "txt", "a.txt.bz2", "archive.gz"]
@@ -122,6 +125,7 @@ def test_trap_02_files_are_selected_by_suffix(root: Path) -> None:
 
 
 def test_trap_02_names_that_are_not_utf8_are_read_and_reported(root: Path) -> None:
+    """DVC stops at them (04)."""
     odd = os.fsdecode(b"caf\xe9.txt")
     put(root, **{odd: "odd"})
     result = run(root)
@@ -142,6 +146,7 @@ def test_trap_02_names_that_are_not_utf8_are_read_and_reported(root: Path) -> No
 def test_trap_03_the_first_splits_are_empty_as_the_last_ones_are_held_out(
     root: Path, num_files: int, num_lines: int
 ) -> None:
+    """With fewer files than splits, empty splits are valid."""
     put(root, *(f"{number}.txt" for number in range(1, num_files)))
     if num_lines:
         put(root, **{"large.jsonl": '"four words of text"\n' * num_lines})
@@ -155,6 +160,7 @@ def test_trap_03_the_first_splits_are_empty_as_the_last_ones_are_held_out(
 
 
 def test_trap_03_a_directory_without_readable_files_is_refused(root: Path) -> None:
+    """The error names what to change."""
     (root / "a.txt").rename(root / "a.bin")
     with pytest.raises(StageError, match=r"contains no file that can be read \(skipped: 1 x \.bin\).*\.txt"):
         run(root)
@@ -168,6 +174,7 @@ def test_trap_03_a_directory_without_readable_files_is_refused(root: Path) -> No
 
 
 def test_trap_31_a_directory_that_stages_write_into_is_refused(empty_project: Path) -> None:
+    """A `raw_dir` with outputs in it would be its own input."""
     put(empty_project, *(f"{name}/a.txt" for name in ("data/raw", "data/corpus", "outputs/test/model")))
     Path("link").symlink_to(empty_project)
     project = "contains the project, where stages write"
@@ -193,6 +200,7 @@ def test_trap_31_the_directories_that_stages_write_are_known() -> None:
 
 
 def test_trap_04_links_are_followed_only_to_other_files_inside(root: Path) -> None:
+    """Nothing outside `raw_dir` is read, no file twice, and each link that is not read is listed with a reason."""
     put(root, "../outside.txt", "folder/blob")
     os.mkfifo(root / "pipe.txt")
     leaves, twice = "link that leaves the directory", "link to a file that is already read"
@@ -226,6 +234,7 @@ def test_the_summary_of_many_skipped_files_stays_small(root: Path) -> None:
 def test_trap_04_a_file_that_became_a_pipe_after_the_walk_is_reported(
     root: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`organize` never blocks."""
     (root / "a.txt").rename(root / name)
     put(root, "b.txt")
     walk = tree.walk
@@ -256,6 +265,7 @@ def measured_parts(path: Path, size: int) -> list[parts.Measured]:
     st.sampled_from([1, 2, 8, 64]),
 )
 def test_trap_27_parts_have_each_line_once(lines: list[str], is_ended: bool, size: int) -> None:
+    """Wherever a file is cut."""
     content = ("\n".join(lines) + "\n" * is_ended).encode()
     assume(not parts.is_one_document(content))  # which is not cut
     with tempfile.NamedTemporaryFile() as file:
@@ -295,6 +305,7 @@ def test_trap_27_one_large_file_fills_all_splits_equally(root: Path) -> None:
 
 
 def test_trap_27_what_cannot_be_entered_in_the_middle_stays_whole(root: Path) -> None:
+    """Compressed files, and other encodings than UTF-8."""
     text = "\n".join(f'"line {number} äöü"' for number in range(5000))
     lines = text.encode()
     contents = {

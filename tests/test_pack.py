@@ -135,6 +135,7 @@ DOCUMENT = st.text(st.characters(codec="utf-8") | st.sampled_from("ab \n"), min_
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.lists(DOCUMENT, max_size=4), min_size=2, max_size=4), st.integers(2, 9), st.integers(1, 12))
 def test_trap_25_decoding_gives_back_the_documents(splits: list[list[str]], seq_length: int, batch: int) -> None:
+    """EOS is at the end of documents and nowhere else."""
     splits = [["long enough for a row", *documents] for documents in splits]
     splits[-1] = splits[-1][:2]  # more than twice its share would be held out by content
     make_model()
@@ -286,6 +287,7 @@ LONG = [["long enough é"], ["long enough"]]
 def test_trap_03_26_what_gives_no_rows_for_the_model_is_refused(
     model: dict[str, Any], splits: list[list[str]], params: dict[str, Any], message: str
 ) -> None:
+    """No text to train or to validate on, or rows that are longer than the model allows: an error names the remedy."""
     make_model(**model)
     make_corpus(splits)
     with pytest.raises(StageError, match=message):
@@ -338,6 +340,7 @@ def test_a_damaged_corpus_is_refused() -> None:
 
 @pytest.mark.parametrize("function", [encode, run])  # with the tokens in the store, and without
 def test_trap_29_metadata_that_extract_has_not_written_is_refused(function: Callable[[], object]) -> None:
+    """Empty, truncated or edited: one error names the file and the stage to run again."""
     make_model()
     make_corpus(SPLITS)
     run()
@@ -516,6 +519,7 @@ NOT_OF_THE_ENCODER = r"train-data-00000-.* is damaged .*: check the disk"
 def test_trap_28_what_changes_while_it_is_packed_is_not_stored(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], message: str
 ) -> None:
+    """The corpus is replaced while it is read."""
     make_model()
     make_corpus(SPLITS)
     encode_intact = packing.encode

@@ -88,13 +88,46 @@ def test_a_second_training_starts_from_the_weights_of_the_first(reproduced: Proj
     assert parent["run_id"] in (reproduced / "outputs/stage2/model/README.md").read_text()
 
 
-def test_every_file_that_the_readme_names_exists() -> None:
-    text = (REPO / "README.md").read_text()
-    for link in re.findall(r"\]\(([^)#:]+)[)#]", text):
-        assert (REPO / link).exists(), link
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading() -> None:
+    broken = []
+    for page in (*REPO.glob("*.md"), *(REPO / "docs").glob("*.md"), REPO / "tests/README.md"):
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            file, _, heading = link.partition("#")
+            target = page.parent / file if file else page
+            if ":" in link or (target.exists() and (not heading or heading in _headings(target))):
+                continue
+            broken.append(f"{page.name}: {link}")
+    assert broken == []
+
+
+def _headings(page: Path) -> set[str]:
+    """As GitHub makes anchors of them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_file_of_the_tree_exists() -> None:
     tree = (REPO / "CONTRIBUTING.md").read_text().split("## What is where")[1]
     for name in re.findall(r"[\w/-]+(?:\.py|\.md|\.yaml|/)(?=\s)", tree):
         assert any((REPO / directory / name).exists() for directory in ("", "stages", "docs", "tests")), name
+
+
+def test_each_guarantee_names_its_tests() -> None:
+    text = (REPO / "docs/reliability.md").read_text()
+    rows = re.findall(r"^\| ([\d, ]+) \|.*\| (.*) \|$", text, re.MULTILINE)
+    named = {
+        number: re.findall(r"`(test_\w+\.py)`", tests) for numbers, tests in rows for number in numbers.split(", ")
+    }
+    assert sorted(map(int, named)) == list(range(1, 40))
+    tested: dict[str, set[str]] = {}
+    for path in (REPO / "tests").glob("test_*.py"):
+        for numbers in re.findall(r"^def test((?:_\d\d)+)_", path.read_text(), re.MULTILINE):
+            for number in numbers.split("_")[1:]:
+                tested.setdefault(str(int(number)), set()).add(path.name)
+    for number, files in named.items():
+        assert all((REPO / "tests" / file).exists() for file in files), number
+        assert not tested.get(number) or tested[number] & {*files}, number
+    assert tested.keys() <= named.keys()
 
 
 def test_the_ranks_of_every_command_can_share_its_total_batch_size(params: TrainParams) -> None:

@@ -123,7 +123,7 @@ def test_the_keys_that_decide_what_a_path_finds_are_known() -> None:
     [
         ("{files: a}", "records is {'files': 'a'}: input should be a valid list"),
         ("[{text: $.a}]", "parameter 'records.0.files' is missing"),
-        ("[{files: a, txt: $.a}]", "records.0.txt: there is no such key; docs/records.md has all of them"),
+        ("[{files: a, txt: $.a}]", "records.0.txt: there is no such key; docs/formats.md has all of them"),
         ("[{files: a}, {files: b, text: $.te xt}]", "records.1.text is '$.te xt': unexpected token 'xt' at column 6"),
         ("[{files: a, text: 3}]", "records.0.text is 3: must be a JSONPath such as $.text"),
         ("[{files: a, text: $.a, messages: $.b}]", "has both text and messages: keep one"),
@@ -147,7 +147,7 @@ def test_a_mistake_in_a_rule_is_one_clear_line(rules: str, message: str) -> None
 
 
 def test_rules_are_read_as_the_documentation_writes_them() -> None:
-    text = (REPO / "docs/records.md").read_text()
+    text = (REPO / "docs/formats.md").read_text()
     for block in text.split("```yaml\n")[1:]:
         values = yaml.safe_load((REPO / "params.yaml").read_text()) | yaml.safe_load(block.split("```")[0])
         Path("params.yaml").write_text(yaml.safe_dump(values))
@@ -165,6 +165,7 @@ def test_a_glob_fits_paths_below_raw_dir() -> None:
 
 
 def test_trap_32_a_rule_without_a_file_is_refused_before_any_file_is_read() -> None:
+    """The error names files that are there."""
     name = "日本\u3000語\u200d"  # messages show it
     put({"a.json": '{"text": "a"}', "b.txt": "text", f"{name}/c.jsonl": '{"text": "c"}'})
     for rules, message in (
@@ -192,6 +193,7 @@ def test_the_first_rule_that_fits_decides_and_text_needs_none() -> None:
 
 
 def test_trap_33_the_same_path_finds_the_same_strings_in_each_format() -> None:
+    """In JSON, JSON Lines, YAML and nested columns."""
     typed = {"body": [{"type": "text", "value": "a"}, {"type": "x", "value": "b"}]}
     cases: list[tuple[str, Any, str]] = [
         ("$.text", {"text": "a", "id": "1"}, "a"),
@@ -212,6 +214,7 @@ def test_trap_33_both_values_of_a_key_that_occurs_twice_are_kept() -> None:
 
 
 def test_trap_32_what_a_rule_leaves_out_is_counted() -> None:
+    """By rule and reason, the first five with their keys: a missing key, a number or null makes no empty row."""
     values = [{"text": "abc"}, {"id": 1}, {"text": 3}, {"text": None}, {"text": ""}, {"text": "a"}, {"text": []}, 7]
     metrics = check_rules((TEXT, "a.jsonl", jsonl(*values), ["abc"]), min_chars=2)
     reasons = [("no string at $.text", key) for key in ("id", "text", "text")]
@@ -232,6 +235,7 @@ def test_trap_32_what_a_rule_leaves_out_is_counted() -> None:
 def test_trap_32_a_rule_without_a_row_is_an_error_that_shows_what_it_leaves_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """With the keys that are there."""
     contents: dict[str, tuple[dict[str, Any], str, str]] = {
         "a.jsonl": (TEXT, jsonl({"id": "1", "body": "a"}), "line 1: no string at $.text: the keys are id, body"),
         "b.jsonl": (TEXT, '{"\\ud800\\u0007x": 1}', r"line 1: no string at $.text: the keys are \ud800\x07x"),

@@ -1,5 +1,6 @@
-"""Whatever happens to a training, it ends with the same weights and losses. The numbers are those of docs/faults.md.
+"""Whatever happens to a training, it ends with the same weights and losses.
 
+The numbers are those of docs/reliability.md.
 The ranks are started without torchrun, by tests/ranks.py; tests/test_faults.py starts them as users do.
 """
 

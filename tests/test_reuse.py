@@ -83,6 +83,7 @@ def test_one_file_added_to_a_thousand_redoes_a_quarter_of_the_splits_on_average_
 
 
 def test_trap_27_lines_appended_to_a_large_file_redo_few_splits() -> None:
+    """They change its last part only."""
     lines = "".join(f'"a line of text with the number {number}"\n' for number in range(40_000))
     put({"a.jsonl": lines, "b.txt": "b"})
     assert run(20) == 20

@@ -308,6 +308,7 @@ def test_trap_34_a_large_table_is_cut_between_row_groups(name: str, monkeypatch:
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_trap_05_a_table_that_changes_while_a_part_is_read_is_noticed(name: str) -> None:
+    """`extract` stops, names it and asks for `dvc repro`."""
     content = encode_plainly(name, numbered(400))
     Path(name).write_bytes(content)
 
@@ -413,6 +414,7 @@ def body_size(content: bytes) -> int:
 
 
 def test_trap_34_hostile_tables_are_rejected_and_their_siblings_kept() -> None:
+    """Truncated, encrypted, or with other numbers of rows and sizes than they say."""
     table = numbered(12345)
     parquet = encode("a.parquet", table, rows=10**6)
     files = {
@@ -515,6 +517,7 @@ def test_rows_that_need_no_bytes_are_limited() -> None:
 
 
 def test_trap_34_a_bomb_needs_no_more_memory_than_it_may() -> None:
+    """Pages that expand to gigabytes are not expanded at once."""
     table = pa.table({"text": ["a" * (200 << 20)]})
     options = {"compression": "zstd", "use_dictionary": False, "data_page_size": 1 << 31, "write_statistics": False}
     bombs = {"a.parquet": encode("a.parquet", table, **options), "b.arrow": encode("b.arrow", table)}

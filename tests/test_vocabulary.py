@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("empty_project")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_trap_25_no_text_gives_a_special_token(kind: str) -> None:
+    """However a special token is spelled in a text, or made by a normalizer."""
     tokenizer = make(kind)
     encoder, small = Encoder(spec_of(tokenizer)), Encoder(spec_of(tokenizer), SMALL)
     special = {tokenizer.token_to_id(token) for token in SPECIAL} - {UNK}
@@ -152,6 +153,7 @@ def of_bytes(*tokens: str) -> Tokenizer:
     ],
 )
 def test_trap_25_a_document_that_cannot_be_encoded_is_named(tokenizer: Tokenizer, text: str, problem: str) -> None:
+    """With its beginning and the remedy."""
     encoder = Encoder(spec_of(tokenizer), SMALL)
     message = f"begins with .aaa.n.* {problem}.* Remove or change it in raw_dir, or give the model another tok"
     with pytest.raises(StageError, match=message):
@@ -159,6 +161,8 @@ def test_trap_25_a_document_that_cannot_be_encoded_is_named(tokenizer: Tokenizer
 
 
 def test_trap_25_characters_that_leave_no_token_are_counted() -> None:
+    """What the vocabulary lacks is in `data/pack.json`."""
+
     def count(tokenizer: Tokenizer, *documents: str) -> int:
         encoder = Encoder(spec_of(tokenizer), SMALL)
         array = pa.array(["\x01", *documents, "\x01"])

@@ -222,6 +222,7 @@ def start_writing(*scheduler: str) -> psutil.Popen:
 def test_trap_21_an_interrupt_ends_the_tasks_and_others_change_nothing(
     executor: str, number: signal.Signals, request: pytest.FixtureRequest
 ) -> None:
+    """Ctrl-C, once and several times, and an error of one worker."""
     stage = start_writing(*[request.getfixturevalue("dask_cluster").address] * (executor == "dask"))
     processes = task_processes() if executor == "dask" else stage.children(recursive=True)
     assert len(processes) >= 2

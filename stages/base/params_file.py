@@ -189,7 +189,7 @@ def _explain(path: str, prefix: tuple[str, ...], details: Any) -> str:
     if not details["loc"]:  # a check over several parameters, which names them itself
         return f"{path}: {message}"
     if details["type"] == "unexpected_keyword_argument":
-        return f"{path}: {name}: there is no such key; docs/records.md has all of them"
+        return f"{path}: {name}: there is no such key; docs/formats.md has all of them"
     is_number = details["type"].startswith("string") and isinstance(details["input"], (int, float))
     remedy = "; put text that looks like a number in quotes" * is_number
     return f"{path}: {name} is {as_yaml(details['input'])}: {message[0].lower()}{message[1:]}{remedy}"

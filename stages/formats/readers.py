@@ -1,4 +1,25 @@
-"""The reader of each format that `suffixes.py` names."""
+"""The reader of each format that `suffixes.py` names.
+
+To add a format, write a module here with a function `read(source, sink)`. `source.stream()` is the content as a file of
+UTF-8 bytes of any length, to be read in pieces. Compression, hash and encoding are handled before. For each record call
+`sink.add(strings)` any number of times and `sink.end()` once. `sink.reject` drops what was added since the last `end`,
+and reading goes on. Raise `Rejected(reason, detail, position)` where nothing more can be read. Lines of the form
+`speaker: text`, for example:
+
+    def read(source: Source, sink: TextWriter) -> None:
+        for number, line in enumerate(source.stream(), 1):
+            _, colon, text = line.decode().strip().partition(": ")
+            if not colon:
+                sink.reject(Rejected("invalid dialogue", "no speaker", f"line {number}"))
+                continue
+            sink.add([text])
+            sink.end()
+
+Then add its suffixes to `FORMATS` in `suffixes.py`, and the function to `READERS` here. They are two tables because
+`organize` reads the first one only, and so does not run again when a reader is edited. For rules, a second function
+`read_records(source, records)` passes each record to `records.add(document)`, as dictionaries, lists and strings. Its
+table is `RECORD_READERS`.
+"""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Rules: which values of a record are a document or a conversation (docs/records.md).
+"""Rules: which values of a record are a document or a conversation (docs/formats.md).
 
 Without python-jsonpath, whose import a pipeline without rules is spared.
 """

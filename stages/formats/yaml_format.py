@@ -1,10 +1,22 @@
-"""YAML: all string values at any depth, in the order of the file; under a rule, documents as JSON values.
+r"""YAML: all string values at any depth, in the order of the file; under a rule, documents as JSON values.
 
 libyaml's events are read, not objects: so tags run no code and an impossible date is not an error. Without a rule,
 aliases and merge keys repeat nothing. Plain scalars are typed by the core schema of YAML 1.2 (section 10.3.2).
 
 `extract` reads 17.5 MB/s in a process this way, 69 % of what libyaml's events allow; a standard parser, which builds
 objects, reaches 0.8 (docs/benchmarks.md).
+
+libyaml reads these documents in another way than YAML 1.2 demands. `↵` is a line end. A test reads this table.
+
+| misread | what YAML 1.2 demands | strings here |
+|---|---|---|
+| `&a:b c` | a colon in the name of an anchor | `:b c` |
+| `--- a↵\ufeff--- b` | a byte order mark (here `\ufeff`) before a later document | `a \ufeff--- b` |
+| `"a"#b` `[a]#b` | nothing: a comment begins after white space | `a` |
+| `x: [↵a↵]` `x: "↵a"` | nothing: lines in brackets and quotes are indented | `a` ` a` |
+| `--- \|↵# a↵--- b` `--- \|↵%TAG ! a↵--- b` | an unindented block scalar that begins with `#` or `%` | `b` |
+| `{? :a}` `[!t :a]` | keys and text that begin with a colon | `a` |
+| `!!!str a` `\|#b↵ a` | nothing: tags with three exclamation marks, a comment directly after `\|` | `a` `a↵` |
 
 libyaml refuses some valid documents, which YAML 1.2 allows and YAML 1.1 does not. Of these, files of JSON occur: what
 libyaml refuses is read as JSON if all of it is.
