@@ -205,7 +205,7 @@ def test_the_accumulation_follows_from_the_ranks_and_the_total_stays(
     assert weights(reproduced, 6) == weights(local, 6)
     variables["LEARNING_RATE"] = "1e-4"  # another run
     output = completed(cluster, submit(cluster, reproduced, "slurm/train.sbatch", **variables))
-    assert "batch 16 = 1 ranks x 8 rows x 2 accumulation steps" in output
+    assert "batch 16 = 1 rank x 8 rows x 2 accumulation steps" in output
     fields = cluster.wait(
         submit(cluster, reproduced, "--nodes=2", "slurm/train.sbatch", **variables | {"BATCH_SIZE_PER_DEVICE": "3"})
     )
