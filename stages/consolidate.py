@@ -52,7 +52,7 @@ from stages.model.files import (
     WEIGHTS_INDEX,
 )
 from stages.model.license import ModelLicense
-from stages.model.manifest import MANIFEST, REMEDY, ModelManifest
+from stages.model.manifest import MODEL_MANIFEST, REMEDY, ModelManifest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,13 +107,13 @@ def main() -> None:
         else:
             pointer, checkpoint = resolve(params.experiment_name)
         # Config and tokenizer come from the model that data/model.json describes now, the weights from the run.
-        if pointer.identity.model != publish.sha256_file(MANIFEST):
+        if pointer.identity.model != publish.sha256_file(MODEL_MANIFEST):
             remedy = (
                 "set model_name and model_revision to what that was, and run `dvc repro download`"
                 if args.checkpoint
                 else "run `dvc repro train`"
             )
-            raise StageError(f"{MANIFEST} is not of the model that {checkpoint} was trained from: {remedy}")
+            raise StageError(f"{MODEL_MANIFEST} is not of the model that {checkpoint} was trained from: {remedy}")
         rank = pointer.identity.params.get("lora_r")
         adapter = None
         if rank or not args.output:  # an out of DVC, which is empty without adapters

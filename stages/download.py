@@ -27,7 +27,7 @@ from stages.base.record import FileEntry, RelativePath
 from stages.model import headers, hub, hub_cache, tokenizer
 from stages.model.files import CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from stages.model.license import LICENSE, ModelLicense
-from stages.model.manifest import MANIFEST, ModelManifest
+from stages.model.manifest import MODEL_MANIFEST, ModelManifest
 from stages.model.manifest import TOKENIZER as TOKENIZER_FILE
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ class DownloadParams:
 def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
-    with publish.lock(MANIFEST):
+    with publish.lock(MODEL_MANIFEST):
         model = describe(load_params(DownloadParams))
         terms = describe_license(model)
         loaded = tokenizer.load(model.directory())
-        with publish.together(LICENSE, TOKENIZER_FILE, MANIFEST):
+        with publish.together(LICENSE, TOKENIZER_FILE, MODEL_MANIFEST):
             terms.write()
             publish.write_text(TOKENIZER_FILE, loaded.content)
             model.write()

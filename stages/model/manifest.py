@@ -14,7 +14,7 @@ from stages.model import hub_cache
 from stages.model.adapters import LinearKind
 from stages.model.files import CONFIG
 
-MANIFEST = Path("data/model.json")
+MODEL_MANIFEST = Path("data/model.json")
 TOKENIZER = Path("data/tokenizer.json")
 """The tokenizer that `AutoTokenizer` has loaded, as the library tokenizers writes it."""
 REMEDY = "put it back, or run `dvc repro -f -s download`"
@@ -30,7 +30,7 @@ class ModelManifest(SealedRecord):
     """What the stages after `download` need to know about the model."""
 
     STAGE: ClassVar[str] = "download"
-    PATH: ClassVar[Path] = MANIFEST
+    PATH: ClassVar[Path] = MODEL_MANIFEST
 
     model_name: str
     """A Hub id or a local directory, as given in params.yaml."""
