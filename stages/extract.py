@@ -43,7 +43,7 @@ from stages.splits import suffixes, tree
 from stages.work import reuse, workers
 
 if TYPE_CHECKING:
-    from stages.formats.source import Rejected
+    from stages.formats.raw_content import Rejected
 
 CORPUS = Path("data/corpus")
 METRICS = Path("data/extract.json")
@@ -411,8 +411,8 @@ class _Rejections:
 def read_files(files: Iterable[splits.RawFile], path: Path, params: ExtractParams, limits: Limits) -> SplitResult:
     """Write the strings of some raw files, or of parts of them, into a shard."""
     from stages.formats import readers
+    from stages.formats.raw_content import UTF_8, Changed, Rejected, Unreadable
     from stages.formats.records import Records
-    from stages.formats.source import UTF_8, Changed, Rejected, Unreadable
     from stages.formats.writer import TextWriter
     from stages.work import arrow
 
@@ -435,8 +435,8 @@ def read_files(files: Iterable[splits.RawFile], path: Path, params: ExtractParam
             if records:
                 records.begin(name)
             try:
-                with readers.open_source(params.raw_dir, file, encoding, limits) as source:
-                    readers.read(file.path, source, writer, records)
+                with readers.open_content(params.raw_dir, file, encoding, limits) as content:
+                    readers.read(file.path, content, writer, records)
             except Rejected as reason:
                 writer.reject(reason)
             except Changed:  # continue: one run finds all files that changed

@@ -39,7 +39,7 @@ from stages.checkpointing import layout, run
 from stages.deduplicate import DeduplicateParams
 from stages.export.lineage import Lineage
 from stages.extract import ExtractParams
-from stages.formats.source import is_unchanged
+from stages.formats.raw_content import is_unchanged
 from stages.launching.runtime import TrainRuntime
 from stages.model.files import CARD, LINEAGE
 from stages.model.manifest import MODEL_MANIFEST, ModelManifest

@@ -7,15 +7,15 @@ from typing import Any
 
 from stages.formats import json_format, jsonl, tables, yaml_format
 from stages.formats.limits import Limits
+from stages.formats.raw_content import RawContent
 from stages.formats.records import Records
 from stages.formats.rules import TEXT
-from stages.formats.source import Source
 from stages.formats.writer import TextWriter
 from stages.splits import suffixes
 from stages.splits.manifests import RawFile
 
 
-def open_source(raw_dir: str, file: RawFile, encoding: str, limits: Limits) -> Source | tables.Table:
+def open_content(raw_dir: str, file: RawFile, encoding: str, limits: Limits) -> RawContent | tables.Table:
     """What `read` reads of a file, or a part of one, to be used with `with`. Tables have no encoding.
 
     Raises:
@@ -26,10 +26,10 @@ def open_source(raw_dir: str, file: RawFile, encoding: str, limits: Limits) -> S
     raw = os.path.join(raw_dir, file.path)
     if format in ("parquet", "arrow"):
         return tables.Table(raw, file.digest, limits, file.part)
-    return Source(raw, compression, file.digest, encoding, limits, file.part)
+    return RawContent(raw, compression, file.digest, encoding, limits, file.part)
 
 
-def read(path: str, source: Source | tables.Table, sink: TextWriter, records: Records | None) -> None:
+def read(path: str, content: RawContent | tables.Table, sink: TextWriter, records: Records | None) -> None:
     """Put the strings of a file into a sink; or under a rule its records into `records`.
 
     Raises:
@@ -38,10 +38,10 @@ def read(path: str, source: Source | tables.Table, sink: TextWriter, records: Re
     format, _ = _find(path)
     if records is None:
         sink.use(TEXT)
-        READERS[format](source, sink)
+        READERS[format](content, sink)
         return
     try:
-        RECORD_READERS[format](source, records)
+        RECORD_READERS[format](content, records)
     finally:
         records.flush()
 
@@ -52,13 +52,13 @@ def _find(path: str) -> tuple[str, str]:
     return found
 
 
-def _read_text(source: Source, sink: TextWriter) -> None:
+def _read_text(content: RawContent, sink: TextWriter) -> None:
     """Plain text, Markdown, CSV: the entire file is one record of one string, exactly as it is."""
-    sink.add_text(source.stream())
+    sink.add_text(content.stream())
     sink.end()
 
 
-# Any: a source, as `open_source` gives it for the format.
+# Any: what `open_content` gives for the format.
 READERS: dict[str, Callable[[Any, TextWriter], None]] = {
     "text": _read_text,
     "csv": _read_text,
@@ -69,7 +69,7 @@ READERS: dict[str, Callable[[Any, TextWriter], None]] = {
     "parquet": tables.read,
     "arrow": tables.read,
 }
-"""Each puts all strings of a source into a sink, and raises `Rejected` where nothing more can be read."""
+"""Each puts all strings of a file into a sink, and raises `Rejected` where nothing more can be read."""
 
 RECORD_READERS: dict[str, Callable[[Any, Records], None]] = {
     "csv": partial(tables.read_delimited, delimiter=","),

@@ -13,6 +13,7 @@ import msgspec
 from stages.base.names import printable
 from stages.formats import json_format, paths
 from stages.formats.limits import Limits
+from stages.formats.raw_content import Rejected
 from stages.formats.rules import (
     KNOWN_ROLES,
     MESSAGES,
@@ -24,7 +25,6 @@ from stages.formats.rules import (
     Side,
     is_path,
 )
-from stages.formats.source import Rejected
 from stages.formats.writer import TextWriter, replace_surrogates
 
 ROLES = {

@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 
 from stages.base.dataset import Shard
 from stages.formats.limits import LIMITS, Limits
+from stages.formats.raw_content import Rejected
 from stages.formats.rules import TEXT
-from stages.formats.source import Rejected
 from stages.work.arrow import Mark, StreamWriter, slices
 
 SHORT = 20
@@ -95,10 +95,10 @@ class TextWriter:
         # A character has at most 4 bytes. Most calls end with these comparisons, without a look at each string.
         longest = self._limits.longest_document // 4
         if characters > longest and max(map(len, texts)) > longest:
-            texts = [piece for text in texts for piece in self._pieces(text)]
+            texts = [document for text in texts for document in self._documents(text)]
         self._extend(texts, characters)
 
-    def _pieces(self, text: str) -> Iterable[str]:
+    def _documents(self, text: str) -> Iterable[str]:
         if len(text) <= self._limits.longest_document // 4:  # which spares it the encoding
             return [text]
         content, longest = replace_surrogates(text).encode(), self._limits.longest_string
