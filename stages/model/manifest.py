@@ -108,10 +108,10 @@ class ModelManifest(SealedRecord):
         Raises:
             DamagedFile: naming the file that is missing or was changed.
         """
-        source = self.directory()
+        directory = self.directory()
         chosen = self.files if names is None else names  # callers that need one file do not wait for the weights
-        check_files({source / name: self.files[name] for name in chosen}, REMEDY, contents)
-        return source
+        check_files({directory / name: self.files[name] for name in chosen}, REMEDY, contents)
+        return directory
 
     def verify_tokenizer(self) -> Path:
         """The file of the tokenizer, after it was compared with this manifest.
