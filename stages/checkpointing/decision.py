@@ -238,11 +238,11 @@ def _why_not_adopt(run: Run, resume: Resume, path: Path, manifest: CheckpointMan
         schedule = TypeAdapter(ScheduleParams).validate_python(manifest.identity.params)
     except ValidationError as error:
         return f"its schedule is none ({first_problem(error)})"
-    for step in range(manifest.step):
-        there = learning_rate(schedule, manifest.total_steps, step)
-        here = learning_rate(run.params, run.total_steps, step)
+    for steps_done in range(manifest.step):
+        there = learning_rate(schedule, manifest.total_steps, steps_done)
+        here = learning_rate(run.params, run.total_steps, steps_done)
         if there != here:
-            return f"the learning rate of step {step + 1} is {there} there, {here} here"
+            return f"the learning rate of step {steps_done + 1} is {there} there, {here} here"
     return None
 
 
