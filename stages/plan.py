@@ -177,6 +177,7 @@ def measure_memory(
     from stages.planning import peak_memory  # imports torch
 
     try:
+        params.check_context_parallel(model, seq_length, num_ranks)
         accumulated = params.grad_accum_steps(num_ranks)
         _, size = params.fsdp.mesh_shape(num_ranks, num_ranks)
     except StageError as error:  # these ranks are assumed, others may train
@@ -442,10 +443,10 @@ def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> 
     Raises:
         StageError: the training would be refused.
     """
+    model, train = ModelManifest.read(), PackedTokens.read(TRAIN)
+    params.check_context_parallel(model, train.seq_length, runtime.nproc_per_node)
     check_num_ranks(params, num_ranks)
-    if runtime.nproc_per_node:
-        params.check_ranks_of_node(runtime.nproc_per_node)
-    plan = estimate(params, ModelManifest.read(), PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
+    plan = estimate(params, model, train, PackedTokens.read(VALIDATION))
     run = describe(params)
     decide(run, how_to_resume(runtime), find(run))  # the launch would refuse what this refuses
     check_disk(params, runtime, plan)
@@ -478,7 +479,6 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
     params.fsdp.wrapped_classes(model)
     params.check_compile(model)
     params.check_lora(model)
-    params.check_context_parallel(model, train.seq_length)
     params.check_packages()
     trained_parameters, moments = params.num_trained(model), _MOMENTS[params.optimizer]
     order = RowOrder(params, train.num_rows, train.sources)

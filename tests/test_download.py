@@ -132,7 +132,7 @@ def describe(name: str = "model", initial_weights: Any = "auto") -> ModelManifes
     return download.describe(DownloadParams(name, "main", initial_weights))
 
 
-def resolve(name: str = "model", revision: str = "main", want_weights: bool = True) -> hub.ModelSource:
+def resolve(name: str = "model", revision: str = "main", want_weights: bool = True) -> hub.ResolvedModel:
     return hub.resolve(name, revision, want_weights)
 
 

@@ -67,8 +67,7 @@ def run(stop_signal: StopSignal) -> bool:
     check_precision(run.params, run.seq_length)
     trackers.check(runtime.tracker)
     run.params.check_packages()
-    run.params.check_ranks_of_node(int(os.environ["LOCAL_WORLD_SIZE"]))
-    run.params.check_context_parallel(ModelManifest.read(), run.seq_length)
+    run.params.check_context_parallel(ModelManifest.read(), run.seq_length, int(os.environ["LOCAL_WORLD_SIZE"]))
     run.params.grad_accum_steps(world_size)
     mesh_shape = run.params.fsdp.mesh_shape(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
     if runtime.debug:

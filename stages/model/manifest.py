@@ -95,6 +95,17 @@ class ModelManifest(SealedRecord):
             )
         return snapshot
 
+    def attention_heads(self) -> list[int]:
+        """How many attention heads its layers have: each number once; none where its config names none."""
+        from transformers import AutoConfig  # imports torch
+
+        text = AutoConfig.from_pretrained(self.directory(), local_files_only=True).get_text_config()
+        if text.is_heterogeneous:  # what differs between its layers is written for each of them
+            found = {values.get("num_attention_heads") for values in text.to_dict()["per_layer_config"].values()}
+        else:
+            found = {getattr(text, "num_attention_heads", None)}
+        return sorted(filter(None, found))
+
     def verify(self, names: Iterable[str] | None = None, contents: bool = True) -> Path:
         """Compare the model's files with the size and SHA-256 that this manifest lists.
 
