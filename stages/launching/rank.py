@@ -47,7 +47,7 @@ from stages.training.precision import (
 )
 
 
-def run(stop_signal: StopSignal) -> bool:
+def train(stop_signal: StopSignal) -> bool:
     """Train as one of the ranks; False where a signal asked to stop before the last step."""
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
     if handoff.DIRECTORY not in os.environ:  # else the ranks of one machine find each other through a file there
