@@ -36,7 +36,7 @@ from stages.forward.rows import TokenRows
 from stages.launching.runtime import TrainRuntime, how_to_resume
 from stages.model import adapters
 from stages.model.dtypes import BY_NAME, PRECISIONS
-from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
+from stages.model.manifest import ModelManifest
 from stages.planning import memory_plan
 from stages.planning.memory_plan import PeakMemory, Table
 from stages.training.order import RowOrder
@@ -372,8 +372,8 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
                 f"warning: only {share:.1%} of the rows are held out: splits have equal numbers of files, not of "
                 "tokens: raise validation_splits"
             )
-    if model.router_loss_coef == 0:
-        print(ROUTER_LOSS_OFF)
+    if warning := model.router_warning(params.lora_r):
+        print(warning)
 
 
 def _describe_adapters(params: TrainParams, plan: Plan, model: ModelManifest) -> str:
@@ -393,12 +393,25 @@ def _describe_adapters(params: TrainParams, plan: Plan, model: ModelManifest) ->
 
 
 def _warn_of_peft(params: TrainParams, model: ModelManifest) -> None:
-    """Warn where the adapters cannot be used without merging them."""
+    """Warn where the adapters cannot be used without merging them, or have more parameters than what they change."""
     from stages.model import meta
 
     kinds = adapters.choose(model.linears, params.lora_target_modules, model.architecture)
-    if problem := adapters.peft_problem(kinds, meta.has_joined_experts(meta.build(model.directory()))):
+    built = meta.build(model.directory())
+    if problem := adapters.peft_problem(kinds, meta.has_joined_experts(built)):
         print(f"warning: {problem}")
+    chosen = {
+        name: module
+        for name, module in meta.find_linears(built, model.layer_classes).items()
+        if adapters.kind(name) in kinds
+    }
+    name = min(chosen, key=lambda name: min(chosen[name].weight.shape))
+    rows, columns = chosen[name].weight.shape
+    if params.lora_r is not None and params.lora_r > min(rows, columns):
+        print(
+            f"warning: lora_r is {params.lora_r}, but {adapters.kind(name)} has a matrix of {rows} x {columns}: a rank "
+            f"above {min(rows, columns)} only adds parameters. Lower lora_r, or leave it out of lora_target_modules"
+        )
 
 
 def _warn_of_new_tokens(params: TrainParams, model: ModelManifest) -> None:

@@ -31,7 +31,7 @@ from stages.launching.hooks import RankHooks
 from stages.launching.place import differences, find_place, fix_threads, start_line
 from stages.launching.remedies import remedies
 from stages.launching.runtime import TrainRuntime, how_to_resume, read_launch
-from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
+from stages.model.manifest import ModelManifest
 from stages.ranks import handoff
 from stages.ranks.process_group import context_group, device_mesh, process_group
 from stages.ranks.signals import StopSignal
@@ -192,8 +192,8 @@ def find_valid(candidates: list[Path], run: Run, runtime: TrainRuntime, heartbea
 
 def print_choices(run: Run, runtime: TrainRuntime, trainer: Trainer, model: ModelManifest, mesh: DeviceMesh) -> None:
     """Print where the training runs, and what was chosen for it."""
-    if model.router_loss_coef == 0:
-        print_line(ROUTER_LOSS_OFF)
+    if warning := model.router_warning(run.params.lora_r):
+        print_line(warning)
     attention, loss = trainer.attention, trainer.loss
     if attention.name == "padded":
         share = trainer.train_loader.padding(mesh.size()).share

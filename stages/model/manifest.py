@@ -19,9 +19,9 @@ TOKENIZER = Path("data/tokenizer.json")
 """The tokenizer that `AutoTokenizer` has loaded, as the library tokenizers writes it."""
 REMEDY = "put it back, or run `dvc repro -f -s download`"
 """About a file that is not the one that was downloaded."""
-ROUTER_LOSS_OFF = (
-    "warning: the experts of this model are trained without the router loss, which balances how many tokens each gets: "
-    "output_router_logits is false in its config.json. To train with it, set that to true in a copy of the model"
+_ROUTER_LOSS_OFF = (
+    "the router loss, which balances how many tokens each expert gets: output_router_logits is false in the "
+    "config.json of the model. To train with it, set that to true in a copy of the model"
 )
 
 
@@ -105,6 +105,15 @@ class ModelManifest(SealedRecord):
         else:
             found = {getattr(text, "num_attention_heads", None)}
         return sorted(filter(None, found))
+
+    def router_warning(self, lora_r: int | None) -> str | None:
+        """For people, where the routers of a mixture of experts have no loss of their own; None: there is no reason."""
+        if self.router_loss_coef != 0:
+            return None
+        if lora_r is not None:
+            routers = "routers without an adapter keep their weights"
+            return f"note: {routers}, and adapters are trained without {_ROUTER_LOSS_OFF}"
+        return f"warning: the experts of this model are trained without {_ROUTER_LOSS_OFF}"
 
     def verify(self, names: Iterable[str] | None = None, contents: bool = True) -> Path:
         """Compare the model's files with the size and SHA-256 that this manifest lists.
