@@ -143,7 +143,7 @@ def copy_model(tracked: "set[str]", hf: Path) -> None:
     from stages.base.record import check_files
     from stages.download import DownloadParams
     from stages.model.license import LICENSE, ModelLicense
-    from stages.model.manifest import MANIFEST, REMEDY, ModelManifest
+    from stages.model.manifest import MODEL_MANIFEST, REMEDY, ModelManifest
 
     params = load_params(DownloadParams)
     name = os.path.normpath(params.model_name)
@@ -151,10 +151,12 @@ def copy_model(tracked: "set[str]", hf: Path) -> None:
         return
     if Path(name).is_dir():
         raise Refused(f"neither git nor DVC tracks the model {name}: move it below models/, `dvc add` it, and commit")
-    manifest = ModelManifest.read() if MANIFEST.is_file() else None
+    manifest = ModelManifest.read() if MODEL_MANIFEST.is_file() else None
     wanted = (params.model_name, params.model_revision)
     if manifest is None or manifest.commit is None or (manifest.model_name, manifest.model_revision) != wanted:
-        raise Refused(f"{MANIFEST} is missing, or of another model than {name} at {wanted[1]}: `dvc repro download`")
+        raise Refused(
+            f"{MODEL_MANIFEST} is missing, or of another model than {name} at {wanted[1]}: `dvc repro download`"
+        )
     source, commit = manifest.directory(), manifest.commit
     cache = source.parent.parent
     files = {**manifest.files, **(ModelLicense.read().files if LICENSE.is_file() else {})}

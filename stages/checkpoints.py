@@ -175,10 +175,8 @@ def _expendable(directory: Path) -> Iterator[Path]:
         return
     if newest is None:
         return
-    manifest = CheckpointManifest.read(newest)
-    is_finished = manifest.step >= manifest.total_steps
     # Older ones are for the case that the newest turns out damaged on a resume; a finished run is not resumed.
-    keep = 1 if is_finished else load_params(TrainRuntime, "runtime").keep_checkpoints
+    keep = 1 if CheckpointManifest.read(newest).is_finished else load_params(TrainRuntime, "runtime").keep_checkpoints
     damaged = set(published) - {path for path, _ in retention.list_complete(directory)}
     expendable = damaged.union(retention.prunable(directory, keep)) - {newest}
     yield from (path for path in published if path in expendable)

@@ -52,7 +52,7 @@ from stages.model.files import (
     WEIGHTS_INDEX,
 )
 from stages.model.license import ModelLicense
-from stages.model.manifest import MANIFEST, REMEDY, ModelManifest
+from stages.model.manifest import MODEL_MANIFEST, REMEDY, ModelManifest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,13 +107,13 @@ def main() -> None:
         else:
             pointer, checkpoint = resolve(params.experiment_name)
         # Config and tokenizer come from the model that data/model.json describes now, the weights from the run.
-        if pointer.identity.model != publish.sha256_file(MANIFEST):
+        if pointer.identity.model != publish.sha256_file(MODEL_MANIFEST):
             remedy = (
                 "set model_name and model_revision to what that was, and run `dvc repro download`"
                 if args.checkpoint
                 else "run `dvc repro train`"
             )
-            raise StageError(f"{MANIFEST} is not of the model that {checkpoint} was trained from: {remedy}")
+            raise StageError(f"{MODEL_MANIFEST} is not of the model that {checkpoint} was trained from: {remedy}")
         rank = pointer.identity.params.get("lora_r")
         adapter = None
         if rank or not args.output:  # an out of DVC, which is empty without adapters
@@ -185,9 +185,9 @@ def export(
     layout.verify(checkpoint, names=[f"{MODEL}/{file}" for file in weights.files])
     # Not the old index: it would name the files of the initial model's weights.
     copied = [file for file in model.files if file not in model.weights and file != WEIGHTS_INDEX]
-    source, terms = model.verify(copied), ModelLicense.read()
-    check_files({source / name: terms.files[name] for name in terms.texts()}, REMEDY)
-    reference = meta.build(source)
+    initial, terms = model.verify(copied), ModelLicense.read()
+    check_files({initial / name: terms.files[name] for name in terms.texts()}, REMEDY)
+    reference = meta.build(initial)
     tied = meta.tied_weights(reference)
     expected = {
         name: mapped.TensorSpec(tuple(tensor.shape), tensor.dtype)
@@ -203,22 +203,22 @@ def export(
     tensors: mapped.Tensors = weights
     if is_adapted:
         model.verify(model.weights)
-        stored = meta.check_headers(reference, headers.read(source, model.weights))
+        stored = meta.check_headers(reference, headers.read(initial, model.weights))
         scale = settings["lora_alpha"] / settings["lora_r"]
-        tensors = merged.MergedTensors(source, stored, weights, trained, scale)
+        tensors = merged.MergedTensors(initial, stored, weights, trained, scale)
     num_workers = runtime.num_workers or len(os.sched_getaffinity(0))
     # A directory gets its final name after its last file, so a killed run leaves no model that looks finished. That of
     # the adapters gets it first.
     with publish.directory(target) as temporary, ExitStack() as stack:
         digests = mapped.write_safetensors(
-            tensors, expected, temporary, num_workers, meta.stored_dtypes(source, getattr(torch, dtype)),
+            tensors, expected, temporary, num_workers, meta.stored_dtypes(initial, getattr(torch, dtype)),
             params.max_shard_size, meta.stored_as(reference),
         )  # fmt: skip
         # Read the files back as the download stage would: the model can be the start of another training.
         meta.check_headers(reference, headers.read(temporary, list(digests.files)))
         for file in [*copied, *terms.texts()]:
             (temporary / file).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source / file, temporary / file)  # the content: files in HF_HOME are links into its blobs
+            shutil.copyfile(initial / file, temporary / file)  # the content: files in HF_HOME are links into its blobs
         _write_config(temporary / CONFIG, model.architecture, dtype, reference)
         tokenizer.check_exported(temporary, model)
         turns = _add_chat_template(temporary, pointer)
@@ -226,7 +226,7 @@ def export(
         written = {str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()}
         small = sorted(written - {*digests.files, LINEAGE, CARD})
         others = {name: publish.sha256_file(temporary / name) for name in small}
-        lineage = _lineage(pointer, checkpoint, model, source, digests, others)
+        lineage = _lineage(pointer, checkpoint, model, initial, digests, others)
         lineage.write(temporary / LINEAGE)  # over the copied file of that name, if the initial model has one
         losses = _losses(checkpoint, lineage)
         text = card.readme(lineage, model.architecture, dtype, not model.weights, terms, losses)
@@ -301,7 +301,7 @@ def _text(entry: TensorEntry | None) -> str:
 
 
 def _lineage(
-    pointer: RunPointer, checkpoint: Path, model: ModelManifest, source: Path, digests: "Digests",
+    pointer: RunPointer, checkpoint: Path, model: ModelManifest, initial: Path, digests: "Digests",
     files: dict[str, str],
 ) -> Lineage:  # fmt: skip
     records = find_records(fingerprint(pointer.identity.data.train, pointer.identity.data.validation))
@@ -319,7 +319,7 @@ def _lineage(
             revision=model.model_revision,
             commit=model.commit,
             manifest=pointer.identity.model,
-            lineage=_source_lineage(source, model),
+            lineage=_initial_lineage(initial, model),
         ),
         data=pointer.identity.data,
         params=pointer.identity.params,
@@ -337,12 +337,12 @@ def _lineage(
     )
 
 
-def _source_lineage(source: Path, model: ModelManifest) -> Lineage | None:
+def _initial_lineage(initial: Path, model: ModelManifest) -> Lineage | None:
     """The lineage of the initial model, if its lineage.json describes the very weights that the run started from."""
     if LINEAGE not in model.files or not model.weights:  # random weights have no ancestor, whatever file is there
         return None
     try:
-        lineage = Lineage.read(source / LINEAGE)
+        lineage = Lineage.read(initial / LINEAGE)
     except StageError:  # a file of the same name that another program wrote
         return None
     # Somebody may have trained these weights further and left the file where it was.

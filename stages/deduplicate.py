@@ -175,9 +175,6 @@ def describe(
         of_source.setdefault(shard.source, []).append(index)
     kept, sizes = np.unique(dropped.kept, return_counts=True)
     largest = np.argsort(-sizes, kind="stable")[:NUM_GROUPS]
-    # Those that are only similar first, evenly from the least similar to the most.
-    order = np.lexsort((dropped.documents, dropped.similarity, dropped.is_equal))
-    chosen = order[np.unique(np.linspace(0, len(order) - 1, NUM_EXAMPLES).astype(int))] if len(order) else order
     return DuplicateMetrics(
         all=count(range(len(corpus.shards))),
         sources={source: count(indices) for source, indices in of_source.items() if source},
@@ -188,12 +185,24 @@ def describe(
                 *rows.show(int(dropped.documents[index])),
                 *rows.show(int(dropped.kept[index])),
             )
-            for index in chosen.tolist()
+            for index in choose_examples(dropped)
         ],
         source=corpus.fingerprint,
         fingerprint=fingerprint,
         origin=Origin.of("stages.deduplicate", params),
     )
+
+
+def choose_examples(dropped: Dropped) -> list[int]:
+    """The indices of some documents that leave: evenly over all similarities below 1, then the others in this order.
+
+    Many pairs share all shingles, or are equal, and show nothing about the threshold.
+    """
+    order = np.lexsort((dropped.documents, dropped.similarity, dropped.is_equal))
+    values = dropped.similarity[order[: np.count_nonzero(~dropped.is_equal & (dropped.similarity < 1))]]
+    targets = np.linspace(values[0], values[-1], NUM_EXAMPLES) if len(values) else values
+    positions = [*dict.fromkeys([*np.searchsorted(values, targets).tolist(), *range(len(order))])][:NUM_EXAMPLES]
+    return [int(order[position]) for position in sorted(positions)]
 
 
 class RowReader:

@@ -27,7 +27,7 @@ from stages.base.record import FileEntry, RelativePath
 from stages.model import headers, hub, hub_cache, tokenizer
 from stages.model.files import CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from stages.model.license import LICENSE, ModelLicense
-from stages.model.manifest import MANIFEST, ModelManifest
+from stages.model.manifest import MODEL_MANIFEST, ModelManifest
 from stages.model.manifest import TOKENIZER as TOKENIZER_FILE
 
 if TYPE_CHECKING:
@@ -54,11 +54,11 @@ class DownloadParams:
 def main() -> None:
     """Run the stage."""
     command.parser(__doc__).parse_args()
-    with publish.lock(MANIFEST):
+    with publish.lock(MODEL_MANIFEST):
         model = describe(load_params(DownloadParams))
         terms = describe_license(model)
         loaded = tokenizer.load(model.directory())
-        with publish.together(LICENSE, TOKENIZER_FILE, MANIFEST):
+        with publish.together(LICENSE, TOKENIZER_FILE, MODEL_MANIFEST):
             terms.write()
             publish.write_text(TOKENIZER_FILE, loaded.content)
             model.write()
@@ -86,14 +86,14 @@ def describe(params: DownloadParams) -> ModelManifest:
     Raises:
         StageError: it is not found, cannot be loaded, or its weights do not fit its config.
     """
-    source = hub.resolve(params.model_name, params.model_revision, want_weights=params.initial_weights != "random")
+    resolved = hub.resolve(params.model_name, params.model_revision, want_weights=params.initial_weights != "random")
     # With auto the run would start from random weights.
-    if params.initial_weights == "pretrained" and not source.weights:
+    if params.initial_weights == "pretrained" and not resolved.weights:
         raise StageError(
             f"initial_weights is 'pretrained', but {params.model_name!r} has no safetensors files: "
             "add them, or set it to 'random' or 'auto'"
         )
-    directory = source.directory
+    directory = resolved.directory
     _check_tokenizer(params.model_name, directory)
 
     # torch and transformers take seconds to import: not for --help
@@ -104,7 +104,7 @@ def describe(params: DownloadParams) -> ModelManifest:
 
     _check_generation_config(directory)
     model = build(directory)
-    stored = headers.read(directory, source.weights)
+    stored = headers.read(directory, resolved.weights)
     with meta.understood(directory):
         if stored:  # else the run starts from random weights
             dropped = meta.dropped(model, stored, meta.check_headers(model, stored))
@@ -128,10 +128,10 @@ def describe(params: DownloadParams) -> ModelManifest:
             model,
             model_name=params.model_name,
             model_revision=params.model_revision,
-            commit=source.commit,
+            commit=resolved.commit,
             dtype=meta.dtype_name(directory, stored),
-            files=_hash(params.model_name, source, hub.model_files(source)),
-            weights=source.weights,
+            files=_hash(params.model_name, resolved, hub.model_files(resolved)),
+            weights=resolved.weights,
             eos_token_id=eos_token_id,
             bos_token_id=_first(loaded.bos_token_id, getattr(config, "bos_token_id", None)),
             pad_token_id=_first(loaded.pad_token_id, getattr(config, "pad_token_id", None)),
@@ -198,8 +198,8 @@ def describe_license(model: ModelManifest) -> ModelLicense:
     Raises:
         StageError: a file is not what the Hub lists.
     """
-    source = hub.ModelSource(model.directory(), model.commit, model.weights)
-    return ModelLicense.of(source.directory, _hash(model.model_name, source, hub.license_files(source)))
+    resolved = hub.ResolvedModel(model.directory(), model.commit, model.weights)
+    return ModelLicense.of(resolved.directory, _hash(model.model_name, resolved, hub.license_files(resolved)))
 
 
 def _check_tokenizer(model_name: str, directory: Path) -> None:
@@ -236,15 +236,15 @@ def _first(token_id: int | None, configured: int | list[int] | None) -> int | No
     return next(iter(configured), None) if isinstance(configured, list) else configured
 
 
-def _hash(model_name: str, source: hub.ModelSource, names: list[str]) -> dict[str, FileEntry]:
+def _hash(model_name: str, resolved: hub.ResolvedModel, names: list[str]) -> dict[str, FileEntry]:
     """Hash files of the model; those of the Hub must be what it lists."""
-    sizes = {name: (source.directory / name).stat().st_size for name in names}
+    sizes = {name: (resolved.directory / name).stat().st_size for name in names}
     entries = {}
     with tqdm(total=sum(sizes.values()), desc="sha256", unit="B", unit_scale=True, disable=None) as progress:
         for name, size in sizes.items():
-            entries[name] = FileEntry.of(source.directory / name)
-            if source.commit is not None:
-                hub_cache.check(model_name, source.commit, name, entries[name].sha256)
+            entries[name] = FileEntry.of(resolved.directory / name)
+            if resolved.commit is not None:
+                hub_cache.check(model_name, resolved.commit, name, entries[name].sha256)
             progress.update(size)
     return entries
 

@@ -24,7 +24,7 @@ from stages.base import command, history, outputs, publish
 from stages.base.errors import StageError
 from stages.base.history import Row
 from stages.base.outputs import ExperimentName
-from stages.base.packed import METRICS, REMEDY, VALIDATION, PackedTokens, PackMetrics, PartMetrics
+from stages.base.packed import METRICS, REMEDY, VALIDATION, PackedTokens, PackMetrics, RowsMetrics
 from stages.base.params_file import load_params
 from stages.base.record import check_files
 from stages.evaluation.request import QUANTIZED, LossSum, Measurements, Request, Trained, ask_ranks, stored_dtype
@@ -197,7 +197,7 @@ def read_verified_lineage(directory: Path) -> Lineage:
 
 
 def describe(
-    measurements: Measurements, text: PartMetrics, texts: Mapping[str, PartMetrics], lineage: Lineage,
+    measurements: Measurements, text: RowsMetrics, texts: Mapping[str, RowsMetrics], lineage: Lineage,
     course: list[Row], dtype: str,
 ) -> Evaluation:  # fmt: skip
     """The content of evaluation.json.
@@ -211,7 +211,7 @@ def describe(
         dtype: Of the stored weights.
     """
 
-    def measured(*parts: LossSum, of: PartMetrics = text) -> Loss | None:
+    def measured(*parts: LossSum, of: RowsMetrics = text) -> Loss | None:
         # fsum: exact, whatever the order. A mean over tokens, not over batches, which have different numbers of them.
         nats, tokens = math.fsum(part.nats for part in parts), sum(part.tokens for part in parts)
         rows = sum(part.rows for part in parts)
@@ -238,7 +238,7 @@ def describe(
     )
 
 
-def make_loss(loss: float | None, rows: int, tokens: int, text: PartMetrics) -> Loss | None:
+def make_loss(loss: float | None, rows: int, tokens: int, text: RowsMetrics) -> Loss | None:
     """A loss in nats per token of a text, and what follows from it; None where there is none."""
     if loss is None:
         return None

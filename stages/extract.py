@@ -19,10 +19,10 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, Field
 from tqdm import tqdm
@@ -37,10 +37,13 @@ from stages.base.process import paused_collector
 from stages.base.record import Record
 from stages.formats import rules
 from stages.formats.limits import LIMITS, Limits
-from stages.formats.rules import LeftOutRecord, Rule, RuleCounts
+from stages.formats.rules import RecordCounts, Rule, RuleCounts
 from stages.splits import manifests as splits
 from stages.splits import suffixes, tree
 from stages.work import reuse, workers
+
+if TYPE_CHECKING:
+    from stages.formats.raw_content import Rejected
 
 CORPUS = Path("data/corpus")
 METRICS = Path("data/extract.json")
@@ -126,8 +129,10 @@ class Rejection:
 class RejectedFile:
     """What could not be read of a file, or of a part of one, as far as it is listed."""
 
-    place: tuple[str, int]
-    """Printable path, and offset of the part: the order of the parts of all splits."""
+    path: str
+    """Printable."""
+    start: int
+    """Of the part, as in the manifest; 0: of the file."""
     rejections: list[Rejection]
 
 
@@ -180,18 +185,38 @@ class SplitTask(NamedTuple):
     """Of the split's result in the store."""
 
 
+@dataclass
+class SplitCounts:
+    """What was counted in a split, or in several."""
+
+    files: int = 0
+    """Each once, with its first part."""
+    structured_files: int = 0
+    """Of JSON, YAML or tables, without a rule."""
+    fallback_encoded_files: int = 0
+    records: int = 0
+    strings: int = 0
+    characters: int = 0
+    short_strings: int = 0
+    """As in `Metrics`, like the three before it."""
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Files or records, by reason."""
+
+    def __add__(self, other: "SplitCounts") -> "SplitCounts":
+        return SplitCounts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+
 @dataclass(frozen=True)
 class SplitResult:
     """The shard of a split, and what was counted."""
 
     shard: Shard
-    counts: Counter[str]
-    """`rejected` and a reason, for each reason; those of a rule after its index; otherwise named as in `Metrics`."""
+    counts: SplitCounts
+    of_rules: dict[int, RecordCounts]
+    """By the index of the rule."""
     rejected: list[RejectedFile]
     changed: list[str]
     """Files that are not those that were organized. If there are any, the result is not used, and not stored."""
-    left_out: dict[int, list[LeftOutRecord]]
-    """Of each rule, by its index, the first records without a row."""
     fit: list[str]
     """Paths of files that were cut, and that have text here."""
     silent: list[str]
@@ -225,9 +250,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     from stages.work import arrow
 
     summary = splits.read_summary(splits.SPLITS)
-    parts = summary.splits
     if params.records:
-        manifests = (splits.read_manifest(splits.SPLITS / part.manifest, part.digest) for part in parts)
+        manifests = (splits.read_manifest(splits.SPLITS / split.manifest, split.digest) for split in summary.splits)
         rules.check_files(params.records, sorted({file.path for file in chain.from_iterable(manifests)}))
     store = reuse.Store(reuse.root(), SplitResult)
     # With the versions of packages, unlike run_id: another parser may read other text, and a split costs only minutes.
@@ -235,45 +259,44 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     with publish.directory(CORPUS) as directory:
         tasks = [
             SplitTask(
-                manifest=splits.SPLITS / part.manifest,
-                digest=part.digest,
-                num_bytes=part.bytes,
-                shard=directory / arrow.shard_name(index, len(parts)),
+                manifest=splits.SPLITS / split.manifest,
+                digest=split.digest,
+                num_bytes=split.bytes,
+                shard=directory / arrow.shard_name(index, len(summary.splits)),
                 params=params,
                 limits=limits,
                 store=store,
-                key=key(part.digest, params, limits, code_digest),
+                key=key(split.digest, params, limits, code_digest),
             )
-            for index, part in enumerate(parts)
+            for index, split in enumerate(summary.splits)
         ]
-        results = run(tasks, runtime)
+        results = extract_splits(tasks, runtime)
         # The manifest has other digests than the files now: this text would mix two states of raw_dir.
         if changed := [*{path: None for result in results for path in result.changed}]:  # parts: each file once
             raise StageError(
                 f"{len(changed)} files were changed or removed after organize, the first is {changed[0]}: "
                 "run `dvc repro` to organize them again"
             )
-        counts = sum((result.counts for result in results), Counter())
+        counts = sum((result.counts for result in results), SplitCounts())
         files = [file for result in results for file in result.rejected]
         rejected = join_parts(files, limits.num_listed)[: limits.most_listed]
-        rejected_names = {file.place[0] for file in files}
-        counts["rejected_files"] = len(rejected_names)
+        rejected_names = {file.path for file in files}
         # Before the error, which refers the user to this file for all rejections.
         sourced = [result.shard._replace(source=summary.source(index)) for index, result in enumerate(results)]
         dataset = Dataset(params.features, sourced)
         fallback = sorted(chain.from_iterable(result.fallback for result in results))[: limits.num_listed]
-        of_rules = count_rules(params.records, counts, results)
-        metrics(params, counts, rejected, of_rules, fallback, dataset.fingerprint).write(METRICS)
-        if counts["rejected_files"] > params.max_rejected_files:
-            raise StageError(*too_many(counts["rejected_files"], rejected, params.max_rejected_files))
+        of_rules = count_rules(params.records, results)
+        metrics(params, counts, len(rejected_names), rejected, of_rules, fallback, dataset.fingerprint).write(METRICS)
+        if len(rejected_names) > params.max_rejected_files:
+            raise StageError(*too_many(len(rejected_names), rejected, params.max_rejected_files))
         for index, rule in enumerate(of_rules):
             if rule.left_out and not rule.documents + rule.conversations:
                 raise StageError(f"params.yaml: records.{index} makes no row of {rule.files!r}:", *rule.describe())
         with publish.together(METRICS):
             dataset.write(directory)
-    if counts["structured_files"]:
+    if counts.structured_files:
         print(
-            f"extract: {counts['structured_files']} files of JSON, YAML or tables have no rule: each of their strings "
+            f"extract: {counts.structured_files} files of JSON, YAML or tables have no rule: each of their strings "
             "is a document, or of CSV the file. For some of the values, or conversations, write rules (docs/formats.md)"
         )
     if silent := sorted(find_silent(results) - rejected_names):
@@ -283,18 +306,18 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         )
     if fallback:
         print(
-            f"extract: {counts['fallback_encoded_files']} files are not in UTF-8 and were read as "
+            f"extract: {counts.fallback_encoded_files} files are not in UTF-8 and were read as "
             f"{params.fallback_encoding} (fallback_encoding), such as {fallback[0]}: see whether they look right with "
             f"`python -m stages.extract --preview {params.raw_dir}/{fallback[0]}`"
         )
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
-    num_rejections = sum(_starting_with("rejected ", counts).values())
-    rejections = f"{num_rejections} rejections in {counts['rejected_files']} of them" * bool(num_rejections)
-    num_left_out = sum(number for name, number in counts.items() if rules.LEFT_OUT in name)
+    num_rejections = counts.rejected.total()
+    rejections = f"{num_rejections} rejections in {len(rejected_names)} of them" * bool(num_rejections)
+    num_left_out = sum(sum(rule.left_out.values()) for rule in of_rules)
     left_out = f"{num_left_out} records left out by rules; " * bool(num_left_out)
     # Not the empty ones, which are all equal: all but the first come from the store in any run.
-    used = [result.is_reused for result, part in zip(results, parts, strict=True) if part.files]
+    used = [result.is_reused for result, split in zip(results, summary.splits, strict=True) if split.files]
     unused = "".join(
         f"{what} {', '.join(names[:NUM_PRINTED])}{remedy.format(names[0])}; "
         for index, rule in enumerate(of_rules)
@@ -305,14 +328,14 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         if names
     )
     lengths = (
-        f" (mean {counts['characters'] / counts['strings']:.0f} characters, "
-        f"{counts['short_strings'] / counts['strings']:.0%} below {SHORT})"
-        if counts["strings"]
+        f" (mean {counts.characters / counts.strings:.0f} characters, "
+        f"{counts.short_strings / counts.strings:.0%} below {SHORT})"
+        if counts.strings
         else ""
     )
     return (
-        f"extract: {counts['strings']} strings{lengths}, {counts['characters'] / 1e6:.1f} M "
-        f"characters, from {counts['files']} files; {left_out}{unused}{rejections or 'nothing rejected'} "
+        f"extract: {counts.strings} strings{lengths}, {counts.characters / 1e6:.1f} M "
+        f"characters, from {counts.files} files; {left_out}{unused}{rejections or 'nothing rejected'} "
         f"(see {METRICS}); {sum(used)} of {len(used)} splits reused"
     )
 
@@ -332,7 +355,7 @@ def key(manifest_digest: str, params: ExtractParams, limits: Limits, code_digest
     return publish.sha256_json(["extract", manifest_digest, decisive, dataclasses.asdict(limits), code_digest])
 
 
-def run(tasks: Sequence[SplitTask], runtime: workers.Runtime) -> list[SplitResult]:
+def extract_splits(tasks: Sequence[SplitTask], runtime: workers.Runtime) -> list[SplitResult]:
     """Extract all splits; return the results in their order. The largest begins first, so that none ends late."""
     order = sorted(range(len(tasks)), key=lambda index: -tasks[index].num_bytes)
     ordered = [tasks[index] for index in order]
@@ -364,93 +387,110 @@ def read_split(task: SplitTask) -> SplitResult:
     return read_files(splits.read_manifest(task.manifest, task.digest), task.shard, task.params, task.limits)
 
 
+class _Rejections:
+    """What cannot be read of the current file, or of a part of it."""
+
+    def __init__(self) -> None:
+        self.begin("", 0)
+
+    def begin(self, path: str, most: int) -> None:
+        """What follows is of a file from its beginning: list at most so many. `path` is printable."""
+        self._path, self._most = path, most
+        self.reasons: Counter[str] = Counter()
+        """Of all of them."""
+        self.listed: list[Rejection] = []
+        """The first ones."""
+
+    def add(self, rejected: "Rejected") -> None:
+        """Count it, and list it if there is room: a JSON Lines file in a wrong format has millions."""
+        self.reasons[rejected.reason] += 1
+        if len(self.listed) < self._most:
+            self.listed.append(Rejection(self._path, rejected.position, rejected.reason, rejected.detail))
+
+
 def read_files(files: Iterable[splits.RawFile], path: Path, params: ExtractParams, limits: Limits) -> SplitResult:
     """Write the strings of some raw files, or of parts of them, into a shard."""
     from stages.formats import readers
+    from stages.formats.raw_content import UTF_8, Changed, Rejected, Unreadable
     from stages.formats.records import Records
-    from stages.formats.source import UTF_8, Changed, Rejected, Unreadable
     from stages.formats.writer import TextWriter
     from stages.work import arrow
 
-    counts: Counter[str] = Counter()
-    fallback: list[str] = []
+    counts = SplitCounts()
     rejected: list[RejectedFile] = []
+    changed: list[str] = []
     fit: list[str] = []
     silent: list[str] = []
-    changed: list[str] = []
+    fallback: list[str] = []
     of_rules: dict[int, Records] = {}
-    num_listed = 0  # rejections of all files
-    name = ""  # printable, of the current file, or part
-    rejections: list[Rejection] = []  # of it
-    reasons: Counter[str] = Counter()  # of these, and of those that are not listed
-
-    def report(what: Rejected) -> None:
-        reasons[f"rejected {what.reason}"] += 1
-        # A JSON Lines file in a wrong format has millions.
-        if len(rejections) < min(limits.num_listed, limits.most_listed - num_listed):
-            rejections.append(Rejection(path=name, position=what.position, reason=what.reason, detail=what.detail))
-
+    rejections = _Rejections()
+    num_listed = 0  # of all files
     with paused_collector(), arrow.StreamWriter(path, params.features) as stream:
-        writer = TextWriter(stream, params.min_chars, report, limits)
+        writer = TextWriter(stream, params.min_chars, rejections.add, limits)
+
+        def read(encoding: str) -> Unreadable | None:
+            """Add the strings of the current file; none where it is not in this encoding, or is damaged."""
+            rejections.begin(name, most)
+            writer.begin_file()
+            if records:
+                records.begin(name)
+            try:
+                with readers.open_content(params.raw_dir, file, encoding, limits) as content:
+                    readers.read(file.path, content, writer, records)
+            except Rejected as reason:
+                writer.reject(reason)
+            except Changed:  # continue: one run finds all files that changed
+                changed.append(name)
+            except Unreadable as problem:
+                writer.undo()
+                if records:
+                    records.undo()
+                return problem
+            return None
+
         for file in files:
             name = printable(file.path)
-            offset = file.part.start if file.part else 0
-            counts["files"] += offset == 0  # each file once, with its first part
+            start = file.part.start if file.part else 0
+            is_first = start == 0  # each file is counted once, with its first part
+            counts.files += is_first
             records = None
             if found := rules.find(params.records, file.path):
                 index, rule = found
                 if index not in of_rules:
                     of_rules[index] = Records(rule, writer, params.min_chars, limits)
                 records = of_rules[index]
-                records.counts["files"] += offset == 0
+                records.counts.files += is_first
             elif rules.has_records(file.path):
-                counts["structured_files"] += offset == 0
-            objections: list[str] = []
-            for encoding in filter(None, (UTF_8, params.fallback_encoding)):
-                rejections, reasons, problem = [], Counter(), None
-                writer.begin_file()
-                if records:
-                    records.begin(name)
-                try:
-                    with readers.open_source(params.raw_dir, file, encoding, limits) as source:
-                        readers.read(file.path, source, writer, records)
-                except Rejected as reason:
-                    writer.reject(reason)
-                except Changed:  # continue: one run finds all files that changed
-                    changed.append(name)
-                except Unreadable as unreadable:
-                    problem = unreadable.reason
-                    objections.append(unreadable.detail)
-                    writer.undo()
-                    if records:
-                        records.undo()
-                    if unreadable.is_encoding:
-                        continue
-                break
+                counts.structured_files += is_first
+
+            most = min(limits.num_listed, limits.most_listed - num_listed)
+            problem = read(UTF_8)
+            details = [problem.detail] if problem else []
+            if problem and problem.is_encoding and params.fallback_encoding:
+                problem = read(params.fallback_encoding)
+                if problem:
+                    details.append(problem.detail)
+                else:
+                    counts.fallback_encoded_files += 1
+                    if len(fallback) < limits.num_listed:
+                        fallback.append(name)
             if problem:
-                rejections, reasons = [], Counter()
-                report(Rejected(problem, "; ".join(objections)))
-            elif objections:
-                counts["fallback_encoded_files"] += 1
-                if len(fallback) < limits.num_listed:
-                    fallback.append(name)
-            counts += reasons
+                rejections.begin(name, most)  # without what was rejected before the problem was found
+                rejections.add(Rejected(problem.reason, "; ".join(details)))
+
+            counts.rejected += rejections.reasons
             if file.part and writer.has_text:
                 fit.append(name)
-            elif not (writer.has_text or reasons):
+            elif not (writer.has_text or rejections.reasons):
                 silent.append(name)
-            if reasons:
-                rejected.append(RejectedFile((name, offset), rejections))
-                num_listed += len(rejections)
+            if rejections.reasons:
+                rejected.append(RejectedFile(name, start, rejections.listed))
+                num_listed += len(rejections.listed)
         shard = writer.close()
-    for index, records in of_rules.items():
-        counts.update({f"rule {index} {name}": count for name, count in records.counts.items()})
-    # |= keeps the larger of two counts, and these names have none yet.
-    counts |= Counter(
-        records=writer.records, strings=shard.rows, characters=writer.characters, short_strings=writer.num_short
-    )
-    left_out = {index: records.left_out for index, records in of_rules.items()}
-    return SplitResult(shard, counts, rejected, changed, left_out, fit, silent, fallback)
+    counts.records, counts.strings = writer.records, shard.rows
+    counts.characters, counts.short_strings = writer.characters, writer.num_short
+    of_records = {index: records.counts for index, records in of_rules.items()}
+    return SplitResult(shard, counts, of_records, rejected, changed, fit, silent, fallback)
 
 
 def preview(file: Path, params: ExtractParams) -> str:
@@ -477,17 +517,16 @@ def preview(file: Path, params: ExtractParams) -> str:
             (column, text) for texts, column in arrow.read_rows(shard) for text in texts[:NUM_PREVIEWED].to_pylist()
         )
         shown = [_show(number, *row) for number, row in enumerate(islice(rows, NUM_PREVIEWED), 1)]
-    number = result.counts["strings"]
     return "\n".join(
         [
             f"{path}: " + (f"records.{found[0]}" if found else "no rule: each string is a document"),
             *_skipped(printable(path)),
             *shown,
-            f"{number} rows"
+            f"{result.counts.strings} rows"
             + ", as it has no text" * bool(result.silent)
             + f", of {params.min_chars} characters or more" * (params.min_chars > 1),
             *map(str, join_parts(result.rejected, NUM_PREVIEWED)),
-            *(count_rules(params.records, result.counts, [result])[found[0]].describe() if found else ()),
+            *(count_rules(params.records, [result])[found[0]].describe() if found else ()),
         ]
     )
 
@@ -510,31 +549,28 @@ def _show(number: int, column: int, text: str) -> str:
     return f"--- {number}: a document\n{text[:LONGEST_PREVIEWED]}{more}"
 
 
-def count_rules(given: Sequence[Rule] | None, counts: Counter[str], results: Sequence[SplitResult]) -> list[RuleCounts]:
+def count_rules(given: Sequence[Rule] | None, results: Iterable[SplitResult]) -> list[RuleCounts]:
     """What became of the records under each rule."""
     return [
-        RuleCounts.of(
-            rule,
-            _starting_with(f"rule {index} ", counts),
-            chain.from_iterable(result.left_out.get(index, []) for result in results),
-        )
+        RuleCounts.of(rule, [result.of_rules[index] for result in results if index in result.of_rules])
         for index, rule in enumerate(given or ())
     ]
 
 
 def join_parts(rejected: Iterable[RejectedFile], num_listed: int) -> list[Rejection]:
     """The rejections of all files, sorted by path and position, at most `num_listed` of each."""
-    of_path = groupby(sorted(rejected, key=lambda file: file.place), key=lambda file: file.place[0])
+    in_order = sorted(rejected, key=lambda file: (file.path, file.start))
     return [
         rejection
-        for _, parts in of_path
+        for _, parts in groupby(in_order, key=lambda file: file.path)
         for rejection in islice(chain.from_iterable(part.rejections for part in parts), num_listed)
     ]
 
 
 def metrics(
     params: ExtractParams,
-    counts: Counter[str],
+    counts: SplitCounts,
+    num_rejected_files: int,
     rejected: list[Rejection],
     of_rules: list[RuleCounts],
     fallback: list[str],
@@ -542,26 +578,22 @@ def metrics(
 ) -> Metrics:
     """The content of `data/extract.json`."""
     return Metrics(
-        files=counts["files"],
-        fallback_encoded_files=counts["fallback_encoded_files"],
+        files=counts.files,
+        fallback_encoded_files=counts.fallback_encoded_files,
         fallback_encoded=fallback,
-        rejected_files=counts["rejected_files"],
-        records=counts["records"],
-        strings=counts["strings"],
-        characters=counts["characters"],
-        mean_characters=round(counts["characters"] / counts["strings"]) if counts["strings"] else None,
-        short_strings=counts["short_strings"],
-        rejected=_starting_with("rejected ", counts),
+        rejected_files=num_rejected_files,
+        records=counts.records,
+        strings=counts.strings,
+        characters=counts.characters,
+        mean_characters=round(counts.characters / counts.strings) if counts.strings else None,
+        short_strings=counts.short_strings,
+        rejected=dict(sorted(counts.rejected.items())),
         rejections=rejected,
         rules=of_rules,
         source=publish.sha256_file(splits.SPLITS / splits.SUMMARY),
         fingerprint=fingerprint,
         origin=Origin.of("stages.extract", params),
     )
-
-
-def _starting_with(prefix: str, counts: Counter[str]) -> dict[str, int]:
-    return {name.removeprefix(prefix): counts[name] for name in sorted(counts) if name.startswith(prefix)}
 
 
 def too_many(number: int, rejected: list[Rejection], limit: int) -> list[str]:

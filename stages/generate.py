@@ -22,6 +22,7 @@ from stages.base import command, outputs
 from stages.base.errors import StageError
 from stages.base.outputs import ExperimentName
 from stages.base.params_file import load_params
+from stages.model import adapters
 from stages.model.files import CONFIG
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ def main() -> None:
     if args.prompt is None and (sys.stdin is None or (sys.stdin.isatty() and not args.chat)):
         parser.error("give a prompt, as an argument or on standard input")
     directory = args.model or outputs.directory(load_params(GenerateParams).experiment_name) / "model"
+    if (directory / adapters.CONFIG).is_file():
+        raise StageError(
+            f"{directory} has adapters (LoRA), and no model: give the directory of the model that they are merged "
+            f"into; in this pipeline it is {directory.parent / 'model'}"
+        )
     if not (directory / CONFIG).is_file():
         remedy = f"give that of a model; {outputs.RESTORE}" if args.model else "run `dvc repro`, or give --model DIR"
         raise StageError(f"{directory} is not a model directory: {remedy}")

@@ -32,6 +32,7 @@ from stages.launching import sbatch
 from stages.launching.console import print_line
 from stages.launching.remedies import remedies
 from stages.launching.runtime import Launch, TrainRuntime, how_to_resume, read_launch
+from stages.model.manifest import ModelManifest
 from stages.ranks import torchrun
 from stages.ranks.signals import INTERRUPTED, on_stop_signals
 from stages.training.environment import set_environment
@@ -143,10 +144,15 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
     Returns:
         An exit status: 0, if the run has finished.
     """
+    decision = decide(run, how_to_resume(runtime), find(run))
+    if decision.action == "finished":
+        print_line(decision.reason)
+        return 0
+    num_nodes = torchrun.num_nodes(runtime.launcher, runtime.num_nodes)
+    ranks = torchrun.Ranks(torchrun.count_local_ranks(runtime.nproc_per_node, num_nodes), num_nodes)
+    _check(run, ranks)
     decision = begin(run, how_to_resume(runtime))
     print_line(decision.reason)
-    if decision.action == "finished":
-        return 0
     stopping = threading.Event()
 
     def stop() -> None:
@@ -154,10 +160,6 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
         set_status("stopping")
 
     on_stop_signals(stop)
-    num_nodes = torchrun.num_nodes(runtime.launcher, runtime.num_nodes)
-    ranks = torchrun.Ranks(torchrun.count_local_ranks(runtime.nproc_per_node, num_nodes), num_nodes)
-    run.params.check_ranks_of_node(ranks.num_local)  # raises at once what each rank would
-    run.params.grad_accum_steps(ranks.total)
     set_environment(run.params, ranks.num_nodes or 1)
     status = torchrun.CRASHED
     for restart in range(runtime.max_restarts + 1):
@@ -178,6 +180,13 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
         state = f"{saved[0].name} is saved; {_next_launch(runtime)}" if saved else "no step was done yet"
         print(f"interrupted: {state}", file=sys.stderr)
     return status
+
+
+def _check(run: Run, ranks: torchrun.Ranks) -> None:
+    """Refuse what each rank would, before checkpoints are adopted, or deleted."""
+    run.params.check_context_parallel(ModelManifest.read(), run.seq_length, ranks.num_local)
+    run.params.grad_accum_steps(ranks.total)
+    run.params.fsdp.mesh_shape(ranks.total, ranks.num_local)
 
 
 def _next_launch(runtime: TrainRuntime) -> str:

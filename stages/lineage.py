@@ -39,10 +39,10 @@ from stages.checkpointing import layout, run
 from stages.deduplicate import DeduplicateParams
 from stages.export.lineage import Lineage
 from stages.extract import ExtractParams
-from stages.formats.source import is_unchanged
+from stages.formats.raw_content import is_unchanged
 from stages.launching.runtime import TrainRuntime
 from stages.model.files import CARD, LINEAGE
-from stages.model.manifest import MANIFEST, ModelManifest
+from stages.model.manifest import MODEL_MANIFEST, ModelManifest
 from stages.organize import OrganizeParams
 from stages.pack import PackParams
 from stages.splits import manifests as splits
@@ -148,7 +148,7 @@ def verify(directory: Path) -> Iterator[Finding]:
     yield _check(
         f"checkpoint {checkpoint}", checkpoint, lineage.checkpoint, lambda: layout.verify(checkpoint).result_sha256
     )
-    yield _file(f"{MANIFEST} of {lineage.model.name}", MANIFEST, lineage.model.manifest)
+    yield _file(f"{MODEL_MANIFEST} of {lineage.model.name}", MODEL_MANIFEST, lineage.model.manifest)
     yield from _initial_model()
     yield _check("code of the training", Path(), lineage.code, lambda: code.digest(*run.WEIGHTS, within=run.DECIDING))
     yield from _params_and_packages(lineage)

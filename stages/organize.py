@@ -299,7 +299,7 @@ def assign(files: Sequence[File], num_splits: int, part_size: int) -> list[list[
     members: list[list[splits.RawFile]] = [[] for _ in range(num_splits)]
     for file, split in zip([*whole, *cut], split_of, strict=True):
         members[split].append(file)
-    return [sorted(member, key=splits.place) for member in members]
+    return [sorted(member, key=splits.sort_key) for member in members]
 
 
 def write_split(directory: Path, index: int, files: Sequence[splits.RawFile]) -> splits.Split:

@@ -37,7 +37,7 @@ from stages.base.packed import (
     ConversationMetrics,
     EncoderMetrics,
     PackMetrics,
-    PartMetrics,
+    RowsMetrics,
     fingerprint,
 )
 from stages.base.params_file import load_params
@@ -142,8 +142,8 @@ _REMEDIES = {
 """By the beginning of the reason why conversations were refused."""
 
 
-class Part(NamedTuple):
-    """What becomes a shard of rows."""
+class TokenShard(NamedTuple):
+    """What becomes a shard of data/tokens: some splits of the corpus, or some of their documents."""
 
     directory: str
     """`train` or `validation`."""
@@ -175,11 +175,11 @@ class PackedRows(NamedTuple):
             self.num_reused + other.num_reused,
         )  # fmt: skip
 
-    def metrics(self) -> PartMetrics:
+    def metrics(self) -> RowsMetrics:
         counts = self.counts
         # Each document that is text has one more, EOS.
         num_text_tokens = self.num_tokens - counts.num_tokens - (counts.num_documents - counts.num_conversations)
-        return PartMetrics(
+        return RowsMetrics(
             documents=counts.num_documents,
             characters=counts.num_characters,
             bytes=counts.num_bytes,
@@ -232,19 +232,19 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     spec = find_tokenizer_spec(params, model)
     corpus = Dataset.read(CORPUS, "extract", contents=True)
     skips = skipped.read(corpus)
-    parts = find_parts(params, corpus, skips)
+    parts = find_token_shards(params, corpus, skips)
     if "messages" in corpus.features:
         spec = spec._replace(chat=find_chat_spec(params, model))
     store = reuse.Store(reuse.root(), packing.Counts)
     reason = None
-    with publish.directory(TOKENS) as directory:  # one directory for both parts, so that both appear at once
+    with publish.directory(TOKENS) as directory:  # one directory for both datasets, so that both appear at once
         try:
-            written = write_parts(parts, spec, directory, store, params, runtime, max_batch_tokens)
+            written = write_token_shards(parts, spec, directory, store, params, runtime, max_batch_tokens)
         except comparison.Differs as error:
             reason = str(error)
             print(f"pack: {fast_tokenizer.NAME} is not used, but the model's own tokenizer, which is slower: {reason}")
             spec = spec._replace(is_fast=False)
-            written = write_parts(parts, spec, directory, store, params, runtime, max_batch_tokens)
+            written = write_token_shards(parts, spec, directory, store, params, runtime, max_batch_tokens)
         for part, rows in written:
             # With 0 splits an empty dataset is what was asked for.
             if rows.num_rows or (part.directory == VALIDATION.name and not part.splits):
@@ -400,7 +400,7 @@ def _find_templates(params: PackParams, model: ModelManifest) -> dict[str, str]:
         return {"default": path.read_text(encoding="utf-8")}
 
 
-def find_parts(params: PackParams, dataset: Dataset, skips: skipped.Skipped) -> list[Part]:
+def find_token_shards(params: PackParams, dataset: Dataset, skips: skipped.Skipped) -> list[TokenShard]:
     """The splits of the corpus by what becomes of them.
 
     Raises:
@@ -414,8 +414,8 @@ def find_parts(params: PackParams, dataset: Dataset, skips: skipped.Skipped) -> 
     if params.validation_fraction is not None:
         train, validation = (packing.Side(params.validation_fraction, is_held_out) for is_held_out in (False, True))
         return [
-            *(Part(TRAIN.name, source, splits, train) for source, splits in sources.items()),
-            *(Part(VALIDATION.name, source, splits, validation) for source, splits in sources.items()),
+            *(TokenShard(TRAIN.name, source, splits, train) for source, splits in sources.items()),
+            *(TokenShard(VALIDATION.name, source, splits, validation) for source, splits in sources.items()),
         ]
     num_splits = len(dataset.shards) // len(sources)
     params.check_splits(num_splits)
@@ -435,7 +435,7 @@ def find_parts(params: PackParams, dataset: Dataset, skips: skipped.Skipped) -> 
     return [*(train for train, _ in divided), *(held_out for _, held_out in divided)]
 
 
-def divide(source: str | None, splits: list[Split], num_train: int) -> tuple[Part, Part]:
+def divide(source: str | None, splits: list[Split], num_train: int) -> tuple[TokenShard, TokenShard]:
     """What of a source is trained on, and what is held out: its splits after the first `num_train` ones.
 
     Documents instead, by their content, where these splits have none, all, or far more than their share. A file that
@@ -446,31 +446,31 @@ def divide(source: str | None, splits: list[Split], num_train: int) -> tuple[Par
     found, total = (sum(split.rows for split in some) for some in (held_out, splits))
     # A document is the least that can be held out.
     if not held_out or (0 < found < total and found <= _MAX_TIMES * max(1, fraction * total)):
-        return Part(TRAIN.name, source, train, None), Part(VALIDATION.name, source, held_out, None)
+        return TokenShard(TRAIN.name, source, train, None), TokenShard(VALIDATION.name, source, held_out, None)
     of_source = f" of source {source}" if source else ""
     chosen = packing.dividing_fraction([(CORPUS / shard.filename, rows) for shard, rows, _ in splits], fraction)
     if chosen is None:
         print(f"pack: warning: nothing{of_source} is held out: there is only one document")
-        return Part(TRAIN.name, source, splits, None), Part(VALIDATION.name, source, [], None)
+        return TokenShard(TRAIN.name, source, splits, None), TokenShard(VALIDATION.name, source, [], None)
     print(
         f"pack: {chosen:.0%} of the documents{of_source} are held out by their content: the last validation_splits = "
         f"{len(held_out)} of num_splits = {len(splits)} splits have {found} of {total}; validation_fraction changes it"
     )
     return (
-        Part(TRAIN.name, source, splits, packing.Side(chosen, False)),
-        Part(VALIDATION.name, source, splits, packing.Side(chosen, True)),
+        TokenShard(TRAIN.name, source, splits, packing.Side(chosen, False)),
+        TokenShard(VALIDATION.name, source, splits, packing.Side(chosen, True)),
     )
 
 
-def write_parts(
-    parts: Sequence[Part],
+def write_token_shards(
+    token_shards: Sequence[TokenShard],
     spec: encoding.TokenizerSpec,
     directory: Path,
     store: reuse.Store[packing.Counts],
     params: PackParams,
     runtime: PackRuntime,
     max_batch_tokens: int,
-) -> list[tuple[Part, PackedRows]]:
+) -> list[tuple[TokenShard, PackedRows]]:
     """Write the datasets for training and for validation; rows are cut while later splits are encoded.
 
     Raises:
@@ -479,43 +479,43 @@ def write_parts(
     features = arrow.token_features(params.seq_length, is_marked=spec.chat is not None)
     with (
         tempfile.TemporaryDirectory(dir=directory) as tokens,
-        closing(encode_splits(parts, spec, Path(tokens), store, runtime)) as splits,
+        closing(encode_splits(token_shards, spec, Path(tokens), store, runtime)) as splits,
     ):
         written = []
         for name in (TRAIN.name, VALIDATION.name):
             (directory / name).mkdir(exist_ok=True)
-            own, shards = [part for part in parts if part.directory == name], []
-            for index, part in enumerate(own):
+            own, shards = [wanted for wanted in token_shards if wanted.directory == name], []
+            for index, wanted in enumerate(own):
                 target = directory / name / arrow.shard_name(index, len(own))
-                of_part = islice(splits, len(part.splits))
-                rows, shard = write_rows(of_part, target, spec, features, params, max_batch_tokens)
-                written.append((part, rows))
-                shards.append(shard._replace(source=part.source))
+                of_shard = islice(splits, len(wanted.splits))
+                rows, shard = write_rows(of_shard, target, spec, features, params, max_batch_tokens)
+                written.append((wanted, rows))
+                shards.append(shard._replace(source=wanted.source))
             Dataset(features, shards).write(directory / name)
         return written
 
 
 def encode_splits(
-    parts: Sequence[Part],
+    token_shards: Sequence[TokenShard],
     spec: encoding.TokenizerSpec,
     directory: Path,
     store: reuse.Store[packing.Counts],
     runtime: PackRuntime,
 ) -> Generator[tuple[ShardTask, packing.Counts, bool], None, None]:
-    """Yield each split of each part when its tokens are in `directory`; its counts; whether the store had them."""
+    """Yield each split of each shard when its tokens are in `directory`; its counts; whether the store had them."""
     code_digest = code.digest_with_packages("stages.pack")
     splits = [
         ShardTask(
             shard=CORPUS / shard.filename,
             num_documents=shard.rows,
             sha256=shard.sha256,
-            key=key(shard.sha256, part.side, digest, spec, code_digest),
-            tokens=directory / f"{part.directory}-{shard.filename}",
-            side=part.side,
+            key=key(shard.sha256, wanted.side, digest, spec, code_digest),
+            tokens=directory / f"{wanted.directory}-{shard.filename}",
+            side=wanted.side,
             skipped=rows,
         )
-        for part in parts
-        for shard, rows, digest in part.splits
+        for wanted in token_shards
+        for shard, rows, digest in wanted.splits
     ]
     reused = fetch_splits(splits, store)  # all of them first: workers then start only if something is missing
     missing = [split for split in splits if split not in reused]
@@ -575,13 +575,13 @@ def encode_missing(
         tqdm(total=num_documents, desc="pack", unit="document", disable=None) as bar,
         closing(encoding_all) as results,
     ):
-        for split, parts in tasks.items():
+        for split, batches in tasks.items():
             encoded = []
-            for result in islice(results, len(parts)):  # in their order, so these are the split's own
+            for result in islice(results, len(batches)):  # in their order, so these are the split's own
                 encoded.append(result)
                 bar.update(result.counts.num_read)
-            counts = packing.Counts.total(part.counts for part in encoded)
-            files = [(part.target, result.sha256) for part, result in zip(parts, encoded, strict=True)]
+            counts = packing.Counts.total(result.counts for result in encoded)
+            files = [(batch.target, result.sha256) for batch, result in zip(batches, encoded, strict=True)]
             sha256 = packing.join(files, split.tokens)
             # Again, as the tokens are stored under it: another run of extract may have replaced the corpus.
             check_files({split.shard: split.sha256}, arrow.CHANGED)
@@ -632,20 +632,22 @@ def remedies(refused: Iterable[str]) -> str:
     return " or ".join(dict.fromkeys(found)) or "correct them"
 
 
-def too_few(part: Part, rows: PackedRows, params: PackParams) -> str:
-    """The error message for a part without a single row."""
-    name = f"{part.directory} of source {part.source}" if part.source else part.directory
+def too_few(wanted: TokenShard, rows: PackedRows, params: PackParams) -> str:
+    """The error message for a shard without a single row."""
+    name = f"{wanted.directory} of source {wanted.source}" if wanted.source else wanted.directory
     message = f"{name} has {rows.num_tokens} tokens, too few for one row of seq_length {params.seq_length}: "
-    if number := sum(split.num_skipped for split in part.splits):
+    if number := sum(split.num_skipped for split in wanted.splits):
         message += f"deduplicate skips {number} documents of its splits: set it to null, or "
     if rows.counts.refused:
         first = {refused.reason.partition(":")[0]: refused.reason for refused in reversed(rows.counts.first_refused)}
         reasons = ", ".join(f"{count} ({first.get(reason, reason)})" for reason, count in rows.counts.refused.items())
         return f"{message}conversations were refused, {reasons}: {remedies(rows.counts.refused)}"
-    if part.directory == TRAIN.name:
+    if wanted.directory == TRAIN.name:
         return message + "lower seq_length, or add raw files"
-    if part.side:
-        return f"{message}lower seq_length, raise validation_fraction (now {part.side.fraction:.3g}), or add raw files"
+    if wanted.side:
+        return (
+            f"{message}lower seq_length, raise validation_fraction (now {wanted.side.fraction:.3g}), or add raw files"
+        )
     return f"{message}lower seq_length, raise validation_splits (now {params.validation_splits}), or add raw files"
 
 

@@ -36,7 +36,7 @@ from stages.forward.rows import TokenRows
 from stages.launching.runtime import TrainRuntime, how_to_resume
 from stages.model import adapters
 from stages.model.dtypes import BY_NAME, PRECISIONS
-from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
+from stages.model.manifest import ModelManifest
 from stages.planning import memory_plan
 from stages.planning.memory_plan import PeakMemory, Table
 from stages.training.order import RowOrder
@@ -177,6 +177,7 @@ def measure_memory(
     from stages.planning import peak_memory  # imports torch
 
     try:
+        params.check_context_parallel(model, seq_length, num_ranks)
         accumulated = params.grad_accum_steps(num_ranks)
         _, size = params.fsdp.mesh_shape(num_ranks, num_ranks)
     except StageError as error:  # these ranks are assumed, others may train
@@ -371,8 +372,8 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
                 f"warning: only {share:.1%} of the rows are held out: splits have equal numbers of files, not of "
                 "tokens: raise validation_splits"
             )
-    if model.router_loss_coef == 0:
-        print(ROUTER_LOSS_OFF)
+    if warning := model.router_warning(params.lora_r):
+        print(warning)
 
 
 def _describe_adapters(params: TrainParams, plan: Plan, model: ModelManifest) -> str:
@@ -392,12 +393,25 @@ def _describe_adapters(params: TrainParams, plan: Plan, model: ModelManifest) ->
 
 
 def _warn_of_peft(params: TrainParams, model: ModelManifest) -> None:
-    """Warn where the adapters cannot be used without merging them."""
+    """Warn where the adapters cannot be used without merging them, or have more parameters than what they change."""
     from stages.model import meta
 
     kinds = adapters.choose(model.linears, params.lora_target_modules, model.architecture)
-    if problem := adapters.peft_problem(kinds, meta.has_joined_experts(meta.build(model.directory()))):
+    built = meta.build(model.directory())
+    if problem := adapters.peft_problem(kinds, meta.has_joined_experts(built)):
         print(f"warning: {problem}")
+    chosen = {
+        name: module
+        for name, module in meta.find_linears(built, model.layer_classes).items()
+        if adapters.kind(name) in kinds
+    }
+    name = min(chosen, key=lambda name: min(chosen[name].weight.shape))
+    rows, columns = chosen[name].weight.shape
+    if params.lora_r is not None and params.lora_r > min(rows, columns):
+        print(
+            f"warning: lora_r is {params.lora_r}, but {adapters.kind(name)} has a matrix of {rows} x {columns}: a rank "
+            f"above {min(rows, columns)} only adds parameters. Lower lora_r, or leave it out of lora_target_modules"
+        )
 
 
 def _warn_of_new_tokens(params: TrainParams, model: ModelManifest) -> None:
@@ -442,10 +456,10 @@ def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> 
     Raises:
         StageError: the training would be refused.
     """
+    model, train = ModelManifest.read(), PackedTokens.read(TRAIN)
+    params.check_context_parallel(model, train.seq_length, runtime.nproc_per_node)
     check_num_ranks(params, num_ranks)
-    if runtime.nproc_per_node:
-        params.check_ranks_of_node(runtime.nproc_per_node)
-    plan = estimate(params, ModelManifest.read(), PackedTokens.read(TRAIN), PackedTokens.read(VALIDATION))
+    plan = estimate(params, model, train, PackedTokens.read(VALIDATION))
     run = describe(params)
     decide(run, how_to_resume(runtime), find(run))  # the launch would refuse what this refuses
     check_disk(params, runtime, plan)
@@ -478,7 +492,6 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
     params.fsdp.wrapped_classes(model)
     params.check_compile(model)
     params.check_lora(model)
-    params.check_context_parallel(model, train.seq_length)
     params.check_packages()
     trained_parameters, moments = params.num_trained(model), _MOMENTS[params.optimizer]
     order = RowOrder(params, train.num_rows, train.sources)

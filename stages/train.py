@@ -22,11 +22,11 @@ def main() -> None:
     handoff.die_with_torchrun(signal.SIGKILL if handoff.has_launcher() else signal.SIGTERM)
     # Before numpy and torch are imported: the threads that they start must not get the signals.
     stop_signal = StopSignal()
-    from stages.launching.rank import run
+    from stages.launching.rank import train
     from stages.ranks.torch_errors import LostConnection
 
     try:
-        is_finished = run(stop_signal)
+        is_finished = train(stop_signal)
     except LostConnection as error:
         sys.exit(f"error: {error}")  # status 1: unlike a StageError, it may not occur again
     except (StageError, OSError) as error:

@@ -8,7 +8,7 @@ import transformers
 
 from stages.base.identity import TokenFingerprints
 from stages.base.origin import Origin
-from stages.base.packed import METRICS, EncoderMetrics, PackMetrics, PartMetrics
+from stages.base.packed import METRICS, EncoderMetrics, PackMetrics, RowsMetrics
 from stages.export.lineage import InitialModel, Lineage
 from tests.models import CONFIGS, write_tokenizer
 
@@ -54,16 +54,16 @@ def make_lineage(**values: Any) -> Lineage:
     return Lineage(**{**defaults, **values})
 
 
-def packed_text(**values: Any) -> PartMetrics:
+def packed_text(**values: Any) -> RowsMetrics:
     """What `pack` counts of some text of which only `values` matter."""
     defaults: dict[str, Any] = {
         "documents": 1, "characters": 1, "bytes": 1, "tokens": 1, "characters_per_token": 1.0, "unknown_share": 0.0,
         "dropped_characters": 0, "rows": 1,
     }  # fmt: skip
-    return PartMetrics(**{**defaults, **values})
+    return RowsMetrics(**{**defaults, **values})
 
 
-def write_pack_metrics(fingerprint: str, text: PartMetrics | None = None, encoder: str = "", **values: Any) -> None:
+def write_pack_metrics(fingerprint: str, text: RowsMetrics | None = None, encoder: str = "", **values: Any) -> None:
     """Write data/pack.json, of tokens with this fingerprint."""
     text = text or packed_text()
     defaults = {"source": "", "origin": Origin({}, {})}

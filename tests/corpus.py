@@ -17,8 +17,8 @@ from pydantic import TypeAdapter
 from stages.deduplicate import DeduplicateParams, DeduplicateRuntime, deduplicate
 from stages.extract import ExtractParams, ExtractRuntime, extract
 from stages.formats.limits import LIMITS, Limits
+from stages.formats.raw_content import RawContent, Rejected
 from stages.formats.rules import Rule
-from stages.formats.source import Rejected, Source
 from stages.formats.writer import replace_surrogates
 from stages.organize import OrganizeParams, OrganizeRuntime, organize
 from stages.work.workers import Runtime
@@ -120,8 +120,8 @@ def check_rules(*cases: tuple[Any, ...], **params: Any) -> dict[str, Any]:
     return check(*(tuple(case) for _, *case in cases), records=rules, **params)
 
 
-class Memory(Source):
-    """As much of a `Source` as a reader of JSON or YAML needs."""
+class Memory(RawContent):
+    """As much of a `RawContent` as a reader of JSON or YAML needs."""
 
     first_line = 1
 

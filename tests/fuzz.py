@@ -36,9 +36,9 @@ Check = Callable[[bytes], None]
 def extract(name: str) -> Check:
     """What `extract` does with a file of a name. The first byte decides the rule."""
     from stages.formats import readers
+    from stages.formats.raw_content import Rejected, Unreadable
     from stages.formats.records import Records
     from stages.formats.rules import Rule, find
-    from stages.formats.source import Rejected, Unreadable
     from stages.formats.writer import TextWriter
     from stages.splits import tree
     from stages.splits.manifests import RawFile
@@ -60,8 +60,8 @@ def extract(name: str) -> Check:
             records = Records(rule, sink, 1, limits) if rule and find([rule], name) else None
             file, encoding = RawFile(name, *tree.measure(directory / name)), "cp1252" if data[:1] > b"\x7f" else "utf-8"
             try:
-                with readers.open_source(str(directory), file, encoding, limits) as source:
-                    readers.read(name, source, sink, records)
+                with readers.open_content(str(directory), file, encoding, limits) as content:
+                    readers.read(name, content, sink, records)
             except Rejected as rejected:
                 sink.reject(rejected)
             except Unreadable:

@@ -42,7 +42,7 @@ from stages.export import card, mapped
 from stages.export.lineage import Lineage
 from stages.model import tokenizer
 from stages.model.license import ModelLicense
-from stages.model.manifest import MANIFEST, TOKENIZER, ModelManifest
+from stages.model.manifest import MODEL_MANIFEST, TOKENIZER, ModelManifest
 from tests import models
 from tests.artifacts import make_lineage, packed_text, write_model, write_pack_metrics
 from tests.project import REPO, flip_bit, run_here, wait_for
@@ -75,7 +75,7 @@ class Trained(NamedTuple):
             identity,
             params={"experiment_name": "exp", "lr": 0.1},
             data=make_lineage().data,
-            model=publish.sha256_file(MANIFEST),
+            model=publish.sha256_file(MODEL_MANIFEST),
         )
         files = (path for path in sorted(self.directory.rglob("*")) if path.is_file() and path.name != layout.MANIFEST)
         tensors = {name: tensor for name, tensor in {**self.tensors, **listed}.items() if tensor is not None}
@@ -412,7 +412,7 @@ def test_a_checkpoint_other_than_that_of_the_pointer_is_refused(llama: Trained) 
 
 
 def test_a_checkpoint_of_another_model_is_said_to_be_one(llama: Trained) -> None:
-    MANIFEST.write_text(MANIFEST.read_text() + " ")
+    MODEL_MANIFEST.write_text(MODEL_MANIFEST.read_text() + " ")
     problem = "not of the model that .*step-00000003 was trained from: "
     assert_refused(f"{problem}run `dvc repro train`")
     with pytest.raises(StageError, match=f"{problem}set model_name and model_revision"):

@@ -278,32 +278,60 @@ def test_a_run_with_another_number_is_adopted(
     assert decision._obstacles(one, other, decision._NEUTRAL) == []
 
 
-REFUSED: list[tuple[str, int, dict[str, Any]]] = [
-    ("3 does not divide the tokens of a forward pass, batch_size 2 x seq_length 32: use a divisor of 64", 3, {}),
-    ("64 does not divide the tokens of a forward pass, eval_batch_size 1 x seq_length 32", 64, {"eval_batch_size": 1}),
-    ("2 needs attention varlen, not sdpa: use attention auto, or context_parallel 1", 2, {"attention": "sdpa"}),
-    ("2 and compile true cannot be used together", 2, {"compile": True}),
-    ("128 does not divide 64 ranks: use a divisor of 64", 128, {}),
-    ("2 does not divide the 3 ranks of a node: use a divisor of 3, or another runtime.nproc_per_node", 2, {}),
+HEADS = "the 2 attention heads of LlamaForCausalLM"
+TOKENS = "the 64 tokens of a forward pass (batch_size 2 x seq_length 32)"
+REFUSED: list[tuple[str, int, int | None, dict[str, Any]]] = [
+    (f"3 does not divide {HEADS}, nor {TOKENS}: use 1 or 2", 3, None, {}),
+    (
+        "64 does not divide the 2 attention heads of LlamaForCausalLM, nor the 32 tokens of a forward pass "
+        f"(eval_batch_size 1 x seq_length 32): use 1 or 2, which also divide {TOKENS}",
+        64,
+        None,
+        {"eval_batch_size": 1},
+    ),
+    (f"4 does not divide {HEADS}, nor the 6 ranks of a node: use 1 or 2, which also divide {TOKENS}", 4, 6, {}),
+    ("2 does not divide the 3 ranks of a node: use 1", 2, 3, {}),
+    ("2 needs attention varlen, not sdpa: use attention auto, or context_parallel 1", 2, None, {"attention": "sdpa"}),
+    ("2 and compile true cannot be used together", 2, None, {"compile": True}),
 ]
 
 
-@pytest.mark.parametrize(("message", "size", "changes"), REFUSED)
+@pytest.mark.parametrize(("message", "size", "ranks_of_node", "changes"), REFUSED)
 def test_what_cannot_be_is_refused_before_the_training(
-    training: Project, monkeypatch: pytest.MonkeyPatch, message: str, size: int, changes: dict[str, Any]
+    training: Project,
+    monkeypatch: pytest.MonkeyPatch,
+    message: str,
+    size: int,
+    ranks_of_node: int | None,
+    changes: dict[str, Any],
 ) -> None:
     monkeypatch.chdir(training.path)
     params, runtime = load_params(TrainParams), load_params(TrainRuntime, "runtime")
     params = dataclasses.replace(params, context_parallel=size, total_batch_size=2, **changes)
-    of_node = re.search(r"the (\d+) ranks of a node", message)
-    runtime = dataclasses.replace(runtime, nproc_per_node=int(of_node[1]) if of_node else None)
-    num_ranks = 64 if "64 ranks" in message else size
+    runtime = dataclasses.replace(runtime, nproc_per_node=ranks_of_node)
     with pytest.raises(StageError, match=re.escape(f"context_parallel {message}")):
-        plan.check(params, runtime, num_ranks)
-    if not of_node:
+        plan.check(params, runtime, size)
+    if ranks_of_node is None:
         plan.check(dataclasses.replace(params, context_parallel=1), runtime, 1)
-        return
-    training.set(context_parallel=size, runtime={"nproc_per_node": 3})
+
+
+def test_a_launch_and_the_doctor_refuse_ranks_that_cannot_share_rows(
+    training: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(training.path)
+    training.set(context_parallel=2, runtime={"nproc_per_node": 3, "resume": "never"})
+    checkpoint = describe(load_params(TrainParams)).directory / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    output = training.run("python", "-m", "stages.launch", status=2)
+    assert "context_parallel 2 does not divide the 3 ranks of a node: use 1" in output
+    assert "starts at step 0" not in output
+    assert checkpoint.exists()
+    training.set(context_parallel=1, total_batch_size=2, runtime={"nproc_per_node": 3})
+    output = training.run("python", "-m", "stages.launch", status=2)
+    assert "total_batch_size 2 is not a multiple" in output
+    assert "starts at step 0" not in output
+    training.set(context_parallel=2)
     with pytest.raises(StageError, match="does not divide the 3 ranks of a node"):
         next(launch.load())  # of the doctor
 
@@ -315,6 +343,8 @@ def test_total_batch_size_is_shared_by_groups_of_ranks(params: TrainParams) -> N
         StageError, match="batch_size 2 x 6 ranks / context_parallel 2: use total_batch_size 6 or 12 or 4"
     ):
         shared.grad_accum_steps(6)
+    with pytest.raises(StageError, match="context_parallel 2 does not divide 3 ranks: use a divisor of 3"):
+        shared.grad_accum_steps(3)
     assert memory_plan.batch_sizes(shared, 8) == [1, 2]
     full = dataclasses.replace(shared, activation_checkpointing="full", batch_size=1)
     assert "context_parallel 4, if `plan` accepts it" in remedies(full, 4)
@@ -339,11 +369,14 @@ def choose(config: transformers.PreTrainedConfig, directory: Path, size: int) ->
     return choose_attention("auto", directory, True, 32, torch.float32, "cpu", size).name
 
 
-def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+def test_heads_that_ranks_cannot_share_are_refused(params: TrainParams, tmp_path: Path) -> None:
     config = transformers.LlamaConfig(num_attention_heads=6, num_key_value_heads=2, hidden_size=48, vocab_size=64)
     assert [choose(config, tmp_path, size) for size in (1, 2, 3, 6)] == ["sdpa", "varlen", "varlen", "varlen"]
-    with pytest.raises(StageError, match="4 does not divide the 6 attention heads of llama: use a divisor of 6"):
-        choose(config, tmp_path, 4)
+    shared, model = dataclasses.replace(params, context_parallel=4), manifest_of(tmp_path, with_weights=False)
+    with pytest.raises(
+        StageError, match="4 does not divide the 6 attention heads of LlamaForCausalLM: use 1, 2, 3 or 6"
+    ):
+        shared.check_context_parallel(model, 96)
 
 
 @pytest.mark.parametrize(
@@ -351,6 +384,7 @@ def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
     [
         (transformers.Gemma2Config(), "has soft caps"),
         (transformers.GptOssConfig(), "has attention sinks"),
+        (transformers.FalconConfig(), "varlen is not among the attention functions that the model's code in transfor"),
         (transformers.MambaConfig(), "lets tokens attend to other documents|fails"),
         (transformers.LlamaConfig(attention_dropout=0.1), "has dropout"),
     ],

@@ -104,7 +104,7 @@ def test_what_a_launch_does(case: Case, params: TrainParams) -> None:
     own = make_run(params, **ours)
     found = Found(
         own=dict(reversed(checkpoints(own, *case.own).items())),
-        is_finished=own.total_steps in case.own,
+        has_last=own.total_steps in case.own,
         others=checkpoints(other, *case.others),
         unsupported=[],
         is_copy=case.is_copy,

@@ -22,7 +22,7 @@ from stages.base import code
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
-from stages.deduplicate import DeduplicateParams, DeduplicateRuntime, deduplicate
+from stages.deduplicate import DeduplicateParams, DeduplicateRuntime, choose_examples, deduplicate
 from stages.duplicates import finding, shingles, signatures
 from stages.duplicates.shingles import shingles_of
 from stages.pack import PackParams, PackRuntime, pack
@@ -223,6 +223,27 @@ def test_a_document_of_an_earlier_source_stays_and_else_the_longest() -> None:
         "good": {"documents": 1, "equal": 0, "similar": 0}, "other": {"documents": 1, "equal": 0, "similar": 1},
     }  # fmt: skip
     assert metrics["examples"][0]["kept"] == " ".join(short)[:300] and metrics["largest"][0]["skipped"] == 1
+
+
+def test_the_examples_show_all_similarities_and_those_near_the_threshold() -> None:
+    """Most pairs differ in their spaces alone, which are in no shingle."""
+    originals = [words(100, seed) for seed in range(50)]
+    changed = [edited(original, share, 7) for original, share in zip(originals, (0.01, 0.04, 0.06, 0.08), strict=False)]
+    copies = [" ".join(document) for document in changed] + ["  ".join(original) for original in originals[4:]]
+    make_corpus([[" ".join(original) for original in originals], [*copies, " ".join(originals[0])]])
+    run(threshold=0.7)
+    found = [example["similarity"] for example in json.loads(Path("data/deduplicate.json").read_text())["examples"]]
+    assert len(found) == 20 and found == sorted(found)
+    assert sum(similarity < 1 for similarity in found) == 4
+
+    similarity = np.array([1.0] * 40 + [0.8 + number / 1000 for number in range(160)] + [1.0] * 40)
+    is_equal = np.arange(240) >= 200
+    chosen = choose_examples(finding.Dropped(np.arange(240), np.arange(240), similarity, is_equal))
+    assert np.diff(similarity[chosen]) == pytest.approx([0.159 / 19] * 19, abs=0.001)
+    assert choose_examples(finding.NOTHING) == []
+    assert choose_examples(
+        finding.Dropped(*(values[200:] for values in (np.arange(240),) * 2), similarity[200:], is_equal[200:])
+    )
 
 
 def test_the_result_is_the_same_for_any_workers_ranges_and_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:

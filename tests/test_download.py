@@ -39,7 +39,7 @@ from stages.forward.load_probe import changed_by_loading
 from stages.model import headers, hub, hub_cache, meta
 from stages.model.files import WEIGHTS, WEIGHTS_INDEX
 from stages.model.license import ModelLicense
-from stages.model.manifest import MANIFEST, ModelManifest
+from stages.model.manifest import MODEL_MANIFEST, ModelManifest
 from tests import hub_server
 from tests.artifacts import write_model
 from tests.byte_model import make_model
@@ -132,7 +132,7 @@ def describe(name: str = "model", initial_weights: Any = "auto") -> ModelManifes
     return download.describe(DownloadParams(name, "main", initial_weights))
 
 
-def resolve(name: str = "model", revision: str = "main", want_weights: bool = True) -> hub.ModelSource:
+def resolve(name: str = "model", revision: str = "main", want_weights: bool = True) -> hub.ResolvedModel:
     return hub.resolve(name, revision, want_weights)
 
 
@@ -165,11 +165,11 @@ def test_the_stage_writes_a_manifest_that_is_reproducible(run_stage: Callable[[s
     output = run_stage("model")
     assert output.startswith("download: model (a local directory): LlamaForCausalLM, 5,")
     assert "random weights" in output and "hf download" not in output
-    first, found = MANIFEST.read_bytes(), ModelManifest.read()
+    first, found = MODEL_MANIFEST.read_bytes(), ModelManifest.read()
     assert found == describe()
     assert (found.dtype, found.directory()) == ("bfloat16", Path("model"))
     found.write()
-    assert MANIFEST.read_bytes() == first
+    assert MODEL_MANIFEST.read_bytes() == first
 
 
 def test_initial_weights_decides_which_files_are_needed() -> None:
@@ -196,7 +196,7 @@ def test_a_cached_hub_model_needs_no_socket_and_stays_at_its_commit(home: Path) 
     assert found.weights == [path.name for path in shards]
     assert found.directory() == found.verify() == snapshot
     found.write()
-    assert str(home) not in MANIFEST.read_text()
+    assert str(home) not in MODEL_MANIFEST.read_text()
 
     other = snapshot.with_name("f" * 40)
     shutil.copytree(snapshot, other, symlinks=True)
@@ -1046,7 +1046,7 @@ def test_a_download_that_was_killed_is_continued_and_shows_no_token(
     output += run_stage(HUB_ID)
     assert served.fetched() == {WEIGHTS}
     assert not any("xet" in request.path for request in served.requests)
-    assert "SENTINEL" not in output + MANIFEST.read_text()
+    assert "SENTINEL" not in output + MODEL_MANIFEST.read_text()
     assert "%|" not in output  # no progress bars, except in a terminal
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from stages.base.errors import StageError
 from stages.tokenizing import fast_tokenizer
 from stages.tokenizing.comparison import Comparison, Differs
-from stages.tokenizing.encoding import Encoder, EncoderLimits, Piece
+from stages.tokenizing.encoding import EncodedBatch, Encoder, EncoderLimits
 from stages.tokenizing.fast_tokenizer import Failed, FastTokenizer
 from tests.kinds import KINDS, MORE_KINDS, SPECIAL, SPELLINGS, make, prose, spec_of
 from tests.project import REPO
@@ -47,12 +47,12 @@ def encoders(kind: str) -> tuple[Encoder, Encoder]:
     return slow, fast
 
 
-def pieces_of(encoder: Encoder, *documents: str) -> list[Piece]:
+def batches_of(encoder: Encoder, *documents: str) -> list[EncodedBatch]:
     return [*encoder.encode(pa.array(documents))]
 
 
 def tokens_of(encoder: Encoder, *documents: str) -> list[int]:
-    return [token for piece in pieces_of(encoder, *documents) for token in piece.tokens.tolist()]
+    return [token for batch in batches_of(encoder, *documents) for token in batch.tokens.tolist()]
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_the_tokens_are_those_of_the_model_s_own_tokenizer(kind: str) -> None:
     ]
     assert tokens_of(fast, *documents) == tokens_of(slow, *documents)
     if kind.endswith("missing"):
-        assert sum(piece.num_slow for piece in pieces_of(fast, "a\x04b")) == 3
-    pieces = pieces_of(fast, *(prose(seed, 400) for seed in range(5)))
-    assert not any(piece.num_slow for piece in pieces)
+        assert sum(batch.num_slow for batch in batches_of(fast, "a\x04b")) == 3
+    batches = batches_of(fast, *(prose(seed, 400) for seed in range(5)))
+    assert not any(batch.num_slow for batch in batches)
 
 
 NORMALIZED = (
@@ -103,7 +103,7 @@ def test_what_versions_of_unicode_treat_differently_is_left_to_the_model_s_own(k
         assert tokens_of(fast, document) == tokens_of(slow, document), document
         is_same = kind.endswith("digits") and "\u017f" in document
         if "BPE" in kind:  # accents are removed from the other one in any case
-            found = sum(piece.num_slow for piece in pieces_of(fast, document))
+            found = sum(batch.num_slow for batch in batches_of(fast, document))
             assert found == (0 if is_same else len(document)), document
 
 
@@ -156,8 +156,8 @@ def test_text_near_a_character_that_differs_is_left_to_the_model_s_own_tokenizer
     before, after = ("the other tokens " * count for count in (100, 300))
     documents = [before * 2, f"{after}語{after}", before * 3]
     assert tokens_of(fast, *documents) == tokens_of(slow, *documents)
-    assert sum(piece.num_slow for piece in pieces_of(fast, *documents)) == len(documents[1])
-    assert sum(piece.num_slow for piece in pieces_of(fast, documents[0])) == 0
+    assert sum(batch.num_slow for batch in batches_of(fast, *documents)) == len(documents[1])
+    assert sum(batch.num_slow for batch in batches_of(fast, documents[0])) == 0
 
 
 def of_another_unicode(word: str) -> Callable[[FastTokenizer, list[str]], list[NDArray[np.uint32]]]:

@@ -42,9 +42,9 @@ from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.base.publish import sha256_file
 from stages.extract import ExtractParams, ExtractRuntime, extract
-from stages.formats import json_format, readers, source, writer, yaml_format
+from stages.formats import json_format, raw_content, readers, writer, yaml_format
 from stages.formats.limits import LIMITS, Limits
-from stages.formats.source import Rejected, Unreadable
+from stages.formats.raw_content import Rejected, Unreadable
 from stages.formats.writer import TextWriter
 from stages.splits import suffixes
 from stages.work import arrow
@@ -117,7 +117,7 @@ def read_file(path: Path, then: Callable[[], object] = lambda: None, limits: Lim
     found = suffixes.find(path.name)
     assert found
     sink: Any = ListSink()
-    with source.Source(path, found[1], sha256_file(path), limits=limits) as raw:
+    with raw_content.RawContent(path, found[1], sha256_file(path), limits=limits) as raw:
         then()
         readers.READERS[found[0]](raw, sink)
 
@@ -210,7 +210,7 @@ def test_trap_05_a_file_that_changes_while_it_is_read_is_refused(change: str) ->
     for name, content in contents.items():
         path = Path(name)
         path.write_bytes(content)
-        with suppress(Rejected), nullcontext() if change in REPLACEMENTS else pytest.raises(source.Changed):
+        with suppress(Rejected), nullcontext() if change in REPLACEMENTS else pytest.raises(raw_content.Changed):
             read_file(path, lambda: {**EDITS, **REPLACEMENTS}[change](path, content), Limits(chunk=1000))  # noqa: B023
 
 
@@ -226,8 +226,8 @@ def test_a_file_that_grows_while_it_is_read_has_an_end(monkeypatch: pytest.Monke
             file.write(b"a" * size * (num_reads < 50))
         return read(descriptor, size)
 
-    with pytest.raises(source.Changed):
-        read_file(path, lambda: monkeypatch.setattr(source.os, "read", read_and_append), Limits(chunk=1))
+    with pytest.raises(raw_content.Changed):
+        read_file(path, lambda: monkeypatch.setattr(raw_content.os, "read", read_and_append), Limits(chunk=1))
     assert num_reads < 5
 
 
@@ -242,14 +242,14 @@ def test_the_rest_of_a_large_file_is_read_only_after_an_error_that_a_change_can_
         os.truncate(path, 10)
         raise error
 
-    with pytest.raises(source.Changed if error is ValueError else error):
+    with pytest.raises(raw_content.Changed if error is ValueError else error):
         read_file(path, fail, Limits(chunk=1000))
 
 
 def test_a_file_whose_size_is_not_known_is_read() -> None:
     path = Path("/proc/version")  # a regular file of 0 bytes, with content
     assert path.stat().st_size == 0
-    with source.Source(path, "", sha256_file(path)) as raw:
+    with raw_content.RawContent(path, "", sha256_file(path)) as raw:
         assert raw.stream().read() == path.read_bytes() != b""
 
 
@@ -804,7 +804,7 @@ def test_trap_13_what_was_read_leaves_the_memory_without_the_collector() -> None
         for name in files:
             read(name)
             # A cycle with a suspended generator is not counted by `collect`, which closes it first.
-            assert not [kept for kept in gc.get_objects() if type(kept) is source.Source], name
+            assert not [kept for kept in gc.get_objects() if type(kept) is raw_content.RawContent], name
             assert gc.collect() == 0, name
     finally:
         gc.enable()
@@ -1170,7 +1170,7 @@ def test_each_format_that_organize_lists_has_a_reader(monkeypatch: pytest.Monkey
     assert set(suffixes.FORMATS.values()) == set(readers.READERS)
     example = re.search(r"^    def read\(.*?(?=^Then)", readers.__doc__ or "", re.M | re.S)
     assert example
-    scope: dict[str, Any] = {"Source": source.Source, "TextWriter": TextWriter, "Rejected": Rejected}
+    scope: dict[str, Any] = {"RawContent": raw_content.RawContent, "TextWriter": TextWriter, "Rejected": Rejected}
     exec(textwrap.dedent(example[0]), scope)
     monkeypatch.setitem(suffixes.FORMATS, ".talk", "talk")
     monkeypatch.setitem(readers.READERS, "talk", scope["read"])

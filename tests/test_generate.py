@@ -226,8 +226,15 @@ def test_a_model_that_cannot_be_loaded_is_one_message(damaged: str, model: Path,
 
 
 def test_what_is_wrong_is_one_message(monkeypatch: pytest.MonkeyPatch, text_of: Command) -> None:
+    Path("outputs/exp/adapter").mkdir()
+    Path("outputs/exp/adapter/adapter_config.json").write_text("{}")
     for arguments, stdin, message in (
         (["a", "--model", "none"], None, r"none is not a model directory: give that .* `dvc get \. outputs"),
+        (
+            ["a", "--model", "outputs/exp/adapter"],
+            None,
+            "has adapters .LoRA., and no model: .* it is outputs/exp/model$",
+        ),
         ([""], None, "the prompt has no token"),
         (["a \udce9"], None, "the prompt is not UTF-8 at position 2: convert it"),
         ([], b"a \xe9", "the prompt is not UTF-8 at position 2: convert it"),

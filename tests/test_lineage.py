@@ -15,7 +15,7 @@ from stages.base.origin import RECORDS, Origin
 from stages.base.params_file import load_params
 from stages.base.record import write_sealed
 from stages.extract import ExtractParams
-from stages.formats.source import is_unchanged
+from stages.formats.raw_content import is_unchanged
 from stages.splits.manifests import Part
 from tests.pipeline import STAGES
 from tests.project import Project, flip_bit

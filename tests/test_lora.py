@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from stages import consolidate, download, launch
+from stages import consolidate, download, launch, plan
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.building import lora, sharded_model
@@ -296,6 +296,43 @@ def test_adapters_that_peft_would_drop_are_named(tmp_path: Path) -> None:
     )
     assert adapters.peft_problem(["model.layers.self_attn.o_proj"], has_joined_experts=True) is None
     assert adapters.peft_problem(linears, has_joined_experts=False) is None
+
+
+@pytest.mark.parametrize("first_is_dense", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}], ids=str)
+def test_shared_experts_get_adapters_where_the_first_layer_has_none(
+    first_is_dense: dict[str, Any], tmp_path: Path
+) -> None:
+    config = transformers.Qwen2MoeConfig(
+        **SMALL, intermediate_size=48, moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4,
+        num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=4, **first_is_dense,
+    )  # fmt: skip
+    linears = described(config, tmp_path)
+    assert {"model.layers.mlp.up_proj", "model.layers.mlp.shared_expert.up_proj"} < linears.keys()
+    assert [name for name, linear in linears.items() if linear.problem] == []
+
+
+def test_a_rank_above_the_smallest_matrix_is_named(
+    params: TrainParams, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.LlamaConfig(
+        **SMALL, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+    )
+    manifest = manifest_of(write_model(tmp_path, config), with_weights=True)
+    plan._warn_of_peft(changed(params, lora_r=16), manifest)
+    plan._warn_of_peft(changed(params, lora_r=17, lora_target_modules=["q_proj"]), manifest)
+    assert capsys.readouterr().out == ""
+    plan._warn_of_peft(changed(params, lora_r=17), manifest)
+    assert capsys.readouterr().out.startswith(
+        "warning: lora_r is 17, but model.layers.self_attn.k_proj has a matrix of 16 x 32: a rank above 16 only adds"
+    )
+
+
+def test_routers_that_are_not_trained_are_not_said_to_be(tmp_path: Path) -> None:
+    manifest = manifest_of(write_model(tmp_path, dtype=None), with_weights=False)
+    without_loss = dataclasses.replace(manifest, router_loss_coef=0.0)
+    assert (manifest.router_warning(None), manifest.router_warning(8)) == (None, None)
+    assert str(without_loss.router_warning(None)).startswith("warning: the experts of this model are trained without")
+    assert str(without_loss.router_warning(8)).startswith("note: routers without an adapter keep their weights, and")
 
 
 def test_a_weight_that_is_stored_in_parts_gets_its_own_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,11 @@ def test_each_source_is_within_one_row_of_its_share_at_every_position(shares: li
     mixture = Mixture({str(number): share for number, share in enumerate(shares)})
     exact = np.array(shares) / sum(shares)
     positions = np.arange(2 * mixture.period + 7)
-    found = mixture.places(positions).sources[:, None] == np.arange(len(shares))  # (n, k)
+    found = mixture.rows_at(positions).sources[:, None] == np.arange(len(shares))  # (n, k)
     counts = found.cumsum(0)
     assert (np.abs(counts - exact * (positions + 1)[:, None]) < 1).all()
     # Far away, too, and without what precedes.
-    sources, numbers = mixture.places(positions + first)
+    sources, numbers = mixture.rows_at(positions + first)
     expected = exact[sources] * (positions + first)
     assert (np.abs(numbers - expected) < 1 + 1e-6 * first).all()
     for source in range(len(shares)):  # and one after the other
@@ -38,7 +38,7 @@ def test_shares_are_what_was_typed() -> None:
     mixture = Mixture({"web": 0.7, "chat": 0.3})
     assert (mixture.period, mixture.counts.tolist()) == (10, [7, 3])
     assert Mixture({"a": 2, "b": 1, "c": 0}).counts.tolist() == [2, 1, 0]
-    sources = mixture.places(np.arange(10)).sources.tolist()
+    sources = mixture.rows_at(np.arange(10)).sources.tolist()
     assert sources == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
     with pytest.raises(ValueError, match=f"common denominator 333,331, and {LARGEST_PERIOD:,} is the largest"):
         Mixture({"a": 333_330, "b": 1})

@@ -431,7 +431,7 @@ def test_finished_splits_are_kept_when_another_fails_and_the_store_is_verified_a
     forget()
     encode_batch, finished = packing.encode, []
 
-    def failing(task: packing.BatchTask) -> packing.Encoded:
+    def failing(task: packing.BatchTask) -> packing.BatchResult:
         if len(finished) == 3:
             raise RuntimeError
         finished.append(encode_batch(task))
@@ -524,7 +524,7 @@ def test_trap_28_what_changes_while_it_is_packed_is_not_stored(
     make_corpus(SPLITS)
     encode_intact = packing.encode
 
-    def encode_and_change(task: packing.BatchTask) -> packing.Encoded:
+    def encode_and_change(task: packing.BatchTask) -> packing.BatchResult:
         encoded = encode_intact(task)
         change(task.target)
         return encoded

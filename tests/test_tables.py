@@ -27,7 +27,7 @@ import pytest
 from stages.base.errors import StageError
 from stages.base.publish import sha256_file
 from stages.extract import ExtractRuntime, extract
-from stages.formats import source, tables
+from stages.formats import raw_content, tables
 from stages.formats.limits import LIMITS, Limits
 from stages.splits import manifests as splits
 from tests.corpus import PARAMS, SPLITS, check, check_rules, extract_raw, organize_raw, put, read_rows
@@ -291,8 +291,8 @@ def test_trap_34_a_large_table_is_cut_between_row_groups(name: str, monkeypatch:
     assert sum(entry["size"] for entry in entries) == len(content)
     assert {entry["digest"] for entry in entries} == {hashlib.sha256(content).hexdigest()}
     opened = []
-    open_raw = source.open_raw
-    monkeypatch.setattr(source, "open_raw", lambda path: opened.append(path) or open_raw(path))
+    open_raw = raw_content.open_raw
+    monkeypatch.setattr(raw_content, "open_raw", lambda path: opened.append(path) or open_raw(path))
     extract(PARAMS, ExtractRuntime(num_workers=1, reuse_gib=1))
     assert read_rows() == table["text"].to_pylist()
     assert opened == [f"data/raw/{name}"]
@@ -303,7 +303,7 @@ def test_trap_34_a_large_table_is_cut_between_row_groups(name: str, monkeypatch:
         if place is not None:
             path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         for entry in entries:
-            assert source.is_unchanged(path, entry["digest"], splits.Part(**entry["part"])) == (place is None)
+            assert raw_content.is_unchanged(path, entry["digest"], splits.Part(**entry["part"])) == (place is None)
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
@@ -318,7 +318,7 @@ def test_trap_05_a_table_that_changes_while_a_part_is_read_is_noticed(name: str)
                 while_reading()
 
     read(lambda: None)  # hashed, and found unchanged
-    with pytest.raises(source.Changed):
+    with pytest.raises(raw_content.Changed):
         read(lambda: Path(name).write_bytes(content + b"x"))
 
 
@@ -465,9 +465,9 @@ def read_damaged_tables() -> None:
         try:
             with tables.Table(name, sha256_file(Path(name))) as given:
                 for rows in given.rows(lambda schema: schema.names):
-                    assert isinstance(rows, (tables.Rows, source.Rejected))
+                    assert isinstance(rows, (tables.Rows, raw_content.Rejected))
             outcomes["read"] += 1
-        except source.Rejected:
+        except raw_content.Rejected:
             outcomes["rejected"] += 1
     print(json.dumps(outcomes))
 

@@ -81,7 +81,7 @@ class ConversationMetrics:
 
 
 @dataclass(frozen=True)
-class PartMetrics:
+class RowsMetrics:
     """Of the documents for training, or of those for validation."""
 
     documents: int
@@ -128,8 +128,8 @@ class PackMetrics(Record):
 
     STAGE: ClassVar[str] = "pack"
 
-    train: PartMetrics
-    validation: PartMetrics
+    train: RowsMetrics
+    validation: RowsMetrics
     encoder: EncoderMetrics
     source: str
     """Fingerprint of the corpus."""
@@ -138,7 +138,7 @@ class PackMetrics(Record):
     origin: Origin
     chat_templates: dict[str, str] = field(default_factory=dict)
     """By name, those that the conversations were rendered with, and others of the model; none: there are none."""
-    sources: dict[str, PartMetrics] = field(default_factory=dict)
+    sources: dict[str, RowsMetrics] = field(default_factory=dict)
     """Of each source, named as in `train web`; none: the rows are of all files."""
 
 

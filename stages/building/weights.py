@@ -107,11 +107,11 @@ def make_weights(
     names = {module: name for name, module in reference.named_modules()}
     rules = rules_of_random_values(reference)
     done: set[str] = set()
-    for part, modules in _parts(reference, layer_classes):
+    for layer, modules in _layers(reference, layer_classes):
         note()
         for module in modules:
             module.to_empty(device="cpu", recurse=False)
-        if not part:
+        if not layer:
             reference.tie_weights()  # `to_empty` has replaced the parameters, so those that were one are now two
         own: dict[Tensor, str] = {
             param: name
@@ -120,7 +120,7 @@ def make_weights(
             # else it is tied to one that is a parameter of the model
             if (name := f"{names[module]}.{key}".lstrip(".")) in params
         }
-        with seeded(f"{seed}/{part}"), _SeededRows(own, seed), torch.no_grad():
+        with seeded(f"{seed}/{layer}"), _SeededRows(own, seed), torch.no_grad():
             for param in own:
                 param.fill_(torch.nan)
             for module in modules:
@@ -136,7 +136,7 @@ def make_weights(
     assert done == set(params), sorted(set(params) - done)
 
 
-def _parts(model: PreTrainedModel, layer_classes: list[str]) -> Iterator[tuple[str, list[nn.Module]]]:
+def _layers(model: PreTrainedModel, layer_classes: list[str]) -> Iterator[tuple[str, list[nn.Module]]]:
     """Each layer, then everything outside layers: its name ('' for the rest) and its modules, children before parents.
 
     transformers' rules visit a module after its children, because a parent may give a child other values.

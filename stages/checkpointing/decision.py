@@ -49,7 +49,7 @@ class Found:
 
     own: dict[Path, CheckpointManifest | StageError]
     """The checkpoints of the run itself, newest first, or why their manifest cannot be read."""
-    is_finished: bool
+    has_last: bool
     """Whether the last of them is there, and its files have the sizes that its manifest lists."""
     others: dict[Path, CheckpointManifest]
     """Those of other runs of the experiment that can be read, newest first in each run."""
@@ -88,7 +88,7 @@ def find(run: Run) -> Found:
     others = [entry for each in directories if each.name != run.run_id for entry in read(each).items()]
     return Found(
         own=read(run.directory),
-        is_finished=_is_complete(run.directory / step_name(run.total_steps)),
+        has_last=_is_complete(run.directory / step_name(run.total_steps)),
         others={path: manifest for path, manifest in others if isinstance(manifest, CheckpointManifest)},
         unsupported=[str(error) for _, error in others if isinstance(error, UnsupportedFormat)],
         # Several copies train at the same time. If one adopted a checkpoint of another, its result would depend on
@@ -140,7 +140,7 @@ def decide(run: Run, resume: Resume, found: Found) -> Decision:
                 lines = differences(manifest.identity, run.identity)
                 raise StageError(f"{path} belongs to another run; move it away. It differs in", *lines)
         newest = next(iter(found.own))
-        if found.is_finished:
+        if found.has_last:
             reason = f"run {run.run_id} has already finished, at step {run.total_steps}: nothing to train"
             return Decision("finished", list(found.own), reason)
         reason = f"run {run.run_id} continues from its own {newest.name}, of {run.total_steps} steps"
@@ -222,9 +222,7 @@ def _why_not_adopt(run: Run, resume: Resume, path: Path, manifest: CheckpointMan
     if found.is_copy:
         return "this is a copy of the project, for an experiment"
     # Of all its checkpoints: the last one but one of a finished run is not that of an unfinished one.
-    is_finished = any(
-        other.step >= other.total_steps for name, other in found.others.items() if name.parent == path.parent
-    )
+    is_finished = any(other.is_finished for name, other in found.others.items() if name.parent == path.parent)
     if is_finished and manifest.total_steps >= run.total_steps:
         what = "other code" if manifest.identity.code != run.identity.code else "other parameters"
         return f"its run has finished, with {what}, and is not shorter"
@@ -240,11 +238,11 @@ def _why_not_adopt(run: Run, resume: Resume, path: Path, manifest: CheckpointMan
         schedule = TypeAdapter(ScheduleParams).validate_python(manifest.identity.params)
     except ValidationError as error:
         return f"its schedule is none ({first_problem(error)})"
-    for step in range(manifest.step):
-        there = learning_rate(schedule, manifest.total_steps, step)
-        here = learning_rate(run.params, run.total_steps, step)
+    for steps_done in range(manifest.step):
+        there = learning_rate(schedule, manifest.total_steps, steps_done)
+        here = learning_rate(run.params, run.total_steps, steps_done)
         if there != here:
-            return f"the learning rate of step {step + 1} is {there} there, {here} here"
+            return f"the learning rate of step {steps_done + 1} is {there} there, {here} here"
     return None
 
 
@@ -258,11 +256,7 @@ def _last_to_extend(run: Run, found: Found) -> Path:
         StageError: it has not finished, differs in more than `_why_not_adopt` allows and the schedule, or is not
             shorter.
     """
-    last = {
-        manifest.run_id: (path, manifest)
-        for path, manifest in found.others.items()
-        if manifest.step >= manifest.total_steps
-    }
+    last = {manifest.run_id: (path, manifest) for path, manifest in found.others.items() if manifest.is_finished}
     ignored = _NEUTRAL | _SCHEDULE | {"extend_from"}
     obstacles = {run_id: _obstacles(manifest.identity, run.identity, ignored) for run_id, (_, manifest) in last.items()}
     for run_id, (_, manifest) in last.items():

@@ -88,6 +88,11 @@ class CheckpointManifest:
     """The model's, without the optimizer's."""
 
     @property
+    def is_finished(self) -> bool:
+        """Whether the run was trained to its last step."""
+        return self.step >= self.total_steps
+
+    @property
     def result_sha256(self) -> str:
         """Digest of what the run computed: two runs of the same inputs that compute the same have the same.
 

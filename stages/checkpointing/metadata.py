@@ -57,7 +57,7 @@ def read(directory: Path) -> Metadata:
     return metadata  # type: ignore[no-any-return]
 
 
-def places(directory: Path) -> list[Any]:
+def stored_tensors(directory: Path) -> list[Any]:
     """Which bytes of which file are which part of which tensor, as JSON; without the random id that torch adds.
 
     Raises:
@@ -69,8 +69,8 @@ def places(directory: Path) -> list[Any]:
             [name, str(entry.properties.dtype), str(entry.size), str(entry.chunks)]
             for name, entry in metadata.state_dict_metadata.items()
         ]
-        parts = [[index.fqn, str(index.offset), str(place)] for index, place in metadata.storage_data.items()]
-        return [sorted(tensors), sorted(parts)]
+        chunks = [[index.fqn, str(index.offset), str(stored)] for index, stored in metadata.storage_data.items()]
+        return [sorted(tensors), sorted(chunks)]
 
 
 def understood(path: Path) -> AbstractContextManager[None]:
@@ -103,12 +103,12 @@ def _check(metadata: Any) -> None:
         if not is_tensor or not all(isinstance(chunk, ChunkStorageMetadata) for chunk in entry.chunks):
             raise TypeError(f"{type(entry).__name__} is no tensor")  # not itself, which may have any length as text
     names = set()
-    for place in metadata.storage_data.values():
-        if not isinstance(place.relative_path, str):
-            raise TypeError(f"{type(place.relative_path).__name__} is no name")
-        names.add(place.relative_path)
-        if place.offset < 0 or place.length < 0:
-            raise ValueError(f"{place.offset} and {place.length} are no part of a file")
+    for stored in metadata.storage_data.values():
+        if not isinstance(stored.relative_path, str):
+            raise TypeError(f"{type(stored.relative_path).__name__} is no name")
+        names.add(stored.relative_path)
+        if stored.offset < 0 or stored.length < 0:
+            raise ValueError(f"{stored.offset} and {stored.length} are no part of a file")
     for name in names:
         if not is_file_name(name):
             raise ValueError(f"{name!r} is no file of the checkpoint")

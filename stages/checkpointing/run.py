@@ -17,7 +17,7 @@ from stages.base.identity import RunIdentity, TokenFingerprints
 from stages.base.packed import TRAIN, VALIDATION, PackedTokens
 from stages.base.params_file import as_yaml
 from stages.checkpointing.layout import checkpoint_root
-from stages.model.manifest import MANIFEST
+from stages.model.manifest import MODEL_MANIFEST
 from stages.training.order import RowOrder
 from stages.training.params import TrainParams
 
@@ -79,7 +79,7 @@ def describe(params: TrainParams) -> Run:
     identity = RunIdentity(
         params=params.identity(),
         data=TokenFingerprints(train.fingerprint, validation.fingerprint),
-        model=publish.sha256_file(MANIFEST),
+        model=publish.sha256_file(MODEL_MANIFEST),
         code=code.digest(*WEIGHTS, within=DECIDING),
     )
     return Run(

@@ -49,11 +49,11 @@ def load() -> Found[Settings]:
 def check_model(params: DownloadParams) -> Found[None]:
     """Whether the cache has all files of the model. The environment must have HF_HUB_OFFLINE=1."""
     try:
-        source = hub.resolve(params.model_name, params.model_revision, params.initial_weights != "random")
+        resolved = hub.resolve(params.model_name, params.model_revision, params.initial_weights != "random")
     except StageError as problem:
         yield Finding("error", f"with HF_HUB_OFFLINE=1 `download` would fail: {problem}")
     else:
-        yield ok(f"{params.model_name} is complete in {source.directory}: no stage asks the Hub")
+        yield ok(f"{params.model_name} is complete in {resolved.directory}: no stage asks the Hub")
 
 
 def check_gpus(runtime: TrainRuntime, devices: Path = DEVICES) -> Found[None]:

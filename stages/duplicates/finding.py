@@ -56,13 +56,13 @@ class SignedCorpus:
 
     Args:
         splits: Their documents are numbered in this order.
-        places: The place of the source of each split.
+        source_indices: Of each split, the position of its source among all.
     """
 
-    def __init__(self, splits: Sequence[Signed], places: Sequence[int]) -> None:
+    def __init__(self, splits: Sequence[Signed], source_indices: Sequence[int]) -> None:
         self.splits = splits
         self.offsets = np.cumsum([0, *(len(split.heads) for split in splits)])
-        self.places = np.repeat(np.asarray(places, np.int64), np.diff(self.offsets))
+        self.source_indices = np.repeat(np.asarray(source_indices, np.int64), np.diff(self.offsets))
         words = [np.empty(0, np.int64), *(split.heads["words"].astype(np.int64) for split in splits)]
         self.words = np.concatenate(words)
 
@@ -112,7 +112,7 @@ def find(
     similarities = is_equal.astype(np.float64)
     if threshold is not None:
         documents, buckets = _candidates(corpus, is_equal, bands(threshold), directory, at_once)
-        order = np.lexsort((documents, -corpus.words[documents], corpus.places[documents]))
+        order = np.lexsort((documents, -corpus.words[documents], corpus.source_indices[documents]))
         for document, other, found in _decide(corpus, documents[order], buckets[order], threshold, similarity):
             kept[document], similarities[document] = other, found
     # What is equal to a document that has left names what that one is similar to.

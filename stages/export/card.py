@@ -58,7 +58,7 @@ def readme(
 name = "{name}"  # the directory of this file, or its id on the Hub
 model = AutoModelForCausalLM.from_pretrained(name)
 tokenizer = AutoTokenizer.from_pretrained(name)"""
-    intro = f"{architecture}, trained for {lineage.step} steps from {start} {_source(lineage)}{how}."
+    intro = f"{architecture}, trained for {lineage.step} steps from {start} {_initial_model(lineage)}{how}."
     metadata = _metadata(lineage, dtype, is_random, terms, losses)
     return _page(lineage, metadata, intro, use, dtype, is_random, terms, losses)
 
@@ -76,7 +76,7 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{lineage
 tokenizer = AutoTokenizer.from_pretrained(name)"""
     intro = (
         f"Low-rank adapters (LoRA) of rank {rank} for {architecture}, trained for {lineage.step} steps beside the "
-        f"weights of {_source(lineage)}. They are fp32." + f"\n\n**{problem}.**" * bool(problem)
+        f"weights of {_initial_model(lineage)}. They are fp32." + f"\n\n**{problem}.**" * bool(problem)
     )
     metadata = _metadata(lineage, "float32", False, terms, losses, library="peft")
     return _page(lineage, metadata, intro, use, "float32", False, terms, losses)
@@ -134,7 +134,7 @@ Fingerprints of the packed tokens:
 
 ## License
 
-{_license(_source(lineage), is_random, terms)}
+{_license(_initial_model(lineage), is_random, terms)}
 """
 
 
@@ -175,7 +175,7 @@ def _metadata(
     )
 
 
-def _source(lineage: Lineage) -> str:
+def _initial_model(lineage: Lineage) -> str:
     model = lineage.model
     path = PurePath(model.name)
     # Where it was on this machine tells a reader of the card nothing.
@@ -201,14 +201,14 @@ def _evaluation(lineage: Lineage, dtype: str, losses: Losses | None) -> str:
     return "\n".join([*lines, *(f"| {text} | {value:.6g} |" for text, value in losses.metrics().values())])
 
 
-def _license(source: str, is_random: bool, terms: ModelLicense) -> str:
+def _license(name: str, is_random: bool, terms: ModelLicense) -> str:
     given = terms.metadata.get("license_name") or terms.metadata.get("license")
     link = terms.metadata.get("license_link")
     if terms.problem:
-        whose = f"That of {source} is unknown: {terms.problem}."
+        whose = f"That of {name} is unknown: {terms.problem}."
     else:
         text = ", ".join(given) if isinstance(given, list) else given
-        whose = f"That of {source} is `{text}`" + (f" ({link})." if link else ".")
+        whose = f"That of {name} is `{text}`" + (f" ({link})." if link else ".")
     if is_random:
         whose = f"None is chosen yet for the weights. Config and tokenizer have a license of their own. {whose}"
     if texts := terms.texts():

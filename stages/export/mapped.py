@@ -64,7 +64,7 @@ class ShardedTensors:
     @property
     def files(self) -> list[str]:
         """The names of the files that have a part of them."""
-        return sorted({place.relative_path for place in self._listed.storage_data.values()})
+        return sorted({stored.relative_path for stored in self._listed.storage_data.values()})
 
     def check(self, expected: Mapping[str, TensorSpec]) -> None:
         """Compare names, shapes and dtypes with `expected`, and check that the shards contain all of each tensor.
@@ -212,12 +212,12 @@ def write_safetensors(
         ThreadPoolExecutor(num_workers) as pool,
     ):
         for file, group in files.items():
-            content, places = _create(directory / file, group)
+            content, slices_of = _create(directory / file, group)
             for name, tensor in group.items():
-                slices = [places[part] for part in tensor]
+                slices = [slices_of[part] for part in tensor]
                 if _num_bytes(tensor):
                     tensors.load(name, content[slices[0].start : slices[-1].stop], dtypes[name], progress.update)
-                of_tensors |= {part: pool.submit(_sha256, content[places[part]]) for part in tensor}
+                of_tensors |= {part: pool.submit(_sha256, content[slices_of[part]]) for part in tensor}
             of_files[file] = pool.submit(_sha256, content)
     if len(groups) > 1:
         weight_map = {part: file for file, group in files.items() for tensor in group.values() for part in tensor}
@@ -275,4 +275,4 @@ def _create(path: Path, group: Mapping[str, _Stored]) -> tuple[memoryview, dict[
         os.posix_fallocate(file.fileno(), 0, start + end)
         content = memoryview(mmap.mmap(file.fileno(), start + end))
     content[:start] = len(text).to_bytes(8, "little") + text
-    return content, {name: slice(*(start + place for place in header[name]["data_offsets"])) for name, _ in specs}
+    return content, {name: slice(*(start + offset for offset in header[name]["data_offsets"])) for name, _ in specs}

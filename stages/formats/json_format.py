@@ -3,7 +3,7 @@ r"""JSON: all string values at any depth, in the order of the file, or the recor
 Python's own parser reads every record: it is the one that gives both values of a key that occurs twice, NaN, and lone
 surrogates. Where no rule asks for more, its hook makes strings of each object at once.
 
-A document that is larger than a piece of the file is read element by element, at any depth.
+A document that is larger than a chunk of the file is read element by element, at any depth.
 """
 
 import codecs
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from stages.formats import paths
 from stages.formats.limits import Limits
-from stages.formats.source import Rejected, Source
+from stages.formats.raw_content import RawContent, Rejected
 from stages.formats.writer import TextWriter
 
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ _INSIDE = re.compile(r'[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\
 _COMMA = re.compile(r"[ \t\n\r]*,[ \t\n\r]*")
 _KEY = re.compile(r'[ \t\n\r]*"[^"\\\x00-\x1f]*"[ \t\n\r]*:[ \t\n\r]*')  # without escapes, as most
 _MOST_DIGITS = 4000  # of an integer: Python refuses 4301
-_LONGEST_CUT = 16  # characters: a number or an escape that ends this close to the end of a piece may be cut there
-_MOST_TRIED = 64  # levels at which a collection is tried as a whole: below, each failure would cost a piece again
+_LONGEST_CUT = 16  # characters: a number or an escape that ends this close to the end of a chunk may be cut there
+_MOST_TRIED = 64  # levels at which a collection is tried as a whole: below, each failure would cost a chunk again
 _MOST_KEYS = 20  # of a document, for messages
 _CLOSING = {"[": "]", "{": "}"}
-_LARGE = object()  # in place of a collection that does not fit into a piece
+_LARGE = object()  # in place of a collection that does not fit into a chunk
 
 DecodeAt = Callable[[str, int], tuple[Any, int]]
-"""The value at a place of a text, and the place after it. Raises `json.JSONDecodeError`, or RecursionError. Each error
+"""The value at an index of a text, and the index after it. Raises `json.JSONDecodeError`, or RecursionError. Each error
 counts the lines before it, so the text should be short where there may be many."""
 
 
@@ -80,19 +80,19 @@ _lenient = json.JSONDecoder(object_pairs_hook=paths.make_object, parse_constant=
 _flat = json.JSONDecoder(object_pairs_hook=_strings_of, parse_int=float)  # which takes any number of digits
 
 
-def value_at(text: str, place: int = 0) -> tuple[Any, int]:
+def value_at(text: str, index: int = 0) -> tuple[Any, int]:
     """`DecodeAt` of records."""
     try:
-        return _decoder.raw_decode(text, place)
+        return _decoder.raw_decode(text, index)
     except json.JSONDecodeError:
         raise
     except ValueError:  # an integer is too long
-        return _lenient.raw_decode(text, place)
+        return _lenient.raw_decode(text, index)
 
 
-def strings_at(text: str, place: int = 0) -> tuple[list[str], int]:
+def strings_at(text: str, index: int = 0) -> tuple[list[str], int]:
     """`DecodeAt` of all strings in a value, perhaps with lone surrogates."""
-    value, end = _flat.raw_decode(text, place)
+    value, end = _flat.raw_decode(text, index)
     return _flatten([value]), end
 
 
@@ -164,14 +164,14 @@ class Strings:
             self._complete, self._num_complete = [], 0
 
 
-def read(source: Source, sink: TextWriter) -> None:
+def read(content: RawContent, sink: TextWriter) -> None:
     """Put the strings of a file into `sink`; each of its documents, of which it may have several, is a record.
 
     Raises:
         Rejected: what follows the last complete document is not JSON.
     """
-    into = Strings(sink, source.limits)
-    tokens = Tokens(source.stream().read, source.limits, into.decode_at)
+    into = Strings(sink, content.limits)
+    tokens = Tokens(content.stream().read, content.limits, into.decode_at)
     into.position = tokens.position
     try:
         while tokens.peek():
@@ -182,12 +182,12 @@ def read(source: Source, sink: TextWriter) -> None:
 
 
 def read_record(read: Callable[[int], bytes], into: "Strings | Records", limits: Limits) -> None:
-    """Read documents in a row as one record, of which a piece is in memory, or under a rule all of them.
+    """Read documents in a row as one record, of which a chunk is in memory, or under a rule all of them.
 
     Args:
         read: Gives the next bytes of UTF-8: at most so many, and none at the end only.
         into: Receives the documents.
-        limits: Size of the pieces, and of what is held.
+        limits: Size of the chunks, and of what is held.
 
     Raises:
         Rejected: it is not JSON, or under a rule too large.
@@ -210,13 +210,13 @@ def _refuse(rejected: Rejected) -> NoReturn:
     raise rejected
 
 
-def read_records(source: Source, records: "Records") -> None:
+def read_records(content: RawContent, records: "Records") -> None:
     """Put the records of documents in a row into `records`, with memory for one of them.
 
     Raises:
         Rejected: what follows the last complete record is not JSON.
     """
-    tokens = Tokens(source.stream().read, source.limits, records.decode_at)
+    tokens = Tokens(content.stream().read, content.limits, records.decode_at)
     records.position = tokens.position
     steps = None if records.each is None else paths.plain_steps(records.each)
     while kind := tokens.peek():
@@ -259,7 +259,7 @@ def walk(
 
     Args:
         tokens: Of the file.
-        steps: Lead to the values that `take` gets. None: it gets everything, in values that fit into a piece.
+        steps: Lead to the values that `take` gets. None: it gets everything, in values that fit into a chunk.
         take: Called with each value.
         reject: Called with why a value is not taken; what follows it is read.
 
@@ -325,7 +325,7 @@ def walk(
 
 
 class Tokens:
-    """The values and marks of a text, of which a piece is in memory."""
+    """The values and marks of a text, of which a chunk is in memory."""
 
     def __init__(self, read: Callable[[int], bytes], limits: Limits, decode_at: DecodeAt) -> None:
         self._read, self.limits, self._decode_at = read, limits, decode_at
@@ -333,12 +333,12 @@ class Tokens:
         """Bytes that were read."""
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._is_read = False  # all of it
-        self._is_last = False  # the piece
+        self._is_last = False  # the chunk
         self._text = ""
-        self._ahead = ""  # follows the text, where a value was sought in more than a piece
-        self._place = 0  # in the text, after the last token
+        self._ahead = ""  # follows the text, where a value was sought in more than a chunk
+        self._index = 0  # in the text, after the last token
         self._begin = 0  # in the text, where the last value begins
-        self._certain = 0  # a number that ends before this place does not continue in the next piece
+        self._certain = 0  # a number that ends before this index does not continue in the next chunk
         self._lines_before = 0
         self._characters_before = 0  # of the line in which the text begins
 
@@ -349,21 +349,21 @@ class Tokens:
         """The line in which the last value begins, and which element it is."""
         return self.line(self._begin) + f", element {self.element}" * bool(self.element)
 
-    def line(self, place: int | None = None) -> str:
-        """The line of a place in the text, or of the next token, from 1."""
-        before = self._text.count("\n", 0, self._place if place is None else place)
+    def line(self, index: int | None = None) -> str:
+        """The line of an index in the text, or of the next token, from 1."""
+        before = self._text.count("\n", 0, self._index if index is None else index)
         return f"line {self._lines_before + before + 1}"
 
     def peek(self) -> str:
         """The character that the next token begins with; empty at the end."""
         while True:
-            character = self._text[self._place : self._place + 1]
+            character = self._text[self._index : self._index + 1]
             if character > " ":  # most: nothing is looked for
                 return character
-            self._place = _match(_SPACE, self._text, self._place).end()
-            if self._place < len(self._text) or self._is_last:
-                return self._text[self._place : self._place + 1]
-            self._advance(self._place)
+            self._index = _match(_SPACE, self._text, self._index).end()
+            if self._index < len(self._text) or self._is_last:
+                return self._text[self._index : self._index + 1]
+            self._advance(self._index)
 
     def mark(self, expected: str) -> str:
         """Read the next token, which is one of the expected marks.
@@ -374,7 +374,7 @@ class Tokens:
         mark = self.peek()
         if not mark or mark not in expected:
             raise self._error()
-        self._place += 1
+        self._index += 1
         return mark
 
     def key(self) -> str | None:
@@ -392,31 +392,31 @@ class Tokens:
         return key
 
     def strings(self, is_object: bool) -> list[str]:
-        """The strings of the next elements of a collection, each with the comma after it, that lie in the piece.
+        """The strings of the next elements of a collection, each with the comma after it, that lie in the chunk.
 
         A large collection of small elements would take several times as long by `value`, `mark` and `key`.
         """
         self.peek()
-        self._begin = place = self._place
+        self._begin = index = self._index
         text, values = self._text, []
         find_begin = (_KEY if is_object else _SPACE).match
         with suppress(ValueError, RecursionError):
-            while begin := find_begin(text, place):
+            while begin := find_begin(text, index):
                 value, end = _flat.raw_decode(text, begin.end())
                 if not (comma := _COMMA.match(text, end)):
                     break
                 values.append(value)
-                place = comma.end()
+                index = comma.end()
                 if len(values) > 1:
                     continue
                 # Where what is between the first two elements occurs last, one may end, too.
-                if last := text.rfind(text[end - 1 : place + 1], place, place + self.limits.batch) + 1:
+                if last := text.rfind(text[end - 1 : index + 1], index, index + self.limits.batch) + 1:
                     with suppress(ValueError, RecursionError):
-                        inside = text[place:last].join("{}" if is_object else "[]")
+                        inside = text[index:last].join("{}" if is_object else "[]")
                         values.append(_flat.decode(inside))
-                        place = _match(_COMMA, text, last).end()
+                        index = _match(_COMMA, text, last).end()
                         break
-        self._place = place
+        self._index = index
         return _flatten(values)
 
     def value(self, is_whole: bool = True) -> Any:
@@ -424,7 +424,7 @@ class Tokens:
 
         Args:
             is_whole: Whether it is held, whatever its size. Otherwise `_LARGE` stands for a collection that is larger
-                than a piece or nested deep, of which nothing is read.
+                than a chunk or nested deep, of which nothing is read.
 
         Raises:
             Rejected: it is not valid, or is too large; in that case it can still be skipped.
@@ -432,20 +432,20 @@ class Tokens:
         """
         try:
             return self._value(self._decode_at, is_whole)
-        finally:  # what is tried as a whole is sought in a piece
-            end = self._place + self.limits.batch
+        finally:  # what is tried as a whole is sought in a chunk
+            end = self._index + self.limits.batch
             if len(self._text) > end + 3 * self.limits.batch:
                 self._text, self._ahead = self._text[:end], self._text[end:] + self._ahead
                 self._set_certain()
 
     def _value(self, decode_at: DecodeAt, is_whole: bool) -> Any:
         while True:
-            start = self._begin = self._place
+            start = self._begin = self._index
             text = self._text
             try:
                 value, end = decode_at(text, start)
                 if end < self._certain or text[end - 1] in '"]}':
-                    self._place = end
+                    self._index = end
                     return value
                 failed = end
             except json.JSONDecodeError as error:
@@ -454,8 +454,8 @@ class Tokens:
                 if is_whole:
                     raise
                 return _LARGE
-            if failed < self._certain:  # so a further piece would not help
-                self._place = failed
+            if failed < self._certain:  # so a further chunk would not help
+                self._index = failed
                 raise self._error()
             if is_whole and is_too_large(text, self.limits, start):
                 raise TooLarge(self.limits)
@@ -469,55 +469,55 @@ class Tokens:
     def _pass_over(self) -> NoReturn:
         """Raise Rejected at a string or a number that is too long, after the end of a string."""
         longest = self.limits.longest_string
-        if self._text[self._place] != '"':
+        if self._text[self._index] != '"':
             raise Rejected("number too long", f"a number has more than {longest} characters", self.position())
         position = self.position()
-        self._place += 1
-        while (end := _match(_INSIDE, self._text, self._place).end()) > len(self._text) - _LONGEST_CUT:
+        self._index += 1
+        while (end := _match(_INSIDE, self._text, self._index).end()) > len(self._text) - _LONGEST_CUT:
             if self._text[end : end + 1] == '"' or self._is_last:
                 break
             self._advance(end)
-        self._place = end
+        self._index = end
         if self._text[end : end + 1] != '"':
             raise self._error()
-        self._place += 1
+        self._index += 1
         detail = f"a string has more than {longest} bytes of UTF-8: split it"
         raise _TooLong("string too long", detail, position)
 
-    def _advance(self, place: int) -> None:
-        """Drop the text before `place`, and read a further piece."""
-        rest = self._text[place:]  # a token that is cut
-        self._characters_before = self._column(place)
-        self._lines_before += self._text.count("\n", 0, place)
+    def _advance(self, index: int) -> None:
+        """Drop the text before `index`, and read a further chunk."""
+        rest = self._text[index:]  # a token that is cut
+        self._characters_before = self._column(index)
+        self._lines_before += self._text.count("\n", 0, index)
         size = max(self.limits.batch, len(rest))  # at least doubled: each byte is moved twice
         if self._ahead:
-            piece, self._ahead = self._ahead[:size], self._ahead[size:]
+            chunk, self._ahead = self._ahead[:size], self._ahead[size:]
         else:
             data = self._read(size)
             self._is_read = not data
             self.size += len(data)
-            piece = self._decoder.decode(data, self._is_read)
-        self._text, self._place, self._begin = rest + piece, 0, 0
+            chunk = self._decoder.decode(data, self._is_read)
+        self._text, self._index, self._begin = rest + chunk, 0, 0
         self._set_certain()
 
     def _set_certain(self) -> None:
         self._is_last = self._is_read and not self._ahead
         self._certain = len(self._text) + (1 if self._is_last else -_LONGEST_CUT)
 
-    def _column(self, place: int) -> int:
-        """The characters of its line before a place."""
-        begin = self._text.rfind("\n", 0, place) + 1
-        return place - begin if begin else self._characters_before + place
+    def _column(self, index: int) -> int:
+        """The characters of its line before an index."""
+        begin = self._text.rfind("\n", 0, index) + 1
+        return index - begin if begin else self._characters_before + index
 
     def _error(self) -> Rejected:
         what = "the document does not end"
-        if self._place < len(self._text):
-            what = f"unexpected {self._text[self._place : self._place + 20]!r}"
-        return Rejected("invalid JSON", what, f"{self.line()}, character {self._column(self._place) + 1}")
+        if self._index < len(self._text):
+            what = f"unexpected {self._text[self._index : self._index + 20]!r}"
+        return Rejected("invalid JSON", what, f"{self.line()}, character {self._column(self._index) + 1}")
 
 
-def _match(pattern: re.Pattern[str], text: str, place: int) -> re.Match[str]:
+def _match(pattern: re.Pattern[str], text: str, index: int) -> re.Match[str]:
     """The match of a pattern that matches nothing, too."""
-    match = pattern.match(text, place)
+    match = pattern.match(text, index)
     assert match
     return match

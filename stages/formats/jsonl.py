@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from stages.formats import json_format
 from stages.formats.limits import Limits
-from stages.formats.source import Pieces, Rejected, Source
+from stages.formats.raw_content import Chunks, RawContent, Rejected
 from stages.formats.writer import TextWriter
 from stages.splits.parts import is_one_document
 
@@ -17,43 +17,43 @@ if TYPE_CHECKING:
     from stages.formats.records import Records
 
 
-def read(source: Source, sink: TextWriter) -> None:
+def read(content: RawContent, sink: TextWriter) -> None:
     """Put the strings of each line into `sink`.
 
     Raises:
         Rejected: it is one document over several lines.
     """
-    into = json_format.Strings(sink, source.limits)
+    into = json_format.Strings(sink, content.limits)
     try:
-        _read(source, into)
+        _read(content, into)
     finally:
         into.flush()
 
 
-def read_records(source: Source, records: "Records") -> None:
+def read_records(content: RawContent, records: "Records") -> None:
     """Put the document of each line into `records`, or the documents.
 
     Raises:
         Rejected: it is one document over several lines.
     """
-    _read(source, records)
+    _read(content, records)
 
 
-def _read(source: Source, into: "json_format.Strings | Records") -> None:
-    if source.first_line == 1 and is_one_document(source.begin):  # once, and not for each of its lines
+def _read(content: RawContent, into: "json_format.Strings | Records") -> None:
+    if content.first_line == 1 and is_one_document(content.begin):  # once, and not for each of its lines
         detail = "a JSON document over several lines, and no JSON Lines: rename it to end in .json"
         raise Rejected("invalid JSON", detail)
-    stream, limits = source.stream(), source.limits
-    number = source.first_line
-    while piece := stream.read(limits.chunk):
-        piece += b"" if piece.endswith(b"\n") else stream.readline(limits.chunk)
-        place = len(piece) if piece.endswith(b"\n") else piece.rfind(b"\n") + 1
-        lines, rest = piece[:place], piece[place:]
+    stream, limits = content.stream(), content.limits
+    number = content.first_line
+    while chunk := stream.read(limits.chunk):
+        chunk += b"" if chunk.endswith(b"\n") else stream.readline(limits.chunk)
+        end = len(chunk) if chunk.endswith(b"\n") else chunk.rfind(b"\n") + 1
+        lines, rest = chunk[:end], chunk[end:]
         _read_lines(lines.decode(), number, into, limits)
         number += lines.count(b"\n")
-        if rest:  # the last line, or one that is longer than a piece
+        if rest:  # the last line, or one that is longer than a chunk
             into.position = f"line {number}".__str__
-            _read_line(io.BufferedReader(Pieces(_rest(rest, stream, limits.chunk)), limits.chunk), into, limits)
+            _read_line(io.BufferedReader(Chunks(_rest(rest, stream, limits.chunk)), limits.chunk), into, limits)
             number += 1
 
 
@@ -86,7 +86,7 @@ def _read_line(line: BinaryIO, into: "json_format.Strings | Records", limits: Li
 
 
 def _rest(begin: bytes, stream: BinaryIO, size: int) -> Iterator[bytes]:
-    """A line of which some was read, in pieces."""
+    """A line of which some was read, in chunks."""
     yield begin
     while not begin.endswith(b"\n") and (begin := stream.readline(size)):
         yield begin

@@ -1,13 +1,13 @@
 """The reader of each format that `suffixes.py` names.
 
-To add a format, write a module here with a function `read(source, sink)`. `source.stream()` is the content as a file of
+To add a format, write a module here with a function `read(content, sink)`. `content.stream()` is the content as a file of
 UTF-8 bytes of any length, to be read in pieces. Compression, hash and encoding are handled before. For each record call
 `sink.add(strings)` any number of times and `sink.end()` once. `sink.reject` drops what was added since the last `end`,
 and reading goes on. Raise `Rejected(reason, detail, position)` where nothing more can be read. Lines of the form
 `speaker: text`, for example:
 
-    def read(source: Source, sink: TextWriter) -> None:
-        for number, line in enumerate(source.stream(), 1):
+    def read(content: RawContent, sink: TextWriter) -> None:
+        for number, line in enumerate(content.stream(), 1):
             _, colon, text = line.decode().strip().partition(": ")
             if not colon:
                 sink.reject(Rejected("invalid dialogue", "no speaker", f"line {number}"))
@@ -17,7 +17,7 @@ and reading goes on. Raise `Rejected(reason, detail, position)` where nothing mo
 
 Then add its suffixes to `FORMATS` in `suffixes.py`, and the function to `READERS` here. They are two tables because
 `organize` reads the first one only, and so does not run again when a reader is edited. For rules, a second function
-`read_records(source, records)` passes each record to `records.add(document)`, as dictionaries, lists and strings. Its
+`read_records(content, records)` passes each record to `records.add(document)`, as dictionaries, lists and strings. Its
 table is `RECORD_READERS`.
 """
 
@@ -28,15 +28,15 @@ from typing import Any
 
 from stages.formats import json_format, jsonl, tables, yaml_format
 from stages.formats.limits import Limits
+from stages.formats.raw_content import RawContent
 from stages.formats.records import Records
 from stages.formats.rules import TEXT
-from stages.formats.source import Source
 from stages.formats.writer import TextWriter
 from stages.splits import suffixes
 from stages.splits.manifests import RawFile
 
 
-def open_source(raw_dir: str, file: RawFile, encoding: str, limits: Limits) -> Source | tables.Table:
+def open_content(raw_dir: str, file: RawFile, encoding: str, limits: Limits) -> RawContent | tables.Table:
     """What `read` reads of a file, or a part of one, to be used with `with`. Tables have no encoding.
 
     Raises:
@@ -47,10 +47,10 @@ def open_source(raw_dir: str, file: RawFile, encoding: str, limits: Limits) -> S
     raw = os.path.join(raw_dir, file.path)
     if format in ("parquet", "arrow"):
         return tables.Table(raw, file.digest, limits, file.part)
-    return Source(raw, compression, file.digest, encoding, limits, file.part)
+    return RawContent(raw, compression, file.digest, encoding, limits, file.part)
 
 
-def read(path: str, source: Source | tables.Table, sink: TextWriter, records: Records | None) -> None:
+def read(path: str, content: RawContent | tables.Table, sink: TextWriter, records: Records | None) -> None:
     """Put the strings of a file into a sink; or under a rule its records into `records`.
 
     Raises:
@@ -59,10 +59,10 @@ def read(path: str, source: Source | tables.Table, sink: TextWriter, records: Re
     format, _ = _find(path)
     if records is None:
         sink.use(TEXT)
-        READERS[format](source, sink)
+        READERS[format](content, sink)
         return
     try:
-        RECORD_READERS[format](source, records)
+        RECORD_READERS[format](content, records)
     finally:
         records.flush()
 
@@ -73,13 +73,13 @@ def _find(path: str) -> tuple[str, str]:
     return found
 
 
-def _read_text(source: Source, sink: TextWriter) -> None:
+def _read_text(content: RawContent, sink: TextWriter) -> None:
     """Plain text, Markdown, CSV: the entire file is one record of one string, exactly as it is."""
-    sink.add_text(source.stream())
+    sink.add_text(content.stream())
     sink.end()
 
 
-# Any: a source, as `open_source` gives it for the format.
+# Any: what `open_content` gives for the format.
 READERS: dict[str, Callable[[Any, TextWriter], None]] = {
     "text": _read_text,
     "csv": _read_text,
@@ -90,7 +90,7 @@ READERS: dict[str, Callable[[Any, TextWriter], None]] = {
     "parquet": tables.read,
     "arrow": tables.read,
 }
-"""Each puts all strings of a source into a sink, and raises `Rejected` where nothing more can be read."""
+"""Each puts all strings of a file into a sink, and raises `Rejected` where nothing more can be read."""
 
 RECORD_READERS: dict[str, Callable[[Any, Records], None]] = {
     "csv": partial(tables.read_delimited, delimiter=","),

@@ -4,7 +4,6 @@ A conversation is JSON, of `{"messages": [...]}` or `{"prompt": ..., "completion
 it has any: the names of TRL. Prompt and completion are both strings, or both lists of messages.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
@@ -14,20 +13,18 @@ import msgspec
 from stages.base.names import printable
 from stages.formats import json_format, paths
 from stages.formats.limits import Limits
+from stages.formats.raw_content import Rejected
 from stages.formats.rules import (
     KNOWN_ROLES,
-    LEFT_OUT,
     MESSAGES,
     NUM_LEFT_OUT,
-    ROLE,
     TEXT,
-    UNUSED,
     LeftOutRecord,
+    RecordCounts,
     Rule,
     Side,
     is_path,
 )
-from stages.formats.source import Rejected
 from stages.formats.writer import TextWriter, replace_surrogates
 
 ROLES = {
@@ -89,10 +86,7 @@ class Records:
         """Where in it the current record is."""
         self.names: dict[str, None] | None = None
         """Columns of a table, also those that are not read; None: the keys of each record."""
-        self.counts: Counter[str] = Counter()
-        """As for `RuleCounts.of`."""
-        self.left_out: list[LeftOutRecord] = []
-        """The first ones."""
+        self.counts = RecordCounts()
         alternatives = rule.alternatives()
         used = _columns(alternatives)
         self.columns = used if rule.each is None else paths.first_keys(rule.each)
@@ -110,17 +104,17 @@ class Records:
     def begin(self, path: str) -> None:
         """The records that follow are of a file; `path` is printable."""
         self.path, self.position, self.names = path, str, None
-        self._before = self.counts.copy(), [*self.left_out], {*self._known}
+        self._before = self.counts.copy(), {*self._known}
 
     def undo(self) -> None:
         """Drop what was counted of the file; its rows are dropped by the sink."""
-        self.counts, self.left_out, self._known = self._before
+        self.counts, self._known = self._before
         self._rows, self._size = [], 0
 
     def take(self, record: Any) -> None:
         """Add a record."""
         self.num_seen += 1
-        self.counts["records"] += 1
+        self.counts.records += 1
         if isinstance(record, Mapping):
             self.note_columns(record)
         try:
@@ -151,11 +145,11 @@ class Records:
 
     def leave_out(self, reason: str, value: Any) -> None:
         """Count a record without a row, or a document without a record; of the first, keep the keys, or the type."""
-        self.counts[f"{LEFT_OUT}{reason}"] += 1
-        if len(self.left_out) < NUM_LEFT_OUT:
+        self.counts.left_out[reason] += 1
+        if len(self.counts.first_left_out) < NUM_LEFT_OUT:
             keys = [*islice(value, _NUM_KEYS)] if isinstance(value, Mapping) else [f"(none: a {type(value).__name__})"]
             names = [printable(str(key))[:_MAX_KEY] for key in keys]
-            self.left_out.append(LeftOutRecord(self.path, self.position(), reason, names))
+            self.counts.first_left_out.append(LeftOutRecord(self.path, self.position(), reason, names))
 
     def note_columns(self, names: Iterable[str]) -> None:
         """Count the columns of a record that the rule does not use, up to a limit."""
@@ -164,17 +158,19 @@ class Records:
         for name in names:
             if name not in self._known and len(self._known) < self._most_known:
                 self._known.add(name)
-                self.counts[f"{UNUSED}{printable(name)[:_MAX_KEY]}"] = 1
+                self.counts.unused_columns.add(printable(name)[:_MAX_KEY])
 
     def end(self) -> None:
         """A line is complete. Its documents are records of their own."""
 
     def flush(self) -> None:
         """Put the rows into the sink, each as a record of its own."""
-        for name in self._roles.unknown:
-            self.counts[f"{ROLE}{printable(name)[:_MAX_KEY]}"] = 1
+        self.counts.unknown_roles |= {printable(name)[:_MAX_KEY] for name in self._roles.unknown}
         if self._rows:
-            self.counts["conversations" if self._sink.column == MESSAGES else "documents"] += len(self._rows)
+            if self._sink.column == MESSAGES:
+                self.counts.conversations += len(self._rows)
+            else:
+                self.counts.documents += len(self._rows)
             self._sink.add(self._rows)
             self._sink.end(len(self._rows))
         self._rows, self._size = [], 0

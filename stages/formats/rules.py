@@ -5,10 +5,11 @@ Without python-jsonpath, whose import a pipeline without rules is spared.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict
@@ -20,12 +21,6 @@ from stages.splits import suffixes
 TEXT, MESSAGES = 0, 1
 """The columns of the corpus: a row is a document or a conversation."""
 
-LEFT_OUT = "left out "
-"""What the names of counts begin with that end in a reason."""
-UNUSED = "unused "
-"""What they begin with that end in a column of the records that the rule does not use."""
-ROLE = "role "
-"""What they begin with that end in a role that is not known."""
 KNOWN_ROLES = ("user", "assistant", "system", "developer", "tool", "function", "ipython")
 """What templates call a role."""
 
@@ -203,6 +198,34 @@ class LeftOutRecord:
         return f"{place}: {self.reason}: the keys are {', '.join(self.keys) or 'none'}"
 
 
+@dataclass
+class RecordCounts:
+    """What became of the records under a rule, in one split."""
+
+    files: int = 0
+    """Each once, with its first part."""
+    records: int = 0
+    documents: int = 0
+    conversations: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Records without a row, by reason."""
+    first_left_out: list[LeftOutRecord] = field(default_factory=list)
+    unused_columns: set[str] = field(default_factory=set)
+    """Columns that the rule does not use, the first ones."""
+    unknown_roles: set[str] = field(default_factory=set)
+    """The first ones."""
+
+    def copy(self) -> "RecordCounts":
+        """A copy that stays as it is when this one counts on."""
+        return dataclasses.replace(
+            self,
+            left_out=self.left_out.copy(),
+            first_left_out=self.first_left_out.copy(),
+            unused_columns=self.unused_columns.copy(),
+            unknown_roles=self.unknown_roles.copy(),
+        )
+
+
 @dataclass(frozen=True)
 class RuleCounts:
     """What became of the records under a rule."""
@@ -222,21 +245,20 @@ class RuleCounts:
     """Roles of messages that are not known and stay as they are, the first of each split."""
 
     @classmethod
-    def of(cls, rule: Rule, counts: Mapping[str, int], left_out: Iterable[LeftOutRecord]) -> "RuleCounts":
-        """The counts of one rule: `files`, `records`, ..., and what begins with `LEFT_OUT`, `UNUSED` or `ROLE`."""
-
-        def after(prefix: str) -> dict[str, int]:
-            found = {name.removeprefix(prefix): number for name, number in counts.items() if name.startswith(prefix)}
-            return dict(sorted(found.items()))
-
+    def of(cls, rule: Rule, of_splits: Sequence[RecordCounts]) -> "RuleCounts":
+        """The counts of one rule in all splits."""
+        left_out = sum((each.left_out for each in of_splits), Counter[str]())
+        first_left_out = chain.from_iterable(each.first_left_out for each in of_splits)
         return cls(
             files=rule.files,
-            matched_files=counts.get("files", 0),
-            **{name: counts.get(name, 0) for name in ("records", "documents", "conversations")},
-            left_out=after(LEFT_OUT),
-            first_left_out=[*islice(left_out, NUM_LEFT_OUT)],
-            unused_columns=[*after(UNUSED)],
-            unknown_roles=[*after(ROLE)],
+            matched_files=sum(each.files for each in of_splits),
+            records=sum(each.records for each in of_splits),
+            documents=sum(each.documents for each in of_splits),
+            conversations=sum(each.conversations for each in of_splits),
+            left_out=dict(sorted(left_out.items())),
+            first_left_out=[*islice(first_left_out, NUM_LEFT_OUT)],
+            unused_columns=sorted({name for each in of_splits for name in each.unused_columns}),
+            unknown_roles=sorted({name for each in of_splits for name in each.unknown_roles}),
         )
 
     def describe(self) -> list[str]:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from stages.base.errors import one_line
 from stages.formats import json_format, paths
 from stages.formats.limits import LIMITS, Limits
-from stages.formats.source import Changed, Rejected, Source, may_be_changed, open_raw, state, verify_table
+from stages.formats.raw_content import Changed, RawContent, Rejected, may_be_changed, open_raw, state, verify_table
 from stages.formats.writer import TextWriter
 from stages.splits import tables
 from stages.splits.manifests import Part
@@ -43,8 +43,8 @@ Choose = Callable[[pa.Schema], list[str]]
 class Rows(NamedTuple):
     """Consecutive rows of a table."""
 
-    place: str
-    """The row group or record batch."""
+    unit: str
+    """The row group or record batch, such as `row group 1`."""
     first: int
     """The number of the first row in it, from 1."""
     names: list[str]
@@ -58,11 +58,11 @@ class Rows(NamedTuple):
         """The position and the values of each row."""
         rows = zip(*self.columns, strict=True) if self.columns else [()] * self.number
         for number, row in enumerate(rows, self.first):
-            yield f"{self.place}, row {number}", row
+            yield f"{self.unit}, row {number}", row
 
 
 class Table:
-    """A Parquet or Arrow file, or some row groups or record batches of one. Used like `Source`, with `with`.
+    """A Parquet or Arrow file, or some row groups or record batches of one. Used like `RawContent`, with `with`.
 
     The file is hashed after it was read, once in a process for all of its parts: what was made of one that has changed
     is dropped.
@@ -273,10 +273,10 @@ def _has_strings(kind: pa.DataType) -> bool:
     return bool(is_string or _is_binary(kind))
 
 
-def read(source: Table, sink: TextWriter) -> None:
+def read(table: Table, sink: TextWriter) -> None:
     """Put the strings of each row into `sink`, in the order of the columns."""
     not_text: set[str] = set()
-    for rows in source.rows(lambda schema: [field.name for field in schema if _has_strings(field.type)]):
+    for rows in table.rows(lambda schema: [field.name for field in schema if _has_strings(field.type)]):
         if isinstance(rows, Rejected):
             sink.report(rows)
             continue
@@ -297,7 +297,7 @@ def _not_text(column: str, kind: str) -> Rejected:
     return Rejected("not text", detail, f"column {column} ({kind})")
 
 
-def read_records(source: Table, records: "Records") -> None:
+def read_records(table: Table, records: "Records") -> None:
     """Put each row into `records`."""
     not_text: dict[str, str] = {}
 
@@ -307,7 +307,7 @@ def read_records(source: Table, records: "Records") -> None:
             records.note_columns(schema.names)
         return [name for name in schema.names if records.columns is None or name in records.columns]
 
-    for rows in source.rows(choose):
+    for rows in table.rows(choose):
         if isinstance(rows, Rejected):
             records.position = (rows.position or "").__str__
             records.reject(rows)
@@ -323,12 +323,12 @@ def read_records(source: Table, records: "Records") -> None:
         records.reject(problem)
 
 
-def read_delimited(source: Source, records: "Records", delimiter: str) -> None:
+def read_delimited(content: RawContent, records: "Records", delimiter: str) -> None:
     """Put each row of CSV or TSV into `records`, of which the first row has the keys; all values are strings.
 
     Not by pyarrow: of a file with one row in disorder it loses a block of rows, and no row may be longer than a block.
     """
-    limits, text = source.limits, io.TextIOWrapper(source.stream(), "utf-8", newline="")
+    limits, text = content.limits, io.TextIOWrapper(content.stream(), "utf-8", newline="")
     size = num_values = 0  # of the row so far, about: characters, and values
 
     def lines() -> Iterator[str]:

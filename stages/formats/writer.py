@@ -2,15 +2,15 @@
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from stages.base.dataset import Shard
 from stages.formats.limits import LIMITS, Limits
+from stages.formats.raw_content import Rejected
 from stages.formats.rules import TEXT
-from stages.formats.source import Rejected
 from stages.work.arrow import Mark, StreamWriter, slices
 
 SHORT = 20
@@ -49,14 +49,16 @@ class TextWriter:
         self.report = report
         """Called with each record that is rejected."""
         self._stream, self._min_chars, self._limits = stream, min_chars, limits
-        # Not yet written, of complete records:
-        self._earlier = _Rows()  # of earlier files, before the others
-        self._complete = _Rows()
-        self._size = 0  # characters
-        # Of the current record:
-        self._current = _Rows()  # not yet written
-        self._current_size = 0  # characters, with those already written
-        self._start: tuple[Mark, int] | None = None  # in the stream, if parts of it are there, and `num_short` then
+        # Rows wait here, and go into the stream in this order. Those of the current record join the complete ones when
+        # it ends, and these the earlier ones when another file begins.
+        self._earlier = _Rows()  # of earlier files
+        self._complete = _Rows()  # of complete records of the current file
+        self._size = 0  # characters of both
+        self._current = _Rows()  # of the current record
+        self._current_size = 0  # characters of this record, with those in the stream
+        # Where to cut the stream, if it already has rows of the current record, or of the current file.
+        self._record_start: _Point | None = None
+        self._file_start: _Point | None = None
         self.begin_file()
 
     def begin_file(self) -> None:
@@ -65,7 +67,7 @@ class TextWriter:
         self._complete = _Rows()
         self.has_text = False
         self._before: tuple[int, int, int] = self.records, self.characters, self._size
-        self._file_start: tuple[Mark, int] | None = None  # as `_start`
+        self._file_start = None
 
     def undo(self) -> None:
         """Drop all strings of the current file."""
@@ -95,10 +97,10 @@ class TextWriter:
         # A character has at most 4 bytes. Most calls end with these comparisons, without a look at each string.
         longest = self._limits.longest_document // 4
         if characters > longest and max(map(len, texts)) > longest:
-            texts = [piece for text in texts for piece in self._pieces(text)]
+            texts = [document for text in texts for document in self._documents(text)]
         self._extend(texts, characters)
 
-    def _pieces(self, text: str) -> Iterable[str]:
+    def _documents(self, text: str) -> Iterable[str]:
         if len(text) <= self._limits.longest_document // 4:  # which spares it the encoding
             return [text]
         content, longest = replace_surrogates(text).encode(), self._limits.longest_string
@@ -125,7 +127,7 @@ class TextWriter:
         self.records += records
         self.characters += self._current_size
         self._complete.extend_rows(self._current)
-        self._size += 0 if self._start else self._current_size
+        self._size += 0 if self._record_start else self._current_size
         self._begin()
 
     def reject(self, rejected: Rejected) -> None:
@@ -135,8 +137,8 @@ class TextWriter:
 
     def drop(self) -> None:
         """Drop the strings of the current record."""
-        if self._start is not None:
-            self._cut(self._start)  # complete records before it were written first, and stay
+        if self._record_start is not None:
+            self._cut(self._record_start)  # complete records before it were written first, and stay
         self._begin()
 
     def close(self) -> Shard:
@@ -145,29 +147,26 @@ class TextWriter:
         self._write_complete()
         return self._stream.close()
 
-    def _cut(self, start: tuple[Mark, int]) -> None:
-        mark, self.num_short = start
-        self._stream.cut(mark)
+    def _cut(self, point: "_Point") -> None:
+        self._stream.cut(point.mark)
+        self.num_short = point.num_short
 
     def _begin(self) -> None:
         self._current = _Rows()
         self._current_size = 0
-        self._start = None
-
-    def _begin_long(self) -> None:
-        """What precedes the first part of a long record must be in the stream before it."""
-        if self._start is None:
-            self._write_complete()
-            self._start = self._stream.mark(), self.num_short
+        self._record_start = None
 
     def _write_current(self) -> None:
-        self._begin_long()
+        """Write what there is of a long record; what precedes it must be in the stream before it."""
+        if self._record_start is None:
+            self._write_complete()
+            self._record_start = _Point(self._stream.mark(), self.num_short)
         self._write_batches(_batches(self._current.take(), pc.utf8_length, self._limits.batch))
 
     def _write_complete(self) -> None:
         self._write(self._earlier.take())
         if self._file_start is None:
-            self._file_start = self._stream.mark(), self.num_short
+            self._file_start = _Point(self._stream.mark(), self.num_short)
         self._write(self._complete.take())
         self._size = 0
 
@@ -188,6 +187,14 @@ class TextWriter:
         for batch in batches:
             self._stream.write_column(batch, self.column)
             self.num_short += count_short(batch)
+
+
+class _Point(NamedTuple):
+    """A point in the stream, to which it can be cut back."""
+
+    mark: Mark
+    num_short: int
+    """Of the writer, there."""
 
 
 class _Rows:

@@ -34,7 +34,7 @@ from yaml._yaml import CParser
 
 from stages.formats import json_format, paths
 from stages.formats.limits import Limits
-from stages.formats.source import Rejected, Source
+from stages.formats.raw_content import RawContent, Rejected
 from stages.formats.writer import TextWriter
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def is_string(event: yaml.ScalarEvent) -> bool:
     return value != "" and not (value[0] in _FIRST_CHARACTERS and _NOT_STRING.fullmatch(value))
 
 
-def read(source: Source, sink: TextWriter) -> None:
+def read(content: RawContent, sink: TextWriter) -> None:
     """Put the strings of each document of a file into `sink`.
 
     Raises:
@@ -92,26 +92,28 @@ def read(source: Source, sink: TextWriter) -> None:
     def as_json() -> None:
         sink.drop()  # what libyaml has read
         # One record: none is kept if an error follows.
-        into = json_format.Strings(sink, source.limits)
-        json_format.read_record(source.stream().read, into, source.limits)
+        into = json_format.Strings(sink, content.limits)
+        json_format.read_record(content.stream().read, into, content.limits)
         into.flush()
 
-    _read_all(source, lambda text: _read(text, sink, source.limits), as_json)
+    _read_all(content, lambda text: _read(text, sink, content.limits), as_json)
 
 
-def read_records(source: Source, records: "Records") -> None:
+def read_records(content: RawContent, records: "Records") -> None:
     """Put each document of a file into `records`.
 
     Raises:
         Rejected: as `read` does; or a document is too large.
     """
     _read_all(
-        source, lambda text: _compose(text, records, source.limits), lambda: json_format.read_records(source, records)
+        content,
+        lambda text: _compose(text, records, content.limits),
+        lambda: json_format.read_records(content, records),
     )
 
 
-def _read_all(source: Source, read: Callable[["_Text"], None], read_as_json: Callable[[], None]) -> None:
-    text = _Text(source.stream(), source.limits.longest_string)
+def _read_all(content: RawContent, read: Callable[["_Text"], None], read_as_json: Callable[[], None]) -> None:
+    text = _Text(content.stream(), content.limits.longest_string)
     # Not an exception: its traceback would refer to this frame, which refers to it, and `extract` collects no cycles.
     refused: tuple[str, str | None]
     reason = "invalid YAML"

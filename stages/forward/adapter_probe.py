@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,12 @@ from stages.forward.small_copy import VOCAB_SIZE, random_model, small_config
 from stages.model import meta
 from stages.model.adapters import LinearKind, kind
 
-_DENSE_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
-"""How many of the first layers have no experts. A small copy may have one layer, so another one has experts in it."""
+_WITH_EXPERTS: dict[str, Any] = {
+    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"), 0),
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+"""What says which layers have experts, with the values at which all have. A small copy may have one layer."""
 _BYPASSED = "the model computes with its weight directly, so an adapter would have no effect"
 _RANK = 2
 _STD = 0.3
@@ -80,9 +85,11 @@ def _find_problems(directory: Path, layer_classes: list[str]) -> dict[str, str |
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         configs = [small_config(config)]
         text = config.get_text_config()
-        if dense := [name for name in _DENSE_LAYERS if getattr(text, name, None)]:
-            for name in dense:
-                setattr(text, name, 0)
+        if changed := {
+            name: value for name, value in _WITH_EXPERTS.items() if getattr(text, name, None) not in (None, value)
+        }:
+            for name, value in changed.items():
+                setattr(text, name, value)
             configs.append(small_config(config))
         found: dict[str, str | None] = {}
         for small in configs:

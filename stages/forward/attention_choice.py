@@ -75,7 +75,7 @@ def choose_attention(
 
     Raises:
         StageError: the one that is named does not work with the model, or it is none whose tokens see only what stands
-            before them, or the ranks cannot share the heads or the layers of the model.
+            before them, or the ranks cannot share the layers of the model.
     """
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     architecture = (config.architectures or [config.model_type])[0]
@@ -84,7 +84,6 @@ def choose_attention(
     order = _order(seq_length if document_mask else 0, dtype, device)
     is_cut = context_parallel > 1
     if is_cut:
-        _check_heads(config, context_parallel, architecture)
         attention = "varlen"
     for name in order if attention == "auto" else (attention,):
         not_used = None
@@ -113,24 +112,6 @@ def choose_attention(
         f"attention {attention} does not work with {architecture} in {precision} on this {device}: it "
         f"{reasons[attention]}: {remedy}"
     )
-
-
-def _check_heads(config: PreTrainedConfig, context_parallel: int, architecture: str) -> None:
-    """Check that ranks can share the heads of each layer.
-
-    Raises:
-        StageError: they cannot.
-    """
-    text = config.get_text_config()
-    if text.is_heterogeneous:  # what differs between its layers is written for each of them
-        found = [values.get("num_attention_heads") for values in text.to_dict()["per_layer_config"].values()]
-    else:
-        found = [getattr(text, "num_attention_heads", None)]
-    if unfit := [heads for heads in found if heads and heads % context_parallel]:
-        raise StageError(
-            f"context_parallel {context_parallel} does not divide the {unfit[0]} attention heads of {architecture}: "
-            f"use a divisor of {unfit[0]}"
-        )
 
 
 def _order(mask_length: int, dtype: torch.dtype, device: str) -> tuple[Attention, ...]:
@@ -195,6 +176,8 @@ def _test(
         activate_kernels(kernels)
         return _find_fault(small, attention, document_mask, dtype, device, is_cut)
     except Exception as error:  # of any architecture, of a compiler, or of a package that is not installed
+        if isinstance(error, KeyError) and error.args == (IMPLEMENTATIONS[attention],):
+            return "is not among the attention functions that the model's code in transformers knows"
         # The first sentence: libraries go on with advice to whoever calls them.
         return f"fails ({type(error).__name__}: {one_line(error).partition('. ')[0]})"
     finally:

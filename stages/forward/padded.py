@@ -43,17 +43,17 @@ def padded_batches(
     input_ids, labels = (batch[name].flatten() for name in ("input_ids", "labels"))
     starts, lengths = _documents(batch)
     min_tokens = min(_MIN_TOKENS, batch["input_ids"].shape[1])
-    parts = _parts(lengths.tolist(), max_tokens, num_ranks, min_tokens)
-    numbers = range(-(-len(parts) // num_ranks) * num_ranks)
+    passes = _forward_passes(lengths.tolist(), max_tokens, num_ranks, min_tokens)
+    numbers = range(-(-len(passes) // num_ranks) * num_ranks)
     batches = []
     for number in numbers if rank is None else numbers[rank::num_ranks]:
-        part = parts[min(number, len(parts) - 1)]  # past the end the last one again, without its labels
-        length = -(-int(lengths[part.start]) // multiple) * multiple
-        place = torch.arange(length)
-        is_token = place < lengths[part, None]  # (N, L)
-        source = torch.where(is_token, starts[part, None] + place, 0)
-        is_label = is_token & (number < len(parts))
-        made = {"input_ids": input_ids[source], "labels": labels[source].masked_fill_(~is_label, -100)}
+        own = passes[min(number, len(passes) - 1)]  # past the end the last one again, without its labels
+        length = -(-int(lengths[own.start]) // multiple) * multiple
+        offsets = torch.arange(length)
+        is_token = offsets < lengths[own, None]  # (N, L)
+        indices = torch.where(is_token, starts[own, None] + offsets, 0)
+        is_label = is_token & (number < len(passes))
+        made = {"input_ids": input_ids[indices], "labels": labels[indices].masked_fill_(~is_label, -100)}
         batches.append(made | ({"attention_mask": is_token.long()} if mask else {}))
     return batches
 
@@ -83,7 +83,7 @@ def _documents(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return starts[order[:num_documents]], lengths[:num_documents].clamp(min=1)
 
 
-def _parts(lengths: list[int], max_tokens: int, num_ranks: int, min_tokens: int) -> list[slice]:
+def _forward_passes(lengths: list[int], max_tokens: int, num_ranks: int, min_tokens: int) -> list[slice]:
     """Which documents share a forward pass; `lengths` are sorted, the longest first."""
 
     def cut(limit: int) -> Iterator[slice]:

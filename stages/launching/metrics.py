@@ -43,8 +43,7 @@ class MetricsLogger:
     def log(self, step: int, result: StepResult, validation: Validation | None = None) -> None:
         """Report step `step` (0: nothing was trained yet), and the validation after it if there was one."""
         is_last = step == self._run.total_steps
-        # Of the update just done: steps are counted from 1 here, and from 0 in the schedule.
-        lr = learning_rate(self._params, self._run.total_steps, step - 1) if step else None
+        lr = learning_rate(self._params, self._run.total_steps, step - 1) if step else None  # of the update just done
         if validation and validation.loss is not None:
             of_sources = [f"  {name} {_nan_if_none(loss):.4f}" for name, loss in validation.of_sources.items()]
             self.console.line(

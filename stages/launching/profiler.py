@@ -17,7 +17,7 @@ class Profiler:
     memory ran out, the snapshot shows what it was used for.
 
     Args:
-        steps: The first and the last step to record, counted from 1; None: none.
+        steps: The first and the last step to record; None: none.
         directory: For the trace, which chrome://tracing and ui.perfetto.dev show, and on a GPU for the snapshot of its
             memory, which docs.pytorch.org/memory_viz shows.
     """
@@ -38,7 +38,7 @@ class Profiler:
                 raise
 
     def before_step(self, step: int) -> None:
-        """Start or finish the recording, where it is due before step `step`, counted from 1."""
+        """Start or finish the recording, where it is due before step `step`."""
         if self._steps is not None and self._steps[0] <= step <= self._steps[1]:
             if self._recording is None:
                 self._start(step)

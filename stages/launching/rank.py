@@ -31,7 +31,7 @@ from stages.launching.hooks import RankHooks
 from stages.launching.place import differences, find_place, fix_threads, start_line
 from stages.launching.remedies import remedies
 from stages.launching.runtime import TrainRuntime, how_to_resume, read_launch
-from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
+from stages.model.manifest import ModelManifest
 from stages.ranks import handoff
 from stages.ranks.process_group import context_group, device_mesh, process_group
 from stages.ranks.signals import StopSignal
@@ -47,7 +47,7 @@ from stages.training.precision import (
 )
 
 
-def run(stop_signal: StopSignal) -> bool:
+def train(stop_signal: StopSignal) -> bool:
     """Train as one of the ranks; False where a signal asked to stop before the last step."""
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
     if handoff.DIRECTORY not in os.environ:  # else the ranks of one machine find each other through a file there
@@ -67,8 +67,7 @@ def run(stop_signal: StopSignal) -> bool:
     check_precision(run.params, run.seq_length)
     trackers.check(runtime.tracker)
     run.params.check_packages()
-    run.params.check_ranks_of_node(int(os.environ["LOCAL_WORLD_SIZE"]))
-    run.params.check_context_parallel(ModelManifest.read(), run.seq_length)
+    run.params.check_context_parallel(ModelManifest.read(), run.seq_length, int(os.environ["LOCAL_WORLD_SIZE"]))
     run.params.grad_accum_steps(world_size)
     mesh_shape = run.params.fsdp.mesh_shape(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))
     if runtime.debug:
@@ -193,8 +192,8 @@ def find_valid(candidates: list[Path], run: Run, runtime: TrainRuntime, heartbea
 
 def print_choices(run: Run, runtime: TrainRuntime, trainer: Trainer, model: ModelManifest, mesh: DeviceMesh) -> None:
     """Print where the training runs, and what was chosen for it."""
-    if model.router_loss_coef == 0:
-        print_line(ROUTER_LOSS_OFF)
+    if warning := model.router_warning(run.params.lora_r):
+        print_line(warning)
     attention, loss = trainer.attention, trainer.loss
     if attention.name == "padded":
         share = trainer.train_loader.padding(mesh.size()).share

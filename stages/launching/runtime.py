@@ -38,7 +38,7 @@ def _check_options(options: str) -> str:
 
 
 Steps = Annotated[tuple[PositiveInt, PositiveInt], AfterValidator(_check_order)]
-"""The first and the last of a range of steps, counted from 1."""
+"""The first and the last of a range of steps."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from stages.base.errors import StageError
 from stages.checkpointing import layout
 from stages.checkpointing.decision import begin
 from stages.checkpointing.layout import MODEL, OPTIMIZER, CheckpointManifest, list_checkpoints, step_name
-from stages.checkpointing.metadata import places
+from stages.checkpointing.metadata import stored_tensors
 from stages.checkpointing.run import Run
 from stages.checkpointing.state import TrainState
 from stages.launching.place import device, differences, variables
@@ -76,7 +76,7 @@ def content(checkpoint: Path) -> dict[str, str]:
     """
     manifest, state = layout.verify(checkpoint), TrainState.of(checkpoint)
     rest = {
-        **{f"places of the {kind}'s tensors": places(checkpoint / kind) for kind in (MODEL, OPTIMIZER)},
+        **{f"places of the {kind}'s tensors": stored_tensors(checkpoint / kind) for kind in (MODEL, OPTIMIZER)},
         "loss scaler": dataclasses.asdict(state.loss_scaler),
     }
     return {"result": manifest.result_sha256, **{name: publish.sha256_json(value) for name, value in rest.items()}}

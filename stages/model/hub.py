@@ -46,7 +46,7 @@ class Lacking(StageError):
 
 
 @dataclass(frozen=True)
-class ModelSource:
+class ResolvedModel:
     """Where a model was found."""
 
     directory: Path
@@ -56,7 +56,7 @@ class ModelSource:
     """Names of its safetensors files; empty where it has none, or where they are not wanted."""
 
 
-def resolve(model_name: str, model_revision: str, want_weights: bool) -> ModelSource:
+def resolve(model_name: str, model_revision: str, want_weights: bool) -> ResolvedModel:
     """Find a model's files; fetch them from the Hub where the cache lacks some.
 
     Args:
@@ -70,49 +70,49 @@ def resolve(model_name: str, model_revision: str, want_weights: bool) -> ModelSo
             of its authors: pickles, `auto_map`.
     """
     if Path(model_name).is_dir():
-        source, commit = Path(model_name), None
+        directory, commit = Path(model_name), None
     else:
-        source = _snapshot(model_name, model_revision, _PATTERNS, (CONFIG, TOKENIZER))
-        commit = source.name  # from here on it, and not the branch, which may get another one between two requests
-        for name in sorted(_small_files(source)):  # download checks the weights later
-            hub_cache.check(model_name, commit, name, publish.sha256_file(source / name))
-    if (source / adapters.CONFIG).is_file():  # transformers would load them
+        directory = _snapshot(model_name, model_revision, _PATTERNS, (CONFIG, TOKENIZER))
+        commit = directory.name  # from here on it, and not the branch, which may get another one between two requests
+        for name in sorted(_small_files(directory)):  # download checks the weights later
+            hub_cache.check(model_name, commit, name, publish.sha256_file(directory / name))
+    if (directory / adapters.CONFIG).is_file():  # transformers would load them
         raise StageError(
             f"model_name is {model_name!r}: adapters (LoRA) are in it: use the directory of the model that they are "
             f"merged into; in this pipeline it is the one beside them. Without them, remove {adapters.CONFIG}"
         )
-    if not (source / CONFIG).is_file():
+    if not (directory / CONFIG).is_file():
         raise StageError(f"model_name is {model_name!r}: it has no {CONFIG}, so transformers cannot load it")
     # Before anything large is fetched; what the cache lacks of the weights is fetched below.
-    _refuse_unreadable(source, want_weights and commit is None)
-    _refuse_code(model_name, source)
+    _refuse_unreadable(directory, want_weights and commit is None)
+    _refuse_code(model_name, directory)
     if not want_weights:  # with random weights, others beside the config harm nobody
-        return ModelSource(source, commit, [])
-    weights = weight_files(source)
+        return ResolvedModel(directory, commit, [])
+    weights = weight_files(directory)
     if not weights:
-        _refuse_weights(model_name, source, commit)
+        _refuse_weights(model_name, directory, commit)
     if commit is not None:
         if not weights:
             # The index, too: a cache without a list of the repository's files may lack it unnoticed.
             _snapshot(model_name, commit, (*_PATTERNS, WEIGHTS), (WEIGHTS,))
-            weights = weight_files(source)
+            weights = weight_files(directory)
         _snapshot(model_name, commit, tuple(weights), tuple(weights))
         if not weights:
-            _refuse_weights(model_name, source, commit)  # of which only the Hub knew
-    return ModelSource(source, commit, weights)
+            _refuse_weights(model_name, directory, commit)  # of which only the Hub knew
+    return ResolvedModel(directory, commit, weights)
 
 
-def model_files(source: ModelSource) -> list[str]:
+def model_files(resolved: ResolvedModel) -> list[str]:
     """The names of all files that the model needs, in order."""
-    found = _small_files(source.directory)
-    if source.weights in ([], [WEIGHTS]):
+    found = _small_files(resolved.directory)
+    if resolved.weights in ([], [WEIGHTS]):
         found.discard(WEIGHTS_INDEX)  # it names files that the manifest does not list
-    return sorted(found | set(source.weights))
+    return sorted(found | set(resolved.weights))
 
 
-def license_files(source: ModelSource) -> list[str]:
+def license_files(resolved: ResolvedModel) -> list[str]:
     """The names of the files that have its license or name it, in order."""
-    return sorted(path.name for path in source.directory.iterdir() if is_license_file(path.name) and path.is_file())
+    return sorted(path.name for path in resolved.directory.iterdir() if is_license_file(path.name) and path.is_file())
 
 
 def weight_files(directory: Path) -> list[str]:
@@ -315,10 +315,10 @@ def _refuse_unreadable(directory: Path, want_weights: bool) -> None:
             raise StageError(f"{path} is no file that can be read, but {why}, or delete it")
 
 
-def _refuse_weights(model_name: str, source: Path, commit: str | None) -> None:
+def _refuse_weights(model_name: str, directory: Path, commit: str | None) -> None:
     """Refuse weights that are not read: without a word, the run would start from random ones."""
     listing = None if commit is None else hub_cache.listing(model_name, commit)
-    names = os.listdir(source) if listing is None else list(listing)
+    names = os.listdir(directory) if listing is None else list(listing)
     if WEIGHTS in names:
         return
     others = sorted(name for name in names if name.endswith(_OTHER_WEIGHTS))
@@ -336,9 +336,9 @@ def _refuse_weights(model_name: str, source: Path, commit: str | None) -> None:
         )
 
 
-def _refuse_code(model_name: str, source: Path) -> None:
+def _refuse_code(model_name: str, directory: Path) -> None:
     for name in (CONFIG, TOKENIZER_CONFIG):
-        path = source / name
+        path = directory / name
         if not path.is_file():
             continue
         try:

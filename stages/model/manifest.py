@@ -14,14 +14,14 @@ from stages.model import hub_cache
 from stages.model.adapters import LinearKind
 from stages.model.files import CONFIG
 
-MANIFEST = Path("data/model.json")
+MODEL_MANIFEST = Path("data/model.json")
 TOKENIZER = Path("data/tokenizer.json")
 """The tokenizer that `AutoTokenizer` has loaded, as the library tokenizers writes it."""
 REMEDY = "put it back, or run `dvc repro -f -s download`"
 """About a file that is not the one that was downloaded."""
-ROUTER_LOSS_OFF = (
-    "warning: the experts of this model are trained without the router loss, which balances how many tokens each gets: "
-    "output_router_logits is false in its config.json. To train with it, set that to true in a copy of the model"
+_ROUTER_LOSS_OFF = (
+    "the router loss, which balances how many tokens each expert gets: output_router_logits is false in the "
+    "config.json of the model. To train with it, set that to true in a copy of the model"
 )
 
 
@@ -30,7 +30,7 @@ class ModelManifest(SealedRecord):
     """What the stages after `download` need to know about the model."""
 
     STAGE: ClassVar[str] = "download"
-    PATH: ClassVar[Path] = MANIFEST
+    PATH: ClassVar[Path] = MODEL_MANIFEST
 
     model_name: str
     """A Hub id or a local directory, as given in params.yaml."""
@@ -95,6 +95,26 @@ class ModelManifest(SealedRecord):
             )
         return snapshot
 
+    def attention_heads(self) -> list[int]:
+        """How many attention heads its layers have: each number once; none where its config names none."""
+        from transformers import AutoConfig  # imports torch
+
+        text = AutoConfig.from_pretrained(self.directory(), local_files_only=True).get_text_config()
+        if text.is_heterogeneous:  # what differs between its layers is written for each of them
+            found = {values.get("num_attention_heads") for values in text.to_dict()["per_layer_config"].values()}
+        else:
+            found = {getattr(text, "num_attention_heads", None)}
+        return sorted(filter(None, found))
+
+    def router_warning(self, lora_r: int | None) -> str | None:
+        """For people, where the routers of a mixture of experts have no loss of their own; None: there is no reason."""
+        if self.router_loss_coef != 0:
+            return None
+        if lora_r is not None:
+            routers = "routers without an adapter keep their weights"
+            return f"note: {routers}, and adapters are trained without {_ROUTER_LOSS_OFF}"
+        return f"warning: the experts of this model are trained without {_ROUTER_LOSS_OFF}"
+
     def verify(self, names: Iterable[str] | None = None, contents: bool = True) -> Path:
         """Compare the model's files with the size and SHA-256 that this manifest lists.
 
@@ -108,10 +128,10 @@ class ModelManifest(SealedRecord):
         Raises:
             DamagedFile: naming the file that is missing or was changed.
         """
-        source = self.directory()
+        directory = self.directory()
         chosen = self.files if names is None else names  # callers that need one file do not wait for the weights
-        check_files({source / name: self.files[name] for name in chosen}, REMEDY, contents)
-        return source
+        check_files({directory / name: self.files[name] for name in chosen}, REMEDY, contents)
+        return directory
 
     def verify_tokenizer(self) -> Path:
         """The file of the tokenizer, after it was compared with this manifest.

@@ -77,14 +77,14 @@ def lines(table: Table, limit: int) -> list[str]:
     return [*rows, f"largest batch_size that fits: {_largest_of_each(table, limit) or 'none'}"]
 
 
-def check_fits(peak: PeakMemory, table: Table, limit: int, source: str, could_adapt: bool = False) -> None:
+def check_fits(peak: PeakMemory, table: Table, limit: int, limit_from: str, could_adapt: bool = False) -> None:
     """Refuse what cannot fit, before a GPU is booked for it.
 
     Args:
         peak: With the settings as they are.
         table: Of others, for the message.
         limit: Bytes of the memory of a GPU.
-        source: Where the limit comes from.
+        limit_from: Where the limit comes from.
         could_adapt: Whether adapters would need less.
 
     Raises:
@@ -98,7 +98,7 @@ def check_fits(peak: PeakMemory, table: Table, limit: int, source: str, could_ad
         remedy += ", or train adapters alone (lora_r 16)"
     raise StageError(
         f"each rank needs {format_gib(peak.total)} at the peak of a step, and a GPU has {format_gib(limit)} "
-        f"({source}): {remedy}"
+        f"({limit_from}): {remedy}"
     )
 
 

@@ -23,7 +23,7 @@ from stages.export.evaluation import Evaluation
 from stages.export.lineage import Lineage
 from stages.export.scores import Scores
 from stages.model.files import CONFIG, LINEAGE
-from stages.model.manifest import MANIFEST
+from stages.model.manifest import MODEL_MANIFEST
 from stages.reporting import pictures
 
 PAGE = "report.html"
@@ -58,7 +58,7 @@ def write(directory: Path, experiment_name: str, raw_dir: str) -> None:
     content = _environment().get_template("page.html").render(
         name=experiment_name,
         colors=pictures.COLORS,
-        is_random=lineage.params.get("initial_weights") == "random" or not publish.read_json(MANIFEST)["weights"],
+        is_random=lineage.params.get("initial_weights") == "random" or not publish.read_json(MODEL_MANIFEST)["weights"],
         lineage=lineage,
         evaluation=evaluation,
         scores=scores,

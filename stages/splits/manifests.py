@@ -166,6 +166,6 @@ def _read_line(line: str) -> RawFile:
     return file
 
 
-def place(file: RawFile) -> tuple[str, int]:
-    """The key of the order in a manifest."""
+def sort_key(file: RawFile) -> tuple[str, int]:
+    """By which the lines of a manifest are sorted."""
     return file.path, file.part.start if file.part else 0

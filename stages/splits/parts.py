@@ -2,7 +2,7 @@
 
 A part has the lines that begin in one range of `size` bytes, aligned to `size`, so lines that are appended to a file
 change its last part only. Only UTF-8 is cut: there a byte 10 is always a line end, and each part can be decoded alone.
-Memory holds a piece of a part, however long the part and its lines are.
+Memory holds a chunk of a part, however long the part and its lines are.
 
 Tables are cut between their units, row groups or record batches: a part has the units from one number to another, and
 the digest of the entire file.
@@ -115,17 +115,17 @@ def name(file: RawFile, size: int) -> str:
     return f"{file.path}\0{number}"  # NUL is in no path
 
 
-def _line_start(file: BinaryIO, place: int, limit: int | None = None) -> int:
-    """The offset of the first line that begins at `place` or later; if there is none, the size of the file.
+def _line_start(file: BinaryIO, offset: int, limit: int | None = None) -> int:
+    """The offset of the first line that begins at `offset` or later; if there is none, the size of the file.
 
     If no line begins before `limit`, the result is `limit`: the rest of a very long line is not read.
     """
-    if place == 0:
+    if offset == 0:
         return 0
-    file.seek(place - 1)
-    # In pieces: a line may be longer than the memory.
-    while piece := file.readline(min(_CHUNK, limit - file.tell()) if limit else _CHUNK):
-        if piece.endswith(b"\n"):
+    file.seek(offset - 1)
+    # In chunks: a line may be longer than the memory.
+    while chunk := file.readline(min(_CHUNK, limit - file.tell()) if limit else _CHUNK):
+        if chunk.endswith(b"\n"):
             break
     return min(file.tell(), os.fstat(file.fileno()).st_size)  # a file may be sought beyond its end
 
@@ -134,14 +134,14 @@ def _measure(file: BinaryIO, start: int, end: int) -> Measured:
     """Raises ValueError if it is not UTF-8."""
     digest, decoder, num_lines = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
     file.seek(start)
-    place = start
-    while place < end and (piece := file.read(min(_CHUNK, end - place))):
-        digest.update(piece)
-        decoder.decode(piece)
-        num_lines += piece.count(b"\n")
-        place += len(piece)
+    offset = start
+    while offset < end and (chunk := file.read(min(_CHUNK, end - offset))):
+        digest.update(chunk)
+        decoder.decode(chunk)
+        num_lines += chunk.count(b"\n")
+        offset += len(chunk)
     decoder.decode(b"", final=True)
-    return Measured(start, place, place - start, num_lines, digest.hexdigest())
+    return Measured(start, offset, offset - start, num_lines, digest.hexdigest())
 
 
 def _measure_table(task: Range) -> list[Measured] | None:
@@ -152,8 +152,8 @@ def _measure_table(task: Range) -> list[Measured] | None:
         return None
     _, digest = tree.measure(task.file)
     bounds = [*range(0, total, step), total]
-    places = [task.end * bound // total for bound in bounds]
+    offsets = [task.end * bound // total for bound in bounds]
     return [
         Measured(start, end, last - first, end - start, digest)
-        for (start, end), (first, last) in zip(pairwise(bounds), pairwise(places), strict=True)
+        for (start, end), (first, last) in zip(pairwise(bounds), pairwise(offsets), strict=True)
     ]

@@ -74,8 +74,8 @@ class Leaf(NamedTuple):
     kind: Literal["content", "reasoning", "call"]
 
 
-class Place(NamedTuple):
-    """Characters of a rendering."""
+class Span(NamedTuple):
+    """Characters of a rendering, from `start` up to `end`."""
 
     start: int
     end: int
@@ -95,7 +95,7 @@ class Rendering(NamedTuple):
     conversation: Conversation
     """In the form that the template reads."""
     text: str
-    generated: list[Place]
+    generated: list[Span]
     """Where the template itself says that the assistant wrote it."""
     pieces: list[Piece] | None
     """None: the template rewrites contents, so what it writes depends on them."""
@@ -148,7 +148,7 @@ class ChatTemplate:
             found = self._prompts[tools is None] = with_prompt.removeprefix(without) * with_prompt.startswith(without)
         return found
 
-    def _render(self, conversation: Conversation, add_generation_prompt: bool) -> tuple[str, list[Place]]:
+    def _render(self, conversation: Conversation, add_generation_prompt: bool) -> tuple[str, list[Span]]:
         """The text of a conversation, and where the template itself says that the assistant wrote it."""
         # It imports no torch, unlike transformers' tokenizers, and half a second is not for --help.
         from transformers.utils import chat_template_utils
@@ -172,7 +172,7 @@ class ChatTemplate:
                 )  # fmt: skip
         except Exception as error:  # of any kind: it is a program of the model's authors
             raise Refused(f"the chat template fails: {one_line(error) or type(error).__name__}") from None
-        return str(texts[0]), [Place(*place) for places in generated for place in places]
+        return str(texts[0]), [Span(*span) for spans in generated for span in spans]
 
     def _marked(self, messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Leaf]]:
         """The messages with a mark in place of each string of their contents, and these strings."""
@@ -224,18 +224,18 @@ class ChatTemplate:
     def _pieces(self, full: str, skeleton: str, leaves: list[Leaf]) -> list[Piece] | None:
         """A rendering, divided where that of the marks has them; None: the two differ in more than these strings."""
         parts = self._marks.split(skeleton)  # what the template writes, the number of a leaf, and so on
-        pieces, place = [Piece(parts[0], None)], len(parts[0])
+        pieces, end = [Piece(parts[0], None)], len(parts[0])
         if not full.startswith(parts[0]):
             return None
         for number, after in zip(parts[1::2], parts[2::2], strict=True):
             text = leaves[int(number)].text
             escaped = json.dumps(text, ensure_ascii=False)[1:-1]  # by `tojson`, as in the arguments of a tool call
-            found = next((each for each in (text, escaped) if full.startswith(each + after, place)), None)
+            found = next((each for each in (text, escaped) if full.startswith(each + after, end)), None)
             if found is None:
                 return None
             pieces += [Piece(found, int(number)), Piece(after, None)]
-            place += len(found) + len(after)
-        return pieces if place == len(full) else None
+            end += len(found) + len(after)
+        return pieces if end == len(full) else None
 
 
 def read_conversation(parsed: dict[str, Any]) -> Conversation:
@@ -324,7 +324,7 @@ def _keys(value: Any) -> Iterator[str]:
 def count_strings(rendering: Rendering) -> tuple[dict[str, int], dict[str, int]]:
     """The strings of a conversation, and those of them that its rendering lacks, by where they are."""
     messages = rendering.conversation.messages
-    places = [message["role"] if message["role"] in _ROLES else "other roles" for message in messages]
+    roles = [message["role"] if message["role"] in _ROLES else "other roles" for message in messages]
     written = None if rendering.pieces is None else {piece.leaf for piece in rendering.pieces}
     strings: Counter[str] = Counter()
     left_out: Counter[str] = Counter()
@@ -339,13 +339,13 @@ def count_strings(rendering: Rendering) -> tuple[dict[str, int], dict[str, int]]
 
     for number, leaf in enumerate(rendering.leaves):
         kind = "" if leaf.kind == "content" else f" {leaf.kind}"
-        add(places[leaf.message] + kind, is_written(leaf.text) if written is None else number in written)
-    for message, place in zip(messages, places, strict=True):
+        add(roles[leaf.message] + kind, is_written(leaf.text) if written is None else number in written)
+    for message, role in zip(messages, roles, strict=True):
         for part in message["content"] if isinstance(message.get("content"), list) else ():
             if isinstance(part, dict) and not isinstance(part.get("text"), str):  # such as a picture
-                # Without a string it is a place for what is elsewhere, which no template can write.
+                # Without a string it stands for what is elsewhere, which no template can write.
                 texts = [*_strings_of(part)]
-                add(f"{place} parts other than text", bool(texts) and all(map(is_written, texts)))
+                add(f"{role} parts other than text", bool(texts) and all(map(is_written, texts)))
     for text in _strings_of(rendering.conversation.tools):
         add("tools", is_written(text))
     return strings, +left_out

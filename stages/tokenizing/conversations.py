@@ -24,9 +24,9 @@ from stages.tokenizing.chat_template import (
     Conversation,
     Leaf,
     Piece,
-    Place,
     Refused,
     Rendering,
+    Span,
     count_strings,
     names_in,
     read_conversation,
@@ -111,7 +111,7 @@ class ConversationEncoder:
     def _encode_text(self, prompt: str, completion: str) -> Encoded:
         """A prompt and what follows it: no template, and EOS at the end, as of any document."""
         text = prompt + completion + self._eos
-        return self._tokens(text, [(0 if self._chat.train_on == "all" else len(prompt), len(text))], {}, {})
+        return self._tokens(text, [Span(0 if self._chat.train_on == "all" else len(prompt), len(text))], {}, {})
 
     def _encode(self, conversation: Conversation, wanted: set[int]) -> Encoded:
         if self._special.search("\n".join(names_in(conversation))):
@@ -123,20 +123,20 @@ class ConversationEncoder:
         if self._chat.train_on == "all":
             if len(wanted) < len(messages):
                 raise Refused("train_on is all, and a message has train: false, or a weight of 0")
-            return self._tokens(renamed.text, [(0, len(renamed.text))], *counts)
+            return self._tokens(renamed.text, [Span(0, len(renamed.text))], *counts)
         if pieces is not None:
             _check_leaves(pieces, rendering.leaves, wanted)
         elif not generated:
             raise Refused("the chat template rewrites contents, so which tokens are theirs is not known")
         if generated:
             chosen = _chosen(generated, messages, wanted)
-            spans = [(renamed.place(start), renamed.place(end)) for start, end in chosen]
+            spans = [Span(renamed.index(start), renamed.index(end)) for start, end in chosen]
         else:
             spans = [*self._spans(renamed, rendering.leaves, wanted, conversation.tools)]
         text = renamed.text
         for number, (start, end) in enumerate(spans):
             text, end = self._terminated(text, start, end)
-            spans[number] = (start, end)
+            spans[number] = Span(start, end)
         return self._tokens(text, spans, *counts)
 
     def encode_prompt(self, messages: list[dict[str, Any]]) -> NDArray[np.uint32]:
@@ -160,30 +160,35 @@ class ConversationEncoder:
 
     def _spans(
         self, renamed: "_Renamed", leaves: list[Leaf], wanted: set[int], tools: list[dict[str, Any]] | None
-    ) -> Iterator[tuple[int, int]]:
-        """Where the contents of the messages are: from the first string of each to its last."""
-        positions: dict[int, list[int]] = defaultdict(list)
-        for position, piece in enumerate(renamed.pieces):
+    ) -> Iterator[Span]:
+        """Where the contents of the messages are: from the first string of each to its last.
+
+        With what the template writes around them that the model must write, too: the tag before reasoning, the
+        beginning and the end of a tool call.
+        """
+        of_messages: dict[int, list[int]] = defaultdict(list)  # the numbers of the pieces that a message has
+        for number, piece in enumerate(renamed.pieces):
             if piece.leaf is not None:
-                positions[leaves[piece.leaf].message].append(position)
+                of_messages[leaves[piece.leaf].message].append(number)
         for message in sorted(wanted):
-            if not (own := positions[message]):
+            if not (numbers := of_messages[message]):
                 continue  # an empty content
-            kinds = [leaves[renamed.pieces[position].leaf or 0].kind for position in own]
-            start, end = renamed.starts[own[0]], renamed.starts[own[-1] + 1]
-            before = renamed.text[renamed.starts[own[0] - 1] : start]
-            if kinds[0] == "reasoning" and (opening := _OPENING.search(before)):
+            first, last = numbers[0], numbers[-1]  # a piece of the template precedes each, and follows it
+            first_kind, last_kind = (leaves[renamed.pieces[number].leaf or 0].kind for number in (first, last))
+            start, end = renamed.starts[first], renamed.starts[last + 1]
+            before = renamed.text[renamed.starts[first - 1] : start]
+            if first_kind == "reasoning" and (opening := _OPENING.search(before)):
                 start -= len(opening[0])
-            elif kinds[0] == "call":  # the model must write what precedes the name of the function, too
+            elif first_kind == "call":  # it begins where the generation prompt ends
                 prompt = self._rename(self._template.generation_prompt(tools))
-                place = before.rfind(prompt)
-                if not prompt or place < 0:
+                found = before.rfind(prompt)
+                if not prompt or found < 0:
                     raise Refused("it is not known where a tool call begins: use a chat template with {% generation %}")
-                start -= len(before) - place - len(prompt)
-            if kinds[-1] == "call":
-                after = renamed.starts[own[-1] + 2]
+                start -= len(before) - found - len(prompt)
+            if last_kind == "call":  # it ends before the next special token of the template
+                after = renamed.starts[last + 2]
                 end = next((match.start() for match in self._renamed.finditer(renamed.text, end, after)), end)
-            yield start, end
+            yield Span(start, end)
 
     def _terminated(self, text: str, start: int, end: int) -> tuple[str, int]:
         """The end of a turn with the special token that ends it, and the text, which may get that token here.
@@ -201,16 +206,14 @@ class ConversationEncoder:
         # Of two in a row, as in Command, the one that ends a generation.
         return text, end + len(self._eos) * text.startswith(self._eos, end)
 
-    def _tokens(
-        self, text: str, spans: list[tuple[int, int]], strings: dict[str, int], left_out: dict[str, int]
-    ) -> Encoded:
+    def _tokens(self, text: str, spans: list[Span], strings: dict[str, int], left_out: dict[str, int]) -> Encoded:
         """Encode a rendering; a token is trained where any of its characters is."""
         encoding = self._encoded(text)
         ids = np.array(encoding.ids, np.uint32)
         covered = np.zeros(len(text) + 1, np.int64)
         for start, end in spans:
             covered[start + 1 : end + 1] = 1
-        covered = covered.cumsum()  # trained characters before each place
+        covered = covered.cumsum()  # trained characters before each one
         begin, end = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         is_trained = covered[np.maximum(end, np.minimum(begin + 1, len(text)))] > covered[begin]
         is_trained[:1] = False  # nothing precedes it
@@ -250,8 +253,8 @@ class _Renamed:
         """Where each piece begins in it, and its end."""
         self._before = [*accumulate((len(piece.text) for piece in pieces), initial=0)]
 
-    def place(self, index: int) -> int:
-        """Where a place of the rendering as the template wrote it is in `text`."""
+    def index(self, index: int) -> int:
+        """Where a character of the rendering as the template wrote it is in `text`."""
         number = min(bisect_right(self._before, index), len(self.pieces)) - 1
         piece, rest = self.pieces[number], index - self._before[number]
         return self.starts[number] + (rest if piece.leaf is not None else len(self._rename(piece.text[:rest])))
@@ -280,11 +283,11 @@ def _check_leaves(pieces: list[Piece], leaves: list[Leaf], wanted: set[int]) -> 
         raise Refused("the chat template puts the turns of the assistant into another order")
 
 
-def _chosen(generated: list[Place], messages: list[dict[str, Any]], wanted: set[int]) -> list[Place]:
-    """Of the places that the template says the assistant wrote, those of the messages that are trained."""
+def _chosen(generated: list[Span], messages: list[dict[str, Any]], wanted: set[int]) -> list[Span]:
+    """Of the spans that the template says the assistant wrote, those of the messages that are trained."""
     assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if len(generated) == len(assistants):
-        return [place for place, index in zip(generated, assistants, strict=True) if index in wanted]
+        return [span for span, index in zip(generated, assistants, strict=True) if index in wanted]
     if wanted == {*assistants}:
         return generated
     raise Refused(f"the chat template marks {len(generated)} places for {len(assistants)} turns of the assistant")

@@ -99,7 +99,7 @@ class EncoderLimits(NamedTuple):
 DEFAULT_LIMITS = EncoderLimits()
 
 
-class Piece(NamedTuple):
+class EncodedBatch(NamedTuple):
     """The tokens of some documents, and counts of characters of these documents."""
 
     tokens: Tokens
@@ -157,14 +157,14 @@ class Encoder:
             raise Differs(f"it cannot use {self._spec.path.name}: {reason}") from None
         # Under its new name no text has a special token.
         added = {self._renamed.get(token_id, token.content): token for token_id, token in self._added.items()}
-        self._look_at(bytes(range(128)) + "".join([*added, *TEXTS]).encode())
+        self._check_characters(bytes(range(128)) + "".join([*added, *TEXTS]).encode())
         if (differing := self._known[:128] & (_DIFFERS | _DROPPED) == _DIFFERS).any():
             raise Differs(f"it gives other tokens for the character {chr(int(differing.argmax()))!r}")
         choosy = [text for text, token in added.items() if token.single_word or token.lstrip or token.rstrip]
         self._comparison.check_all(added, choosy)
 
-    def encode(self, documents: pa.StringArray) -> Iterator[Piece]:
-        """Yield the documents' tokens, each document with EOS at its end, in pieces of some documents.
+    def encode(self, documents: pa.StringArray) -> Iterator[EncodedBatch]:
+        """Yield the documents' tokens, each document with EOS at its end, in batches of some documents.
 
         Raises:
             StageError: the tokenizer gives ids that the model does not know, or cannot encode a document.
@@ -188,30 +188,34 @@ class Encoder:
                     "Remove or change it in raw_dir, or give the model another tokenizer or eos_token_id"
                 ) from None
 
-    def _encode(self, batch: pa.StringArray) -> Piece:
+    def _encode(self, batch: pa.StringArray) -> EncodedBatch:
         text = bytes(_text(batch))
-        num_dropped, has_differing = self._look_at(text)
+        num_dropped, has_differing = self._check_characters(text)
         if self._comparison:
             self._comparison.check_sample(text, self._limits.sample)
         tokens, num_slow = self._encode_batch(batch, has_differing)
-        return Piece(tokens, num_dropped, num_slow)
+        return EncodedBatch(tokens, num_dropped, num_slow)
 
-    def _look_at(self, text: bytes) -> tuple[int, bool]:
+    def _check_characters(self, text: bytes) -> tuple[int, bool]:
         """How many characters of a text are dropped, and whether the fast tokenizer encodes any of them differently.
 
         Dropped are those that leave no token, or lose a part of their bytes: byte-level vocabularies without an unknown
         token drop the bytes that they lack; some normalizers drop control characters. White space is not counted where
-        the tokenizer only uses it to find words. Each character is decided by encoding it alone.
+        the tokenizer only uses it to find words.
         """
-        rest = text.translate(None, self._plain)  # usually only what is not ASCII
-        codes = np.frombuffer(str(rest, "utf-8").encode("utf-32-le"), np.uint32)  # (characters,)
+        unusual = text.translate(None, self._plain)  # usually only what is not ASCII
+        codes = np.frombuffer(str(unusual, "utf-8").encode("utf-32-le"), np.uint32)  # (characters,)
         if len(new := np.unique(codes[self._known[codes] == 0])):
-            self._known[new] = [_SEEN | _DROPPED * self._drops(chr(code)) for code in new]
-            if self._comparison:
-                self._known[new[self._comparison.characters([*map(chr, new)])]] |= _DIFFERS
-            self._plain = bytes(np.flatnonzero(self._known[:128] == _SEEN).tolist())
+            self._learn(new)
         known = self._known[codes]
         return int(np.count_nonzero(known & _DROPPED)), bool(np.any(known & _DIFFERS))
+
+    def _learn(self, codes: NDArray[np.uint32]) -> None:
+        """Decide about characters that were not seen before, by encoding each of them alone."""
+        self._known[codes] = [_SEEN | _DROPPED * self._drops(chr(code)) for code in codes]
+        if self._comparison:
+            self._known[codes[self._comparison.characters([*map(chr, codes)])]] |= _DIFFERS
+        self._plain = bytes(np.flatnonzero(self._known[:128] == _SEEN).tolist())
 
     def _drops(self, character: str) -> bool:
         tokenizer = self._tokenizer

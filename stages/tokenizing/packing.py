@@ -141,7 +141,7 @@ class BatchTask(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """Of a part of a corpus."""
+    """Of some documents of a corpus."""
 
     num_read: int = 0
     """Rows."""
@@ -183,8 +183,8 @@ class Counts:
         return Counts.total((self, other))
 
     @classmethod
-    def total(cls, parts: Iterable["Counts"]) -> "Counts":
-        """The counts of all parts at once: one after the other would copy the digests of all earlier ones each time."""
+    def total(cls, counts: Iterable["Counts"]) -> "Counts":
+        """The sum of all at once: one after the other would copy the digests of all earlier ones each time."""
 
         def add(values: list[Any]) -> Any:
             if isinstance(values[0], dict):
@@ -193,11 +193,11 @@ class Counts:
                 return [*islice(chain.from_iterable(values), NUM_REFUSED)]
             return "".join(values) if isinstance(values[0], str) else sum(values)
 
-        every = [cls(), *parts]
-        return cls(*(add([getattr(part, each.name) for part in every]) for each in fields(cls)))
+        every = [cls(), *counts]
+        return cls(*(add([getattr(one, each.name) for one in every]) for each in fields(cls)))
 
 
-class Encoded(NamedTuple):
+class BatchResult(NamedTuple):
     """What `encode` wrote, or meant to: `join` compares it with what it reads."""
 
     counts: Counts
@@ -205,7 +205,7 @@ class Encoded(NamedTuple):
     """Of the tokens."""
 
 
-def encode(task: BatchTask) -> Encoded:
+def encode(task: BatchTask) -> BatchResult:
     """Encode all documents of a record batch.
 
     Raises:
@@ -223,12 +223,12 @@ def encode(task: BatchTask) -> Encoded:
     with task.target.open("wb") as file:
         encoded = _marked(batch, task.spec) if task.spec.chat else _documents(batch["text"], task.spec)
         for tokens, found in encoded if len(batch) else ():
-            # (n,) of 2 or 4 bytes each; without a header, so that parts can be joined. Not by ndarray.tofile, which
+            # (n,) of 2 or 4 bytes each; without a header, so that files can be joined. Not by ndarray.tofile, which
             # succeeds on a full disk.
             file.write(tokens.data)
             digest.update(tokens.data)
             counts += found
-    return Encoded(counts, digest.hexdigest())
+    return BatchResult(counts, digest.hexdigest())
 
 
 def _documents(documents: pa.StringArray, spec: TokenizerSpec) -> Iterator[tuple[Tokens, Counts]]:
@@ -254,8 +254,8 @@ def _documents(documents: pa.StringArray, spec: TokenizerSpec) -> Iterator[tuple
 def _marked(batch: pa.RecordBatch, spec: TokenizerSpec) -> Iterator[tuple[Tokens, Counts]]:
     """The tokens of documents and conversations, in their order, with the bits that say what they are."""
     texts, conversations = batch["text"], batch["messages"]
-    for is_text, run in groupby(range(len(batch)), key=lambda index: texts[index].is_valid):
-        indices = [*run]
+    for is_text, group in groupby(range(len(batch)), key=lambda index: texts[index].is_valid):
+        indices = [*group]
         if not is_text:
             yield from _conversations((conversations[index].as_py() for index in indices), spec)
             continue
@@ -286,32 +286,32 @@ def _conversations(conversations: Iterable[str], spec: TokenizerSpec) -> Iterato
         yield encoded.tokens, counts
 
 
-def join(parts: Iterable[tuple[Path, str]], target: Path) -> str:
+def join(files: Iterable[tuple[Path, str]], target: Path) -> str:
     """Move the contents of files, in order, to a new file and return its SHA-256.
 
     Args:
-        parts: Each file, with the SHA-256 that it must have.
+        files: Each with the SHA-256 that it must have.
         target: The new file.
 
     Raises:
         StageError: a file has another content.
     """
     digest = hashlib.sha256()
-    with target.open("wb") as file:
-        for part, sha256 in parts:
-            of_part = hashlib.sha256()
-            with part.open("rb") as source:
-                while chunk := source.read(1 << 20):
-                    file.write(chunk)
+    with target.open("wb") as joined:
+        for path, sha256 in files:
+            of_file = hashlib.sha256()
+            with path.open("rb") as file:
+                while chunk := file.read(1 << 20):
+                    joined.write(chunk)
                     digest.update(chunk)
-                    of_part.update(chunk)
-            compare(part, sha256, of_part.hexdigest(), WRITTEN)
-            part.unlink()  # at once, so that the disk has the tokens once
+                    of_file.update(chunk)
+            compare(path, sha256, of_file.hexdigest(), WRITTEN)
+            path.unlink()  # at once, so that the disk has the tokens once
     return digest.hexdigest()
 
 
 class RowWriter:
-    """Cuts a stream of tokens into rows; how the stream is divided into pieces makes no difference.
+    """Cuts a stream of tokens into rows; how the stream is divided into chunks makes no difference.
 
     Args:
         stream: Where to write the rows.
@@ -385,9 +385,9 @@ class MarkedRowWriter:
 
     def add_file(self, path: Path, spec: TokenizerSpec) -> None:
         """Append all documents and conversations of a file that `encode` wrote."""
-        rest = np.empty(0, np.uint32)  # of a conversation whose end is in the next piece
-        for piece in _read(path, spec.dtype, self._num_rows * self._seq_length):
-            tokens = np.concatenate([rest, piece])
+        rest = np.empty(0, np.uint32)  # of a conversation whose end is in the next chunk
+        for chunk in _read(path, spec.dtype, self._num_rows * self._seq_length):
+            tokens = np.concatenate([rest, chunk])
             starts = np.flatnonzero(tokens & START)
             bounds = [*dict.fromkeys([0, *starts.tolist()]), len(tokens)]
             if rest_begins := len(starts) and tokens[starts[-1]] & WHOLE:
@@ -440,11 +440,11 @@ class MarkedRowWriter:
                 self._finish(self._documents)
                 self._documents = []
 
-    def _finish(self, parts: list[NDArray[np.uint32]]) -> None:
-        padding = np.full(self._seq_length - sum(map(len, parts)), self._eos, np.uint32)
+    def _finish(self, documents: list[NDArray[np.uint32]]) -> None:
+        padding = np.full(self._seq_length - sum(map(len, documents)), self._eos, np.uint32)
         padding[:1] |= START
         self.num_padding += len(padding)
-        self._done.append(np.concatenate([*parts, padding]))
+        self._done.append(np.concatenate([*documents, padding]))
         if len(self._done) == self._num_rows:
             self._write()
 
@@ -462,8 +462,8 @@ class MarkedRowWriter:
 
 
 def _read(path: Path, dtype: np.dtype[Any], size: int) -> Iterator[NDArray[Any]]:
-    """The tokens of a file that `encode` wrote, in pieces of `size`: those of a split may not fit into memory."""
+    """The tokens of a file that `encode` wrote, in chunks of `size`: those of a split may not fit into memory."""
     with path.open("rb") as file:
         # Not by numpy.fromfile, which takes an error of the disk for the end of the file.
-        while piece := file.read(size * dtype.itemsize):
-            yield np.frombuffer(piece, dtype)
+        while chunk := file.read(size * dtype.itemsize):
+            yield np.frombuffer(chunk, dtype)

@@ -1,8 +1,8 @@
 """The batches of each step, as the forward passes of one rank.
 
-Which rows a step uses is a function of the step alone (order.py; with several sources mixture.py), not of the number of
-ranks: so a resume is an index, and the loader keeps no state that a checkpoint would have to save. With T =
-`total_batch_size`, B = `batch_size` and R ranks, the T rows of a step are dealt out like this (T = 12, B = 2, R = 2):
+Which rows a step uses is a function of the step alone (order.py), not of the number of ranks: so a resume is an index,
+and the loader keeps no state that a checkpoint would have to save. With T = `total_batch_size`, B = `batch_size` and R
+ranks, the T rows of a step are dealt out like this (T = 12, B = 2, R = 2):
 
     rows of the step    r0 r1 | r2 r3 | r4 r5 | r6 r7 | r8 r9 | r10 r11
     rank                  0       1       0       1       0       1
@@ -89,15 +89,17 @@ class BatchLoader:
         self._thread = ThreadPoolExecutor(1, "loader", *setup)  # started by the first step
         self._ahead: dict[int, Future[StepBatches]] = {}
 
-    def step_batches(self, step: int) -> StepBatches:
-        """The batches of this rank for optimizer step `step`, on the device; those of the next one are made meanwhile.
+    def step_batches(self, steps_done: int) -> StepBatches:
+        """The batches of this rank for the optimizer step after `steps_done` ones, on the device.
+
+        Those of the step after it are made meanwhile.
 
         Raises:
             StageError: an error of the thread.
         """
-        made = self._ahead.pop(step, None) or self._thread.submit(self._make, step)
+        made = self._ahead.pop(steps_done, None) or self._thread.submit(self._make, steps_done)
         # After the last step they are not used.
-        self._ahead = {step + 1: self._thread.submit(self._make, step + 1)}
+        self._ahead = {steps_done + 1: self._thread.submit(self._make, steps_done + 1)}
         batches, num_labels = made.result()
         return StepBatches([to_device(batch, device_type()) for batch in batches], num_labels)
 
@@ -105,9 +107,9 @@ class BatchLoader:
         """End the thread."""
         self._thread.shutdown(cancel_futures=True)
 
-    def step_indices(self, step: int) -> NDArray[np.int64]:
+    def step_indices(self, steps_done: int) -> NDArray[np.int64]:
         """The indices of the rows of a step: (grad_accum_steps, batch_size) int64."""
-        indices = self.order.step(step)
+        indices = self.order.step(steps_done)
         return indices.reshape(-1, self._dp_world_size, self._params.batch_size)[:, self._dp_rank]
 
     def validation_batches(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -149,19 +151,19 @@ class BatchLoader:
     def padding(self, num_ranks: int) -> "Padding":
         """What padded documents cost on a number of ranks, in the first steps."""
         num_tokens, shapes = 0, []
-        for step in range(1 + min(20, _SAMPLE // (self._params.total_batch_size * self._rows.seq_length))):
-            batch = self._batch(self.order.step(step))
+        for steps_done in range(1 + min(20, _SAMPLE // (self._params.total_batch_size * self._rows.seq_length))):
+            batch = self._batch(self.order.step(steps_done))
             num_tokens += count_tokens(batch)
             padded = self._padded(batch, self._params.batch_size, num_ranks, None)
             shapes += [made["input_ids"].shape for made in padded]
         num_sequences, length = max(shapes)
         return Padding(1 - num_tokens / sum(map(math.prod, shapes)), (num_sequences, length))
 
-    def _make(self, step: int) -> StepBatches:
+    def _make(self, steps_done: int) -> StepBatches:
         if self._params.attention == "padded":
-            batches = self._own_padded(self.order.step(step), self._params.batch_size)
+            batches = self._own_padded(self.order.step(steps_done), self._params.batch_size)
         else:
-            batches = [self._own(self._batch(indices)) for indices in self.step_indices(step)]
+            batches = [self._own(self._batch(indices)) for indices in self.step_indices(steps_done)]
         return StepBatches([pinned(batch) for batch in batches], sum(map(count_labels, batches)))
 
     @property

@@ -54,7 +54,7 @@ class Hooks(Protocol):
         """The batches of a validation, as they are used."""
 
     def before_step(self, step: int) -> None:
-        """A step starts, counted from 1."""
+        """A step starts."""
 
     def wishes(self) -> tuple[bool, bool]:
         """Whether this rank wants to stop, and to save, before the next step. All do what one of them wants."""
@@ -112,7 +112,7 @@ class Trainer:
         self.scaler = make_grad_scaler(params.precision, next(self.model.parameters()).device)
 
         self.step = 0
-        """Steps done."""
+        """The newest step that is done, so as well how many are; 0: none."""
         self.validation: Validation | None = None
         """Of this very step."""
         self._unread: deque[UnreadStep] = deque()
@@ -144,7 +144,7 @@ class Trainer:
         """Report all steps until this one, and validate where it is due; a collective."""
         while self._unread:
             unread = self._unread.popleft()
-            _, result = self._exchange(unread, 0, False, False)
+            *_, result = self._agree(unread)
             assert result
             self._report(unread.step, result)
 
@@ -158,15 +158,15 @@ class Trainer:
         with self._hooks.phase("data"):
             batches, num_labels = self.train_loader.step_batches(self.step)
             unread = self._unread.popleft() if len(self._unread) > self.max_unread else None
-            (num_labels_of_all, stop, save), result = self._exchange(unread, num_labels, *self._hooks.wishes())
+            num_labels_of_all, must_stop, must_save, result = self._agree(unread, num_labels, *self._hooks.wishes())
         if unread and result:
             self._report(unread.step, result)
-        return batches, int(num_labels_of_all), bool(stop), bool(save)
+        return batches, num_labels_of_all, must_stop, must_save
 
-    def _exchange(
-        self, unread: UnreadStep | None, num_labels: int, stop: bool, save: bool
-    ) -> tuple[list[float], StepResult | None]:
-        """Sum the numbers over the ranks, and what a step has measured.
+    def _agree(
+        self, unread: UnreadStep | None, num_labels: int = 0, stop: bool = False, save: bool = False
+    ) -> tuple[int, bool, bool, StepResult | None]:
+        """The labels of all ranks, whether one wants to stop or to save, and what the step `unread` has measured.
 
         The one collective of a few numbers in a step. On GPUs it passes while they compute the step before. There are
         always as many numbers, so that gloo adds the losses in the same order, wherever a training is resumed.
@@ -177,8 +177,9 @@ class Trainer:
             with self._hooks.explained(unread.step):
                 own_loss, grad_norm = unread.read()
         self._hooks.note(f"step {self.step + 1}, agreeing with the other ranks")
-        *numbers, loss = all_reduce_sum(num_labels, stop, save, own_loss)
-        return numbers, unread.result(loss, grad_norm) if unread else None
+        num_labels_of_all, num_stop, num_save, loss = all_reduce_sum(num_labels, stop, save, own_loss)
+        result = unread.result(loss, grad_norm) if unread else None
+        return int(num_labels_of_all), num_stop > 0, num_save > 0, result
 
     def _train_step(self, batches: list[dict[str, Tensor]], num_labels: int) -> None:
         """Update the weights with one step.
@@ -219,9 +220,9 @@ class Trainer:
             )
 
 
-def dropout_seed(seed: int, step: int, dp_rank: int) -> int:
+def dropout_seed(seed: int, steps_done: int, dp_rank: int) -> int:
     """What seeds torch before a step, so that each rank has other masks in each step: they train on other rows."""
     state = np.zeros(1, np.uint64)
-    for part in (seed, step, dp_rank):
-        state = next_value(state ^ np.uint64(part))
+    for number in (seed, steps_done, dp_rank):
+        state = next_value(state ^ np.uint64(number))
     return int(state[0])

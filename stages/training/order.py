@@ -33,9 +33,9 @@ LARGEST_PERIOD = 100_000
 _ROUNDS = 6
 
 
-def step_rows(step: int, total_batch_size: int, num_rows: int, seed: int) -> NDArray[np.int64]:
-    """The rows of optimizer step `step`, in order: (total_batch_size,) int64."""
-    positions = np.arange(step * total_batch_size, (step + 1) * total_batch_size, dtype=np.int64)
+def step_rows(steps_done: int, total_batch_size: int, num_rows: int, seed: int) -> NDArray[np.int64]:
+    """The rows of the optimizer step after `steps_done` ones, in order: (total_batch_size,) int64."""
+    positions = np.arange(steps_done * total_batch_size, (steps_done + 1) * total_batch_size, dtype=np.int64)
     rows = np.empty_like(positions)
     epochs = positions // num_rows  # a step may end one epoch and begin the next; no row is dropped between them
     for epoch in np.unique(epochs):
@@ -66,8 +66,8 @@ def permute(indices: NDArray[np.int64], num_rows: int, seed: int, epoch: int) ->
     return values.astype(np.int64)
 
 
-class Places(NamedTuple):
-    """What stands at some positions."""
+class SourceRows(NamedTuple):
+    """The rows at some positions of a training."""
 
     sources: NDArray[np.int64]
     """(n,): indices of sources."""
@@ -97,7 +97,7 @@ class Mixture:
         """(k,): the rows of each source in a period."""
 
     @cached_property
-    def _table(self) -> Places:
+    def _table(self) -> SourceRows:
         """One period: the earliest deadline first, among the sources that may be used already."""
         used = [index for index, count in enumerate(self.counts) if count]
         counts = self.counts[used]  # (k,)
@@ -111,19 +111,19 @@ class Mixture:
             chosen = int(deadlines.argmin())
             order[position], numbers[position] = used[chosen], taken[chosen]
             taken[chosen] += 1
-        return Places(order, numbers)
+        return SourceRows(order, numbers)
 
     def used(self, position: int) -> NDArray[np.int64]:
         """How many rows of each source stand before a position of the training: (k,)."""
         periods, rest = divmod(position, self.period)
         return periods * self.counts + np.bincount(self._table.sources[:rest], minlength=len(self.counts))
 
-    def places(self, positions: NDArray[np.int64]) -> Places:
+    def rows_at(self, positions: NDArray[np.int64]) -> SourceRows:
         """The sources at `positions` of the training, and the numbers of their rows."""
         table = self._table
         periods, rest = np.divmod(positions, self.period)
         sources = table.sources[rest]
-        return Places(sources, periods * self.counts[sources] + table.numbers[rest])
+        return SourceRows(sources, periods * self.counts[sources] + table.numbers[rest])
 
 
 class RowOrder:
@@ -165,12 +165,12 @@ class RowOrder:
         except ValueError as error:
             raise StageError(f"mixture: {error}") from None
 
-    def step(self, step: int) -> NDArray[np.int64]:
-        """The rows of an optimizer step, in order: (total_batch_size,)."""
+    def step(self, steps_done: int) -> NDArray[np.int64]:
+        """The rows of the optimizer step after `steps_done` ones, in order: (total_batch_size,)."""
         size = self._params.total_batch_size
         if self._mixture is None:
-            return step_rows(step, size, self.num_rows, self._params.seed)
-        positions = np.arange(step * size, (step + 1) * size, dtype=np.int64)
+            return step_rows(steps_done, size, self.num_rows, self._params.seed)
+        positions = np.arange(steps_done * size, (steps_done + 1) * size, dtype=np.int64)
         return mixed_rows(positions, self._mixture, self._starts, self._sizes, self._params.seed)
 
     @property
@@ -213,7 +213,7 @@ def mixed_rows(
         sizes: (k,): how many rows it has.
         seed: As in params.yaml.
     """
-    sources, numbers = mixture.places(positions)
+    sources, numbers = mixture.rows_at(positions)
     rows = np.empty_like(positions)
     epochs = numbers // sizes[sources]
     for source, epoch in {*zip(sources.tolist(), epochs.tolist(), strict=True)}:

@@ -129,23 +129,22 @@ class TrainParams(ScheduleParams, BuildParams):
                 f"divisor of {num_ranks}, or another runtime.nproc_per_node"
             )
 
-    def check_context_parallel(self, model: ModelManifest, seq_length: int) -> None:
-        """Check that `context_parallel` can be used with the model, and with the other parameters.
+    def check_context_parallel(self, model: ModelManifest, seq_length: int, ranks_of_node: int | None = None) -> None:
+        """Check that `context_parallel` can be used with the model, the ranks, and the other parameters.
 
         Which layers of a model it works with, a test finds (stages/forward/attention_choice.py).
 
+        Args:
+            model: Its config is read, and torch is imported with it, where `context_parallel` is not 1.
+            seq_length: Tokens per row.
+            ranks_of_node: The ranks of each node; None: they are not known yet.
+
         Raises:
-            StageError: naming what cannot be together.
+            StageError: naming what cannot be together, and all numbers that can.
         """
         size = self.context_parallel
         if size == 1:
             return
-        for name, rows in (("batch_size", self.batch_size), ("eval_batch_size", self.rows_per_validation_pass)):
-            if rows * seq_length % size:
-                raise StageError(
-                    f"context_parallel {size} does not divide the tokens of a forward pass, {name} {rows} x seq_length "
-                    f"{seq_length}: use a divisor of {rows * seq_length}"
-                )
         if self.attention not in ("auto", "varlen"):
             raise StageError(
                 f"context_parallel {size} needs attention varlen, not {self.attention}: use attention auto, or "
@@ -161,6 +160,21 @@ class TrainParams(ScheduleParams, BuildParams):
                 f"context_parallel {size} is not possible with the router loss of {model.architecture}, which is a "
                 "mean over all tokens of a forward pass: use context_parallel 1, or set output_router_logits to false "
                 f"in a copy of the model's {CONFIG}"
+            )
+        shared = {f"the {number} attention heads of {model.architecture}": number for number in model.attention_heads()}
+        for name, rows in (("batch_size", self.batch_size), ("eval_batch_size", self.eval_batch_size)):
+            if rows:
+                tokens = rows * seq_length
+                shared[f"the {tokens} tokens of a forward pass ({name} {rows} x seq_length {seq_length})"] = tokens
+        if ranks_of_node:
+            shared[f"the {ranks_of_node} ranks of a node"] = ranks_of_node
+        if unfit := [what for what, number in shared.items() if number % size]:
+            common = math.gcd(*shared.values())
+            *smaller, largest = (str(number) for number in range(1, 2 * size) if common % number == 0)
+            fit = " and ".join(what for what in shared if what not in unfit)
+            raise StageError(
+                f"context_parallel {size} does not divide {', nor '.join(unfit)}: use "
+                + (f"{', '.join(smaller)} or {largest}" + f", which also divide {fit}" * bool(fit) if smaller else "1")
             )
 
     def check_context_on_gpus(self) -> None:

@@ -32,10 +32,12 @@ class ScheduleParams:
             )
 
 
-def lr_ratio(params: ScheduleParams, total_steps: int, step: int) -> float:
-    """The learning rate of optimizer step `step` (from 0), as a fraction of `lr`."""
-    if step < params.warmup_steps:
-        return (step + 1) / params.warmup_steps  # + 1: a first step with a rate of 0 would use up its rows for nothing
+def lr_ratio(params: ScheduleParams, total_steps: int, steps_done: int) -> float:
+    """The learning rate of the optimizer step after `steps_done` ones, as a fraction of `lr`."""
+    if steps_done < params.warmup_steps:
+        return (
+            steps_done + 1
+        ) / params.warmup_steps  # + 1: a first step with a rate of 0 would use up its rows for nothing
     if params.lr_schedule == "constant":
         return 1.0
     # With `lr_decay_steps` the rates do not depend on the length of the run: a longer one can adopt its checkpoints.
@@ -44,11 +46,11 @@ def lr_ratio(params: ScheduleParams, total_steps: int, step: int) -> float:
     if params.lr_schedule == "wsd":
         start = max(start, end - round(params.lr_decay_ratio * end))
     # Clamped: after `end` the rate stays at the lowest. `max(1, ...)` where the warm-up lasts the entire run.
-    progress = min(1.0, max(0.0, (step - start) / max(1, end - start)))
+    progress = min(1.0, max(0.0, (steps_done - start) / max(1, end - start)))
     decayed = (1 + math.cos(math.pi * progress)) / 2 if params.lr_schedule == "cosine" else 1 - progress
     return params.min_lr_ratio + (1 - params.min_lr_ratio) * decayed
 
 
-def learning_rate(params: ScheduleParams, total_steps: int, step: int) -> float:
-    """The learning rate of optimizer step `step` (from 0)."""
-    return params.lr * lr_ratio(params, total_steps, step)
+def learning_rate(params: ScheduleParams, total_steps: int, steps_done: int) -> float:
+    """The learning rate of the optimizer step after `steps_done` ones."""
+    return params.lr * lr_ratio(params, total_steps, steps_done)

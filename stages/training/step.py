@@ -47,7 +47,6 @@ class UnreadStep:
     def __init__(self, step: int, num_labels: int, numbers: Tensor) -> None:
         """`numbers` and `num_labels` are what `train_step` has returned, and was given."""
         self.step = step
-        """Counted from 1."""
         self._num_labels = num_labels
         self._numbers = Readback(numbers)
 

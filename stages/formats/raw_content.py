@@ -75,7 +75,7 @@ class Unreadable(Exception):
         """Whether another encoding may fit."""
 
 
-class Source:
+class RawContent:
     """One raw file, or a part of it. Used with `with`, at the end of which all of it was read.
 
     There it raises, in place of any other error, `Changed` if these are not the bytes that were organized, or else
@@ -98,7 +98,7 @@ class Source:
             compression: `.gz`, `.zst` or nothing.
             digest: SHA-256 of the bytes as they are stored, of the part if there is one.
             encoding: Of content that does not begin with a byte order mark.
-            limits: Also those of the reader of this source.
+            limits: Also those of its reader.
             part: What to read of a file that is not compressed; None: all of it.
 
         Raises:
@@ -111,11 +111,11 @@ class Source:
         self._path, self._compression, self._digest, self._part = path, compression, digest, part
         self._stored: list[_Stored] = []  # more than one if a reader starts again
         self._readers: list[Iterator[bytes]] = []
-        self._pieces: Iterator[bytes] | None = self._open()
+        self._chunks: Iterator[bytes] | None = self._open()
         try:
-            head = [next(self._pieces, b"")]
-            while sum(map(len, head)) < _BEGIN and (piece := next(self._pieces, b"")):
-                head.append(piece)
+            head = [next(self._chunks, b"")]
+            while sum(map(len, head)) < _BEGIN and (chunk := next(self._chunks, b"")):
+                head.append(chunk)
             self.begin = b"".join(head)
             """Some bytes that the file, or the part, begins with, in its own encoding."""
             start = part.start if part else 0  # perhaps inside of a character
@@ -130,9 +130,9 @@ class Source:
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-        self._pieces = chain(head, self._pieces)
+        self._chunks = chain(head, self._chunks)
 
-    def __enter__(self) -> "Source":
+    def __enter__(self) -> "RawContent":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -148,11 +148,11 @@ class Source:
                         stored.verify(self._digest)
 
     def stream(self) -> BinaryIO:
-        """The content as UTF-8, without byte order mark, to be read in pieces; each call begins at its beginning."""
-        pieces, self._pieces = self._pieces or self._open(), None
-        reader = _decoded(pieces, self._encoding)
+        """The content as UTF-8, without byte order mark, to be read in chunks; each call begins at its beginning."""
+        chunks, self._chunks = self._chunks or self._open(), None
+        reader = _decoded(chunks, self._encoding)
         self._readers.append(reader)
-        return io.BufferedReader(Pieces(reader), self.limits.chunk)
+        return io.BufferedReader(Chunks(reader), self.limits.chunk)
 
     def _open(self) -> Iterator[bytes]:
         stored = _Stored(open_raw(self._path), self._part)
@@ -160,18 +160,18 @@ class Source:
         return _decompressed(stored, self._compression, self.limits.chunk)
 
 
-def _decoded(pieces: Iterator[bytes], encoding: str) -> Iterator[bytes]:
+def _decoded(chunks: Iterator[bytes], encoding: str) -> Iterator[bytes]:
     """The content as UTF-8, without byte order mark."""
     decoder = codecs.getincrementaldecoder(encoding)()
     size = 0
     try:
-        for piece in pieces:
-            size += len(piece)
-            text = decoder.decode(piece)
-            yield piece if encoding == UTF_8 else text.encode()
+        for chunk in chunks:
+            size += len(chunk)
+            text = decoder.decode(chunk)
+            yield chunk if encoding == UTF_8 else text.encode()
         yield decoder.decode(b"", final=True).encode()
     except UnicodeDecodeError as error:
-        # The error counts from the first byte that the decoder had: those left of the piece before come first.
+        # The error counts from the first byte that the decoder had: those left of the chunk before come first.
         place = max(0, size - len(error.object)) + error.start
         detail = f"{encoding}: {error.reason} at byte {place}"
         # With a mark there is no other: cp1252 and latin-1 accept nearly any bytes.
@@ -229,13 +229,13 @@ class _Stored:
         """
         # Not a mebibyte for a small file: all that is asked for is allocated, which takes longer than reading.
         size = min(size, self._left, max(self._expected - self.position, 1) + _MORE)
-        piece = os.read(self._file, size)
-        self._hash.update(piece)
-        self._left -= len(piece)
-        self.position += len(piece)
+        chunk = os.read(self._file, size)
+        self._hash.update(chunk)
+        self._left -= len(chunk)
+        self.position += len(chunk)
         if 0 < self._expected < self.position:  # some file systems give 0 for the size of any file
             raise Changed
-        return piece
+        return chunk
 
     def verify(self, digest: str) -> None:
         """Read what is left, and raise Changed if all bytes together have another digest."""
@@ -292,28 +292,28 @@ def open_raw(path: str | Path) -> int:
         raise Changed from None
 
 
-class Pieces(io.RawIOBase):
+class Chunks(io.RawIOBase):
     """The concatenation of byte strings, as a file."""
 
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces, self._rest = pieces, memoryview(b"")
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._rest = chunks, memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._rest:
-            piece = next(self._pieces, None)
-            if piece is None:
+            chunk = next(self._chunks, None)
+            if chunk is None:
                 return 0
-            self._rest = memoryview(piece)  # sliced below without copying
+            self._rest = memoryview(chunk)  # sliced below without copying
         count = min(len(buffer), len(self._rest))
         buffer[:count], self._rest = self._rest[:count], self._rest[count:]
         return count
 
 
 def _decompressed(stored: _Stored, compression: str, size: int) -> Iterator[bytes]:
-    """The content in pieces of at least `size` bytes, or less at its end.
+    """The content in chunks of at least `size` bytes, or less at its end.
 
     Raises:
         Unreadable: it is damaged.
@@ -324,8 +324,8 @@ def _decompressed(stored: _Stored, compression: str, size: int) -> Iterator[byte
     elif compression == ".zst":
         content = pa.CompressedInputStream(pa.PythonFile(stored, "r"), "zstd")
     try:
-        while piece := content.read(size):
-            yield piece
+        while chunk := content.read(size):
+            yield chunk
         if compression and not stored.position:  # without even a header, which compressed emptiness has
             raise EOFError("the file is empty")
     except (EOFError, OSError, zlib.error) as error:
