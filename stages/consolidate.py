@@ -32,6 +32,7 @@ from stages.base.outputs import ExperimentName
 from stages.base.packed import METRICS, PackMetrics, fingerprint
 from stages.base.params_file import load_params
 from stages.base.record import check_files
+from stages.base.summary import Row, table
 from stages.checkpointing import layout
 from stages.checkpointing.layout import METADATA, MODEL, TensorEntry
 from stages.checkpointing.pointer import RunPointer, resolve
@@ -123,10 +124,11 @@ def main() -> None:
         weights = export(params, runtime, model, pointer, checkpoint, target, adapter)
     size = sum((target / name).stat().st_size for name in weights)
     dtype = export_dtype(params, model)
-    print(
-        f"consolidate: {target}: step {pointer.step} of run {pointer.run_id}, {dtype}, "
-        f"{size:,} bytes in {len(weights)} files" + (f"; adapters of rank {rank} in {adapter}" if rank else "")
-    )
+    rows: list[Row] = [
+        (pointer.step, "step", f"of run {pointer.run_id}"),
+        (size, "bytes", f"{target}: {dtype}, {len(weights)} files"),
+    ]
+    print(table(*rows, *([(rank, "rank", f"adapters in {adapter}")] if rank else [])))
 
 
 def _new_output(path: Path) -> Path:

@@ -29,6 +29,7 @@ from stages.base.errors import StageError
 from stages.base.origin import RECORDS, Origin
 from stages.base.params_file import load_params
 from stages.base.record import Record
+from stages.base.summary import table
 from stages.duplicates import finding, signatures
 from stages.duplicates.finding import Dropped, SignedCorpus
 from stages.duplicates.shingles import shingles_of
@@ -123,7 +124,7 @@ def main() -> None:
 
 
 def deduplicate(params: DeduplicateParams, runtime: DeduplicateRuntime) -> str:
-    """Write the rows to skip and the metrics; return a line that describes them.
+    """Write the rows to skip and the metrics; return a table that describes them.
 
     Raises:
         StageError: the corpus is missing, or was changed.
@@ -149,12 +150,15 @@ def deduplicate(params: DeduplicateParams, runtime: DeduplicateRuntime) -> str:
         duplicates.write(directory)
         metrics = describe(params, corpus, dropped, rows, skipped.fingerprint(corpus, duplicates))
         metrics.write(METRICS)
-    if params.deduplicate is None:
-        return "deduplicate: all documents are kept, as deduplicate is null"
     found = metrics.all
-    return (
-        f"deduplicate: {found.equal + found.similar:,} of {found.documents:,} documents dropped "
-        f"({found.equal:,} equal, {found.similar:,} similar); {num_reused} of {len(corpus.shards)} splits reused"
+    num_dropped = found.equal + found.similar
+    kept = found.documents - num_dropped, "documents", f"kept of {found.documents:,}"
+    if params.deduplicate is None:
+        return table((*kept[:2], "all are kept, as deduplicate is null"))
+    return table(
+        kept,
+        (num_dropped, "dropped", f"{found.equal:,} equal, {found.similar:,} similar"),
+        (f"{num_reused} of {len(corpus.shards)}", "splits reused", ""),
     )
 
 

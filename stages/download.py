@@ -24,6 +24,7 @@ from stages.base.errors import StageError, explained, is_out_of_memory
 from stages.base.names import printable
 from stages.base.params_file import load_params
 from stages.base.record import FileEntry, RelativePath
+from stages.base.summary import table
 from stages.model import headers, hub, hub_cache, tokenizer
 from stages.model.files import CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from stages.model.license import LICENSE, ModelLicense
@@ -65,19 +66,23 @@ def main() -> None:
     origin = "a local directory" if model.commit is None else f"commit {model.commit}"
     weights = f"{model.dtype} weights in {len(model.weights)} files" if model.weights else "random weights"
     name = printable(model.model_name)
-    print(
-        f"download: {name} ({origin}): {model.architecture}, {model.num_parameters:,} parameters, "
-        f"{weights}, {sum(entry.size for entry in model.files.values()):,} bytes"
-    )
-    print(f"download: {tokenizer.compared_with_file(loaded, model.directory())}")
+    if warning := tokenizer.compared_with_file(loaded, model.directory()):
+        print(f"warning: {warning}")
     if terms.problem:
-        print(f"download: the license of {name} is unknown: {terms.problem}")
+        print(f"warning: the license of {name} is unknown: {terms.problem}")
     if model.commit is not None and hub_cache.listing(model.model_name, model.commit) is None:
         # Filled by an older tool, or copied without it. The Hub is not asked: the cache has all that must be there.
         print(
-            "download: the model cache has no list of the model's files, so one that it lacks can go unnoticed: "
+            "warning: the model cache has no list of the model's files, so one that it lacks can go unnoticed: "
             f"`hf download {model.model_name} --revision {model.commit}` with a current version adds it"
         )
+    num_bytes = sum(entry.size for entry in model.files.values())
+    print(
+        table(
+            (model.num_parameters, "parameters", f"{model.architecture}, {weights}"),
+            (num_bytes, "bytes", f"{name}, {origin}"),
+        )
+    )
 
 
 def describe(params: DownloadParams) -> ModelManifest:
@@ -111,7 +116,7 @@ def describe(params: DownloadParams) -> ModelManifest:
             if dropped:
                 names = ", ".join([tensor.key for tensor in dropped[:5]] + ["..."] * (len(dropped) > 5))
                 print(
-                    f"download: {len(dropped)} tensors with {sum(math.prod(each.shape) for each in dropped):,} values "
+                    f"warning: {len(dropped)} tensors with {sum(math.prod(each.shape) for each in dropped):,} values "
                     f"are dropped, as {type(model).__name__} does not have them: they are neither trained nor exported "
                     f"({names})"
                 )

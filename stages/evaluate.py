@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from stages.base import command, history, outputs, publish
+from stages.base import command, history, outputs, publish, summary
 from stages.base.errors import StageError
 from stages.base.history import Row
 from stages.base.outputs import ExperimentName
@@ -166,17 +166,14 @@ def write(evaluation: Evaluation) -> None:
         evaluation.write(outputs.EVALUATION)
         publish.write_json(outputs.METRICS, Metrics(*metrics))
     cost, warning = rounding_texts(evaluation)
-    losses = (
-        f"validation loss {loss_text(validation)}"
-        + f"; on the rows that the training measured {loss_text(evaluation.exported)}" * (not evaluation.measured_all)
-        + f", before training {loss_text(evaluation.untrained)}"
-        + (f"; {cost}" if cost else "")
-        if validation
-        else "no rows are held out to measure a loss on"
-    )
-    print(f"evaluate: {losses}")
+    if cost:
+        print(f"note: {cost}")
     if warning:
         print(f"warning: {warning}")
+    if validation:
+        print(summary.table(*loss_rows(validation, evaluation)))
+    else:
+        print("note: no rows are held out to measure a loss on")
 
 
 def read_verified_lineage(directory: Path) -> Lineage:
@@ -302,12 +299,19 @@ def rounding_texts(evaluation: Evaluation) -> tuple[str, str]:
     )
 
 
-def loss_text(loss: Loss | None) -> str:
-    """A loss for people to read."""
-    if loss is None:
-        return "not measured"
-    bits = "" if loss.bits_per_byte is None else f", {loss.bits_per_byte:.4f} bits per byte"
-    return f"{loss.loss:.4f} nats per token (perplexity {loss.perplexity:,.1f}{bits})"
+def loss_rows(loss: Loss, evaluation: Evaluation) -> list[summary.Row]:
+    """The loss of the exported weights on all held-out rows, for people to read, beside that before training."""
+    before, where = evaluation.untrained, "" if evaluation.measured_all else " (of eval_rows rows)"
+    rows: list[summary.Row] = []
+    for name, what, form in (
+        ("loss", "validation loss", ".4f"),
+        ("perplexity", "perplexity", ",.1f"),
+        ("bits_per_byte", "bits per byte", ".4f"),
+    ):
+        if (number := getattr(loss, name)) is not None:
+            note = f"{getattr(before, name):{form}} before training{where}" if before else ""
+            rows.append((f"{number:{form}}", what, note))
+    return rows
 
 
 if __name__ == "__main__":

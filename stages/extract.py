@@ -35,6 +35,7 @@ from stages.base.origin import Origin
 from stages.base.params_file import load_params
 from stages.base.process import paused_collector
 from stages.base.record import Record
+from stages.base.summary import table
 from stages.formats import rules
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.rules import LeftOutRecord, Rule, RuleCounts
@@ -215,7 +216,7 @@ def main() -> None:
 
 
 def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIMITS) -> str:
-    """Write the corpus and the metrics; return a line that describes them.
+    """Write the corpus and the metrics; return lines that describe them.
 
     Raises:
         StageError: a rule is left no file, or makes no row; files changed after `organize`, or too many cannot be read.
@@ -273,48 +274,50 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             dataset.write(directory)
     if counts["structured_files"]:
         print(
-            f"extract: {counts['structured_files']} files of JSON, YAML or tables have no rule: each of their strings "
-            "is a document, or of CSV the file. For some of the values, or conversations, write rules (docs/records.md)"
+            f"note: {counts['structured_files']:,} files have no rule (docs/records.md): each of their strings is a "
+            "document, or of CSV the file"
         )
     if silent := sorted(find_silent(results) - rejected_names):
         print(
-            f"extract: {len(silent)} files have no text, and nothing in them was rejected, such as {silent[0]}: "
+            f"warning: {len(silent)} files have no text, and nothing in them was rejected, such as {silent[0]}: "
             f"`python -m stages.extract --preview {params.raw_dir}/{silent[0]}` shows why"
         )
     if fallback:
         print(
-            f"extract: {counts['fallback_encoded_files']} files are not in UTF-8 and were read as "
+            f"warning: {counts['fallback_encoded_files']} files are not in UTF-8 and were read as "
             f"{params.fallback_encoding} (fallback_encoding), such as {fallback[0]}: see whether they look right with "
             f"`python -m stages.extract --preview {params.raw_dir}/{fallback[0]}`"
         )
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     num_rejections = sum(_starting_with("rejected ", counts).values())
-    rejections = f"{num_rejections} rejections in {counts['rejected_files']} of them" * bool(num_rejections)
     num_left_out = sum(number for name, number in counts.items() if rules.LEFT_OUT in name)
-    left_out = f"{num_left_out} records left out by rules; " * bool(num_left_out)
+    rejected_of = f"{num_rejections:,} rejected in {counts['rejected_files']:,} files"
+    why = f"{rejected_of}, {num_left_out:,} left out by rules: see {METRICS}"
     # Not the empty ones, which are all equal: all but the first come from the store in any run.
     used = [result.is_reused for result, part in zip(results, parts, strict=True) if part.files]
-    unused = "".join(
-        f"{what} {', '.join(names[:NUM_PRINTED])}{remedy.format(names[0])}; "
+    notes = [
+        f"note: records.{index} does not {what}: {', '.join(names[:NUM_PRINTED])}{remedy.format(names[0])}"
         for index, rule in enumerate(of_rules)
         for what, names, remedy in (
-            (f"columns that records.{index} does not use:", rule.unused_columns, ""),
-            (f"roles that records.{index} does not know:", rule.unknown_roles, " (add such as roles: {{{}: user}})"),
+            ("use the columns", rule.unused_columns, ""),
+            ("know the roles", rule.unknown_roles, " (add such as roles: {{{}: user}})"),
         )
         if names
-    )
+    ]
     lengths = (
-        f" (mean {counts['characters'] / counts['strings']:.0f} characters, "
-        f"{counts['short_strings'] / counts['strings']:.0%} below {SHORT})"
+        f"{counts['characters'] / 1e6:.1f} M characters, mean {counts['characters'] / counts['strings']:.0f}, "
+        f"{counts['short_strings'] / counts['strings']:.0%} below {SHORT}"
         if counts["strings"]
         else ""
     )
-    return (
-        f"extract: {counts['strings']} strings{lengths}, {counts['characters'] / 1e6:.1f} M "
-        f"characters, from {counts['files']} files; {left_out}{unused}{rejections or 'nothing rejected'} "
-        f"(see {METRICS}); {sum(used)} of {len(used)} splits reused"
+    num_dropped = num_rejections + num_left_out
+    counted = table(
+        (counts["strings"], "documents", lengths),
+        (num_dropped, "dropped", why if num_dropped else f"of {counts['files']:,} files"),
+        (f"{sum(used)} of {len(used)}", "splits reused", ""),
     )
+    return "\n".join([*notes, counted])
 
 
 def find_silent(results: Iterable[SplitResult]) -> set[str]:

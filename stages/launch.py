@@ -22,6 +22,7 @@ from stages.base.history import HISTORY, SPEED, History
 from stages.base.params_file import load_params
 from stages.base.record import DamagedFile
 from stages.base.shared_disk import refresh
+from stages.base.summary import Row, table
 from stages.checkpointing.decision import begin, decide, find
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name, verify
 from stages.checkpointing.lock import wait_for_ranks, writer_lock
@@ -58,8 +59,8 @@ def main() -> None:
         refuse_changed_files(run, runtime)
         refresh([last])  # the ranks may have written it on another node
         metrics, exported = write_outs(run, last)
-    print(f"train: {metrics.steps:,} steps, {metrics.tokens:,} tokens: {losses_text(metrics)}; run {run.run_id}"
-          f"{'' if exported == last else f', whose best checkpoint is {exported.name}'}")  # fmt: skip
+    best = "" if exported == last else f", whose best checkpoint is {exported.name}"
+    print(table((metrics.steps, "steps", f"{metrics.tokens:,} tokens; run {run.run_id}{best}"), *loss_rows(metrics)))
 
 
 def _exit_unless_finished(status: int) -> None:
@@ -67,10 +68,10 @@ def _exit_unless_finished(status: int) -> None:
         sys.exit(status)
 
 
-def losses_text(metrics: TrainMetrics) -> str:
+def loss_rows(metrics: TrainMetrics) -> list[Row]:
     """The last losses, for people to read; there is no validation loss without held-out rows."""
-    losses = {"loss": metrics.loss, "validation loss": metrics.validation_loss}
-    return ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None)
+    losses = ("loss", metrics.loss), ("validation loss", metrics.validation_loss)
+    return [(f"{loss:.4f}", name, "") for name, loss in losses if loss is not None]
 
 
 def refuse_changed_files(run: Run, runtime: TrainRuntime) -> None:

@@ -42,6 +42,7 @@ from stages.base.packed import (
 )
 from stages.base.params_file import load_params
 from stages.base.record import check_files
+from stages.base.summary import Row, table
 from stages.model.manifest import ModelManifest
 from stages.tokenizing import chat_template, comparison, encoding, fast_tokenizer, packing, vocabulary
 from stages.work import arrow, reuse, skipped, workers
@@ -213,7 +214,7 @@ def main() -> None:
 
 
 def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packing.MAX_BATCH_TOKENS) -> str:
-    """Write the rows and the metrics; return a line that states how many there are.
+    """Write the rows and the metrics; return a table of how many there are.
 
     A document is a row of the corpus. Each document is encoded on its own and ended by the model's EOS token. Documents
     are joined in the order of the corpus into one stream for training and one for validation; each stream is cut into
@@ -242,7 +243,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             written = write_parts(parts, spec, directory, store, params, runtime, max_batch_tokens)
         except comparison.Differs as error:
             reason = str(error)
-            print(f"pack: {fast_tokenizer.NAME} is not used, but the model's own tokenizer, which is slower: {reason}")
+            print(f"warning: pack encodes with the model's own tokenizer, not with {fast_tokenizer.NAME}: {reason}")
             spec = spec._replace(is_fast=False)
             written = write_parts(parts, spec, directory, store, params, runtime, max_batch_tokens)
         for part, rows in written:
@@ -252,7 +253,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             message = too_few(part, rows, params)
             if part.directory == TRAIN.name or params.validation_fraction is not None or not part.side:
                 raise StageError(message)
-            print(f"pack: warning: {message}; nothing{f' of {part.source}' if part.source else ''} is validated")
+            print(f"warning: {message}; nothing{f' of {part.source}' if part.source else ''} is validated")
         train, validation = (
             reduce(operator.add, (rows for part, rows in written if part.directory == name))
             for name in (TRAIN.name, VALIDATION.name)
@@ -263,7 +264,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         lost = {reason: number for reason, number in counts.refused.items() if not reason.startswith("longer than")}
         share = sum(lost.values()) / max(1, counts.num_conversations + sum(counts.refused.values()))
         if share > params.max_left_out:
-            print(f"pack: warning: {share:.0%} of the conversations are refused, so not trained: {remedies(lost)}")
+            print(f"warning: {share:.0%} of the conversations are refused, so not trained: {remedies(lost)}")
         name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
         encoder = EncoderMetrics(name, counts.num_slow, reason)
         metrics = PackMetrics(
@@ -282,33 +283,27 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     held_out = validation.num_tokens / (train.num_tokens + validation.num_tokens)
-    return (
-        f"pack: {train.num_rows} rows to train on and {validation.num_rows} to validate ({held_out:.1%} of tokens), "
-        f"of {params.seq_length} tokens; "
-        + (f"{per_token} characters per token; " if (per_token := metrics.train.characters_per_token) else "")
-        + f"{train.num_reused + validation.num_reused} of {sum(len(part.splits) for part in parts)} splits reused; "
-        f"encoded by {encoder.name}"
-        + (f" ({counts.num_slow / counts.num_characters:.1%} by {encoding.NAME})" if counts.num_slow else "")
-        + (conversations_text(counts) if spec.chat else "")
+    num_reused = train.num_reused + validation.num_reused
+    note = f"of {params.seq_length:,} tokens; {validation.num_rows:,} more held out ({held_out:.1%} of the tokens)"
+    return table(
+        (train.num_rows, "rows", note),
+        conversations_row(counts) if spec.chat else (counts.num_duplicates, "dropped", "duplicate documents"),
+        (f"{num_reused} of {sum(len(part.splits) for part in parts)}", "splits reused", ""),
     )
 
 
-def conversations_text(counts: packing.Counts) -> str:
-    """What became of the conversations, for people to read."""
-    share = counts.num_trained / max(1, counts.num_tokens)
-    refused = ""
+def conversations_row(counts: packing.Counts) -> Row:
+    """What became of the conversations, for people to read; prints why some were refused, or not written in full."""
+    for where, left_out in sorted(counts.left_out.items()):
+        print(f"note: the chat template leaves out {left_out} of {counts.strings[where]} strings of {where}")
+    number = sum(counts.refused.values())
     if counts.refused:
         most = max(counts.refused, key=lambda reason: counts.refused[reason])
         reason = next((each.reason for each in counts.first_refused if each.reason.startswith(most)), most)
-        number = sum(counts.refused.values())
-        refused = f", {number} refused ({counts.refused[most]} of them as this one: {reason}; see {METRICS})"
-    left_out = ", ".join(
-        f"{number} of {counts.strings[where]} strings of {where}" for where, number in sorted(counts.left_out.items())
-    )
-    return (
-        f"; {counts.num_conversations} conversations, {share:.1%} of their tokens trained{refused}"
-        + f", left out by the chat template: {left_out}" * bool(left_out)
-    )
+        number_of_most = f"{counts.refused[most]} of {number} refused conversations"
+        print(f"note: {number_of_most} are like this one: {reason} (see {METRICS})")
+    share = counts.num_trained / max(1, counts.num_tokens)
+    return counts.num_conversations, "conversations", f"{share:.1%} of their tokens trained; {number:,} more refused"
 
 
 def check_left_out(counts: packing.Counts, params: PackParams) -> None:
@@ -450,10 +445,10 @@ def divide(source: str | None, splits: list[Split], num_train: int) -> tuple[Par
     of_source = f" of source {source}" if source else ""
     chosen = packing.dividing_fraction([(CORPUS / shard.filename, rows) for shard, rows, _ in splits], fraction)
     if chosen is None:
-        print(f"pack: warning: nothing{of_source} is held out: there is only one document")
+        print(f"warning: nothing{of_source} is held out: there is only one document")
         return Part(TRAIN.name, source, splits, None), Part(VALIDATION.name, source, [], None)
     print(
-        f"pack: {chosen:.0%} of the documents{of_source} are held out by their content: the last validation_splits = "
+        f"note: {chosen:.0%} of the documents{of_source} are held out by their content: the last validation_splits = "
         f"{len(held_out)} of num_splits = {len(splits)} splits have {found} of {total}; validation_fraction changes it"
     )
     return (

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from stages.base import command, outputs, publish
 from stages.base.outputs import ExperimentName
 from stages.base.params_file import load_params
+from stages.base.summary import table
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ def main() -> None:
 
     with publish.lock(outputs.REPORT), publish.directory(outputs.REPORT) as directory:
         page.write(directory, params.experiment_name, params.raw_dir)
-    print(f"report: see {outputs.REPORT / page.PAGE}")
+    path = outputs.REPORT / page.PAGE
+    print(table((path.stat().st_size, "bytes", f"{path}: open it in a browser")))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from stages import launch
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
+from stages.base.summary import Row
 from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.checkpointing.lock import rank_lock
 from stages.checkpointing.run import describe
@@ -236,10 +237,12 @@ def test_ranks_that_wait_for_one_that_still_writes_are_not_ended(
 
 @pytest.mark.parametrize(
     ("loss", "validation_loss", "expected"),
-    [(2.5, 3.25, "loss 2.5000, validation loss 3.2500"), (2.5, None, "loss 2.5000")],
+    [(2.5, 3.25, [("2.5000", "loss", ""), ("3.2500", "validation loss", "")]), (2.5, None, [("2.5000", "loss", "")])],
 )
-def test_only_losses_that_were_measured_are_shown(loss: float, validation_loss: float | None, expected: str) -> None:
-    assert launch.losses_text(TrainMetrics(loss=loss, validation_loss=validation_loss)) == expected
+def test_only_losses_that_were_measured_are_shown(
+    loss: float, validation_loss: float | None, expected: list[Row]
+) -> None:
+    assert launch.loss_rows(TrainMetrics(loss=loss, validation_loss=validation_loss)) == expected
 
 
 @pytest.mark.slow
