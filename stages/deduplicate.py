@@ -1,13 +1,9 @@
-"""Find the documents that are equal, or similar, to another one that stays. `pack` skips them; the corpus stays whole.
+"""Find the documents that are equal or similar to another one, which stays. `pack` skips them.
 
 Reads    data/corpus/
-Writes   data/duplicates/: a Hugging Face dataset of the rows of the corpus that are skipped, one Arrow file a split;
-         each with the row that stays in its place, and how similar both are
+Writes   data/duplicates/: rows of the corpus that are skipped, each with the row that stays, and their similarity
          data/deduplicate.json: counts by source, the largest groups, examples
-Command  python -m stages.deduplicate
-
-Signatures of a split whose text and code are the same as in an earlier run are not computed again, whatever the
-threshold is (docs/data.md, "What is not done twice").
+Example  dvc exp run -S deduplicate=near deduplicate
 """
 
 import tempfile
@@ -49,9 +45,9 @@ class DeduplicateParams:
     """What decides which documents are skipped."""
 
     deduplicate: Literal["exact", "near"] | None
-    """exact: those that are equal to another one | near: also those that are similar | null: none."""
+    """Which documents are skipped. exact: those that are equal to another one. near: also similar ones. null: none."""
     dedup_threshold: Annotated[float, Field(ge=0.5, lt=1)]
-    """With near: Jaccard similarity of the sets of five consecutive words."""
+    """Jaccard similarity above which two documents are similar, of the sets of five consecutive words."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class DeduplicateRuntime(workers.Runtime):
     """What changes no result."""
 
     reuse_gib: Annotated[float, Field(ge=0)]
-    """Limit of the disk space, in GiB, for results of earlier runs that are not also outputs or in DVC's cache."""
+    """Disk space for results of earlier runs, in GiB. What outputs and DVC's cache occupy anyway does not count."""
 
 
 @dataclass(frozen=True)

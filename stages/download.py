@@ -1,14 +1,9 @@
-"""Find the model, check it, and write its manifest.
+"""Find the model, check it, and write its manifest. The weights stay where they are.
 
-Reads     a local directory, or a model of the Hugging Face Hub in HF_HOME (fetched where that lacks it)
-Writes    data/model.json: commit, size and SHA-256 of each file, what later stages need to know about the model
-          data/tokenizer.json: the tokenizer as AutoTokenizer loads it, with which `pack` encodes
-          data/license.json: what its model card says of its license, and the files with the text of that
-Command   python -m stages.download
-
-The weights stay where they are. The headers of their files suffice to compare names, shapes and dtypes with the model
-that config.json describes. With HF_HUB_OFFLINE=1, or a complete cache, no socket is opened. Files of the Hub must have
-the digests that it lists. A download that was interrupted continues.
+Reads    a local directory, or HF_HOME; without HF_HUB_OFFLINE=1 it fetches what HF_HOME lacks from the Hub
+Writes   data/model.json: commit, size and SHA-256 of each file, and what later stages need to know of the model
+         data/tokenizer.json, data/license.json: the tokenizer of `pack`; what the model card says of the license
+Example  dvc exp run -S model_name=HuggingFaceTB/SmolLM2-135M download
 """
 
 import math
@@ -45,11 +40,12 @@ class DownloadParams:
     """The leaves of `params.yaml` that decide which model a run starts from."""
 
     model_name: Annotated[str, Field(min_length=1)]
-    """An existing directory, else a Hub id such as `Qwen/Qwen3-0.6B`."""
+    """Hub id such as `Qwen/Qwen3-0.6B`, or an existing directory."""
     model_revision: RelativePath
-    """Branch, tag or commit of a Hub id, such as `main` or `refs/pr/1`; a directory has none."""
+    """Branch, tag or commit of a Hub id. A directory has none."""
     initial_weights: Literal["auto", "pretrained", "random"]
-    """auto: pretrained where the model has weights, else random. With random no weights are fetched."""
+    """Where the weights come from. auto: pretrained where the model has weights, else random. With random no weights
+    are fetched."""
 
 
 def main() -> None:
@@ -87,6 +83,10 @@ def main() -> None:
 
 def describe(params: DownloadParams) -> ModelManifest:
     """Find the model that `params` names, check it and describe it.
+
+    The headers of the weights suffice to compare names, shapes and dtypes with the model that config.json describes.
+    With HF_HUB_OFFLINE=1, or a complete cache, no socket is opened. Files of the Hub must have the digests that it
+    lists. A download that was interrupted continues.
 
     Raises:
         StageError: it is not found, cannot be loaded, or its weights do not fit its config.

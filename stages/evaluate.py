@@ -1,14 +1,9 @@
-"""Measure what the finished model has learned.
+"""Measure what the finished model has learned, on held-out rows.
 
-Reads     outputs/<experiment_name>/model/, outputs/history.tsv, data/tokens/validation, data/pack.json, data/model.json
-          and, for samples, the weights of the initial model
-Writes    outputs/evaluation.json: the losses before training, after it, and of the exported weights; samples of text
-          outputs/metrics.json: those of the exported weights on all held-out rows
-Command   python -m stages.evaluate
-
-One process per GPU of this machine measures the model, or as many as train on CPUs (stages/evaluation/measure.py).
-Nothing is written where the exported weights have another loss than those that were trained, by more than rounding
-explains: `consolidate` has proved that they are those of the checkpoint, rounded.
+Reads    outputs/<experiment_name>/model/, outputs/history.tsv, data/tokens/validation, data/pack.json, data/model.json
+Writes   outputs/evaluation.json: losses before training, after it, and of the exported weights; samples of text
+         outputs/metrics.json: the loss of the exported weights, for `dvc exp show`
+Example  dvc exp run -S eval_samples=5 evaluate
 """
 
 import math
@@ -59,7 +54,7 @@ class EvaluateParams:
     eval_batch_size: PositiveInt | None
     """Rows per forward pass."""
     eval_samples: NonNegativeInt
-    """How many texts the model continues; 0 for none."""
+    """How many held-out texts the model continues."""
 
 
 @dataclass(frozen=True)

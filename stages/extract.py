@@ -1,14 +1,9 @@
-"""Extract all text from the raw files: a row for each text file and each string in JSON, YAML and tables, or for each
-record, as the parameter `records` says.
+"""Extract the text of the raw files, as `records` says. Without a rule each string is a document.
 
-Reads    data/splits/ and the raw files, or parts of them, that it lists
-Writes   data/corpus/: a Hugging Face dataset with the column `text`, and `messages` where a rule makes conversations;
-         one Arrow file a split
-         data/extract.json: counts, and the files or parts of files that could not be read, with position and reason
-Command  python -m stages.extract
-
-A split with the same files, parameters and code as in an earlier run is not read again (docs/data.md, "What is not done
-twice").
+Reads    data/splits/, and the raw files, or parts of them, that it lists
+Writes   data/corpus/: a Hugging Face dataset with the columns `text` and, for conversations, `messages`
+         data/extract.json: counts, and what could not be read, with position and reason
+Example  python -m stages.extract --preview data/raw/chat.jsonl
 """
 
 import codecs
@@ -82,15 +77,16 @@ class ExtractParams:
     """What decides the text."""
 
     fallback_encoding: Annotated[str | None, AfterValidator(_encoding)]
-    """For files that are neither UTF-8 nor begin with a byte order mark; None rejects them."""
+    """Encoding of files that are not UTF-8 and have no byte order mark. null: they are rejected."""
     max_rejected_files: Annotated[int, Field(ge=0)]
-    """The stage fails if more files than this cannot be read, entirely or in part."""
+    """How many files may be unreadable, entirely or in part, before the stage fails."""
     min_chars: Annotated[int, Field(ge=1)]
-    """Strings with fewer characters are dropped."""
+    """Length below which strings are dropped, in characters."""
     raw_dir: str
-    """The directory of raw files, relative to the root of the project, or absolute."""
+    """Directory of the raw files. It is relative to the root of the project, or absolute."""
     records: list[Rule] | None
-    """The first rule that fits the path of a file decides what its records become; without one each string is a row."""
+    """Rules for documents and conversations (docs/records.md). null: each string is a document. The first rule that
+    fits the path of a file counts."""
 
     @property
     def features(self) -> dict[str, Any]:
@@ -106,7 +102,7 @@ class ExtractRuntime(workers.Runtime):
     """What changes no result."""
 
     reuse_gib: Annotated[float, Field(ge=0)]
-    """Limit of the disk space, in GiB, for results of earlier runs that are not also outputs or in DVC's cache."""
+    """Disk space for results of earlier runs, in GiB. What outputs and DVC's cache occupy anyway does not count."""
 
 
 @dataclass(frozen=True)

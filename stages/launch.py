@@ -1,14 +1,9 @@
-"""Have torchrun start the ranks of the training, on this machine or on several, and end them with this process.
+"""Start the ranks of the training with torchrun, on this machine or on several, and end them with this process.
 
-With `runtime.launcher: sbatch`, on a login node of Slurm, submit a job that does it, and follow the job to its end.
-
-Reads    what stages.train reads, and its checkpoints
-Writes   outputs/<experiment_name>/run.json (the pointer to the last checkpoint, or to the best)
+Reads    data/tokens/, data/model.json and the files of the model, and the checkpoints of earlier launches
+Writes   outputs/<experiment_name>/checkpoints/ and run.json, which points to the checkpoint that becomes the model
          outputs/history.tsv, outputs/speed.tsv, outputs/train_metrics.json, outputs/cost.json
-Command  python -m stages.launch
-
-A training that is stopped by a signal saves and exits with status 75; the next launch continues where it stopped. One
-that crashes or hangs is restarted up to `runtime.max_restarts` times; one that reports a user error is not.
+Example  python -m stages.launch --explain
 """
 
 import sys
@@ -40,6 +35,11 @@ from stages.training.params import TrainParams
 
 
 def main() -> None:
+    """Run the stage. With `runtime.launcher: sbatch`, submit a job that does it, and follow the job to its end.
+
+    A training that is stopped by a signal saves and exits with status 75. The next launch continues where it stopped.
+    A training that crashes or hangs is restarted up to `runtime.max_restarts` times. A user error is not.
+    """
     parser = command.parser(__doc__)
     parser.add_argument("--explain", action="store_true", help="print what a launch would do now, and why; do nothing")
     arguments = parser.parse_args()

@@ -1,10 +1,9 @@
-"""Divide the raw files into splits of equal count; large JSON Lines files and tables are cut into parts.
+"""Divide the raw files into splits of equal count. Large JSON Lines files and tables are cut into parts.
 
-Reads    raw_dir: .txt .md .csv .tsv .json .jsonl .ndjson .yaml .yml, each also as .gz and .zst; .parquet .arrow
-         .feather; in directories of any depth
-Writes   data/splits/split_00.jsonl ...: a line a file, or part of one, with its path, size in bytes and SHA-256
+Reads    raw_dir: text, JSON, YAML and tables (docs/data.md), also as .gz and .zst, in directories of any depth
+Writes   data/splits/split_00.jsonl ...: a line for each file, or part of one, with path, size in bytes and SHA-256
          data/splits/summary.json: counts, and which files were skipped and why
-Command  python -m stages.organize
+Example  python -m stages.organize
 """
 
 import math
@@ -50,12 +49,12 @@ class OrganizeParams:
     """What decides the splits."""
 
     num_splits: Annotated[int, Field(ge=1, le=10_000)]
-    """Parts that are processed in parallel. A part is held out of training entirely or not at all."""
+    """How many splits each source has, which are processed in parallel. A split is held out entirely or not at all."""
     raw_dir: str
-    """The directory of raw files, relative to the root of the project, or absolute."""
+    """Directory of the raw files. It is relative to the root of the project, or absolute."""
     sources: Annotated[list[str], Field(min_length=1)] | None = None
-    """Directories in `raw_dir`, whose rows `mixture` gives shares; each has `num_splits` splits of its own. Others are
-    not read. null: all files are one source, without a name."""
+    """Directories in `raw_dir` that `mixture` gives shares. null: all files are one source, without a name. Each has
+    `num_splits` splits of its own. Other directories are not read."""
 
 
 @dataclass(frozen=True)

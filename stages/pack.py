@@ -1,15 +1,9 @@
-"""Turn text and conversations into rows of tokens for the model, a part of them held out for validation.
+"""Turn documents and conversations into rows of tokens, a part of them held out for validation.
 
-Reads    data/corpus/, and data/duplicates/ with what is skipped of it; data/model.json, data/tokenizer.json; for
-         conversations the file that `chat_template` names
-Writes   data/tokens/train, data/tokens/validation: Hugging Face datasets, `input_ids` of seq_length tokens a row; with
-         conversations also which tokens are trained, and which begin a document
-         data/pack.json: documents, characters, bytes, tokens, rows, the share of unknown tokens, dropped characters;
-         conversations, and those that give no tokens, with the reasons
-Command  python -m stages.pack
-
-A split whose text, tokenizer and code are the same as in an earlier run is not encoded again (docs/data.md, "What is
-not done twice").
+Reads    data/corpus/, data/duplicates/, data/model.json, data/tokenizer.json, and the file of `chat_template`
+Writes   data/tokens/train, data/tokens/validation: datasets with `input_ids`, seq_length tokens a row
+         data/pack.json: documents, tokens, rows; conversations that are refused, and why
+Example  dvc exp run -S seq_length=1024 pack
 """
 
 import operator
@@ -60,20 +54,21 @@ class PackParams:
     """What decides the rows."""
 
     seq_length: Annotated[int, Field(ge=2, le=2**24)]
-    """Tokens of a row. The limit is far above that of any model; all of a row is in memory (64 MiB)."""
+    """Length of a row, in tokens. The limit is far above that of any model; all of a row is in memory (64 MiB)."""
     validation_splits: Annotated[int, Field(ge=0)]
-    """Splits, the last ones of each source, that are held out of training."""
+    """How many splits of each source are held out of training, the last ones."""
     fast_encoder: bool = True
-    """Encode with stages/tokenizing/fast_tokenizer.py, where that gives the same tokens."""
+    """Whether to encode with tokenizers 1.0, where it gives the same tokens."""
     chat_template: str | None = None
-    """The file of a chat template, below models/templates/; null: the model's own."""
+    """File of a chat template below models/templates/. null: the model's own."""
     train_on: encoding.TrainOn = "assistant"
-    """Which tokens of a conversation are trained."""
-    """What becomes of a conversation that is longer than a row."""
+    """Tokens of a conversation that are trained. assistant: those of its turns. last: of its last turn. completion: of
+    what follows the prompt. all: every one, those of the template too."""
     validation_fraction: Annotated[float, Field(gt=0, le=0.5)] | None = None
-    """Of the documents, by a digest of their content: these are held out instead of entire splits."""
+    """Documents that are held out instead of splits, as a share. null: splits are. A digest of their content
+    decides."""
     max_left_out: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Of the strings of a role, or of tools, the share that the chat template may leave out."""
+    """Strings of a role, or of tools, that the chat template may leave out, as a share."""
 
     def check_splits(self, num_splits: int) -> None:
         """Check that there are splits to train on.
@@ -93,7 +88,7 @@ class PackRuntime(workers.Runtime):
     """What changes no result."""
 
     reuse_gib: Annotated[float, Field(ge=0)]
-    """Disk for results of earlier runs, in GiB, in addition to what outputs and DVC's cache occupy anyway."""
+    """Disk space for results of earlier runs, in GiB. What outputs and DVC's cache occupy anyway does not count."""
 
 
 class ShardTask(NamedTuple):

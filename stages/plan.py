@@ -1,12 +1,9 @@
-"""Estimate what a training will need, before a GPU is booked for it, and show what the model will be fed.
+"""Estimate what a training needs, before you book a GPU, and show what the model will be fed.
 
-Reads    data/model.json, data/tokenizer.json and the config of the model, data/pack.json, data/tokens/train,
-         data/tokens/validation
-Writes   outputs/plan.json, outputs/rows.txt
-Command  python -m stages.plan
-
-The memory of each rank is measured with tensors that have no memory (stages/planning/peak_memory.py); no weight is
-read. All depends on the manifests and the parameters alone, not on this machine.
+Reads    data/model.json, data/tokenizer.json, data/pack.json, data/tokens/, and the config of the model
+Writes   outputs/plan.json: steps, memory of each rank, disk
+         outputs/rows.txt: the first rows of the training as text
+Example  dvc exp run -S plan.num_ranks=8 -S plan.gpu_memory_gb=80 plan
 """
 
 import dataclasses
@@ -61,9 +58,9 @@ class Cluster:
     """What `plan` computes for; it changes no training."""
 
     num_ranks: PositiveInt
-    """Ranks of the training, on all machines."""
+    """How many ranks train, on all machines."""
     gpu_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
-    """Memory of each GPU in GiB, 80 for an H100; null: it is compared with nothing."""
+    """Memory of each GPU, in GiB. null: no limit. An H100 has 80. Settings that need more are refused."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +179,9 @@ def measure_memory(
     model: ModelManifest, params: TrainParams, num_ranks: int, seq_length: int, limit: int | None
 ) -> Memory:
     """Measure the memory of each rank, and where `limit` bytes of a GPU are known, print a table of what fits.
+
+    The tensors have no memory (stages/planning/peak_memory.py), and no weight is read. So the result is the same on
+    each machine.
 
     Raises:
         StageError: the model cannot be trained like this.

@@ -1,13 +1,9 @@
-"""Ask the finished model the questions of tasks, and the initial model the same ones.
+"""Ask the finished model the questions of `tasks`, and the initial model the same ones.
 
-Reads     outputs/<experiment_name>/model/, tasks/, data/model.json, and the weights of the initial model
-Writes    outputs/tasks.json: how well both answer
-          outputs/scores.json: a number for each task, for `dvc exp show`
-          outputs/answers.jsonl: each question, and what both have answered
-Command   python -m stages.score
-
-lm-evaluation-harness asks them (stages/scoring/harness.py). It is installed when `tasks` first names one. What an
-earlier run has measured of a model is not measured again.
+Reads    outputs/<experiment_name>/model/, tasks/, data/model.json, and the weights of the initial model
+Writes   outputs/tasks.json, outputs/scores.json: how well both answer; a number for each task
+         outputs/answers.jsonl: each question, and what both have answered
+Example  dvc exp run -S 'tasks=[tasks/sums.yaml]' score
 """
 
 import json
@@ -41,9 +37,9 @@ class ScoreParams:
     experiment_name: ExperimentName
     """Name of the directory under outputs/."""
     tasks: list[str]
-    """Names of lm-evaluation-harness, or files in tasks/."""
+    """What is asked: names of lm-evaluation-harness, or files in tasks/."""
     task_limit: PositiveInt | None
-    """How many questions of each task; null: all."""
+    """How many questions of each task are asked. null: all."""
     task_chat: bool
     """Whether questions are written with the model's chat template."""
 
@@ -55,7 +51,7 @@ class ScoreRuntime:
     nproc_per_node: PositiveInt | None
     """Ranks; null: one per GPU, or 2 where there is none."""
     reuse_gib: Annotated[float, Field(ge=0)]
-    """Limit of the disk space, in GiB, for results of earlier runs."""
+    """Disk space for results of earlier runs, in GiB."""
     timeout_minutes: PositiveFloat
     """How long a rank may take for one thing, such as a chunk of requests."""
 
@@ -72,6 +68,9 @@ def score(
     params: ScoreParams, runtime: ScoreRuntime, measure: Callable[[Request, int | None], Measurements] = ask_ranks
 ) -> str:
     """Write what both models answer; return a table of it.
+
+    lm-evaluation-harness asks them (stages/scoring/harness.py). It is installed when `tasks` first names one. What an
+    earlier run has measured of a model is not measured again.
 
     Args:
         params: What is asked.

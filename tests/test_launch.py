@@ -248,7 +248,7 @@ def test_only_losses_that_were_measured_are_shown(
 @pytest.mark.slow
 def test_the_command_that_the_help_names_trains_a_new_run(training: Project) -> None:
     training.set(max_steps=2)
-    [command] = re.findall(r"^Command  (torchrun .*)", training.run("python", "-m", "stages.train", "--help"), re.M)
+    [command] = re.findall(r"^Example  (torchrun .*)", training.run("python", "-m", "stages.train", "--help"), re.M)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])  # for tests that run at the same time
