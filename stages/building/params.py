@@ -211,8 +211,8 @@ class BuildParams:
     """How the weights beside adapters are stored. nf4: those of linear modules in the layers in 4.5 bits (QLoRA). null:
     in `precision`."""
     precision: Literal["bf16", "fp16", "fp32", "fp8"]
-    """Number format of forward and backward pass. fp16: the loss is scaled. fp8: bf16, and 8 bits in the matrix
-    products of the layers (needs torchao, and GPUs of Ada, Hopper or newer). The weights that the optimizer updates are
+    """Number format of forward and backward pass. fp16: the loss is scaled. fp8: bf16, and 8 bits in the layers'
+    matrix products (needs torchao, and GPUs of Ada, Hopper or newer). The weights that the optimizer updates are
     fp32."""
     activation_checkpointing: Annotated[Literal["none", "full", "selective_op"], _gone("selective", "selective_op")]
     """What the backward pass computes again, to save memory. full: all but the inputs of each layer. selective_op: all
