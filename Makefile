@@ -3,7 +3,7 @@ SHELL := bash
 PY := .venv/bin/python
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: help setup repro show doctor bundle unbundle test slow faults random-faults slurm slurm-test nfs-test architectures gpu gpu-wheels versions fuzz audit picture check lock
+.PHONY: help setup repro show doctor bundle unbundle test slow faults random-faults slurm slurm-test nfs-test architectures gpu gpu-wheels versions fuzz audit picture parameters check lock
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -95,6 +95,9 @@ gpu-wheels: setup ## Download into wheels/ what a GPU machine without a package 
 
 versions: setup ## Run the tests with the lowest and the highest versions that pyproject.toml allows; ARGS=tests/test_loss.py
 	scripts/versions.sh $(ARGS)
+
+parameters: setup ## Write docs/parameters.md from params.yaml, dvc.yaml and the docstrings of the code
+	$(PY) -m scripts.parameters
 
 picture: ## Take docs/report.png, the picture of the README, of outputs/report, with Chromium
 	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1100,850 \

@@ -1,6 +1,6 @@
 """Install packages into this environment with uv, which needs 30 seconds for a lock for which pip needs 90.
 
-Command  python -m scripts.install --requirement requirements-cpu.lock
+Example  python -m scripts.install --requirement requirements-cpu.lock
 
 All options are passed on, so they must be options of both `uv pip install` and `pip install`. uv reads neither PIP_*
 nor pip.conf: where to look for packages is passed to it from pip's settings. If one of them has no equivalent in uv,

@@ -1,6 +1,6 @@
 """Install the fast tokenizer of `pack` (stages/tokenizing/fast_tokenizer.py) in a directory of its own.
 
-Command  python -m scripts.install_encoder
+Example  python -m scripts.install_encoder
 
 transformers requires another version of the same package, so both cannot be installed in the same place.
 """

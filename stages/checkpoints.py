@@ -3,7 +3,7 @@
 Reads    outputs/<experiment_name>/checkpoints/, outputs/<experiment_name>/run.json, and what identifies the current
          run: params.yaml, data/tokens, data/model.json
 Writes   nothing; `prune --yes` deletes
-Command  python -m stages.checkpoints list | verify | prune [--other-runs] [--yes]
+Example  python -m stages.checkpoints list | verify | prune [--other-runs] [--yes]
 
 prune keeps the newest valid checkpoint of each run and its best; of an unfinished run also the newest
 `runtime.keep_checkpoints`. With --other-runs, it deletes all checkpoints but those of the current run. It never touches

@@ -1,17 +1,9 @@
 """Turn the sharded checkpoint of a training into a Hugging Face model directory.
 
-Reads     outputs/<experiment_name>/run.json, the checkpoint it points to, data/model.json, data/tokenizer.json,
-          data/license.json and the files that they list; for the lineage data/splits/summary.json, data/extract.json,
-          data/deduplicate.json and data/pack.json
-Writes    outputs/<experiment_name>/model/: config, tokenizer, generation config, safetensors (with an index if there
-          are several), README.md (the model card), the license of the initial model, lineage.json;
-          outputs/<experiment_name>/adapter/: with `lora_r`, the adapters as PEFT stores them; else empty
-Command   python -m stages.consolidate
-
-Every tensor is compared with the checkpoint's manifest and with the model that config.json describes, and the directory
-appears only when all files are written. Adapters are merged into the weights of the initial model. Weights are stored
-as `save_pretrained` stores them, tied ones once and experts one by one, in the dtype of the initial model or in
-`export_dtype`, but for those that the model's class keeps in fp32.
+Reads    outputs/<experiment_name>/run.json, the checkpoint that it points to, and the records in data/
+Writes   outputs/<experiment_name>/model/: config, tokenizer, safetensors, README.md, lineage.json
+         outputs/<experiment_name>/adapter/: with `lora_r`, the adapters as PEFT stores them; else empty
+Example  python -m stages.consolidate --checkpoint CHECKPOINT --output DIR
 """
 
 import dataclasses
@@ -32,6 +24,7 @@ from stages.base.outputs import ExperimentName
 from stages.base.packed import METRICS, PackMetrics, fingerprint
 from stages.base.params_file import load_params
 from stages.base.record import check_files
+from stages.base.summary import Row, table
 from stages.checkpointing import layout
 from stages.checkpointing.layout import METADATA, MODEL, TensorEntry
 from stages.checkpointing.pointer import RunPointer, resolve
@@ -75,9 +68,9 @@ class ConsolidateParams:
     experiment_name: ExperimentName
     """Name of the directory under outputs/."""
     export_dtype: Literal["bf16", "fp16", "fp32"] | None
-    """Dtype of the stored weights; null: that of the initial model."""
+    """Number format of the stored weights. null: that of the initial model."""
     max_shard_size: Annotated[ByteSize, Field(gt=0)]
-    """Tensors share a file up to this size, such as 5GB; a larger one, or the experts of a layer, have their own."""
+    """Size of a file of weights at most, in bytes. A larger tensor, or the experts of a layer, have their own."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +116,11 @@ def main() -> None:
         weights = export(params, runtime, model, pointer, checkpoint, target, adapter)
     size = sum((target / name).stat().st_size for name in weights)
     dtype = export_dtype(params, model)
-    print(
-        f"consolidate: {target}: step {pointer.step} of run {pointer.run_id}, {dtype}, "
-        f"{size:,} bytes in {len(weights)} files" + (f"; adapters of rank {rank} in {adapter}" if rank else "")
-    )
+    rows: list[Row] = [
+        (pointer.step, "step", f"of run {pointer.run_id}"),
+        (size, "bytes", f"{target}: {dtype}, {len(weights)} files"),
+    ]
+    print(table(*rows, *([(rank, "rank", f"adapters in {adapter}")] if rank else [])))
 
 
 def _new_output(path: Path) -> Path:
@@ -156,6 +150,11 @@ def export(
     adapter: Path | None,
 ) -> list[str]:
     """Write a model directory from a checkpoint, and the directory of its adapters.
+
+    Every tensor is compared with the checkpoint's manifest and with the model that config.json describes. The directory
+    appears only when all files are written. Adapters are merged into the weights of the initial model. Weights are
+    stored as `save_pretrained` stores them, tied ones once and experts one by one, in the dtype of the initial model or
+    in `export_dtype`. Those that the model's class keeps in fp32 stay so.
 
     Args:
         params: What decides the bytes.

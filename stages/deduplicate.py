@@ -1,13 +1,9 @@
-"""Find the documents that are equal, or similar, to another one that stays. `pack` skips them; the corpus stays whole.
+"""Find the documents that are equal or similar to another one, which stays. `pack` skips them.
 
 Reads    data/corpus/
-Writes   data/duplicates/: a Hugging Face dataset of the rows of the corpus that are skipped, one Arrow file a split;
-         each with the row that stays in its place, and how similar both are
+Writes   data/duplicates/: rows of the corpus that are skipped, each with the row that stays, and their similarity
          data/deduplicate.json: counts by source, the largest groups, examples
-Command  python -m stages.deduplicate
-
-Signatures of a split whose text and code are the same as in an earlier run are not computed again, whatever the
-threshold is (docs/data.md, "What is not done twice").
+Example  dvc exp run -S deduplicate=near deduplicate
 """
 
 import tempfile
@@ -29,6 +25,7 @@ from stages.base.errors import StageError
 from stages.base.origin import RECORDS, Origin
 from stages.base.params_file import load_params
 from stages.base.record import Record
+from stages.base.summary import table
 from stages.duplicates import finding, signatures
 from stages.duplicates.finding import Dropped, SignedCorpus
 from stages.duplicates.shingles import shingles_of
@@ -48,9 +45,9 @@ class DeduplicateParams:
     """What decides which documents are skipped."""
 
     deduplicate: Literal["exact", "near"] | None
-    """exact: those that are equal to another one | near: also those that are similar | null: none."""
+    """Which documents are skipped. exact: those that are equal to another one. near: also similar ones. null: none."""
     dedup_threshold: Annotated[float, Field(ge=0.5, lt=1)]
-    """With near: Jaccard similarity of the sets of five consecutive words."""
+    """Jaccard similarity above which two documents are similar, of the sets of five consecutive words."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class DeduplicateRuntime(workers.Runtime):
     """What changes no result."""
 
     reuse_gib: Annotated[float, Field(ge=0)]
-    """Limit of the disk space, in GiB, for results of earlier runs that are not also outputs or in DVC's cache."""
+    """Disk space for results of earlier runs, in GiB. What outputs and DVC's cache occupy anyway does not count."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ def main() -> None:
 
 
 def deduplicate(params: DeduplicateParams, runtime: DeduplicateRuntime) -> str:
-    """Write the rows to skip and the metrics; return a line that describes them.
+    """Write the rows to skip and the metrics; return a table that describes them.
 
     Raises:
         StageError: the corpus is missing, or was changed.
@@ -149,12 +146,15 @@ def deduplicate(params: DeduplicateParams, runtime: DeduplicateRuntime) -> str:
         duplicates.write(directory)
         metrics = describe(params, corpus, dropped, rows, skipped.fingerprint(corpus, duplicates))
         metrics.write(METRICS)
-    if params.deduplicate is None:
-        return "deduplicate: all documents are kept, as deduplicate is null"
     found = metrics.all
-    return (
-        f"deduplicate: {found.equal + found.similar:,} of {found.documents:,} documents dropped "
-        f"({found.equal:,} equal, {found.similar:,} similar); {num_reused} of {len(corpus.shards)} splits reused"
+    num_dropped = found.equal + found.similar
+    kept = found.documents - num_dropped, "documents", f"kept of {found.documents:,}"
+    if params.deduplicate is None:
+        return table((*kept[:2], "all are kept, as deduplicate is null"))
+    return table(
+        kept,
+        (num_dropped, "dropped", f"{found.equal:,} equal, {found.similar:,} similar"),
+        (f"{num_reused} of {len(corpus.shards)}", "splits reused", ""),
     )
 
 

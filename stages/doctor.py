@@ -2,7 +2,7 @@
 
 Reads    settings of DVC, params.yaml, the model cache; GPUs, disks, and the allocation of Slurm
 Writes   nothing that stays: temporary files, where the pipeline writes, to try locks
-Command  python -m stages.doctor
+Example  python -m stages.doctor
          srun --ntasks-per-node=1 python -m stages.doctor    all nodes of a job
 
 Each line is ok, warning or error, and names what to do. The exit status is 1 if there is an error. No connection to

@@ -1,14 +1,9 @@
-"""Find the model, check it, and write its manifest.
+"""Find the model, check it, and write its manifest. The weights stay where they are.
 
-Reads     a local directory, or a model of the Hugging Face Hub in HF_HOME (fetched where that lacks it)
-Writes    data/model.json: commit, size and SHA-256 of each file, what later stages need to know about the model
-          data/tokenizer.json: the tokenizer as AutoTokenizer loads it, with which `pack` encodes
-          data/license.json: what its model card says of its license, and the files with the text of that
-Command   python -m stages.download
-
-The weights stay where they are. The headers of their files suffice to compare names, shapes and dtypes with the model
-that config.json describes. With HF_HUB_OFFLINE=1, or a complete cache, no socket is opened. Files of the Hub must have
-the digests that it lists. A download that was interrupted continues.
+Reads    a local directory, or HF_HOME; without HF_HUB_OFFLINE=1 it fetches what HF_HOME lacks from the Hub
+Writes   data/model.json: commit, size and SHA-256 of each file, and what later stages need to know of the model
+         data/tokenizer.json, data/license.json: the tokenizer of `pack`; what the model card says of the license
+Example  dvc exp run -S model_name=HuggingFaceTB/SmolLM2-135M download
 """
 
 import math
@@ -24,6 +19,7 @@ from stages.base.errors import StageError, explained, is_out_of_memory
 from stages.base.names import printable
 from stages.base.params_file import load_params
 from stages.base.record import FileEntry, RelativePath
+from stages.base.summary import table
 from stages.model import headers, hub, hub_cache, tokenizer
 from stages.model.files import CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 from stages.model.license import LICENSE, ModelLicense
@@ -44,11 +40,12 @@ class DownloadParams:
     """The leaves of `params.yaml` that decide which model a run starts from."""
 
     model_name: Annotated[str, Field(min_length=1)]
-    """An existing directory, else a Hub id such as `Qwen/Qwen3-0.6B`."""
+    """Hub id such as `Qwen/Qwen3-0.6B`, or an existing directory."""
     model_revision: RelativePath
-    """Branch, tag or commit of a Hub id, such as `main` or `refs/pr/1`; a directory has none."""
+    """Branch, tag or commit of a Hub id. A directory has none."""
     initial_weights: Literal["auto", "pretrained", "random"]
-    """auto: pretrained where the model has weights, else random. With random no weights are fetched."""
+    """Where the weights come from. auto: pretrained where the model has weights, else random. With random no weights
+    are fetched."""
 
 
 def main() -> None:
@@ -65,23 +62,31 @@ def main() -> None:
     origin = "a local directory" if model.commit is None else f"commit {model.commit}"
     weights = f"{model.dtype} weights in {len(model.weights)} files" if model.weights else "random weights"
     name = printable(model.model_name)
-    print(
-        f"download: {name} ({origin}): {model.architecture}, {model.num_parameters:,} parameters, "
-        f"{weights}, {sum(entry.size for entry in model.files.values()):,} bytes"
-    )
-    print(f"download: {tokenizer.compared_with_file(loaded, model.directory())}")
+    if warning := tokenizer.compared_with_file(loaded, model.directory()):
+        print(f"warning: {warning}")
     if terms.problem:
-        print(f"download: the license of {name} is unknown: {terms.problem}")
+        print(f"warning: the license of {name} is unknown: {terms.problem}")
     if model.commit is not None and hub_cache.listing(model.model_name, model.commit) is None:
         # Filled by an older tool, or copied without it. The Hub is not asked: the cache has all that must be there.
         print(
-            "download: the model cache has no list of the model's files, so one that it lacks can go unnoticed: "
+            "warning: the model cache has no list of the model's files, so one that it lacks can go unnoticed: "
             f"`hf download {model.model_name} --revision {model.commit}` with a current version adds it"
         )
+    num_bytes = sum(entry.size for entry in model.files.values())
+    print(
+        table(
+            (model.num_parameters, "parameters", f"{model.architecture}, {weights}"),
+            (num_bytes, "bytes", f"{name}, {origin}"),
+        )
+    )
 
 
 def describe(params: DownloadParams) -> ModelManifest:
     """Find the model that `params` names, check it and describe it.
+
+    The headers of the weights suffice to compare names, shapes and dtypes with the model that config.json describes.
+    With HF_HUB_OFFLINE=1, or a complete cache, no socket is opened. Files of the Hub must have the digests that it
+    lists. A download that was interrupted continues.
 
     Raises:
         StageError: it is not found, cannot be loaded, or its weights do not fit its config.
@@ -111,7 +116,7 @@ def describe(params: DownloadParams) -> ModelManifest:
             if dropped:
                 names = ", ".join([tensor.key for tensor in dropped[:5]] + ["..."] * (len(dropped) > 5))
                 print(
-                    f"download: {len(dropped)} tensors with {sum(math.prod(each.shape) for each in dropped):,} values "
+                    f"warning: {len(dropped)} tensors with {sum(math.prod(each.shape) for each in dropped):,} values "
                     f"are dropped, as {type(model).__name__} does not have them: they are neither trained nor exported "
                     f"({names})"
                 )

@@ -1,14 +1,9 @@
-"""Measure what the finished model has learned.
+"""Measure what the finished model has learned, on held-out rows.
 
-Reads     outputs/<experiment_name>/model/, outputs/history.tsv, data/tokens/validation, data/pack.json, data/model.json
-          and, for samples, the weights of the initial model
-Writes    outputs/evaluation.json: the losses before training, after it, and of the exported weights; samples of text
-          outputs/metrics.json: those of the exported weights on all held-out rows
-Command   python -m stages.evaluate
-
-One process per GPU of this machine measures the model, or as many as train on CPUs (stages/evaluation/measure.py).
-Nothing is written where the exported weights have another loss than those that were trained, by more than rounding
-explains: `consolidate` has proved that they are those of the checkpoint, rounded.
+Reads    outputs/<experiment_name>/model/, outputs/history.tsv, data/tokens/validation, data/pack.json, data/model.json
+Writes   outputs/evaluation.json: losses before training, after it, and of the exported weights; samples of text
+         outputs/metrics.json: the loss of the exported weights, for `dvc exp show`
+Example  dvc exp run -S eval_samples=5 evaluate
 """
 
 import math
@@ -20,7 +15,7 @@ from pathlib import Path
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from stages.base import command, history, outputs, publish
+from stages.base import command, history, outputs, publish, summary
 from stages.base.errors import StageError
 from stages.base.history import Row
 from stages.base.outputs import ExperimentName
@@ -59,7 +54,7 @@ class EvaluateParams:
     eval_batch_size: PositiveInt | None
     """Rows per forward pass."""
     eval_samples: NonNegativeInt
-    """How many texts the model continues; 0 for none."""
+    """How many held-out texts the model continues."""
 
 
 @dataclass(frozen=True)
@@ -166,17 +161,14 @@ def write(evaluation: Evaluation) -> None:
         evaluation.write(outputs.EVALUATION)
         publish.write_json(outputs.METRICS, Metrics(*metrics))
     cost, warning = rounding_texts(evaluation)
-    losses = (
-        f"validation loss {loss_text(validation)}"
-        + f"; on the rows that the training measured {loss_text(evaluation.exported)}" * (not evaluation.measured_all)
-        + f", before training {loss_text(evaluation.untrained)}"
-        + (f"; {cost}" if cost else "")
-        if validation
-        else "no rows are held out to measure a loss on"
-    )
-    print(f"evaluate: {losses}")
+    if cost:
+        print(f"note: {cost}")
     if warning:
         print(f"warning: {warning}")
+    if validation:
+        print(summary.table(*loss_rows(validation, evaluation)))
+    else:
+        print("note: no rows are held out to measure a loss on")
 
 
 def read_verified_lineage(directory: Path) -> Lineage:
@@ -302,12 +294,19 @@ def rounding_texts(evaluation: Evaluation) -> tuple[str, str]:
     )
 
 
-def loss_text(loss: Loss | None) -> str:
-    """A loss for people to read."""
-    if loss is None:
-        return "not measured"
-    bits = "" if loss.bits_per_byte is None else f", {loss.bits_per_byte:.4f} bits per byte"
-    return f"{loss.loss:.4f} nats per token (perplexity {loss.perplexity:,.1f}{bits})"
+def loss_rows(loss: Loss, evaluation: Evaluation) -> list[summary.Row]:
+    """The loss of the exported weights on all held-out rows, for people to read, beside that before training."""
+    before, where = evaluation.untrained, "" if evaluation.measured_all else " (of eval_rows rows)"
+    rows: list[summary.Row] = []
+    for name, what, form in (
+        ("loss", "validation loss", ".4f"),
+        ("perplexity", "perplexity", ",.1f"),
+        ("bits_per_byte", "bits per byte", ".4f"),
+    ):
+        if (number := getattr(loss, name)) is not None:
+            note = f"{getattr(before, name):{form}} before training{where}" if before else ""
+            rows.append((f"{number:{form}}", what, note))
+    return rows
 
 
 if __name__ == "__main__":

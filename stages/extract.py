@@ -1,14 +1,9 @@
-"""Extract all text from the raw files: a row for each text file and each string in JSON, YAML and tables, or for each
-record, as the parameter `records` says.
+"""Extract the text of the raw files, as `records` says. Without a rule each string is a document.
 
-Reads    data/splits/ and the raw files, or parts of them, that it lists
-Writes   data/corpus/: a Hugging Face dataset with the column `text`, and `messages` where a rule makes conversations;
-         one Arrow file a split
-         data/extract.json: counts, and the files or parts of files that could not be read, with position and reason
-Command  python -m stages.extract
-
-A split with the same files, parameters and code as in an earlier run is not read again (docs/data.md, "What is not done
-twice").
+Reads    data/splits/, and the raw files, or parts of them, that it lists
+Writes   data/corpus/: a Hugging Face dataset with the columns `text` and, for conversations, `messages`
+         data/extract.json: counts, and what could not be read, with position and reason
+Example  python -m stages.extract --preview data/raw/chat.jsonl
 """
 
 import codecs
@@ -35,6 +30,7 @@ from stages.base.origin import Origin
 from stages.base.params_file import load_params
 from stages.base.process import paused_collector
 from stages.base.record import Record
+from stages.base.summary import table
 from stages.formats import rules
 from stages.formats.limits import LIMITS, Limits
 from stages.formats.rules import RecordCounts, Rule, RuleCounts
@@ -84,15 +80,16 @@ class ExtractParams:
     """What decides the text."""
 
     fallback_encoding: Annotated[str | None, AfterValidator(_encoding)]
-    """For files that are neither UTF-8 nor begin with a byte order mark; None rejects them."""
+    """Encoding of files that are not UTF-8 and have no byte order mark. null: they are rejected."""
     max_rejected_files: Annotated[int, Field(ge=0)]
-    """The stage fails if more files than this cannot be read, entirely or in part."""
+    """How many files may be unreadable, entirely or in part, before the stage fails."""
     min_chars: Annotated[int, Field(ge=1)]
-    """Strings with fewer characters are dropped."""
+    """Length below which strings are dropped, in characters."""
     raw_dir: str
-    """The directory of raw files, relative to the root of the project, or absolute."""
+    """Directory of the raw files. It is relative to the root of the project, or absolute."""
     records: list[Rule] | None
-    """The first rule that fits the path of a file decides what its records become; without one each string is a row."""
+    """Rules for documents and conversations (docs/records.md). null: each string is a document. The first rule that
+    fits the path of a file counts."""
 
     @property
     def features(self) -> dict[str, Any]:
@@ -108,7 +105,7 @@ class ExtractRuntime(workers.Runtime):
     """What changes no result."""
 
     reuse_gib: Annotated[float, Field(ge=0)]
-    """Limit of the disk space, in GiB, for results of earlier runs that are not also outputs or in DVC's cache."""
+    """Disk space for results of earlier runs, in GiB. What outputs and DVC's cache occupy anyway does not count."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +237,7 @@ def main() -> None:
 
 
 def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIMITS) -> str:
-    """Write the corpus and the metrics; return a line that describes them.
+    """Write the corpus and the metrics; return lines that describe them.
 
     Raises:
         StageError: a rule is left no file, or makes no row; files changed after `organize`, or too many cannot be read.
@@ -296,48 +293,50 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             dataset.write(directory)
     if counts.structured_files:
         print(
-            f"extract: {counts.structured_files} files of JSON, YAML or tables have no rule: each of their strings "
-            "is a document, or of CSV the file. For some of the values, or conversations, write rules (docs/formats.md)"
+            f"note: {counts.structured_files:,} files have no rule (docs/formats.md): each of their strings is a "
+            "document, or of CSV the file"
         )
     if silent := sorted(find_silent(results) - rejected_names):
         print(
-            f"extract: {len(silent)} files have no text, and nothing in them was rejected, such as {silent[0]}: "
+            f"warning: {len(silent)} files have no text, and nothing in them was rejected, such as {silent[0]}: "
             f"`python -m stages.extract --preview {params.raw_dir}/{silent[0]}` shows why"
         )
     if fallback:
         print(
-            f"extract: {counts.fallback_encoded_files} files are not in UTF-8 and were read as "
+            f"warning: {counts.fallback_encoded_files} files are not in UTF-8 and were read as "
             f"{params.fallback_encoding} (fallback_encoding), such as {fallback[0]}: see whether they look right with "
             f"`python -m stages.extract --preview {params.raw_dir}/{fallback[0]}`"
         )
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     num_rejections = counts.rejected.total()
-    rejections = f"{num_rejections} rejections in {len(rejected_names)} of them" * bool(num_rejections)
     num_left_out = sum(sum(rule.left_out.values()) for rule in of_rules)
-    left_out = f"{num_left_out} records left out by rules; " * bool(num_left_out)
+    rejected_of = f"{num_rejections:,} rejected in {len(rejected_names):,} files"
+    why = f"{rejected_of}, {num_left_out:,} left out by rules: see {METRICS}"
     # Not the empty ones, which are all equal: all but the first come from the store in any run.
     used = [result.is_reused for result, split in zip(results, summary.splits, strict=True) if split.files]
-    unused = "".join(
-        f"{what} {', '.join(names[:NUM_PRINTED])}{remedy.format(names[0])}; "
+    notes = [
+        f"note: records.{index} does not {what}: {', '.join(names[:NUM_PRINTED])}{remedy.format(names[0])}"
         for index, rule in enumerate(of_rules)
         for what, names, remedy in (
-            (f"columns that records.{index} does not use:", rule.unused_columns, ""),
-            (f"roles that records.{index} does not know:", rule.unknown_roles, " (add such as roles: {{{}: user}})"),
+            ("use the columns", rule.unused_columns, ""),
+            ("know the roles", rule.unknown_roles, " (add such as roles: {{{}: user}})"),
         )
         if names
-    )
+    ]
     lengths = (
-        f" (mean {counts.characters / counts.strings:.0f} characters, "
-        f"{counts.short_strings / counts.strings:.0%} below {SHORT})"
+        f"{counts.characters / 1e6:.1f} M characters, mean {counts.characters / counts.strings:.0f}, "
+        f"{counts.short_strings / counts.strings:.0%} below {SHORT}"
         if counts.strings
         else ""
     )
-    return (
-        f"extract: {counts.strings} strings{lengths}, {counts.characters / 1e6:.1f} M "
-        f"characters, from {counts.files} files; {left_out}{unused}{rejections or 'nothing rejected'} "
-        f"(see {METRICS}); {sum(used)} of {len(used)} splits reused"
+    num_dropped = num_rejections + num_left_out
+    counted = table(
+        (counts.strings, "documents", lengths),
+        (num_dropped, "dropped", why if num_dropped else f"of {counts.files:,} files"),
+        (f"{sum(used)} of {len(used)}", "splits reused", ""),
     )
+    return "\n".join([*notes, counted])
 
 
 def find_silent(results: Iterable[SplitResult]) -> set[str]:

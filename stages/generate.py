@@ -1,7 +1,7 @@
 """Continue a text with a trained model, or talk to it; the text appears as it is generated.
 
 Reads    outputs/<experiment_name>/model/, or another model directory
-Command  python -m stages.generate "Once upon a time"
+Example  python -m stages.generate "Once upon a time"
          python -m stages.generate --chat
          python -m stages.generate --model DIR --temperature 0 < prompt.txt
 

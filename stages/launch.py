@@ -1,14 +1,9 @@
-"""Have torchrun start the ranks of the training, on this machine or on several, and end them with this process.
+"""Start the ranks of the training with torchrun, on this machine or on several, and end them with this process.
 
-With `runtime.launcher: sbatch`, on a login node of Slurm, submit a job that does it, and follow the job to its end.
-
-Reads    what stages.train reads, and its checkpoints
-Writes   outputs/<experiment_name>/run.json (the pointer to the last checkpoint, or to the best)
+Reads    data/tokens/, data/model.json and the files of the model, and the checkpoints of earlier launches
+Writes   outputs/<experiment_name>/checkpoints/ and run.json, which points to the checkpoint that becomes the model
          outputs/history.tsv, outputs/speed.tsv, outputs/train_metrics.json, outputs/cost.json
-Command  python -m stages.launch
-
-A training that is stopped by a signal saves and exits with status 75; the next launch continues where it stopped. One
-that crashes or hangs is restarted up to `runtime.max_restarts` times; one that reports a user error is not.
+Example  python -m stages.launch --explain
 """
 
 import sys
@@ -22,6 +17,7 @@ from stages.base.history import HISTORY, SPEED, History
 from stages.base.params_file import load_params
 from stages.base.record import DamagedFile
 from stages.base.shared_disk import refresh
+from stages.base.summary import Row, table
 from stages.checkpointing.decision import begin, decide, find
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name, verify
 from stages.checkpointing.lock import wait_for_ranks, writer_lock
@@ -40,6 +36,11 @@ from stages.training.params import TrainParams
 
 
 def main() -> None:
+    """Run the stage. With `runtime.launcher: sbatch`, submit a job that does it, and follow the job to its end.
+
+    A training that is stopped by a signal saves and exits with status 75. The next launch continues where it stopped.
+    A training that crashes or hangs is restarted up to `runtime.max_restarts` times. A user error is not.
+    """
     parser = command.parser(__doc__)
     parser.add_argument("--explain", action="store_true", help="print what a launch would do now, and why; do nothing")
     arguments = parser.parse_args()
@@ -59,8 +60,8 @@ def main() -> None:
         refuse_changed_files(run, runtime)
         refresh([last])  # the ranks may have written it on another node
         metrics, exported = write_outs(run, last)
-    print(f"train: {metrics.steps:,} steps, {metrics.tokens:,} tokens: {losses_text(metrics)}; run {run.run_id}"
-          f"{'' if exported == last else f', whose best checkpoint is {exported.name}'}")  # fmt: skip
+    best = "" if exported == last else f", whose best checkpoint is {exported.name}"
+    print(table((metrics.steps, "steps", f"{metrics.tokens:,} tokens; run {run.run_id}{best}"), *loss_rows(metrics)))
 
 
 def _exit_unless_finished(status: int) -> None:
@@ -68,10 +69,10 @@ def _exit_unless_finished(status: int) -> None:
         sys.exit(status)
 
 
-def losses_text(metrics: TrainMetrics) -> str:
+def loss_rows(metrics: TrainMetrics) -> list[Row]:
     """The last losses, for people to read; there is no validation loss without held-out rows."""
-    losses = {"loss": metrics.loss, "validation loss": metrics.validation_loss}
-    return ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None)
+    losses = ("loss", metrics.loss), ("validation loss", metrics.validation_loss)
+    return [(f"{loss:.4f}", name, "") for name, loss in losses if loss is not None]
 
 
 def refuse_changed_files(run: Run, runtime: TrainRuntime) -> None:

@@ -3,7 +3,7 @@
 Reads    a model directory that `consolidate` wrote; and what there is of the project in the current directory: the
          checkpoint, data/, params.yaml, the code, the raw files, the installed packages
 Writes   nothing
-Command  python -m stages.lineage verify [DIR]
+Example  python -m stages.lineage verify [DIR]
          python -m stages.lineage segments [--step 150]
 
 Each line is `equal`, `different`, or `missing` with the place where it would be. The exit status is 0 if nothing

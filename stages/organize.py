@@ -1,10 +1,9 @@
-"""Divide the raw files into splits of equal count; large JSON Lines files and tables are cut into parts.
+"""Divide the raw files into splits of equal count. Large JSON Lines files and tables are cut into parts.
 
-Reads    raw_dir: .txt .md .csv .tsv .json .jsonl .ndjson .yaml .yml, each also as .gz and .zst; .parquet .arrow
-         .feather; in directories of any depth
-Writes   data/splits/split_00.jsonl ...: a line a file, or part of one, with its path, size in bytes and SHA-256
+Reads    raw_dir: text, JSON, YAML and tables (docs/data.md), also as .gz and .zst, in directories of any depth
+Writes   data/splits/split_00.jsonl ...: a line for each file, or part of one, with path, size in bytes and SHA-256
          data/splits/summary.json: counts, and which files were skipped and why
-Command  python -m stages.organize
+Example  python -m stages.organize
 """
 
 import math
@@ -25,6 +24,7 @@ from stages.base.errors import StageError
 from stages.base.names import is_inside, is_utf8, printable
 from stages.base.origin import Origin
 from stages.base.params_file import load_params
+from stages.base.summary import table
 from stages.splits import assignment, parts, suffixes, tables, tree
 from stages.splits import manifests as splits
 from stages.work import workers
@@ -49,12 +49,12 @@ class OrganizeParams:
     """What decides the splits."""
 
     num_splits: Annotated[int, Field(ge=1, le=10_000)]
-    """Parts that are processed in parallel. A part is held out of training entirely or not at all."""
+    """How many splits each source has, which are processed in parallel. A split is held out entirely or not at all."""
     raw_dir: str
-    """The directory of raw files, relative to the root of the project, or absolute."""
+    """Directory of the raw files. It is relative to the root of the project, or absolute."""
     sources: Annotated[list[str], Field(min_length=1)] | None = None
-    """Directories in `raw_dir`, whose rows `mixture` gives shares; each has `num_splits` splits of its own. Others are
-    not read. null: all files are one source, without a name."""
+    """Directories in `raw_dir` that `mixture` gives shares. null: all files are one source, without a name. Each has
+    `num_splits` splits of its own. Other directories are not read."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def organize(
     smallest_part: int = parts.SMALLEST,
     num_listed: int = NUM_LISTED,
 ) -> str:
-    """Write the manifests and the summary; return a line that describes them.
+    """Write the manifests and the summary; return a table that describes them.
 
     Raises:
         StageError: `raw_dir` is not a directory of raw files, or contains no file that can be read.
@@ -110,7 +110,7 @@ def organize(
     reasons = dict(sorted(Counter(item.reason for item in passed_over).items()))
     if not files:
         raise StageError(
-            f"raw_dir {params.raw_dir!r} contains no file that can be read ({skipped(passed_over) or 'it is empty'}): "
+            f"raw_dir {params.raw_dir!r} contains no file that can be read ({kinds(passed_over) or 'it is empty'}): "
             f"put files there that end in {' '.join(suffixes.FORMATS)}"
         )
     of_source: dict[str, list[File]] = {source: [] for source in params.sources or [""]}
@@ -140,15 +140,15 @@ def organize(
             ],
             origin=Origin.of("stages.organize", params),
         ).write(directory / splits.SUMMARY)
-    return (
-        f"organize: {len(files)} files, {num_bytes / 1e6:.1f} MB, in {len(members)} splits with "
-        f"{min(shares):.1%} to {max(shares):.1%} of the bytes; "
-        + f"{len(num_parts)} files cut into {sum(num_parts)} parts; " * bool(num_parts)
-        + f"{skipped(passed_over) or 'none skipped'} (see {target / splits.SUMMARY})"
+    cut_into = f", {len(num_parts)} files cut into {sum(num_parts)} parts" * bool(num_parts)
+    return table(
+        (len(files), "files", f"{num_bytes / 1e6:.1f} MB"),
+        (len(members), "splits", f"{min(shares):.1%} to {max(shares):.1%} of the bytes each{cut_into}"),
+        (len(passed_over), "skipped", f"{kinds(passed_over)}: see {target / splits.SUMMARY}" if passed_over else ""),
     )
 
 
-def skipped(passed_over: Sequence[splits.PassedOver]) -> str:
+def kinds(passed_over: Sequence[splits.PassedOver]) -> str:
     """How many files of which suffix were skipped, and of those with a suffix that is read, why; "": none.
 
     A directory of another format beside one README would otherwise train on the README.
@@ -162,7 +162,7 @@ def skipped(passed_over: Sequence[splits.PassedOver]) -> str:
     names = [f"{count} x {name}" for name, count in shown]
     if rest := len(passed_over) - sum(count for _, count in shown):
         names.append(f"{rest} of other kinds")
-    return f"skipped: {', '.join(names)}" * bool(names)
+    return ", ".join(names)
 
 
 def find_root(raw_dir: str) -> Path:

@@ -1,15 +1,9 @@
-"""Turn text and conversations into rows of tokens for the model, a part of them held out for validation.
+"""Turn documents and conversations into rows of tokens, a part of them held out for validation.
 
-Reads    data/corpus/, and data/duplicates/ with what is skipped of it; data/model.json, data/tokenizer.json; for
-         conversations the file that `chat_template` names
-Writes   data/tokens/train, data/tokens/validation: Hugging Face datasets, `input_ids` of seq_length tokens a row; with
-         conversations also which tokens are trained, and which begin a document
-         data/pack.json: documents, characters, bytes, tokens, rows, the share of unknown tokens, dropped characters;
-         conversations, and those that give no tokens, with the reasons
-Command  python -m stages.pack
-
-A split whose text, tokenizer and code are the same as in an earlier run is not encoded again (docs/data.md, "What is
-not done twice").
+Reads    data/corpus/, data/duplicates/, data/model.json, data/tokenizer.json, and the file of `chat_template`
+Writes   data/tokens/train, data/tokens/validation: datasets with `input_ids`, seq_length tokens a row
+         data/pack.json: documents, tokens, rows; conversations that are refused, and why
+Example  dvc exp run -S seq_length=1024 pack
 """
 
 import operator
@@ -42,6 +36,7 @@ from stages.base.packed import (
 )
 from stages.base.params_file import load_params
 from stages.base.record import check_files
+from stages.base.summary import Row, table
 from stages.model.manifest import ModelManifest
 from stages.tokenizing import chat_template, comparison, encoding, fast_tokenizer, packing, vocabulary
 from stages.work import arrow, reuse, skipped, workers
@@ -59,20 +54,21 @@ class PackParams:
     """What decides the rows."""
 
     seq_length: Annotated[int, Field(ge=2, le=2**24)]
-    """Tokens of a row. The limit is far above that of any model; all of a row is in memory (64 MiB)."""
+    """Length of a row, in tokens. The limit is far above that of any model; all of a row is in memory (64 MiB)."""
     validation_splits: Annotated[int, Field(ge=0)]
-    """Splits, the last ones of each source, that are held out of training."""
+    """How many splits of each source are held out of training, the last ones."""
     fast_encoder: bool = True
-    """Encode with stages/tokenizing/fast_tokenizer.py, where that gives the same tokens."""
+    """Whether to encode with tokenizers 1.0, where it gives the same tokens."""
     chat_template: str | None = None
-    """The file of a chat template, below models/templates/; null: the model's own."""
+    """File of a chat template below models/templates/. null: the model's own."""
     train_on: encoding.TrainOn = "assistant"
-    """Which tokens of a conversation are trained."""
-    """What becomes of a conversation that is longer than a row."""
+    """Tokens of a conversation that are trained. assistant: those of its turns. last: of its last turn. completion: of
+    what follows the prompt. all: every one, those of the template too."""
     validation_fraction: Annotated[float, Field(gt=0, le=0.5)] | None = None
-    """Of the documents, by a digest of their content: these are held out instead of entire splits."""
+    """Documents that are held out instead of splits, as a share. null: splits are. A digest of their content
+    decides."""
     max_left_out: Annotated[float, Field(ge=0, le=1)] = 0.01
-    """Of the strings of a role, or of tools, the share that the chat template may leave out."""
+    """Strings of a role, or of tools, that the chat template may leave out, as a share."""
 
     def check_splits(self, num_splits: int) -> None:
         """Check that there are splits to train on.
@@ -92,7 +88,7 @@ class PackRuntime(workers.Runtime):
     """What changes no result."""
 
     reuse_gib: Annotated[float, Field(ge=0)]
-    """Disk for results of earlier runs, in GiB, in addition to what outputs and DVC's cache occupy anyway."""
+    """Disk space for results of earlier runs, in GiB. What outputs and DVC's cache occupy anyway does not count."""
 
 
 class ShardTask(NamedTuple):
@@ -213,7 +209,7 @@ def main() -> None:
 
 
 def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packing.MAX_BATCH_TOKENS) -> str:
-    """Write the rows and the metrics; return a line that states how many there are.
+    """Write the rows and the metrics; return a table of how many there are.
 
     A document is a row of the corpus. Each document is encoded on its own and ended by the model's EOS token. Documents
     are joined in the order of the corpus into one stream for training and one for validation; each stream is cut into
@@ -242,7 +238,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             written = write_token_shards(parts, spec, directory, store, params, runtime, max_batch_tokens)
         except comparison.Differs as error:
             reason = str(error)
-            print(f"pack: {fast_tokenizer.NAME} is not used, but the model's own tokenizer, which is slower: {reason}")
+            print(f"warning: pack encodes with the model's own tokenizer, not with {fast_tokenizer.NAME}: {reason}")
             spec = spec._replace(is_fast=False)
             written = write_token_shards(parts, spec, directory, store, params, runtime, max_batch_tokens)
         for part, rows in written:
@@ -252,7 +248,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
             message = too_few(part, rows, params)
             if part.directory == TRAIN.name or params.validation_fraction is not None or not part.side:
                 raise StageError(message)
-            print(f"pack: warning: {message}; nothing{f' of {part.source}' if part.source else ''} is validated")
+            print(f"warning: {message}; nothing{f' of {part.source}' if part.source else ''} is validated")
         train, validation = (
             reduce(operator.add, (rows for part, rows in written if part.directory == name))
             for name in (TRAIN.name, VALIDATION.name)
@@ -263,7 +259,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         lost = {reason: number for reason, number in counts.refused.items() if not reason.startswith("longer than")}
         share = sum(lost.values()) / max(1, counts.num_conversations + sum(counts.refused.values()))
         if share > params.max_left_out:
-            print(f"pack: warning: {share:.0%} of the conversations are refused, so not trained: {remedies(lost)}")
+            print(f"warning: {share:.0%} of the conversations are refused, so not trained: {remedies(lost)}")
         name = fast_tokenizer.NAME if spec.is_fast else encoding.NAME
         encoder = EncoderMetrics(name, counts.num_slow, reason)
         metrics = PackMetrics(
@@ -282,33 +278,27 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
     # Only after success: what a failed run finished is what the next one reuses.
     store.trim(int(runtime.reuse_gib * 2**30))
     held_out = validation.num_tokens / (train.num_tokens + validation.num_tokens)
-    return (
-        f"pack: {train.num_rows} rows to train on and {validation.num_rows} to validate ({held_out:.1%} of tokens), "
-        f"of {params.seq_length} tokens; "
-        + (f"{per_token} characters per token; " if (per_token := metrics.train.characters_per_token) else "")
-        + f"{train.num_reused + validation.num_reused} of {sum(len(part.splits) for part in parts)} splits reused; "
-        f"encoded by {encoder.name}"
-        + (f" ({counts.num_slow / counts.num_characters:.1%} by {encoding.NAME})" if counts.num_slow else "")
-        + (conversations_text(counts) if spec.chat else "")
+    num_reused = train.num_reused + validation.num_reused
+    note = f"of {params.seq_length:,} tokens; {validation.num_rows:,} more held out ({held_out:.1%} of the tokens)"
+    return table(
+        (train.num_rows, "rows", note),
+        conversations_row(counts) if spec.chat else (counts.num_duplicates, "dropped", "duplicate documents"),
+        (f"{num_reused} of {sum(len(part.splits) for part in parts)}", "splits reused", ""),
     )
 
 
-def conversations_text(counts: packing.Counts) -> str:
-    """What became of the conversations, for people to read."""
-    share = counts.num_trained / max(1, counts.num_tokens)
-    refused = ""
+def conversations_row(counts: packing.Counts) -> Row:
+    """What became of the conversations, for people to read; prints why some were refused, or not written in full."""
+    for where, left_out in sorted(counts.left_out.items()):
+        print(f"note: the chat template leaves out {left_out} of {counts.strings[where]} strings of {where}")
+    number = sum(counts.refused.values())
     if counts.refused:
         most = max(counts.refused, key=lambda reason: counts.refused[reason])
         reason = next((each.reason for each in counts.first_refused if each.reason.startswith(most)), most)
-        number = sum(counts.refused.values())
-        refused = f", {number} refused ({counts.refused[most]} of them as this one: {reason}; see {METRICS})"
-    left_out = ", ".join(
-        f"{number} of {counts.strings[where]} strings of {where}" for where, number in sorted(counts.left_out.items())
-    )
-    return (
-        f"; {counts.num_conversations} conversations, {share:.1%} of their tokens trained{refused}"
-        + f", left out by the chat template: {left_out}" * bool(left_out)
-    )
+        number_of_most = f"{counts.refused[most]} of {number} refused conversations"
+        print(f"note: {number_of_most} are like this one: {reason} (see {METRICS})")
+    share = counts.num_trained / max(1, counts.num_tokens)
+    return counts.num_conversations, "conversations", f"{share:.1%} of their tokens trained; {number:,} more refused"
 
 
 def check_left_out(counts: packing.Counts, params: PackParams) -> None:
@@ -450,10 +440,10 @@ def divide(source: str | None, splits: list[Split], num_train: int) -> tuple[Tok
     of_source = f" of source {source}" if source else ""
     chosen = packing.dividing_fraction([(CORPUS / shard.filename, rows) for shard, rows, _ in splits], fraction)
     if chosen is None:
-        print(f"pack: warning: nothing{of_source} is held out: there is only one document")
+        print(f"warning: nothing{of_source} is held out: there is only one document")
         return TokenShard(TRAIN.name, source, splits, None), TokenShard(VALIDATION.name, source, [], None)
     print(
-        f"pack: {chosen:.0%} of the documents{of_source} are held out by their content: the last validation_splits = "
+        f"note: {chosen:.0%} of the documents{of_source} are held out by their content: the last validation_splits = "
         f"{len(held_out)} of num_splits = {len(splits)} splits have {found} of {total}; validation_fraction changes it"
     )
     return (

@@ -1,24 +1,20 @@
-"""Estimate what a training will need, before a GPU is booked for it, and show what the model will be fed.
+"""Estimate what a training needs, before you book a GPU, and show what the model will be fed.
 
-Reads    data/model.json, data/tokenizer.json and the config of the model, data/pack.json, data/tokens/train,
-         data/tokens/validation
-Writes   outputs/plan.json, outputs/rows.txt
-Command  python -m stages.plan
-
-The memory of each rank is measured with tensors that have no memory (stages/planning/peak_memory.py); no weight is
-read. All depends on the manifests and the parameters alone, not on this machine.
+Reads    data/model.json, data/tokenizer.json, data/pack.json, data/tokens/, and the config of the model
+Writes   outputs/plan.json: steps, memory of each rank, disk
+         outputs/rows.txt: the first rows of the training as text
+Example  dvc exp run -S plan.num_ranks=8 -S plan.gpu_memory_gb=80 plan
 """
 
 import dataclasses
 import math
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 import pyarrow as pa
 from pydantic import Field, PositiveInt
@@ -29,6 +25,7 @@ from stages.base.errors import StageError, one_line
 from stages.base.packed import METRICS, TRAIN, VALIDATION, PackedTokens, PackMetrics
 from stages.base.params_file import load_params
 from stages.base.record import Record
+from stages.base.summary import Row, table
 from stages.checkpointing.decision import decide, find
 from stages.checkpointing.layout import checkpoint_root, size_of
 from stages.checkpointing.run import describe
@@ -61,9 +58,9 @@ class Cluster:
     """What `plan` computes for; it changes no training."""
 
     num_ranks: PositiveInt
-    """Ranks of the training, on all machines."""
+    """How many ranks train, on all machines."""
     gpu_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
-    """Memory of each GPU in GiB, 80 for an H100; null: it is compared with nothing."""
+    """Memory of each GPU, in GiB. null: no limit. An H100 has 80. Settings that need more are refused."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +97,8 @@ class Plan(Record):
     """Of the model."""
     trained_parameters: int
     """All of these, or those of the adapters beside them."""
+    decayed_parameters: int
+    """Of those that are trained: with weight decay."""
     training_rows: int
     validation_rows: int
     steps: int
@@ -143,33 +142,46 @@ def main() -> None:
             params.grad_accum_steps(extra.plan.num_ranks)
         plan = check(params, runtime, num_nodes and runtime.nproc_per_node and runtime.nproc_per_node * num_nodes)
         model = ModelManifest.read()
-        _print_summary(params, runtime, plan, model)
-        _print_decay(params, model)
+        _warn_of_schedule(params, plan)
+        _warn_of_held_out(plan)
+        if warning := model.router_warning(params.lora_r):
+            print(warning)
         if params.lora_r:
+            _warn_of_modules(params, model)
             _warn_of_peft(params, model)
             _warn_of_new_tokens(params, model)
         num_ranks, gpu_gib = extra.plan.num_ranks, extra.plan.gpu_memory_gb
         limit = int(gpu_gib * 2**30) if gpu_gib else None
-        peak, table = measure_memory(model, params, num_ranks, extra.seq_length, limit)
+        peak, peaks, step = measure_memory(model, params, num_ranks, extra.seq_length, limit)
         if peak is not None and limit is not None:
             could_adapt = params.lora_r is None and bool(model.weights)
-            memory_plan.check_fits(peak, table, limit, "plan.gpu_memory_gb", could_adapt)
+            memory_plan.check_fits(peak, peaks, limit, "plan.gpu_memory_gb", could_adapt)
         rows = preview(params, model)
-        plan = dataclasses.replace(plan, num_ranks=num_ranks, peak=peak, peaks=table or None)
+        plan = dataclasses.replace(plan, num_ranks=num_ranks, peak=peak, peaks=peaks or None)
+        plan = dataclasses.replace(plan, decayed_parameters=_num_decayed(params, model))
         plan.write(outputs.PLAN)
         publish.write_text(outputs.ROWS, rows)
-    encoding = sys.stdout.encoding or "utf-8"  # of a terminal that may lack a character
-    shown = rows.encode(encoding, "replace").decode(encoding)
-    print(f"plan: the first rows of the training, also in {outputs.ROWS}:\n{shown}", end="")
+    print(table(*_summary(params, runtime, plan, model, step)))
+
+
+class Memory(NamedTuple):
+    """What `measure_memory` finds."""
+
+    peak: PeakMemory | None
+    """Of each rank; None: it cannot be measured."""
+    peaks: Table
+    """Empty without a limit."""
+    step: str
+    """How the rows of a step are divided over the ranks; "": these ranks cannot train, or passes have no fixed size."""
 
 
 def measure_memory(
     model: ModelManifest, params: TrainParams, num_ranks: int, seq_length: int, limit: int | None
-) -> tuple[PeakMemory | None, Table]:
-    """Measure and print the memory of each rank, and where `limit` bytes of a GPU are known, a table of what fits.
+) -> Memory:
+    """Measure the memory of each rank, and where `limit` bytes of a GPU are known, print a table of what fits.
 
-    Returns:
-        The peak, None where it cannot be measured; the table, empty without a limit.
+    The tensors have no memory (stages/planning/peak_memory.py), and no weight is read. So the result is the same on
+    each machine.
 
     Raises:
         StageError: the model cannot be trained like this.
@@ -182,24 +194,20 @@ def measure_memory(
         _, size = params.fsdp.mesh_shape(num_ranks, num_ranks)
     except StageError as error:  # these ranks are assumed, others may train
         print(f"warning: {num_ranks} ranks (plan.num_ranks) cannot train, and their memory is not known: {error}")
-        return None, {}
+        return Memory(None, {}, "")
     if size != params.fsdp.mesh_shape(num_ranks, 1)[1]:
         print(
             f"warning: HYBRID_SHARD shards the model over the ranks of a node, and this is the memory of {num_ranks} "
             "ranks (plan.num_ranks) on one: set fsdp.size to the GPUs of a node"
         )
-    settings = (
-        f"batch_size {params.batch_size} x {seq_length:,} tokens, {params.precision}, activation_checkpointing "
-        f"{params.activation_checkpointing}"
-    )
     if limit:
         params.check_context_on_gpus()
-    chosen, rows = peak_memory.choose(model, params), None
+    chosen, rows, step = peak_memory.choose(model, params), None, ""
     if chosen.params.attention == "padded":
         rows = TokenRows(TRAIN)
         share = peak_memory.padding(model, chosen, num_ranks, rows).share
         reason = f", because {chosen.reason}" if chosen.reason else ""
-        print(f"plan: attention padded{reason}; {share:.0%} of the tokens that are computed are padding")
+        print(f"note: attention padded{reason}; {share:.0%} of the tokens that are computed are padding")
         if share > _MUCH_PADDING:
             print(
                 f"warning: {share:.0%} is much padding. Of more documents in a step, more have the same length: raise "
@@ -207,28 +215,24 @@ def measure_memory(
                 f"{seq_length:,}"
             )
     else:
-        print(
-            f"plan: {params.describe_ranks(num_ranks)} x {params.batch_size} rows x {accumulated} accumulation steps = "
-            f"{params.total_batch_size} rows per step"
-        )
+        step = f" = {params.describe_ranks(num_ranks)} x {params.batch_size} rows x {accumulated} accumulation steps"
     try:
         peak = peak_memory.measure(model, chosen, num_ranks, seq_length, rows=rows, device_memory=limit)
-        table = peak_memory.make_table(model, chosen, num_ranks, seq_length, limit, rows) if limit else {}
+        peaks = peak_memory.make_table(model, chosen, num_ranks, seq_length, limit, rows) if limit else {}
     except peak_memory.ERRORS as error:
         state = _state_bytes(params, model) / size
         print(
-            f"plan: activations of {model.architecture} cannot be measured ({type(error).__name__}: "
+            f"warning: activations of {model.architecture} cannot be measured ({type(error).__name__}: "
             f"{one_line(error)}): weights, gradients and optimizer state of each of {num_ranks} "
             f"ranks need {format_gib(state)}, and what comes on top is not known"
         )
-        return None, {}
+        return Memory(None, {}, step)
     if limit and params.precision == "fp32":
-        print("plan: precision fp32 uses a small part of a GPU, which is made for bf16: set precision to bf16")
-    print(f"plan: each of {num_ranks} ranks needs {peak.describe()}, with {settings}")
+        print("warning: precision fp32 uses a small part of a GPU, which is made for bf16: set precision to bf16")
     if limit:
-        print(f"plan: GiB of each rank by activation_checkpointing and batch_size; !: too much for {format_gib(limit)}")
-        print("\n".join(memory_plan.lines(table, limit)))
-        if not any(memory_plan.largest(table, limit).values()):
+        print(f"GiB of each rank by activation_checkpointing and batch_size; !: too much for {format_gib(limit)}")
+        print("\n".join(memory_plan.lines(peaks, limit)))
+        if not any(memory_plan.largest(peaks, limit).values()):
             _print_context_parallel(model, params, num_ranks, seq_length, limit)
         if params.lora_r and size > 1:
             whole = dataclasses.replace(params.fsdp, strategy="ddp", sharding_strategy=None, cpu_offload=False)
@@ -236,10 +240,10 @@ def measure_memory(
             needed = peak_memory.measure(model, changed, num_ranks, seq_length, rows=rows, device_memory=limit).total
             if needed <= memory_plan.USABLE * limit:
                 print(
-                    f"plan: with fsdp.strategy ddp each rank holds the whole model, in {format_gib(needed)}, and "
+                    f"note: with fsdp.strategy ddp each rank holds the whole model, in {format_gib(needed)}, and "
                     "gathers no weights"
                 )
-    return peak, table
+    return Memory(peak, peaks, step)
 
 
 def _print_context_parallel(
@@ -264,7 +268,7 @@ def _print_context_parallel(
             return
         if needed <= memory_plan.USABLE * limit:
             print(
-                f"plan: with context_parallel {size}, batch_size 1 and activation_checkpointing full each rank needs "
+                f"note: with context_parallel {size}, batch_size 1 and activation_checkpointing full each rank needs "
                 f"{format_gib(needed)} (docs/fsdp.md)"
             )
             return
@@ -329,20 +333,33 @@ def _most_checkpoints(params: TrainParams, runtime: TrainRuntime, plan: Plan) ->
     return min(runtime.keep_checkpoints + is_best_kept + 1, math.ceil(plan.steps / steps))
 
 
-def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model: ModelManifest) -> None:
+def _summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model: ModelManifest, step: str) -> list[Row]:
+    """What a person decides by; the rest is in plan.json."""
     disk = _most_checkpoints(params, runtime, plan) * plan.checkpoint_bytes + plan.model_bytes
-    adapted = _describe_adapters(params, plan, model) if params.lora_r else ""
-    print(
-        f"plan: {plan.steps:,} steps, {plan.tokens:,} tokens ({plan.epochs:.2f} epochs) of a model of "
-        f"{plan.parameters:,} parameters{adapted}: {format_gib(plan.training_state_bytes)} of weights, gradients and "
-        f"optimizer state over the ranks that share a copy of it; {format_gib(disk)} of disk for checkpoints and model"
+    held_out = (
+        f"{plan.validations:,} validations take about {plan.validation_share:.0%} of the compute"
+        if plan.validation_rows
+        else "nothing is held out"
     )
-    width = max(map(len, plan.sources), default=0)
-    for name, source in plan.sources.items():
-        print(
-            f"  {name:{width}}  {source.share:6.1%} of each step  {source.tokens:15,} tokens x {source.epochs:6.2f} "
-            f"epochs = {source.total_tokens:,}"
-        )
+    at_most = "at most; " if plan.peak and plan.peak.is_upper_bound else ""
+    trained = f"; {plan.trained_parameters:,} parameters trained" if params.lora_r else ""
+    return [
+        (plan.steps, "steps", f"of {params.total_batch_size:,} rows{step}"),
+        (plan.tokens, "tokens", f"{plan.epochs:.2f} epochs; {held_out}"),
+        *(
+            (source.total_tokens, name, f"{source.share:.1%} of each step; {source.epochs:.2f} epochs of it")
+            for name, source in plan.sources.items()
+        ),
+        (
+            f"{plan.peak.total / 2**30:.3f}" if plan.peak else "?",
+            "GiB a rank",
+            f"{at_most}{format_gib(disk)} of disk{trained}; first rows: {outputs.ROWS}",
+        ),
+    ]
+
+
+def _warn_of_schedule(params: TrainParams, plan: Plan) -> None:
+    """Warn where the learning rate does not end where `min_lr_ratio` asks for."""
     if params.warmup_steps >= plan.steps:
         highest = learning_rate(params, plan.steps, plan.steps - 1)
         print(
@@ -361,35 +378,25 @@ def _print_summary(params: TrainParams, runtime: TrainRuntime, plan: Plan, model
             f"warning: {why}: the learning rate of the last step is {last:.2e}, and min_lr_ratio asks for "
             f"{params.lr * params.min_lr_ratio:.2e}: {remedy}"
         )
+
+
+def _warn_of_held_out(plan: Plan) -> None:
+    """Warn where few rows are held out."""
     if plan.validation_rows:
         share = plan.validation_rows / (plan.training_rows + plan.validation_rows)
-        print(
-            f"plan: {plan.validation_rows:,} rows are held out, {share:.1%} of all; {plan.validations:,} validations "
-            f"of {plan.rows_per_validation:,} rows: about {plan.validation_share:.0%} of the compute of the training"
-        )
         if share < _LEAST_HELD_OUT:
             print(
                 f"warning: only {share:.1%} of the rows are held out: splits have equal numbers of files, not of "
                 "tokens: raise validation_splits"
             )
-    if warning := model.router_warning(params.lora_r):
-        print(warning)
 
 
-def _describe_adapters(params: TrainParams, plan: Plan, model: ModelManifest) -> str:
-    """What is trained beside the weights of the model; prints which linear modules get no adapter, and why."""
-    kinds = adapters.choose(model.linears, params.lora_target_modules, model.architecture)
+def _warn_of_modules(params: TrainParams, model: ModelManifest) -> None:
+    """Name the linear modules that get no adapter, and why."""
     if params.lora_target_modules == adapters.ALL_LINEAR:
+        kinds = adapters.choose(model.linears, params.lora_target_modules, model.architecture)
         for name in model.linears.keys() - kinds.keys():
-            print(f"plan: {name} gets no adapter: {model.linears[name].problem}")
-    share = sum(linear.weights for linear in kinds.values()) / plan.parameters
-    modules = sum(linear.modules for linear in kinds.values())
-    return (
-        f", {share:.0%} of which get adapters (LoRA) of rank {params.lora_r} in {modules:,} linear modules, "
-        f"{plan.trained_parameters:,} parameters that are trained"
-        + f", beside {params.num_quantized(model):,} weights in NF4"
-        * bool(params.lora_base)
-    )
+            print(f"note: {name} gets no adapter: {model.linears[name].problem}")
 
 
 def _warn_of_peft(params: TrainParams, model: ModelManifest) -> None:
@@ -430,15 +437,15 @@ def _warn_of_new_tokens(params: TrainParams, model: ModelManifest) -> None:
     )
 
 
-def _print_decay(params: TrainParams, model: ModelManifest) -> None:
+def _num_decayed(params: TrainParams, model: ModelManifest) -> int:
     import torch
 
     from stages.model import meta
     from stages.training.optimizer import find_matrices
 
-    trained = params.num_trained(model)
-    decayed = trained if params.lora_r else sum(map(torch.numel, find_matrices(meta.build(model.directory()))))
-    print(f"plan: weight decay {params.weight_decay} for {decayed:,} of {trained:,} parameters")
+    if params.lora_r:
+        return params.num_trained(model)
+    return sum(map(torch.numel, find_matrices(meta.build(model.directory()))))
 
 
 def launched_nodes(runtime: TrainRuntime, environment: Mapping[str, str]) -> int | None:
@@ -506,6 +513,7 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
     return Plan(
         parameters=model.num_parameters,
         trained_parameters=trained_parameters,
+        decayed_parameters=0,
         training_rows=train.num_rows,
         validation_rows=validation.num_rows,
         steps=steps,

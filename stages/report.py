@@ -1,12 +1,8 @@
-"""Show what a training has learned and what it cost, from what the other stages have written.
+"""Show what a training has learned and what it cost, on a page that opens without a network.
 
-Reads     outputs/evaluation.json, outputs/tasks.json, outputs/history.tsv, outputs/speed.tsv,
-          outputs/train_metrics.json, outputs/rows.txt, lineage.json and config.json of the model, data/model.json, and
-          the records of the data stages
-Writes    outputs/report/: the page that opens without a network, and its pictures
-Command   python -m stages.report
-
-It takes seconds, without torch and without a GPU.
+Reads    outputs/*.json, outputs/*.tsv, outputs/rows.txt, the records in data/, and lineage.json of the model
+Writes   outputs/report/: the page and its pictures
+Example  python -m stages.report
 """
 
 from dataclasses import dataclass
@@ -14,6 +10,7 @@ from dataclasses import dataclass
 from stages.base import command, outputs, publish
 from stages.base.outputs import ExperimentName
 from stages.base.params_file import load_params
+from stages.base.summary import table
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,8 @@ def main() -> None:
 
     with publish.lock(outputs.REPORT), publish.directory(outputs.REPORT) as directory:
         page.write(directory, params.experiment_name, params.raw_dir)
-    print(f"report: see {outputs.REPORT / page.PAGE}")
+    path = outputs.REPORT / page.PAGE
+    print(table((path.stat().st_size, "bytes", f"{path}: open it in a browser")))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
-"""Ask the finished model the questions of tasks, and the initial model the same ones.
+"""Ask the finished model the questions of `tasks`, and the initial model the same ones.
 
-Reads     outputs/<experiment_name>/model/, tasks/, data/model.json, and the weights of the initial model
-Writes    outputs/tasks.json: how well both answer
-          outputs/scores.json: a number for each task, for `dvc exp show`
-          outputs/answers.jsonl: each question, and what both have answered
-Command   python -m stages.score
-
-lm-evaluation-harness asks them (stages/scoring/harness.py). It is installed when `tasks` first names one. What an
-earlier run has measured of a model is not measured again.
+Reads    outputs/<experiment_name>/model/, tasks/, data/model.json, and the weights of the initial model
+Writes   outputs/tasks.json, outputs/scores.json: how well both answer; a number for each task
+         outputs/answers.jsonl: each question, and what both have answered
+Example  dvc exp run -S 'tasks=[tasks/sums.yaml]' score
 """
 
 import json
@@ -24,6 +20,7 @@ from stages.base import command, outputs, publish
 from stages.base.outputs import ExperimentName
 from stages.base.params_file import load_params
 from stages.base.record import check_files
+from stages.base.summary import Row, table
 from stages.export.lineage import Lineage
 from stages.export.scores import Scores, Summary, TaskScore
 from stages.model.files import CONFIG, LINEAGE
@@ -40,9 +37,9 @@ class ScoreParams:
     experiment_name: ExperimentName
     """Name of the directory under outputs/."""
     tasks: list[str]
-    """Names of lm-evaluation-harness, or files in tasks/."""
+    """What is asked: names of lm-evaluation-harness, or files in tasks/."""
     task_limit: PositiveInt | None
-    """How many questions of each task; null: all."""
+    """How many questions of each task are asked. null: all."""
     task_chat: bool
     """Whether questions are written with the model's chat template."""
 
@@ -54,7 +51,7 @@ class ScoreRuntime:
     nproc_per_node: PositiveInt | None
     """Ranks; null: one per GPU, or 2 where there is none."""
     reuse_gib: Annotated[float, Field(ge=0)]
-    """Limit of the disk space, in GiB, for results of earlier runs."""
+    """Disk space for results of earlier runs, in GiB."""
     timeout_minutes: PositiveFloat
     """How long a rank may take for one thing, such as a chunk of requests."""
 
@@ -70,7 +67,10 @@ def main() -> None:
 def score(
     params: ScoreParams, runtime: ScoreRuntime, measure: Callable[[Request, int | None], Measurements] = ask_ranks
 ) -> str:
-    """Write what both models answer; return a text that describes it.
+    """Write what both models answer; return a table of it.
+
+    lm-evaluation-harness asks them (stages/scoring/harness.py). It is installed when `tasks` first names one. What an
+    earlier run has measured of a model is not measured again.
 
     Args:
         params: What is asked.
@@ -80,13 +80,12 @@ def score(
     Raises:
         StageError: a model is missing or damaged, or a task cannot be asked.
     """
-    measurements, summary = Measurements({}, {}, 0), "score: nothing is asked, as tasks is []"
+    measurements = Measurements({}, {}, 0)
     if params.tasks:
         request = make_request(params, runtime)
         print(f"score: asking {', '.join(request.tasks)}", flush=True)  # it may take minutes
         measurements = measure(request, runtime.nproc_per_node)
         reuse.Store(reuse.root(), int).trim(int(runtime.reuse_gib * 2**30))
-        summary = f"score: {measurements.num_reused} of the results were reused"
     found = [
         compare(trained, initial)
         for entry, of_trained in measurements.trained.items()
@@ -97,7 +96,9 @@ def score(
         publish.write_text(outputs.ANSWERS, answer_lines(measurements))
         publish.write_json(outputs.SCORES, scores.metrics())
         scores.write(outputs.TASKS)
-    return "\n".join([summary, *map(describe, scores.tasks)])
+    if not params.tasks:
+        return table((0, "tasks", "nothing is asked, as tasks is []"))
+    return table(*map(describe, scores.tasks), (measurements.num_reused, "results", "reused"))
 
 
 def make_request(params: ScoreParams, runtime: ScoreRuntime) -> Request:
@@ -176,18 +177,16 @@ def answer_lines(measurements: Measurements) -> str:
     return "".join(lines)
 
 
-def describe(found: TaskScore) -> str:
+def describe(found: TaskScore) -> Row:
     """A line for people."""
-    before = "" if found.initial is None else f", before training {found.initial:.4f}"
-    error = (
-        ""
-        if found.difference_stderr is None
-        else f", difference {found.difference:+.4f} ± {found.difference_stderr:.4f}"
-    )
-    chance = "" if found.chance is None else f"; by chance {found.chance:.4f}"
-    return (
-        f"score: {found.task} {found.metric} {found.score:.4f}{before}{error}{chance} ({found.questions:,} questions)"
-    )
+    note = [f"{found.questions:,} questions"]
+    if found.initial is not None:
+        note.append(f"{found.initial:.4f} before training")
+    if found.difference_stderr is not None:
+        note.append(f"{found.difference:+.4f} ± {found.difference_stderr:.4f}")
+    if found.chance is not None:
+        note.append(f"{found.chance:.4f} by chance")
+    return f"{found.score:.4f}", f"{found.task} {found.metric}", ", ".join(note)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Reads    data/tokens/train, data/tokens/validation, data/model.json and the model's own files
 Writes   outputs/<experiment_name>/checkpoints/<run_id>/step-N
-Command  torchrun --nproc-per-node 2 -m stages.train
+Example  torchrun --nproc-per-node 2 -m stages.train
 """
 
 import signal

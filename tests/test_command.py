@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from stages.base.errors import StageError, as_stage_error, explained
+from stages.base.summary import table
 from tests.project import REPO
 
 PROGRAM = """
@@ -73,3 +74,8 @@ def test_code_of_another_clone_is_refused(tmp_path: Path) -> None:
         f"error: the code that runs is {REPO / 'stages'}, and DVC watches {tmp_path / 'stages'}: unset PYTHONPATH "
         f"({REPO}) and PYTHONSAFEPATH (1)\n"
     )
+
+
+def test_numbers_of_all_stages_stand_below_each_other() -> None:
+    text = "\n".join([table((8030261248, "parameters", "of a model")), table(("0 of 20", "splits reused", ""))])
+    assert text == "8,030,261,248  parameters       of a model\n      0 of 20  splits reused"

@@ -360,7 +360,7 @@ def test_a_router_loss_and_fp32_on_gpus_are_refused(params: TrainParams, tmp_pat
     model = manifest_of(tmp_path, with_weights=False)
     with pytest.raises(StageError, match="has no kernel for fp32 on GPUs: use precision bf16"):
         plan.measure_memory(model, shared, 2, 32, limit=2**30)
-    peak, _ = plan.measure_memory(model, shared, 2, 32, limit=None)
+    peak, *_ = plan.measure_memory(model, shared, 2, 32, limit=None)
     assert peak
 
 
@@ -442,7 +442,7 @@ def test_plan_names_it_where_no_row_fits(
     limit = int(needed[2] / 0.92)
     plan.measure_memory(model, params, 4, 4096, limit=limit)
     found = re.search(
-        r"plan: with context_parallel (\d), batch_size 1 and activation_checkpointing full", capsys.readouterr().out
+        r"note: with context_parallel (\d), batch_size 1 and activation_checkpointing full", capsys.readouterr().out
     )
     assert found and found[1] == "2", needed
     plan.measure_memory(model, params, 4, 4096, limit=2 * needed[1])

@@ -136,7 +136,7 @@ def test_trap_04_without_what_the_guide_finds_dvc_reads_everything(organized: Pr
         if not (organized / path).is_dir():
             (organized / path).unlink()
     (raw / NOT_UTF8).rmdir()
-    assert "organize: 1 files" in organized.run(*AS_USER, "dvc", "repro", "--force", "organize")
+    assert " 1  files " in organized.run(*AS_USER, "dvc", "repro", "--force", "organize")
     (raw / "ab.txt").write_text("new")
     assert "modified:           data/raw" in organized.run(*AS_USER, "dvc", "status", "organize")
 
@@ -198,7 +198,7 @@ def test_files_that_dvc_checks_out_cannot_change_the_store(organized: Project) -
             organized.run("dvc", "config", "cache.type", cache_type)
         (organized / f"data/raw/added {cache_type}.txt").write_text(f"added {cache_type}")
         output = organized.run("dvc", "repro", "extract")
-        assert re.search(r"[123] of 4 splits reused" if cache_type else "0 of 4 splits reused", output), output
+        assert re.search(r"[123] of 4  splits reused" if cache_type else "0 of 4  splits reused", output), output
         entries = {path.stat().st_ino for path in organized.path.glob("data/.reuse/*/file")}
         assert len(entries) > 4 * bool(cache_type)
         corpus = [path.stat() for path in organized.path.glob("data/corpus/*.arrow")]

@@ -440,7 +440,7 @@ def test_without_held_out_rows_there_is_no_loss_and_no_sample(capsys: pytest.Cap
     assert evaluation.samples == []
     evaluate.write(evaluation)
     assert set(publish.read_json(outputs.METRICS).values()) == {None}
-    assert "evaluate: no rows are held out to measure a loss on" in capsys.readouterr().out
+    assert "note: no rows are held out to measure a loss on" in capsys.readouterr().out
 
 
 # What is read.
@@ -626,7 +626,7 @@ def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "stages.evaluate"]
     process = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert (process.returncode, process.stderr) == (0, "")
-    assert process.stdout.startswith("evaluate: measuring 7 held-out rows\nevaluate: validation loss ")
+    assert re.match(r"evaluate: measuring 7 held-out rows\n +\d\.\d{4}  validation loss", process.stdout)
     assert read_outs() == expected
     assert not any(str(tmp_path).encode() in content for content in expected.values())
 

@@ -25,6 +25,7 @@ from stages import launch
 from stages.base.command import USER_ERROR
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
+from stages.base.summary import Row
 from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.checkpointing.lock import rank_lock
 from stages.checkpointing.run import describe
@@ -263,16 +264,18 @@ def test_ranks_that_wait_for_one_that_still_writes_are_not_ended(
 
 @pytest.mark.parametrize(
     ("loss", "validation_loss", "expected"),
-    [(2.5, 3.25, "loss 2.5000, validation loss 3.2500"), (2.5, None, "loss 2.5000")],
+    [(2.5, 3.25, [("2.5000", "loss", ""), ("3.2500", "validation loss", "")]), (2.5, None, [("2.5000", "loss", "")])],
 )
-def test_only_losses_that_were_measured_are_shown(loss: float, validation_loss: float | None, expected: str) -> None:
-    assert launch.losses_text(TrainMetrics(loss=loss, validation_loss=validation_loss)) == expected
+def test_only_losses_that_were_measured_are_shown(
+    loss: float, validation_loss: float | None, expected: list[Row]
+) -> None:
+    assert launch.loss_rows(TrainMetrics(loss=loss, validation_loss=validation_loss)) == expected
 
 
 @pytest.mark.slow
 def test_the_command_that_the_help_names_trains_a_new_run(training: Project) -> None:
     training.set(max_steps=2)
-    [command] = re.findall(r"^Command  (torchrun .*)", training.run("python", "-m", "stages.train", "--help"), re.M)
+    [command] = re.findall(r"^Example  (torchrun .*)", training.run("python", "-m", "stages.train", "--help"), re.M)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])  # for tests that run at the same time

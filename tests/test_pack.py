@@ -94,7 +94,7 @@ def run_stage(
 
 def encode(**arguments: Any) -> int:
     """Run the stage with what is in the store; return how many splits were encoded."""
-    [(reused, total)] = re.findall(r"(\d+) of (\d+) splits reused", run_stage(**arguments))
+    [(reused, total)] = re.findall(r"(\d+) of (\d+)  splits reused", run_stage(**arguments))
     return int(total) - int(reused)
 
 
@@ -215,7 +215,9 @@ def test_trap_22_workers_the_executor_and_the_fast_tokenizer_change_no_byte() ->
     assert {(each["slow_characters"], each["reason"]) for each in encoders} == {(0, None)}
 
 
-def test_a_fast_tokenizer_that_gives_other_tokens_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fast_tokenizer_that_gives_other_tokens_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_model()
     make_corpus([[f"document {split} {index} é " * 9 for index in range(99)] for split in range(2)])
     run(fast_encoder=False)
@@ -228,7 +230,9 @@ def test_a_fast_tokenizer_that_gives_other_tokens_is_not_used(monkeypatch: pytes
 
     monkeypatch.setattr(FastTokenizer, "encode", planted)
     forget()
-    assert f"encoded by {NAME}" in run_stage()
+    run_stage()
+    assert "warning: pack encodes with the model's own tokenizer, not with tokenizers 1" in capsys.readouterr().out
+    assert metrics()["encoder"]["name"] == NAME
     assert "gives other tokens for the text" in metrics()["encoder"]["reason"]
     assert content() == expected | {str(METRICS): METRICS.read_bytes()}
 
@@ -664,9 +668,7 @@ def test_what_gives_no_tokens_is_counted_and_listed(capsys: pytest.CaptureFixtur
     make_corpus([[chat("a", "b"), long, chat("nobody answers")], [chat("a", "b")]])
     found = run(seq_length=64)["train"]["conversations"]
     assert found["refused"] == {"longer than a row": 1, "nothing of it is trained": 1}
-    warning = (
-        "pack: warning: 25% of the conversations are refused, so not trained: map the role of its answers with `roles`"
-    )
+    warning = "warning: 25% of the conversations are refused, so not trained: map the role of its answers with `roles`"
     assert warning in capsys.readouterr().out
     first, second = found["first_refused"]
     reason = r"longer than a row: 1.. tokens, and seq_length is 64"
@@ -675,11 +677,12 @@ def test_what_gives_no_tokens_is_counted_and_listed(capsys: pytest.CaptureFixtur
     run_stage(seq_length=160)  # another length is another result
     assert metrics()["train"]["conversations"]["conversations"] == 2
     make_corpus([[chat("a", "b"), *[long] * 3, chat("nobody answers")], [chat("a", "b")]])
-    output = run_stage(seq_length=64)
-    assert re.search(rf" trained, 4 refused \(3 of them as this one: {reason}; see data/pack.json\)$", output)
+    assert "; 4 more refused\n" in run_stage(seq_length=64)
+    note = rf"note: 3 of 4 refused conversations are like this one: {reason} \(see data/pack.json\)\n"
+    assert re.search(note, capsys.readouterr().out)
 
 
-def test_what_the_chat_template_leaves_out_is_refused_above_a_share() -> None:
+def test_what_the_chat_template_leaves_out_is_refused_above_a_share(capsys: pytest.CaptureFixture[str]) -> None:
     make_chat_model(CHATML.replace("in messages %}", "in messages if message.role != 'system' %}"))
     with_system = chat("a", "b")
     with_system["messages"].insert(0, {"role": "system", "content": "Be brief."})
@@ -692,8 +695,8 @@ def test_what_the_chat_template_leaves_out_is_refused_above_a_share() -> None:
         run(seq_length=64)
     assert not METRICS.exists()
     output = run_stage(seq_length=64, max_left_out=1)
-    assert "2 of 2 splits reused" in output
-    assert output.endswith(", left out by the chat template: 3 of 3 strings of system")
+    assert "2 of 2  splits reused" in output
+    assert "note: the chat template leaves out 3 of 3 strings of system\n" in capsys.readouterr().out
     found = metrics()["train"]["conversations"]
     assert (found["strings"], found["left_out"]) == ({"assistant": 4, "system": 3, "user": 4}, {"system": 3})
 

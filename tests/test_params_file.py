@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from scripts import parameters
 from stages.base import params_file
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
+from tests.project import REPO
 
 
 @dataclass(frozen=True)
@@ -69,3 +71,12 @@ def test_what_is_wrong_in_the_environment_is_said(path: Path, override: str, mon
     monkeypatch.setenv(params_file.RUNTIME, override)
     with pytest.raises(StageError, match=r"^PIPELINE_RUNTIME is '.*it must contain values of the section `runtime`"):
         load_params(Params, path=path)
+
+
+def test_the_page_of_all_parameters_is_what_the_command_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter has a docstring, too: the command fails without it."""
+    monkeypatch.chdir(REPO)
+    assert parameters.PAGE.read_text() == parameters.page(), "run `make parameters`"
+    assert parameters.describe("Length of a row, in tokens. null: none. Why. x: it is x.", ["x"]) == (
+        "tokens", "Length of a row. null: none. x: it is x."
+    )  # fmt: skip

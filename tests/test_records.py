@@ -280,7 +280,7 @@ def test_files_without_a_rule_are_told_once(capsys: pytest.CaptureFixture[str]) 
     put({"a.jsonl": jsonl({"messages": CHAT}), "b.yaml": "a: b", "c.csv": "text\na", "d.txt": "d"})
     for _ in range(2):  # then from the store
         extract_raw(num_splits=2)
-        assert "3 files of JSON, YAML or tables have no rule: each of their strings is" in capsys.readouterr().out
+        assert "note: 3 files have no rule (docs/records.md): each of their strings is" in capsys.readouterr().out
     extract_raw(num_splits=2, records=[{"files": "?.yaml", "text": "$"}, {"files": "*"}])
     assert "have no rule" not in capsys.readouterr().out
 
@@ -586,7 +586,7 @@ def test_columns_that_no_rule_used_are_named_once() -> None:
     metrics = extract_raw(num_splits=2, records=rules)
     assert [rule["unused_columns"] for rule in metrics["rules"]] == expected
     message = extract(replace(PARAMS, records=[Rule(**rule) for rule in rules]), RUNTIME)
-    named = re.findall(r"columns that records\.(\d+) does not use: (.*?); ", message)
+    named = re.findall(r"note: records\.(\d+) does not use the columns: (.*)", message)
     assert named == [(str(number), ", ".join(names)) for number, names in enumerate(expected) if names]
 
 
@@ -596,7 +596,7 @@ def test_roles_that_nobody_knows_are_named() -> None:
     params = replace(PARAMS, records=[Rule(files="*")])
     assert extract_raw(num_splits=2, records=[{"files": "*"}])["rules"][0]["unknown_roles"] == ["agent"]
     message = extract(params, RUNTIME)
-    assert "roles that records.0 does not know: agent (add such as roles: {agent: user}); " in message
+    assert "note: records.0 does not know the roles: agent (add such as roles: {agent: user})\n" in message
     shown = preview(Path("a.jsonl"), params)
     assert shown.endswith("roles that are not known: agent: say what they are, as in roles: {agent: user}")
     for role in ("assistant", "agent"):

@@ -50,7 +50,7 @@ def run(
 
 
 def reused(output: str) -> int:
-    [number] = re.findall(r"(\d+) of \d+ splits reused", output)
+    [number] = re.findall(r"(\d+) of \d+  splits reused", output)
     return int(number)
 
 
@@ -109,8 +109,8 @@ def test_an_edited_file_redoes_its_split() -> None:
 def test_empty_splits_are_not_counted_as_reused() -> None:
     put({"a.txt": "a", "b.txt": "b"})
     organize_raw(20)
-    assert extract(PARAMS, RUNTIME).endswith("; 0 of 2 splits reused")
-    assert extract(PARAMS, RUNTIME).endswith("; 2 of 2 splits reused")
+    assert extract(PARAMS, RUNTIME).endswith(" 0 of 2  splits reused")
+    assert extract(PARAMS, RUNTIME).endswith(" 2 of 2  splits reused")
 
 
 def test_rejected_files_are_reused_with_their_reasons_also_after_a_failed_run() -> None:
@@ -159,7 +159,7 @@ def test_the_lengths_of_all_strings_are_counted_also_in_splits_that_are_reused()
     assert_lengths([*strings, "a" * 9999])
     short = sum(len(string) < 20 for string in strings)
     mean = result()[1]["mean_characters"]
-    assert output.startswith(f"extract: 1000 strings (mean {mean} characters, {short / 1000:.0%} below 20), ")
+    assert re.match(rf" +1,000  documents +[\d.]+ M characters, mean {mean}, {short / 1000:.0%} below 20\n", output)
     shutil.rmtree("data/raw")
     put({"9.txt": ""})
     run(limits=limits)

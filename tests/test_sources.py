@@ -147,7 +147,7 @@ def test_equal_documents_are_on_one_side_and_counted() -> None:
     assert metrics.train.duplicates == 0
     assert metrics.train.documents == 100 - held_out
     # From the store, too.
-    assert "8 of 8 splits reused" in run(None, num_splits=4, validation_fraction=0.3)
+    assert "8 of 8  splits reused" in run(None, num_splits=4, validation_fraction=0.3)
     assert PackMetrics.read(METRICS) == metrics
 
 
@@ -163,7 +163,7 @@ def test_a_single_file_has_the_share_of_held_out_documents_that_splits_would_hav
     assert metrics.train.documents + metrics.validation.documents == 800
     assert not {*texts(TRAIN)[""]} & {*texts(VALIDATION)[""]}
     assert re.search(
-        r"pack: 5% of the documents are held out by their content: the last validation_splits = 1 of num_splits = 20 "
+        r"note: 5% of the documents are held out by their content: the last validation_splits = 1 of num_splits = 20 "
         r"splits have \d+ of 800",
         capsys.readouterr().out,
     )

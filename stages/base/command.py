@@ -21,7 +21,11 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     # Before Python 3.14 argparse itself shows `extract.py`, which is not the command that works.
     spec = sys.modules["__main__"].__spec__
     prog = f"python -m {spec.name}" if spec else None
-    return argparse.ArgumentParser(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
+    )
+    found.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # it has no need to describe itself
+    return found
 
 
 def positive_integer(text: str) -> int:

@@ -70,16 +70,16 @@ class FsdpParams:
     preset: Literal["single_node_fsdp", "multi_node_fsdp", "large_scale_fsdp"]
     """Where values that are null come from."""
     strategy: Literal["auto", "fsdp", "ddp", "none"] | None
-    """fsdp: shard according to `sharding_strategy` | ddp: each rank holds the whole model | none: one rank only |
-    auto: fsdp for more than one rank, else none."""
+    """How ranks hold the model. fsdp: sharded, as `sharding_strategy` says. ddp: each rank holds all of it. none: one
+    rank only. auto: fsdp for more than one rank, else none."""
     sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None
-    """FULL_SHARD frees the gathered weights of a layer after its forward pass; SHARD_GRAD_OP keeps them for the
-    backward pass: more memory, less communication. HYBRID_SHARD: FULL_SHARD within groups, by default those of one
-    node, each of which holds the whole model. NO_SHARD: every rank does."""
+    """When gathered weights of a layer are freed. FULL_SHARD: after its forward pass. SHARD_GRAD_OP: after its backward
+    pass, with more memory and less communication. HYBRID_SHARD: as FULL_SHARD, within groups of ranks that hold a whole
+    model. NO_SHARD: every rank holds it."""
     size: PositiveInt | None
-    """Ranks that share one copy of the model; null: all of them, or with HYBRID_SHARD those of a node."""
+    """How many ranks share one copy of the model. null: all of them, or with HYBRID_SHARD those of a node."""
     cpu_offload: bool | None
-    """Keep weights, gradients and optimizer state in CPU memory, and update them there."""
+    """Whether weights, gradients and optimizer state are in CPU memory, and updated there."""
     backward_prefetch: Annotated[
         Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"] | None,
         _refuse(
@@ -88,17 +88,17 @@ class FsdpParams:
             "(BACKWARD_PRE), or when they are needed (NONE)",
         ),
     ]
-    """When the backward pass gathers the weights of the next layer."""
+    """When the backward pass gathers the weights of the next layer. BACKWARD_POST: refused."""
     forward_prefetch: bool | None
-    """Whether the forward pass gathers the weights of the next layer before this one is computed."""
+    """Whether the forward pass gathers the next layer's weights before it computes this one."""
     limit_all_gathers: Annotated[
         bool | None, _refuse(False, "in FSDP2 all-gathers are always limited: use true or null")
     ]
-    """FSDP2 always does."""
+    """Always true in FSDP2."""
     use_orig_params: Annotated[
         bool | None, _refuse(False, "in FSDP2 each parameter keeps its name and shape: use true or null")
     ]
-    """FSDP2 always does."""
+    """Always true in FSDP2."""
     sync_module_states: Annotated[
         bool | None,
         _refuse(
@@ -106,15 +106,15 @@ class FsdpParams:
             "all ranks start with the same weights: each reads its part of the same verified files; use true or null",
         ),
     ]
-    """Nothing is broadcast, and nothing needs to be."""
+    """Always true: all ranks start with the same weights."""
     flatten_parameters: Annotated[
         bool | None, _refuse(True, "in FSDP2 every parameter is sharded by itself: use false or null")
     ]
-    """FSDP2 never does."""
+    """Always false in FSDP2."""
     wrap_layer_cls: str | None
-    """Classes of the modules to wrap, separated by commas; null: the decoder's layers."""
+    """Classes of the modules to wrap, separated by commas. null: the decoder's layers."""
     sync_batchnorm: Annotated[bool | None, _refuse(True, "no decoder has BatchNorm layers: use false or null")]
-    """Nothing to synchronize."""
+    """Always false: no decoder has batch norms."""
 
     def check(self) -> None:
         """Refuse values that contradict each other.
@@ -200,28 +200,30 @@ class BuildParams:
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     """Fixes the order of the rows, random weights and dropout. Times the number of ranks, 64 bits hold it."""
     lora_r: PositiveInt | None
-    """Rank of the adapters (LoRA), which alone are trained; null: all weights are."""
+    """Rank of the adapters, which alone are trained. null: all weights are."""
     lora_alpha: PositiveInt
-    """The summand of an adapter is multiplied by `lora_alpha / lora_r`."""
+    """The output of an adapter is multiplied by `lora_alpha / lora_r`."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)]
-    """Of the input of an adapter."""
+    """Dropout of the input of an adapter, as a probability."""
     lora_target_modules: Annotated[Literal["all-linear"] | list[str], BeforeValidator(_check_targets)]
-    """The linear modules that get one: all in the layers, or the ends of their names."""
+    """Linear modules that get an adapter: all in the layers, or the ends of their names."""
     lora_base: Literal["nf4"] | None
-    """nf4: the weights of linear modules in the layers are quantized to 4.5 bits (QLoRA) | null: in `precision`."""
+    """How the weights beside adapters are stored. nf4: those of linear modules in the layers in 4.5 bits (QLoRA). null:
+    in `precision`."""
     precision: Literal["bf16", "fp16", "fp32", "fp8"]
-    """Of forward and backward pass. The weights that the optimizer updates are fp32. fp16: the loss is scaled | fp8:
-    bf16, and 8 bits in the matrix products of the layers (from torchao; GPUs of Ada, Hopper and newer)."""
+    """Number format of forward and backward pass. fp16: the loss is scaled. fp8: bf16, and 8 bits in the layers'
+    matrix products (needs torchao, and GPUs of Ada, Hopper or newer). The weights that the optimizer updates are
+    fp32."""
     activation_checkpointing: Annotated[Literal["none", "full", "selective_op"], _gone("selective", "selective_op")]
-    """full: keep only the inputs of each layer and recompute the rest in the backward pass | selective_op: also keep
-    the results of attention and of every second matrix product."""
+    """What the backward pass computes again, to save memory. full: all but the inputs of each layer. selective_op: all
+    but attention and every second matrix product."""
     attention: Annotated[Attention, _gone("flash_attention_2", "varlen, the same kernel in torch, or auto")]
-    """The attention function; each of them gives the same results up to rounding, or is refused for the model."""
+    """The attention function. Each of them gives the same results up to rounding, or is refused for the model."""
     loss: Literal["auto", "fused", "plain"]
-    """fused: the LM head computes it, some tokens at a time | plain: from the logits of all tokens | auto:
-    fused where that gives the same loss."""
+    """How the loss is computed. fused: by the LM head, some tokens at a time. plain: from the logits of all tokens.
+    auto: fused where that gives the same loss."""
     compile: bool
-    """Whether torch.compile compiles the layers, each by itself."""
+    """Whether torch.compile compiles the layers. Each is compiled by itself."""
     fsdp: FsdpParams
     """How the model is sharded over the ranks."""
 

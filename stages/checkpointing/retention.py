@@ -27,14 +27,14 @@ class CheckpointRuntime:
     """The part of `runtime` in params.yaml that is about checkpoints."""
 
     ckpt_freq: PositiveInt | None
-    """Optimizer steps between two checkpoints; null: none by steps."""
+    """Distance between two checkpoints, in optimizer steps. null: none by steps."""
     ckpt_minutes: PositiveFloat | None
-    """Minutes between two checkpoints, by the clock of rank 0; null: none by time."""
+    """Time between two checkpoints, in minutes. null: none by time. The clock is that of rank 0."""
     async_checkpoint: bool
     """Whether training continues while a checkpoint is written. This needs as much CPU memory as the weights and the
     optimizer state."""
     keep_checkpoints: Annotated[int, Field(ge=2)]
-    """How many of the newest checkpoints stay, beside the best; at least 2, so that a damaged one has a predecessor."""
+    """How many of the newest checkpoints stay, beside the best. At least 2, so that a damaged one has a predecessor."""
 
 
 def prunable(run_directory: Path, keep: int) -> list[Path]:

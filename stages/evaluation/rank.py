@@ -2,7 +2,7 @@
 
 Reads    outputs/<experiment_name>/model/, data/tokens/validation, and the request of `evaluate`
 Writes   the measurements, for `evaluate`
-Command  python -m stages.evaluation.rank
+Example  python -m stages.evaluation.rank
 """
 
 import os

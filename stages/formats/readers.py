@@ -1,7 +1,7 @@
 """The reader of each format that `suffixes.py` names.
 
-To add a format, write a module here with a function `read(content, sink)`. `content.stream()` is the content as a file of
-UTF-8 bytes of any length, to be read in pieces. Compression, hash and encoding are handled before. For each record call
+To add a format, write a module with a function `read(content, sink)`. `content.stream()` is a file of UTF-8 bytes of
+any length, to be read in pieces. Compression, hash and encoding are handled before. For each record call
 `sink.add(strings)` any number of times and `sink.end()` once. `sink.reject` drops what was added since the last `end`,
 and reading goes on. Raise `Rejected(reason, detail, position)` where nothing more can be read. Lines of the form
 `speaker: text`, for example:

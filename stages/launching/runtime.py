@@ -46,36 +46,37 @@ class TrainRuntime(CheckpointRuntime):
     """The leaves of the `runtime` section that training reads. None of them changes what is learned."""
 
     launcher: Literal["auto", "torchrun", "srun", "sbatch"]
-    """Where torchrun starts the ranks. torchrun: on this machine | srun: on each node of an allocation of Slurm | auto:
-    srun in an allocation of several nodes, else torchrun | sbatch: in a job of Slurm, which
-    the launch submits and follows; inside an allocation the same as auto."""
+    """Where torchrun starts the ranks. torchrun: on this machine. srun: on each node of an allocation of Slurm. auto:
+    srun in an allocation of several nodes, else torchrun. sbatch: in a job of Slurm, which the launch submits and
+    follows. Inside an allocation sbatch is the same as auto."""
     sbatch_args: Annotated[str, AfterValidator(_check_options)] | None
-    """Options of `sbatch`, as on its command line, for launcher sbatch."""
+    """Options of `sbatch` as on its command line, for launcher sbatch."""
     num_nodes: PositiveInt | None
-    """Nodes of the allocation that train; null: all. With launcher sbatch also the nodes of the job; null: those of
-    `sbatch_args` or of the script."""
+    """How many nodes of the allocation train. null: all. With launcher sbatch also the nodes of the job; then null
+    means those of `sbatch_args` or of the script."""
     nproc_per_node: PositiveInt | None
-    """Ranks on each node; null: one per GPU, or 2 where there is none."""
+    """How many ranks each node has. null: one per GPU, or 2 where there is none."""
     rdzv_endpoint: Annotated[str, Field(pattern=r"^[^:\s]+(:\d{1,5})?$")] | None
-    """`host` or `host:port` where the other nodes reach the first one; null: the address that it has towards the last
-    one, and a free port of it."""
+    """Where the other nodes reach the first one, as `host` or `host:port`. null: the address that it has towards the
+    last one."""
     log_freq: PositiveInt
-    """Optimizer steps between two lines of output."""
+    """Distance between two lines of output, in optimizer steps."""
     timeout_minutes: PositiveFloat
-    """How long a rank may take for one thing: after 0.9 of it rank 0 names the rank and ends all. After the full time
-    the others take rank 0 itself for lost."""
+    """How long a rank may take for one thing, in minutes. After 0.9 of it rank 0 names the rank and ends all. After the
+    full time the others take rank 0 itself for lost."""
     max_restarts: NonNegativeInt
-    """How often the ranks are restarted after one of them crashed or hung. An error that would recur, and a
-    signal to stop, end the training at once."""
+    """How often the ranks are restarted after a crash or a hang. An error that would recur, and a signal to stop, end
+    the training at once."""
     resume: Literal["auto", "never"]
-    """auto: continue from the newest checkpoint that this run would have reached itself | never: delete the checkpoints
-    of this run at the launch, and start over."""
+    """What a launch does with checkpoints. auto: it continues from the newest that this run would have reached itself.
+    never: it deletes those of this run, and starts over."""
     tracker: Literal["none", "tensorboard", "wandb"]
-    """Where else the metrics go: files below outputs/<experiment_name>/ for TensorBoard or Weights & Biases."""
+    """Where else the metrics go. The files are below outputs/<experiment_name>/."""
     debug: bool
-    """Whether each rank writes what it does to outputs/<experiment_name>/logs/<run_id>/rank-N.log."""
+    """Whether each rank writes a log below `outputs/<experiment_name>/logs/`."""
     profile_steps: Steps | None
-    """Steps of which rank 0 writes a trace to outputs/<experiment_name>/profile/<run_id>/; null: none."""
+    """Steps that rank 0 traces, as [first, last]. null: none. The trace is in
+    outputs/<experiment_name>/profile/<run_id>/."""
 
 
 @dataclass(frozen=True)

@@ -84,15 +84,17 @@ def load(directory: Path) -> ModelTokenizer:
     return ModelTokenizer(name, backend.to_str(), tokenizer.special_tokens_map, templates, *ids)
 
 
-def compared_with_file(tokenizer: ModelTokenizer, directory: Path) -> str:
-    """A sentence that says whether a model's tokenizer.json alone gives other tokens."""
+def compared_with_file(tokenizer: ModelTokenizer, directory: Path) -> str | None:
+    """A sentence for people where a model's tokenizer.json alone gives other tokens; None: it gives the same."""
     with explained(lambda problem: StageError(f"{directory / TOKENIZER} is no tokenizer: {problem}")):
         file = Tokenizer.from_file(str(directory / TOKENIZER))
     text = difference(Tokenizer.from_str(tokenizer.content), file)
-    done = f"pack encodes as AutoTokenizer ({tokenizer.name}) does; {TOKENIZER} alone gives"
     if text is None:
-        return f"{done} the same tokens"
-    return f"{done} other tokens, as for {text!r}: do not use the trained model with programs that read only that file"
+        return None
+    return (
+        f"pack encodes as AutoTokenizer ({tokenizer.name}) does; {TOKENIZER} alone gives other tokens, as for "
+        f"{text!r}: do not use the trained model with programs that read only that file"
+    )
 
 
 def check_exported(directory: Path, model: ModelManifest) -> None:

@@ -41,16 +41,6 @@ class PeakMemory:
     staging: int
     """Of a checkpoint in CPU memory, while it is written asynchronously: what is trained, and its optimizer state."""
 
-    def describe(self) -> str:
-        """What it consists of, for people."""
-        parts = ("weights", "gradients", "optimizer", "unsharded", "activations", "temporaries")
-        named = ", ".join(f"{name} {getattr(self, name) / 2**30:.3f}" for name in parts)
-        at_most = "at most " if self.is_upper_bound else ""
-        return (
-            f"{at_most}{format_gib(self.total)} at the peak of a step ({named}), and {format_gib(self.staging)} of CPU "
-            "memory while a checkpoint is written asynchronously"
-        )
-
 
 def batch_sizes(params: TrainParams, num_ranks: int) -> list[int]:
     """The powers of two that share `total_batch_size` evenly, and `batch_size` itself."""

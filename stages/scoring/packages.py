@@ -1,6 +1,6 @@
 """Install lm-evaluation-harness in a directory of its own (requirements-score.lock).
 
-Command  python -m stages.scoring.packages, which `score` needs only where it finds no packages
+Example  python -m stages.scoring.packages, which `score` needs only where it finds no packages
 
 Its full installation replaces packages that all stages use. So it has only what it needs here, and only the ranks that
 measure have the directory on `sys.path`, behind all other packages.

@@ -2,7 +2,7 @@
 
 Reads    the models, tasks/, and the request of `score`
 Writes   the measurements, for `score`
-Command  python -m stages.scoring.rank
+Example  python -m stages.scoring.rank
 """
 
 import logging

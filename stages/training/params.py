@@ -38,30 +38,31 @@ class TrainParams(ScheduleParams, BuildParams):
     """The leaves of `params.yaml` that decide what is learned."""
 
     experiment_name: ExperimentName
+    """Directory below outputs/ of the model and its checkpoints."""
     initial_weights: Literal["auto", "pretrained", "random"]
-    """Where the weights come from; the model manifest lists the files, or none for random weights."""
+    """Where the weights come from. auto: pretrained where the model has weights, else random."""
     batch_size: PositiveInt
-    """Rows per device and forward pass."""
+    """Size of a forward pass on each device, in rows."""
     total_batch_size: PositiveInt
-    """Rows per optimizer step, over all devices and forward passes."""
+    """Size of an optimizer step over all devices, in rows. Gradient accumulation follows from it."""
     num_epochs: PositiveInt
     """Passes over the training rows."""
     max_steps: PositiveInt | None
-    """A limit below `num_epochs`, in optimizer steps; null for none."""
+    """Length of the training at most, in optimizer steps. null: `num_epochs` decides."""
     mixture: Annotated[dict[str, Share], Field(min_length=1)] | None
-    """The share of the rows, and so of the tokens, that each source has at every step; their sum need not be 1. Sources
-    that are not named are not used. null: all rows, in random order."""
+    """Rows of each source at every step, as shares. null: each row once in an epoch. Their sum need not be 1. Sources
+    that are not named are not used."""
     max_repeats: dict[str, Share] | None
-    """How often a source may be used at most, in epochs of it; null: as often as its share asks for."""
+    """How often each source may be used, in epochs of it. null: as often as its share asks for."""
     extend_from: RunId | None
-    """A finished run of the experiment to continue from, with the learning rates of this one; null for none."""
+    """`run_id` of a finished run to continue from, with the learning rates of this one. null: none."""
     export_from: Literal["last", "best"]
-    """Which checkpoint is the result: the last one | of those after a validation the one with the lowest loss. With
-    best, a checkpoint is saved at each validation that is the best so far, and none of another run is adopted."""
+    """Checkpoint that becomes the model. last: the last one. best: that with the lowest validation loss. With best, a
+    checkpoint is saved at each validation that is the best so far, and none of another run is adopted."""
     optimizer: Literal["adamw", "adamw_8bit"]
-    """adamw | adamw_8bit: its two moments use one byte each instead of four (from torchao, which must be installed)."""
+    """The optimizer. adamw_8bit: its two moments use one byte each instead of four (needs torchao)."""
     weight_decay: NonNegativeFloat
-    """Of AdamW, on matrices only: norms and biases do not decay."""
+    """Weight decay of AdamW on matrices. Norms and biases do not decay."""
     adam_beta1: Beta
     """Decay of the first moment, the mean of the gradients."""
     adam_beta2: Beta
@@ -69,7 +70,7 @@ class TrainParams(ScheduleParams, BuildParams):
     adam_eps: PositiveFloat
     """Added to the root of the second moment."""
     max_grad_norm: Norm
-    """Gradients are scaled down to this L2 norm over all parameters."""
+    """L2 norm over all parameters to which gradients are scaled down."""
     tf32: bool
     """Whether GPUs multiply fp32 matrices in TF32, with 10 instead of 23 bits after the point."""
     deterministic: bool
@@ -77,15 +78,17 @@ class TrainParams(ScheduleParams, BuildParams):
     document_mask: bool
     """Whether tokens attend within their own document only."""
     context_parallel: PositiveInt
-    """Consecutive ranks that share the tokens of each forward pass (stages/forward/context.py); 1: each has its own."""
+    """How many consecutive ranks share the tokens of each row (stages/forward/context.py)."""
     eval_freq: PositiveInt
-    """Optimizer steps between two validations; there is one before the first step and one after the last."""
+    """Distance between two validations, in optimizer steps. There is one before the first step and one after the
+    last."""
     eval_batch_size: PositiveInt | None
-    """Rows per device and forward pass of a validation; null: `batch_size`."""
+    """Size of a forward pass of a validation, in rows. null: `batch_size`."""
     eval_rows: PositiveInt | None
-    """Held-out rows that a validation measures, spread evenly over all of them and always the same; null for all."""
+    """How many held-out rows of each source a validation measures. null: all. They are spread evenly, and always the
+    same."""
     history_freq: PositiveInt
-    """Optimizer steps between two rows of history.tsv."""
+    """Distance between two rows of history.tsv, in optimizer steps."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -14,15 +14,15 @@ class ScheduleParams:
     lr: PositiveFloat
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"]
-    """Shape of the learning rate after the warm-up. wsd (warm-up, stable, decay): `lr`, then a linear decay."""
+    """Shape of the learning rate after the warm-up. wsd: stable at `lr`, then a linear decay."""
     lr_decay_steps: PositiveInt | None
-    """Optimizer steps, warm-up included, until the lowest learning rate; null: the whole run."""
+    """Time until the lowest learning rate, warm-up included, in optimizer steps. null: the whole run."""
     lr_decay_ratio: Annotated[float, Field(gt=0, le=1)]
-    """wsd: the last part of `lr_decay_steps` that decays."""
+    """Last part of `lr_decay_steps` that decays with wsd, as a share."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)]
-    """The lowest learning rate, as a fraction of `lr`."""
+    """Lowest learning rate, as a fraction of `lr`."""
     warmup_steps: NonNegativeInt
-    """Optimizer steps of linear increase to `lr`, from `lr` / warmup_steps in the first one."""
+    """Linear increase to `lr`, in optimizer steps. The first step has `lr` / warmup_steps."""
 
     def __post_init__(self) -> None:
         if self.lr_decay_steps is not None and self.lr_decay_steps <= self.warmup_steps:
