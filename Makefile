@@ -75,7 +75,7 @@ nfs-test: setup ## Test trainings on NFS with two nodes, in a guest kernel; as r
 	@scripts/debian_packages.sh linux.uml user-mode-linux nfs-kernel-server kmod
 	$(PY) -m tests.nfs
 
-architectures: setup ## Take each architecture of transformers through the pipeline, and write docs/models.md; ARGS=NAMES: these first
+architectures: setup ## Take each architecture of transformers through the pipeline, and write docs/models.csv; ARGS=NAMES: these first
 	$(PY) -m tests.architectures $(ARGS)
 
 # Without `setup`, which may not be able to install anything there: it also runs with a torch that the machine provides.

@@ -88,7 +88,7 @@ class ExtractParams:
     raw_dir: str
     """Directory of the raw files. It is relative to the root of the project, or absolute."""
     records: list[Rule] | None
-    """Rules for documents and conversations (docs/records.md). null: each string is a document. The first rule that
+    """Rules for documents and conversations (docs/formats.md). null: each string is a document. The first rule that
     fits the path of a file counts."""
 
     @property

@@ -269,7 +269,7 @@ def _print_context_parallel(
         if needed <= memory_plan.USABLE * limit:
             print(
                 f"note: with context_parallel {size}, batch_size 1 and activation_checkpointing full each rank needs "
-                f"{format_gib(needed)} (docs/fsdp.md)"
+                f"{format_gib(needed)} (docs/memory.md)"
             )
             return
 

@@ -1,15 +1,23 @@
 """The whole pipeline for each architecture that transformers registers as a causal language model.
 
-`python -m tests.architectures` (make architectures) tries them one by one, for an hour or more, and writes the table in
-docs/models.md. What it has found is in docs/models.jsonl: run it again, on any machine, to continue; remove lines to
-try these again; name architectures to try these first. Another version of transformers tries all again.
+`python -m tests.architectures` (make architectures) tries them one by one, for an hour or more, and writes what it
+finds into docs/models.csv, and how many work into docs/models.md. Run it again, on any machine, to continue. Remove
+rows to try these types again. Name types to try them first. Another version of transformers tries all again.
 
-With `--context-parallel` it trains none, and prints which of them the test before a training accepts with
+A small random model, made from the default config of the type, goes through `download`, `plan`, three steps on two
+ranks, a kill, a resume, `consolidate`, `from_pretrained` and `evaluate`. It counts as trained if
+
+- the resumed training has the weights of the undisturbed one, bit for bit;
+- the loss of the training, and that of `evaluate`, is the one that transformers computes for the exported model of each
+  document alone, up to `TOLERANCE` of it.
+
+With `--context-parallel` it trains none, and prints which types the test before a training accepts with
 `context_parallel`, and why it refuses the others.
 """
 
 import argparse
-import json
+import csv
+import io
 import multiprocessing
 import os
 import re
@@ -17,11 +25,12 @@ import resource
 import shutil
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +41,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from stages import consolidate, download, evaluate, launch, plan
-from stages.base import history
+from stages.base import history, publish
 from stages.base.errors import StageError, one_line
 from stages.base.packed import VALIDATION
 from stages.base.params_file import load_params
@@ -48,7 +57,7 @@ from tests.ranks import Ranks
 from tests.trainings import newest_checkpoint, weights
 
 OUTPUT = REPO / "outputs/architectures"
-DOCUMENT = REPO / "docs/models.md"
+DOCUMENT, TABLE = REPO / "docs/models.md", REPO / "docs/models.csv"
 BEGIN, END = "<!-- begin: make architectures -->", "<!-- end: make architectures -->"
 STEPS, TOLERANCE, EOS, KILLED = 3, 1e-5, 0, -9
 SECONDS, MEMORY = 300, 5 * 2**30
@@ -68,22 +77,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of an architecture."""
+    """What became of an architecture: a row of docs/models.csv."""
 
-    name: str
+    type: str
     status: str = "trained"
     """Or `refused` for what it is, by `download`; or `left`: something does not work."""
     attention: str = ""
-    loss: str = ""
+    """What `auto` takes on a CPU."""
     padding: str = ""
     """Of the tokens that were computed."""
+    loss: str = ""
+    adapters: str = ""
+    """Which linear modules in the layers can have adapters (LoRA)."""
+    context_parallel: str = ""
+    """Whether the test before a training accepts it: yes or no."""
     parameters: int = 0
     difference: float = 0
     """Between the last validation loss of the training and transformers' own loss of the model that was exported, of
     one document at a time, as a part of it."""
     reason: str = ""
-    adapters: str = ""
-    """Which linear modules in the layers can have adapters (LoRA)."""
+    """Why it is refused or left, or why its attention is `padded`."""
     transformers: str = transformers.__version__
 
 
@@ -107,7 +120,7 @@ def make_base(project: Project) -> None:
         path = project / f"data/raw/{number}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(" ".join(random.choice(words, random.integers(3, 90))))
-    for stage in ("organize", "extract", "download", "pack"):
+    for stage in ("organize", "extract", "deduplicate", "download", "pack"):
         project.run("python", "-m", f"stages.{stage}")
 
 
@@ -154,6 +167,7 @@ def attempt(name: str, project: Project, ranks: Ranks, has_weights: bool = False
         padding=found(r"(\d+%) of the tokens that are computed are padding", output),
         parameters=manifest.num_parameters, difference=difference,
         reason=found(r"attention: padded, because (.*);", output), adapters=adapted(manifest.linears),
+        context_parallel="no" if refusal(small, "varlen", True, torch.float32, "cpu", is_cut=True) else "yes",
     )  # fmt: skip
     assert difference <= TOLERANCE, f"the loss differs by {difference:.1e} from that of each document alone"
     return finding
@@ -307,30 +321,48 @@ def attempt_in_fork(name: str, base: Project, ranks: Ranks, log: Path, seconds: 
         return finding
 
 
-def write_table(findings: list[Finding]) -> None:
-    """Replace the table in docs/models.md."""
-    kinds = {kind: [each for each in findings if each.status == kind] for kind in ("trained", "refused", "left")}
-    number = len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    lines = [
-        f"transformers {transformers.__version__}, on a CPU in fp32: of {number} types, {len(findings)} were tried. "
-        f"{len(kinds['trained'])} are trained with their documents apart, {len(kinds['refused'])} are refused for what "
-        f"they are, and {len(kinds['left'])} are left.", "",
-        "| type | attention | padding | loss | adapters | difference |", "|---|---|---|---|---|---|",
-        *(f"| {each.name} | {each.attention} | {each.padding} | {each.loss} | {each.adapters} | {each.difference:.0e} |"
-          for each in kinds["trained"]), "",
-    ]  # fmt: skip
-    for kind, title in (("refused", "refused, because"), ("left", "left, because")):
-        lines += [f"| type | {title} |", "|---|---|"]
-        lines += [f"| {each.name} | {' '.join(each.reason.split())[:160].replace('|', '/')} |" for each in kinds[kind]]
-        lines.append("")
-    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-    DOCUMENT.write_text("\n".join([before + BEGIN, "", *lines, END]) + rest.partition(END)[2])
+def read(path: Path) -> list[Finding]:
+    """The rows of a table; none where there is no file."""
+    if not path.exists():
+        return []
+    findings = []
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            parameters, difference = int(row.pop("parameters") or 0), float(row.pop("difference") or 0)
+            findings.append(Finding(**row, parameters=parameters, difference=difference))
+    return findings
+
+
+def write(path: Path, findings: list[Finding]) -> None:
+    """Replace a table. The reasons are cut, as some are pages."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, [field.name for field in fields(Finding)], lineterminator="\n")
+    writer.writeheader()
+    for each in findings:
+        is_trained = each.status == "trained"
+        writer.writerow(asdict(each) | {
+            "parameters": each.parameters or "", "difference": f"{each.difference:.0e}" if is_trained else "",
+            "reason": " ".join(each.reason.split())[:300],
+        })  # fmt: skip
+    publish.write_text(path, file.getvalue())
+
+
+def count(findings: list[Finding]) -> str:
+    """How many of them work, for docs/models.md."""
+    trained, refused, left = ([each.type for each in findings if each.status == status]
+                              for status in ("trained", "refused", "left"))  # fmt: skip
+    parallel = sum(each.context_parallel == "yes" for each in findings)
+    return (
+        f"With transformers {findings[0].transformers}, on a CPU in fp32: {len(trained)} of {len(findings)} types are "
+        f"trained. {len(refused)} are refused for what they are. {len(left)} do not work yet: {', '.join(left)}. "
+        f"{parallel} can be trained with `context_parallel`."
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="which to try first")
-    parser.add_argument("--only", action="store_true", help="these alone, with findings.jsonl beside the logs")
+    parser.add_argument("--only", action="store_true", help="these alone, with findings.csv beside the logs")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="directory of the logs; default: %(default)s")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="limit for each (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after so many, and continue at the next run")
@@ -343,10 +375,8 @@ def main() -> None:
         return
     end = time.monotonic() + 60 * args.minutes
     args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / "findings.jsonl" if args.only else DOCUMENT.with_suffix(".jsonl")
-    lines = path.read_text().splitlines() if path.exists() else []
-    earlier = [Finding(**json.loads(line)) for line in lines]
-    tried = {each.name: each for each in earlier if each.transformers == transformers.__version__}
+    path = args.output / "findings.csv" if args.only else TABLE
+    tried = {each.type: each for each in read(path) if each.transformers == transformers.__version__}
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))  # of each process from now on
     with tempfile.TemporaryDirectory() as directory:
         base, ranks = Project(Path(directory, "base")), Ranks(Path(directory))
@@ -357,12 +387,13 @@ def main() -> None:
             if name in tried or time.monotonic() > end:
                 continue
             finding = tried[name] = attempt_in_fork(name, base, ranks, args.output / f"{name}.log", args.seconds)
-            with path.open("a") as file:
-                file.write(json.dumps(asdict(finding)) + "\n")
+            write(path, [tried[key] for key in sorted(tried)])
             print(name, finding.status, finding.attention, finding.reason[:150], flush=True)
         ranks.close()
     if not args.only:
-        write_table(sorted(tried.values(), key=lambda each: each.name))
+        before, _, rest = DOCUMENT.read_text().partition(BEGIN)
+        lines = textwrap.fill(count(read(path)), 120, break_on_hyphens=False)
+        DOCUMENT.write_text("\n".join([before + BEGIN, "", lines, "", END]) + rest.partition(END)[2])
 
 
 if __name__ == "__main__":

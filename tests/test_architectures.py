@@ -1,6 +1,6 @@
 """Architectures through the whole pipeline: one of each kind; `make architectures` tries all."""
 
-import json
+import csv
 import subprocess
 import sys
 from pathlib import Path
@@ -24,5 +24,6 @@ def test_an_architecture_goes_through_the_whole_pipeline(name: str, attention: s
     # In a process of its own, which forks: threads of OpenMP, which tests before this one have started, would hang.
     command = [sys.executable, "-m", "tests.architectures", name, "--only", "--output", str(tmp_path)]
     subprocess.run(command, cwd=REPO, check=True)
-    found = json.loads((tmp_path / "findings.jsonl").read_text())
+    with (tmp_path / "findings.csv").open(newline="") as file:
+        (found,) = csv.DictReader(file)
     assert (found["status"], found["attention"]) == ("trained", attention), (tmp_path / f"{name}.log").read_text()

@@ -12,7 +12,7 @@ import yaml
 from tests.project import REPO, Project, make_pipeline, save_weights
 
 REPLACED = {
-    r"meta-llama/Llama-3.1-\w+": "models/nano",
+    r"meta-llama/Llama-3.1-\w+|HuggingFaceTB/SmolLM2-135M\S*": "models/nano",
     "outputs/tiny-llama": "outputs/test",
     "plan.num_ranks=32": "plan.num_ranks=4",
     "seq_length=4096": "seq_length=16",
@@ -21,27 +21,54 @@ REPLACED = {
     r"total_batch_size=\d+": "total_batch_size=8",
     r"\[10,12\]": "[1,2]",
 }
-NEEDS_NETWORK = "hf download"
+NOT_RUN = r"hf download|make setup"
+"""They need a network."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("document", ["docs/fsdp.md", "docs/lora.md", "docs/troubleshooting.md"])
-def test_the_commands_of_a_guide_run(reproduced: Project, document: str) -> None:
-    commands = re.findall(r"^\$ (.*?)(?:  +#.*)?$", (REPO / document).read_text(), re.MULTILINE)
+@pytest.mark.parametrize("name", ["quickstart", "memory", "lora", "models", "reruns", "troubleshooting"])
+def test_the_commands_of_a_guide_run(reproduced: Project, name: str) -> None:
+    guide, printed = (REPO / f"docs/{name}.md").read_text(), {}
+    commands = re.findall(r"^\$ (.*?)(?:  +#.*)?$", guide, re.MULTILINE)
     assert len(commands) > 2
-    if document == "docs/lora.md":
+    for values in re.findall(r"^```yaml\n(.*?)^```", guide, re.MULTILINE | re.DOTALL):
         save_weights(reproduced / "models/nano")
-        (values,) = re.findall(r"^```yaml\n(.*?)^```", (REPO / document).read_text(), re.MULTILINE | re.DOTALL)
         reproduced.set(**{**yaml.safe_load(values), "model_name": "models/nano"})
+    if name == "quickstart":
+        shutil.rmtree(reproduced / "data/raw")
+        reproduced.set(chat_template="models/templates/plain.jinja")  # which the model of the guide has itself
     (reproduced / ".venv").symlink_to(Path(sys.prefix))
     for command in commands:
-        if NEEDS_NETWORK not in command:
+        if not re.search(NOT_RUN, command):
+            run = command
             for text, other in REPLACED.items():
-                command = re.sub(text, other, command)
-            reproduced.run("bash", "-c", command)
+                run = re.sub(text, other, run)
+            printed[command] = reproduced.run("bash", "-c", run)
+    if name == "quickstart":
+        assert "2 ranks x 2 rows x 1 accumulation steps" in printed["dvc repro plan"]
+        assert (reproduced / "outputs/chat/adapter/adapter_model.safetensors").exists()
+        assert printed[commands[-1]].strip(), "the model answers"
+    if name == "reruns":
+        assert "different" not in printed["python -m stages.lineage verify"]
+        assert re.search(r"\d+ equal$", printed["python -m stages.lineage segments"].strip())
     if "profile_steps" in str(commands):
         assert list((reproduced / "outputs/test/profile").glob("*/steps-1-2.trace.json.gz"))
+
+
+def test_what_runs_again_is_what_dvc_watches() -> None:
+    """The stages in the table of docs/reruns.md read the parameters beside them."""
+    rows = re.findall(r"^\| (`.*?) \| (`.*?) \|", (REPO / "docs/reruns.md").read_text(), re.MULTILINE)
+    stages = yaml.safe_load((REPO / "dvc.yaml").read_text())["stages"]
+    read: dict[str, set[str]] = {}
+    for stage, declared in stages.items():
+        for entry in declared["params"]:
+            for name in entry["params.yaml"] if isinstance(entry, dict) else [entry]:
+                read.setdefault(name, set()).add(stage)
+    assert len(rows) > 10
+    for names, readers in rows:
+        for name in re.findall(r"`(.*?)`", names):
+            assert read[name] == {*re.findall(r"`(.*?)`", readers)}, name
 
 
 @pytest.mark.slow

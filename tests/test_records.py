@@ -280,7 +280,7 @@ def test_files_without_a_rule_are_told_once(capsys: pytest.CaptureFixture[str]) 
     put({"a.jsonl": jsonl({"messages": CHAT}), "b.yaml": "a: b", "c.csv": "text\na", "d.txt": "d"})
     for _ in range(2):  # then from the store
         extract_raw(num_splits=2)
-        assert "note: 3 files have no rule (docs/records.md): each of their strings is" in capsys.readouterr().out
+        assert "note: 3 files have no rule (docs/formats.md): each of their strings is" in capsys.readouterr().out
     extract_raw(num_splits=2, records=[{"files": "?.yaml", "text": "$"}, {"files": "*"}])
     assert "have no rule" not in capsys.readouterr().out
 

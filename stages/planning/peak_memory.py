@@ -3,7 +3,7 @@
 The real model, its real sharding, `train_step` and the real optimizer run on fake tensors, which have shapes but no
 memory, in a process group whose other ranks do not exist. torch's FSDPMemTracker counts every tensor from its
 allocation to its end: seconds for a model of 7 billion parameters on any number of ranks. On CPUs it agrees with what
-the allocator counts in a real step, and the resident set grows by up to 2 % more (docs/training.md).
+the allocator counts in a real step, and the resident set grows by up to 2 % more (docs/benchmarks.md).
 
 The fake tensors are those of a CPU, because torch can compute with those of a GPU only where it was built for CUDA.
 Both have the same sizes, and the loss is computed in parts as large as on a GPU. What is not counted: CUDA, NCCL and
