@@ -103,7 +103,7 @@ def score(
 def make_request(params: ScoreParams, runtime: ScoreRuntime) -> Request:
     """What the ranks are to measure, after the files of the models were compared with what is known of them."""
     directory = outputs.directory(params.experiment_name) / "model"
-    lineage = Lineage.read(directory / LINEAGE)
+    lineage, manifest = Lineage.read(directory / LINEAGE), ModelManifest.read()
     files = {**lineage.weights, **lineage.files}
     check_files({directory / name: found for name, found in files.items()}, "run `dvc repro -f -s consolidate`")
     others = {name: found for name, found in lineage.files.items() if name != CONFIG}
@@ -112,21 +112,21 @@ def make_request(params: ScoreParams, runtime: ScoreRuntime) -> Request:
         limit=params.task_limit,
         chat=params.task_chat,
         trained=_model(directory, {name: files[name] for name in files if name not in others}, [*lineage.weights]),
-        initial=find_initial(lineage),
+        initial=find_initial(manifest, lineage),
         tokenizer=publish.sha256_json(others),
         packages=str(packages.ensure_installed()),
         store=str(reuse.root()),
+        layer_classes=manifest.layer_classes,
         timeout_minutes=runtime.timeout_minutes,
     )
 
 
-def find_initial(lineage: Lineage) -> Model | None:
+def find_initial(manifest: ModelManifest, lineage: Lineage) -> Model | None:
     """The initial model; None: it had random weights.
 
     Raises:
         StageError: it is not on this machine, or was changed.
     """
-    manifest = ModelManifest.read()
     if not manifest.weights or lineage.params.get("initial_weights") == "random":
         return None
     names = [*manifest.weights, CONFIG]

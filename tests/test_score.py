@@ -30,6 +30,7 @@ from stages.scoring import packages
 from stages.scoring.request import Measurements, Request
 from tests.network import CAN_UNSHARE, IN_A_NAMESPACE
 from tests.project import REPO, Project, make_nano, save_weights
+from tests.ranks import Ranks
 
 PARAMS = ScoreParams(experiment_name="exp", tasks=["tasks/mc.yaml"], task_limit=None, task_chat=False)
 RUNTIME = ScoreRuntime(nproc_per_node=1, reuse_gib=1, timeout_minutes=5)
@@ -194,6 +195,45 @@ def check_with_transformers(directory: Path, key: str) -> None:
                                     repetition_penalty=1.0, pad_token_id=0)  # fmt: skip
         text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
         assert row[key] == text.partition("\n")[0]
+
+
+def ask_sharded(rank: int, request: Request, installed: Path) -> None:
+    import torch.distributed as dist
+
+    sys.path.append(str(installed))
+    from stages.ranks.watchdog import Heartbeat
+    from stages.scoring.measure import measure
+
+    dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
+    found = measure(request, Heartbeat(), Path(f"datasets-{rank}"), is_sharded=True)
+    if rank == 0:
+        found.write(Path("sharded.json"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_sharded_model_gives_the_answers_of_a_whole_one(
+    is_tied: bool, project: Project, lm_eval: None, ranks: Ranks, installed: Path
+) -> None:
+    """Although the ranks have different requests, and different numbers of them: each pass is a collective."""
+    for directory in map(Path, ("models/nano", "outputs/exp/model")):
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": is_tied}))
+    save_weights(Path("models/nano"))
+    shutil.copy("models/nano/model.safetensors", "outputs/exp/model")
+    change_weights(Path("outputs/exp/model"))
+    download.describe(download.DownloadParams("models/nano", "main", "auto")).write()
+    tasks = [f"tasks/{name}.yaml" for name in TASKS]
+    request = score.make_request(dataclasses.replace(PARAMS, tasks=tasks), RUNTIME)
+    whole = measure(request)
+    ranks.call(ask_sharded, dataclasses.replace(request, store="other"), installed)
+    sharded = Measurements.read(Path("sharded.json"))
+    for found, expected in ((sharded.trained, whole.trained), (sharded.initial, whole.initial)):
+        for task in tasks:
+            assert len(found[task].answers) == len(expected[task].answers) == 20
+            for one, other in zip(found[task].answers, expected[task].answers, strict=True):
+                is_text = isinstance(other.answer, str) and "ppl" not in task
+                assert one.answer == (other.answer if is_text else pytest.approx(other.answer, abs=1e-5))
 
 
 def test_one_answer_that_changes_changes_the_number(project: Project, lm_eval: None) -> None:
