@@ -275,6 +275,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
                 *(Dataset.read(directory / name, "pack").fingerprint for name in (TRAIN.name, VALIDATION.name))
             ),
             Origin.of("stages.pack", params),
+            train_shards(parts),
             spec.chat.templates if spec.chat else {},
             {f"{part.directory} {part.source}": rows.metrics() for part, rows in written if part.source},
         )
@@ -291,6 +292,13 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         + (f" ({counts.num_slow / counts.num_characters:.1%} by {encoding.NAME})" if counts.num_slow else "")
         + (conversations_text(counts) if spec.chat else "")
     )
+
+
+def train_shards(parts: Iterable[Part]) -> dict[str, float]:
+    """See `PackMetrics`."""
+    trained = [part for part in parts if part.directory == TRAIN.name]
+    fractions = {part.source: part.side.fraction if part.side else 0.0 for part in trained}
+    return {split.shard.filename: fractions[part.source] for part in trained for split in part.splits}
 
 
 def conversations_text(counts: packing.Counts) -> str:

@@ -1,6 +1,7 @@
 """Ask the finished model the questions of tasks, and the initial model the same ones.
 
-Reads     outputs/<experiment_name>/model/, tasks/, data/model.json, and the weights of the initial model
+Reads     outputs/<experiment_name>/model/, tasks/, data/model.json, the weights of the initial model, and the documents
+          that were trained on: data/corpus, data/duplicates, data/pack.json
 Writes    outputs/tasks.json: how well both answer
           outputs/scores.json: a number for each task, for `dvc exp show`
           outputs/answers.jsonl: each question, and what both have answered
@@ -14,7 +15,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -22,15 +23,16 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from stages.base import command, outputs, publish
 from stages.base.outputs import ExperimentName
+from stages.base.packed import fingerprint
 from stages.base.params_file import load_params
 from stages.base.record import check_files
 from stages.export.lineage import Lineage
 from stages.export.scores import Scores, Summary, TaskScore
 from stages.model.files import CONFIG, LINEAGE
 from stages.model.manifest import ModelManifest
-from stages.scoring import packages
+from stages.scoring import contamination, packages
 from stages.scoring.request import Measured, Measurements, Model, Request, Terms, ask_ranks, rounded
-from stages.work import reuse
+from stages.work import reuse, workers
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class ScoreParams:
 
 
 @dataclass(frozen=True)
-class ScoreRuntime:
+class ScoreRuntime(workers.Runtime):
     """What changes no result."""
 
     nproc_per_node: PositiveInt | None
@@ -80,21 +82,31 @@ def score(
     Raises:
         StageError: a model is missing or damaged, or a task cannot be asked.
     """
-    measurements, summary = Measurements({}, {}, 0), "score: nothing is asked, as tasks is []"
+    measurements, summary = Measurements({}, {}, 0, {}), "score: nothing is asked, as tasks is []"
+    flags: dict[str, list[bool | None]] = {}
     if params.tasks:
         request = make_request(params, runtime)
         print(f"score: asking {', '.join(request.tasks)}", flush=True)  # it may take minutes
         measurements = measure(request, runtime.nproc_per_node)
+        flags = contamination.find(measurements.passages, request.tokens, runtime)
         reuse.Store(reuse.root(), int).trim(int(runtime.reuse_gib * 2**30))
         summary = f"score: {measurements.num_reused} of the results were reused"
+    of_entry = {
+        entry: [*chain.from_iterable(flags[task] for task in dict.fromkeys(each.task for each in found.answers))]
+        for entry, found in measurements.trained.items()
+    }
     found = [
-        compare(trained, initial)
+        compare(trained, initial, flags.get(trained.task, of_entry[entry]))  # else it is a group
         for entry, of_trained in measurements.trained.items()
         for trained, initial in zip_longest(of_trained.measured, measurements.initial[entry].measured)
     ]
+    for each in found:
+        if each.contaminated:
+            others = "" if each.clean_score is None else f"; {each.metric} without them is {each.clean_score:.4f}"
+            print(f"warning: of {each.task}, {each.contaminated:,} are in the documents to train on{others}")
     scores = Scores(found, packages.VERSION, params.task_limit, params.task_chat)
     with publish.together(outputs.ANSWERS, outputs.SCORES, outputs.TASKS):
-        publish.write_text(outputs.ANSWERS, answer_lines(measurements))
+        publish.write_text(outputs.ANSWERS, answer_lines(measurements, of_entry))
         publish.write_json(outputs.SCORES, scores.metrics())
         scores.write(outputs.TASKS)
     return "\n".join([summary, *map(describe, scores.tasks)])
@@ -117,6 +129,7 @@ def make_request(params: ScoreParams, runtime: ScoreRuntime) -> Request:
         packages=str(packages.ensure_installed()),
         store=str(reuse.root()),
         layer_classes=manifest.layer_classes,
+        tokens=fingerprint(lineage.data.train, lineage.data.validation),
         timeout_minutes=runtime.timeout_minutes,
     )
 
@@ -137,8 +150,8 @@ def _model(directory: Path, files: dict[str, str], weights: list[str]) -> Model:
     return Model(str(directory), weights, publish.sha256_json(files))
 
 
-def compare(trained: Measured, initial: Measured | None) -> TaskScore:
-    """A line of the table."""
+def compare(trained: Measured, initial: Measured | None, flags: list[bool | None]) -> TaskScore:
+    """A line of the table; the flags say which questions are in the training documents."""
     paired: list[Terms] = []
     if initial and trained.terms and initial.terms:
         paired = [
@@ -150,7 +163,16 @@ def compare(trained: Measured, initial: Measured | None) -> TaskScore:
         initial=initial.score if initial else None,
         difference=rounded(trained.score - initial.score) if initial else None,
         difference_stderr=stderr(paired),
+        contaminated=flags.count(True),
+        too_short=flags.count(None),
+        clean_score=mean([term for term, flag in zip(trained.terms, flags, strict=False) if flag is False]),
     )
+
+
+def mean(terms: list[Terms]) -> float | None:
+    """The metric of some questions; None: there are none."""
+    total = math.fsum(term.weight for term in terms)
+    return rounded(math.fsum(term.value for term in terms) / total) if total else None
 
 
 def stderr(terms: list[Terms]) -> float | None:
@@ -166,12 +188,12 @@ def stderr(terms: list[Terms]) -> float | None:
     return rounded(math.sqrt(len(terms) / (len(terms) - 1) * squares) / total)
 
 
-def answer_lines(measurements: Measurements) -> str:
+def answer_lines(measurements: Measurements, flags: dict[str, list[bool | None]]) -> str:
     """The content of outputs/answers.jsonl."""
     lines = []
     for entry, found in measurements.trained.items():
-        for trained, initial in zip_longest(found.answers, measurements.initial[entry].answers):
-            line = asdict(trained) | {"answer_of_initial": initial.answer if initial else None}
+        for trained, initial, flag in zip_longest(found.answers, measurements.initial[entry].answers, flags[entry]):
+            line = asdict(trained) | {"answer_of_initial": initial.answer if initial else None, "in_training": flag}
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     return "".join(lines)
 

@@ -78,7 +78,12 @@ def measure(request: Request, heartbeat: Heartbeat, cache: Path, is_sharded: boo
         return {entry: found[entry] for entry in keys}
 
     trained, initial = find(request.trained), find(request.initial)
-    return Measurements(trained, initial, num_reused)
+    passages = {}
+    for entry, found in trained.items():
+        for name, task in loaded[entry].tasks.items():
+            rows = [*task.eval_docs]
+            passages[name] = [tasks.passage(task, rows[each.row]) for each in found.answers if each.task == name]
+    return Measurements(trained, initial, num_reused, passages)
 
 
 def find_eos(directory: Path) -> Any:

@@ -84,6 +84,8 @@ class Request(asking.Request):
     """Results of earlier runs."""
     layer_classes: list[str]
     """Classes of the models' layers, by which they can be sharded."""
+    tokens: str
+    """Fingerprint of those that the model was trained on."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Measurements(Record):
     """With nothing in it where the initial model has random weights."""
     num_reused: int
     """How many of these the store had."""
+    passages: dict[str, list[str]]
+    """By task, each of its questions with the right answer, in the order of the answers."""
 
 
 def ask_ranks(request: Request, nproc_per_node: int | None) -> Measurements:
