@@ -55,7 +55,7 @@ def conversation(**messages: str) -> list[dict[str, str]]:
     return [{"role": role, "content": content} for role, content in messages.items()]
 
 
-LONG = " ".join(FILLER[:6])
+LONG = " ".join(FILLER[:12])
 
 
 @pytest.mark.parametrize(
@@ -68,9 +68,9 @@ LONG = " ".join(FILLER[:6])
         ([FILLER, [around(" ".join(ITEMS[3].split()[:13]))], FILLER], None, [3]),
         ([FILLER, [around(" ".join(ITEMS[3].split()[:12]))], FILLER], None, []),
         ([FILLER, [" ".join(ITEMS[3].split()[:9]), " ".join(ITEMS[3].split()[9:])], FILLER], None, []),  # two documents
-        # Similar to the document before: skipped.
-        ([[LONG, *FILLER], [f"{LONG} {ITEMS[3]}", *FILLER], FILLER[6:]], None, [3]),
-        ([[LONG, *FILLER], [f"{LONG} {ITEMS[3]}", *FILLER], FILLER[6:]], "near", []),
+        # Similar to the longer document before: skipped.
+        ([[LONG, *FILLER[12:14]], [f"{LONG[:500]} {ITEMS[3]}", *FILLER[14:16]], FILLER[16:18]], None, [3]),
+        ([[LONG, *FILLER[12:14]], [f"{LONG[:500]} {ITEMS[3]}", *FILLER[14:16]], FILLER[16:18]], "near", []),
         ([FILLER, [conversation(system=ITEMS[2], user="hi", assistant="yes")], FILLER], None, [2]),
         ([FILLER, [conversation(user=ITEMS[2][:60], assistant=ITEMS[2][60:])], FILLER], None, [2]),
     ],
