@@ -271,6 +271,7 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
                 *(Dataset.read(directory / name, "pack").fingerprint for name in (TRAIN.name, VALIDATION.name))
             ),
             Origin.of("stages.pack", params),
+            train_shards(parts),
             spec.chat.templates if spec.chat else {},
             {f"{part.directory} {part.source}": rows.metrics() for part, rows in written if part.source},
         )
@@ -285,6 +286,13 @@ def pack(params: PackParams, runtime: PackRuntime, max_batch_tokens: int = packi
         conversations_row(counts) if spec.chat else (counts.num_duplicates, "dropped", "duplicate documents"),
         (f"{num_reused} of {sum(len(part.splits) for part in parts)}", "splits reused", ""),
     )
+
+
+def train_shards(parts: Iterable[TokenShard]) -> dict[str, float]:
+    """See `PackMetrics`."""
+    trained = [part for part in parts if part.directory == TRAIN.name]
+    fractions = {part.source: part.side.fraction if part.side else 0.0 for part in trained}
+    return {split.shard.filename: fractions[part.source] for part in trained for split in part.splits}
 
 
 def conversations_row(counts: packing.Counts) -> Row:

@@ -1,6 +1,7 @@
 """Ask the finished model the questions of `tasks`, and the initial model the same ones.
 
-Reads    outputs/<experiment_name>/model/, tasks/, data/model.json, and the weights of the initial model
+Reads    outputs/<experiment_name>/model/, tasks/, data/model.json, the weights of the initial model, and the documents
+         that were trained on: data/corpus/, data/duplicates/, data/pack.json
 Writes   outputs/tasks.json, outputs/scores.json: how well both answer; a number for each task
          outputs/answers.jsonl: each question, and what both have answered
 Example  dvc exp run -S 'tasks=[tasks/sums.yaml]' score
@@ -10,7 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from stages.base import command, outputs, publish
 from stages.base.outputs import ExperimentName
+from stages.base.packed import fingerprint
 from stages.base.params_file import load_params
 from stages.base.record import check_files
 from stages.base.summary import Row, table
@@ -25,9 +27,9 @@ from stages.export.lineage import Lineage
 from stages.export.scores import Scores, Summary, TaskScore
 from stages.model.files import CONFIG, LINEAGE
 from stages.model.manifest import ModelManifest
-from stages.scoring import packages
+from stages.scoring import contamination, packages
 from stages.scoring.request import Measured, Measurements, Model, Request, Terms, ask_ranks, rounded
-from stages.work import reuse
+from stages.work import reuse, workers
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class ScoreParams:
 
 
 @dataclass(frozen=True)
-class ScoreRuntime:
+class ScoreRuntime(workers.Runtime):
     """What changes no result."""
 
     nproc_per_node: PositiveInt | None
@@ -80,20 +82,29 @@ def score(
     Raises:
         StageError: a model is missing or damaged, or a task cannot be asked.
     """
-    measurements = Measurements({}, {}, 0)
+    measurements, flags = Measurements({}, {}, 0, {}), dict[str, list[bool | None]]()
     if params.tasks:
         request = make_request(params, runtime)
         print(f"score: asking {', '.join(request.tasks)}", flush=True)  # it may take minutes
         measurements = measure(request, runtime.nproc_per_node)
+        flags = contamination.find(measurements.passages, request.tokens, runtime)
         reuse.Store(reuse.root(), int).trim(int(runtime.reuse_gib * 2**30))
+    of_entry = {
+        entry: [*chain.from_iterable(flags[task] for task in dict.fromkeys(each.task for each in found.answers))]
+        for entry, found in measurements.trained.items()
+    }
     found = [
-        compare(trained, initial)
+        compare(trained, initial, flags.get(trained.task, of_entry[entry]))  # else it is a group
         for entry, of_trained in measurements.trained.items()
         for trained, initial in zip_longest(of_trained.measured, measurements.initial[entry].measured)
     ]
+    for each in found:
+        if each.contaminated:
+            others = "" if each.clean_score is None else f"; {each.metric} without them is {each.clean_score:.4f}"
+            print(f"warning: {each.contaminated:,} questions of {each.task} are in the documents to train on{others}")
     scores = Scores(found, packages.VERSION, params.task_limit, params.task_chat)
     with publish.together(outputs.ANSWERS, outputs.SCORES, outputs.TASKS):
-        publish.write_text(outputs.ANSWERS, answer_lines(measurements))
+        publish.write_text(outputs.ANSWERS, answer_lines(measurements, of_entry))
         publish.write_json(outputs.SCORES, scores.metrics())
         scores.write(outputs.TASKS)
     if not params.tasks:
@@ -104,7 +115,7 @@ def score(
 def make_request(params: ScoreParams, runtime: ScoreRuntime) -> Request:
     """What the ranks are to measure, after the files of the models were compared with what is known of them."""
     directory = outputs.directory(params.experiment_name) / "model"
-    lineage = Lineage.read(directory / LINEAGE)
+    lineage, manifest = Lineage.read(directory / LINEAGE), ModelManifest.read()
     files = {**lineage.weights, **lineage.files}
     check_files({directory / name: found for name, found in files.items()}, "run `dvc repro -f -s consolidate`")
     others = {name: found for name, found in lineage.files.items() if name != CONFIG}
@@ -113,21 +124,22 @@ def make_request(params: ScoreParams, runtime: ScoreRuntime) -> Request:
         limit=params.task_limit,
         chat=params.task_chat,
         trained=_model(directory, {name: files[name] for name in files if name not in others}, [*lineage.weights]),
-        initial=find_initial(lineage),
+        initial=find_initial(manifest, lineage),
         tokenizer=publish.sha256_json(others),
         packages=str(packages.ensure_installed()),
         store=str(reuse.root()),
+        layer_classes=manifest.layer_classes,
+        tokens=fingerprint(lineage.data.train, lineage.data.validation),
         timeout_minutes=runtime.timeout_minutes,
     )
 
 
-def find_initial(lineage: Lineage) -> Model | None:
+def find_initial(manifest: ModelManifest, lineage: Lineage) -> Model | None:
     """The initial model; None: it had random weights.
 
     Raises:
         StageError: it is not on this machine, or was changed.
     """
-    manifest = ModelManifest.read()
     if not manifest.weights or lineage.params.get("initial_weights") == "random":
         return None
     names = [*manifest.weights, CONFIG]
@@ -138,8 +150,8 @@ def _model(directory: Path, files: dict[str, str], weights: list[str]) -> Model:
     return Model(str(directory), weights, publish.sha256_json(files))
 
 
-def compare(trained: Measured, initial: Measured | None) -> TaskScore:
-    """A line of the table."""
+def compare(trained: Measured, initial: Measured | None, flags: list[bool | None]) -> TaskScore:
+    """A line of the table; the flags say which questions are in the training documents."""
     paired: list[Terms] = []
     if initial and trained.terms and initial.terms:
         paired = [
@@ -151,7 +163,16 @@ def compare(trained: Measured, initial: Measured | None) -> TaskScore:
         initial=initial.score if initial else None,
         difference=rounded(trained.score - initial.score) if initial else None,
         difference_stderr=stderr(paired),
+        contaminated=flags.count(True),
+        too_short=flags.count(None),
+        clean_score=mean([term for term, flag in zip(trained.terms, flags, strict=False) if flag is False]),
     )
+
+
+def mean(terms: list[Terms]) -> float | None:
+    """The metric of some questions; None: there are none."""
+    total = math.fsum(term.weight for term in terms)
+    return rounded(math.fsum(term.value for term in terms) / total) if total else None
 
 
 def stderr(terms: list[Terms]) -> float | None:
@@ -167,12 +188,12 @@ def stderr(terms: list[Terms]) -> float | None:
     return rounded(math.sqrt(len(terms) / (len(terms) - 1) * squares) / total)
 
 
-def answer_lines(measurements: Measurements) -> str:
+def answer_lines(measurements: Measurements, flags: dict[str, list[bool | None]]) -> str:
     """The content of outputs/answers.jsonl."""
     lines = []
     for entry, found in measurements.trained.items():
-        for trained, initial in zip_longest(found.answers, measurements.initial[entry].answers):
-            line = asdict(trained) | {"answer_of_initial": initial.answer if initial else None}
+        for trained, initial, flag in zip_longest(found.answers, measurements.initial[entry].answers, flags[entry]):
+            line = asdict(trained) | {"answer_of_initial": initial.answer if initial else None, "in_training": flag}
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     return "".join(lines)
 

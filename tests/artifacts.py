@@ -66,7 +66,7 @@ def packed_text(**values: Any) -> RowsMetrics:
 def write_pack_metrics(fingerprint: str, text: RowsMetrics | None = None, encoder: str = "", **values: Any) -> None:
     """Write data/pack.json, of tokens with this fingerprint."""
     text = text or packed_text()
-    defaults = {"source": "", "origin": Origin({}, {})}
+    defaults = {"source": "", "origin": Origin({}, {}), "train_shards": {}}
     encoded = EncoderMetrics(encoder, slow_characters=0, reason=None)
     PackMetrics(train=text, validation=text, encoder=encoded, fingerprint=fingerprint, **{**defaults, **values}).write(
         METRICS

@@ -6,14 +6,16 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import psutil
+import pyarrow as pa
 import yaml
 from pydantic import TypeAdapter
 
+from stages.base.dataset import Dataset
 from stages.deduplicate import DeduplicateParams, DeduplicateRuntime, deduplicate
 from stages.extract import ExtractParams, ExtractRuntime, extract
 from stages.formats.limits import LIMITS, Limits
@@ -21,6 +23,7 @@ from stages.formats.raw_content import RawContent, Rejected
 from stages.formats.rules import Rule
 from stages.formats.writer import replace_surrogates
 from stages.organize import OrganizeParams, OrganizeRuntime, organize
+from stages.work import arrow
 from stages.work.workers import Runtime
 from tests.project import wait_for
 
@@ -81,6 +84,24 @@ def extract_raw(num_splits: int = 1, num_workers: int = 1, limits: Limits = LIMI
     extract(dataclasses.replace(PARAMS, **params), runtime, limits)
     metrics: dict[str, Any] = json.loads(Path("data/extract.json").read_text())
     return metrics
+
+
+def make_corpus(splits: Sequence[Sequence[Any]], sources: Sequence[str | None] = (), batch_size: int = 7) -> None:
+    """Write a corpus: documents are strings, conversations lists of messages."""
+    shutil.rmtree(CORPUS, ignore_errors=True)
+    CORPUS.mkdir(parents=True)
+    features = arrow.WITH_CONVERSATIONS
+    if all(isinstance(row, str) for split in splits for row in split):
+        features = arrow.TEXT
+    shards = []
+    for index, rows in enumerate(splits):
+        with arrow.StreamWriter(CORPUS / arrow.shard_name(index, len(splits)), features) as stream:
+            for first in range(0, len(rows), batch_size):
+                for row in rows[first : first + batch_size]:
+                    is_text = isinstance(row, str)
+                    stream.write_column(pa.array([row if is_text else json.dumps({"messages": row})]), not is_text)
+            shards.append(stream.close()._replace(source=sources[index] if sources else None))
+    Dataset(features, shards).write(CORPUS)
 
 
 def keep_all() -> None:

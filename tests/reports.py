@@ -75,7 +75,7 @@ def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None
     write_json(outputs.EVALUATION, evaluation)
     task = {"task": "sums", "metric": "exact_match", "higher_is_better": True, "questions": 1_200, "num_fewshot": 2,
             "initial": 0.125, "score": 0.75, "stderr": 0.02, "difference": 0.625, "difference_stderr": 0.0312,
-            "chance": None, "truncated": 0}  # fmt: skip
+            "chance": None, "truncated": 0, "contaminated": 3, "too_short": 40, "clean_score": 0.7412}  # fmt: skip
     write_json(outputs.TASKS, {"tasks": [task], "lm_eval": "0.4.13", "task_limit": None, "task_chat": True})
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,9 +25,8 @@ from stages.deduplicate import DeduplicateParams, DeduplicateRuntime, choose_exa
 from stages.duplicates import finding, shingles, signatures
 from stages.duplicates.shingles import shingles_of
 from stages.pack import PackParams, PackRuntime, pack
-from stages.work import arrow
 from tests.byte_model import byte_tokenizer, make_model
-from tests.corpus import CORPUS, content_of, with_processes
+from tests.corpus import CORPUS, content_of, make_corpus, with_processes
 from tests.project import REPO, flip_bit
 
 pytestmark = pytest.mark.usefixtures("empty_project")
@@ -36,24 +34,6 @@ pytestmark = pytest.mark.usefixtures("empty_project")
 DUPLICATES = Path("data/duplicates")
 Place = tuple[int, int]
 """Split and row."""
-
-
-def make_corpus(splits: Sequence[Sequence[Any]], sources: Sequence[str | None] = (), batch_size: int = 7) -> None:
-    """Write a corpus: documents are strings, conversations lists of messages."""
-    shutil.rmtree(CORPUS, ignore_errors=True)
-    CORPUS.mkdir(parents=True)
-    features = arrow.WITH_CONVERSATIONS
-    if all(isinstance(row, str) for split in splits for row in split):
-        features = arrow.TEXT
-    shards = []
-    for index, rows in enumerate(splits):
-        with arrow.StreamWriter(CORPUS / arrow.shard_name(index, len(splits)), features) as stream:
-            for first in range(0, len(rows), batch_size):
-                for row in rows[first : first + batch_size]:
-                    is_text = isinstance(row, str)
-                    stream.write_column(pa.array([row if is_text else json.dumps({"messages": row})]), not is_text)
-            shards.append(stream.close()._replace(source=sources[index] if sources else None))
-    Dataset(features, shards).write(CORPUS)
 
 
 def run(mode: Any = "near", threshold: float = 0.8, num_workers: int = 1) -> str:

@@ -33,9 +33,8 @@ from stages.base.identity import TokenFingerprints
 from stages.base.packed import METRICS, VALIDATION, PackMetrics
 from stages.base.params_file import load_params
 from stages.evaluate import EvaluateParams, EvaluateRuntime
-from stages.evaluation import generation, measure, rank, samples
+from stages.evaluation import generation, measure, rank, samples, sharing
 from stages.evaluation.request import (
-    REQUEST,
     LossSum,
     Measurements,
     Request,
@@ -50,7 +49,8 @@ from stages.forward import attention_choice
 from stages.forward.loss import LossHead
 from stages.forward.rows import TokenRows
 from stages.model.manifest import ModelManifest
-from stages.ranks import process_group, watchdog
+from stages.ranks import handoff, process_group, watchdog
+from stages.ranks.asking import REQUEST
 from stages.ranks.watchdog import Heartbeat
 from stages.work import arrow
 from tests.artifacts import make_lineage, packed_text, write_model, write_pack_metrics
@@ -543,11 +543,12 @@ def rank_main(rank: int, requests: dict[str, Request]) -> None:
         found[name] = [measure.measure(each, Heartbeat(), is_sharded) for is_sharded in (False, True)]
         model, _ = measure.load(each, is_sharded=True)
         found[f"{name}, share"] = sum(param.to_local().numel() for param in model.parameters()) / model.num_parameters()
-        fits = math.ceil(2 * weight_bytes(each) / measure._MEMORY_SHARE)
-        measure.free_memory = lambda fits=fits: fits  # type: ignore[misc]
-        found[f"{name}, fits"] = measure.must_shard(each)
-        measure.free_memory = lambda fits=fits: fits - 10 * rank  # type: ignore[misc]  # all ranks must decide alike
-        found[f"{name}, too little"] = measure.must_shard(each)
+        size = weight_bytes(each.directory, each.weights)
+        fits = math.ceil(2 * size / sharing.MEMORY_SHARE)
+        sharing.free_memory = lambda fits=fits: fits  # type: ignore[misc]
+        found[f"{name}, fits"] = sharing.must_shard(size)
+        sharing.free_memory = lambda fits=fits: fits - 10 * rank  # type: ignore[misc]  # all ranks must decide alike
+        found[f"{name}, too little"] = sharing.must_shard(size)
         os.chdir("..")
     dist.destroy_process_group()
     torch.save(found, f"results-{rank}.pt")
@@ -582,14 +583,14 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, number: int, free: int = 0) ->
 
 def test_on_gpus_each_copy_in_the_exported_dtype_must_fit_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     make_model(LLAMA, torch.bfloat16)
-    on_cpu = weight_bytes(request())
+    on_cpu = weight_bytes(request().directory, request().weights)
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     pretend_gpus(monkeypatch, 8)
-    needed = weight_bytes(request())
+    needed = weight_bytes(request().directory, request().weights)
     assert needed == on_cpu / 2
     for share, is_sharded in ((0.79, False), (0.81, True)):
         pretend_gpus(monkeypatch, 8, free=math.floor(needed / share))
-        assert measure.must_shard(request()) == is_sharded
+        assert sharing.must_shard(needed) == is_sharded
 
 
 @pytest.mark.parametrize(
@@ -680,7 +681,7 @@ def test_out_of_memory_is_one_clear_error(error: Exception, monkeypatch: pytest.
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["rank"])
-    monkeypatch.setattr(rank.handoff, "die_with_torchrun", lambda *args: None)
+    monkeypatch.setattr(handoff, "die_with_torchrun", lambda *args: None)
     monkeypatch.setattr(signal, "signal", lambda *args: None)
     monkeypatch.setattr(process_group, "process_group", lambda timeout, directory: contextlib.nullcontext())
     monkeypatch.setattr(watchdog, "watched", lambda *args: contextlib.nullcontext())

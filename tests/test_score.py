@@ -21,18 +21,25 @@ import yaml
 
 from stages import download, score
 from stages.base import outputs, publish
+from stages.base.dataset import Dataset
 from stages.base.errors import StageError
 from stages.base.identity import TokenFingerprints
+from stages.base.packed import TRAIN, VALIDATION
 from stages.export.lineage import InitialModel, Lineage
 from stages.export.scores import Scores
+from stages.model.manifest import TOKENIZER
+from stages.model.tokenizer import load as load_tokenizer
+from stages.pack import PackParams, PackRuntime, pack
 from stages.score import ScoreParams, ScoreRuntime
 from stages.scoring import packages
 from stages.scoring.request import Measurements, Request
+from tests.corpus import keep_all, make_corpus
 from tests.network import CAN_UNSHARE, IN_A_NAMESPACE
 from tests.project import REPO, Project, make_nano, save_weights
+from tests.ranks import Ranks
 
 PARAMS = ScoreParams(experiment_name="exp", tasks=["tasks/mc.yaml"], task_limit=None, task_chat=False)
-RUNTIME = ScoreRuntime(nproc_per_node=1, reuse_gib=1, timeout_minutes=5)
+RUNTIME = ScoreRuntime(num_workers=1, nproc_per_node=1, reuse_gib=1, timeout_minutes=5)
 ROWS = [
     {"q": f"Question {number}: which word follows {'and so on ' * (number % 5)}?", "c": ["the", f"a {number}", "of it"],
      "a": number % 3, "text": f"The file of number {number} says it {number * 3} times. " * (number + 1)}
@@ -80,6 +87,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Project:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project.path)
         download.describe(download.DownloadParams("models/nano", "main", "auto")).write()
+        publish.write_text(TOKENIZER, load_tokenizer(Path("models/nano")).content)
+        train_on(["A document to train on."] * 9)
         change_weights(model)
         (project / "tasks").mkdir()
         write_rows(ROWS)
@@ -89,6 +98,13 @@ def made(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> Project:
     return project
 
 
+def train_on(documents: list[str]) -> None:
+    """Have them in the training data."""
+    make_corpus([documents, ["A document that is held out."] * 9])
+    keep_all()
+    pack(PackParams(seq_length=8, validation_splits=1, fast_encoder=False), PackRuntime(num_workers=1, reuse_gib=1))
+
+
 def change_weights(model: Path, factor: float = 1.5) -> None:
     """Train a model, in a way, and describe it as `consolidate` does."""
     from safetensors.torch import load_file, save_file
@@ -96,8 +112,9 @@ def change_weights(model: Path, factor: float = 1.5) -> None:
     path = model / "model.safetensors"
     save_file({name: tensor * factor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
     files = {file.name: publish.sha256_file(file) for file in sorted(model.iterdir()) if file.name != "lineage.json"}
+    data = TokenFingerprints(*(Dataset.read(directory, "pack").fingerprint for directory in (TRAIN, VALIDATION)))
     Lineage(
-        run_id="0123", step=3, adopted=None, data=TokenFingerprints(train="t", validation="v"), params={}, code="c",
+        run_id="0123", step=3, adopted=None, data=data, params={}, code="c",
         model=InitialModel(name="nano", revision="main", commit=None, manifest="m", lineage=None), packages={},
         checkpoint="cs", weights={path.name: files.pop(path.name)}, files=files,
     ).write(model / "lineage.json")  # fmt: skip
@@ -196,6 +213,45 @@ def check_with_transformers(directory: Path, key: str) -> None:
         assert row[key] == text.partition("\n")[0]
 
 
+def ask_sharded(rank: int, request: Request, installed: Path) -> None:
+    import torch.distributed as dist
+
+    sys.path.append(str(installed))
+    from stages.ranks.watchdog import Heartbeat
+    from stages.scoring.measure import measure
+
+    dist.init_process_group("gloo", store=dist.FileStore("store", 2), rank=rank, world_size=2)
+    found = measure(request, Heartbeat(), Path(f"datasets-{rank}"), is_sharded=True)
+    if rank == 0:
+        found.write(Path("sharded.json"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_sharded_model_gives_the_answers_of_a_whole_one(
+    is_tied: bool, project: Project, lm_eval: None, ranks: Ranks, installed: Path
+) -> None:
+    """Although the ranks have different requests, and different numbers of them: each pass is a collective."""
+    for directory in map(Path, ("models/nano", "outputs/exp/model")):
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": is_tied}))
+    save_weights(Path("models/nano"))
+    shutil.copy("models/nano/model.safetensors", "outputs/exp/model")
+    change_weights(Path("outputs/exp/model"))
+    download.describe(download.DownloadParams("models/nano", "main", "auto")).write()
+    tasks = [f"tasks/{name}.yaml" for name in TASKS]
+    request = score.make_request(dataclasses.replace(PARAMS, tasks=tasks), RUNTIME)
+    whole = measure(request)
+    ranks.call(ask_sharded, dataclasses.replace(request, store="other"), installed)
+    sharded = Measurements.read(Path("sharded.json"))
+    for found, expected in ((sharded.trained, whole.trained), (sharded.initial, whole.initial)):
+        for task in tasks:
+            assert len(found[task].answers) == len(expected[task].answers) == 20
+            for one, other in zip(found[task].answers, expected[task].answers, strict=True):
+                is_text = isinstance(other.answer, str) and "ppl" not in task
+                assert one.answer == (other.answer if is_text else pytest.approx(other.answer, abs=1e-5))
+
+
 def test_one_answer_that_changes_changes_the_number(project: Project, lm_eval: None) -> None:
     """Although the file has the same name, size and time."""
     file = Path("tasks/rows.jsonl")
@@ -255,7 +311,27 @@ def test_the_standard_errors_are_those_of_statistics(project: Project, lm_eval: 
     assert of_text.difference == pytest.approx(bits.sum() / sizes.sum(), abs=1e-5)
     jackknife = math.sqrt(19 / 20 * ((left_out - left_out.mean()) ** 2).sum())
     assert of_text.difference_stderr == pytest.approx(jackknife, rel=0.2)
-    assert json.loads(outputs.SCORES.read_text())["mc"] == {"acc": of_choices.score}
+    assert json.loads(outputs.SCORES.read_text())["mc"]["acc"] == of_choices.score
+
+
+def test_a_question_in_the_training_documents_is_counted_and_the_score_of_the_others_shown(
+    project: Project, lm_eval: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [" ".join(f"{word}{number}" for word in ("at", "be", "to", "in", "on")) for number in range(20)]
+    write_rows([row | {"q": f"Is {words[number]} it, or {words[-number]}?"} for number, row in enumerate(ROWS[:12])])
+    write_task("mc", num_fewshot=0, doc_to_text="Q: {{q}}\nA:")
+    planted = f"So is {words[4]} it? Or {words[-4]}! {ROWS[4]['c'][ROWS[4]['a']]} and so on"
+    train_on(["A document to train on."] * 9 + [planted])
+    change_weights(Path("outputs/exp/model"))
+    (found,) = ask("mc").tasks
+    right = [float(max(row["answer"]) == row["answer"][row["target"]]) for row in answers("mc")]
+    assert [row["row"] for row in answers("mc") if row["in_training"]] == [4]
+    assert (found.contaminated, found.too_short) == (1, 0)
+    assert found.clean_score == pytest.approx((sum(right) - right[4]) / 11, rel=1e-5)
+    warning = f"warning: of mc, 1 are in the documents to train on; acc without them is {found.clean_score:.4f}\n"
+    assert warning in capsys.readouterr().out
+    metrics = json.loads(outputs.SCORES.read_text())["mc"]
+    assert metrics == {"acc": found.score, "acc_clean": found.clean_score, "contaminated": 1, "too_short": 0}
 
 
 def bad_rows(number: int, **changes: Any) -> None:

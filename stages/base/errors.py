@@ -75,11 +75,14 @@ def one_line(error: object) -> str:
 
 
 @contextmanager
-def explained(make: Callable[[str], StageError]) -> Iterator[None]:
+def explained(
+    make: Callable[[str], StageError], goes_on: Callable[[BaseException], bool] = is_out_of_memory
+) -> Iterator[None]:
     """Have an error of any class, as libraries raise them at what somebody else has written, be one for people.
 
     Args:
         make: Makes it, of the class and the message of that error.
+        goes_on: Whether an error is none of these.
     """
     try:
         yield
@@ -90,7 +93,7 @@ def explained(make: Callable[[str], StageError]) -> Iterator[None]:
             raise MemoryError from None  # which C code has lost
         is_panic = type(error).__module__ == "pyo3_runtime"  # of Rust, which makes no Exception of it
         is_of_system = isinstance(error, OSError) and error.errno is not None  # of a disk, for one
-        if not (isinstance(error, Exception) or is_panic) or is_of_system or is_out_of_memory(error):
+        if not (isinstance(error, Exception) or is_panic) or is_of_system or goes_on(error):
             raise
         # The first sentence: libraries go on with advice to whoever calls them.
         problem = f"{type(error).__name__}: {one_line(error).partition('. ')[0]}"

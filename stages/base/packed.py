@@ -136,6 +136,8 @@ class PackMetrics(Record):
     fingerprint: str
     """Of the tokens, as `fingerprint` gives it."""
     origin: Origin
+    train_shards: dict[str, float]
+    """Shards of the corpus with documents to train on, each with the share of them that their content holds out."""
     chat_templates: dict[str, str] = field(default_factory=dict)
     """By name, those that the conversations were rendered with, and others of the model; none: there are none."""
     sources: dict[str, RowsMetrics] = field(default_factory=dict)

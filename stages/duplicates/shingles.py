@@ -1,4 +1,4 @@
-"""The shingles of a document: hashes of each five consecutive words, in lower case, of which a set is compared.
+"""The shingles of a document: hashes of consecutive words, in lower case, five if nothing else is asked for.
 
 A word is a run of letters, digits and marks. Each character of a script without spaces between words is a word. All of
 a text is computed at once, in NumPy: the hash of a word is the difference of two prefix sums of a polynomial.
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from stages.base.splitmix64 import finalize
 
 NUM_WORDS = 5
-"""Of a shingle."""
+"""Of a shingle, where documents are compared."""
 PIECE = 1 << 17
 """Characters at once: what is computed of them stays in the processor's cache."""
 
@@ -41,7 +41,7 @@ def groups(texts: list[str]) -> Iterator[slice]:
         first = end
 
 
-def of_documents(texts: list[str]) -> tuple[Hashes, NDArray[np.int64], NDArray[np.int64]]:
+def of_documents(texts: list[str], num_words: int = NUM_WORDS) -> tuple[Hashes, NDArray[np.int64], NDArray[np.int64]]:
     """The shingles of some texts of PIECE characters together.
 
     Returns:
@@ -50,10 +50,10 @@ def of_documents(texts: list[str]) -> tuple[Hashes, NDArray[np.int64], NDArray[n
     """
     starts = np.cumsum([0, *(len(text) + 1 for text in texts)])
     words, bounds = _words("\n".join(texts) + "\n", starts)
-    return *_shingles(words, bounds), np.diff(bounds)
+    return *_shingles(words, bounds, num_words), np.diff(bounds)
 
 
-def of_pieces(text: str) -> Iterator[tuple[Hashes, int]]:
+def of_pieces(text: str, num_words: int = NUM_WORDS) -> Iterator[tuple[Hashes, int]]:
     """The shingles of a text of any length, piece by piece, and how many words each piece adds."""
     carried, begin = np.empty(0, np.uint64), 0
     while begin < len(text):
@@ -63,13 +63,23 @@ def of_pieces(text: str) -> Iterator[tuple[Hashes, int]]:
         piece = text[begin:end]
         own, _ = _words(piece, np.zeros(1, np.int64))
         words = np.concatenate([carried, own])
-        yield _shingles(words, np.array([0, len(words)]))[0], len(own)
-        carried, begin = words[-(NUM_WORDS - 1) :], begin + len(piece)
+        yield _shingles(words, np.array([0, len(words)]), num_words)[0], len(own)
+        carried, begin = words[-(num_words - 1) :], begin + len(piece)
 
 
-def shingles_of(text: str) -> Hashes:
+def of_texts(texts: list[str], num_words: int) -> Iterator[Hashes]:
+    """The shingles of texts of any length, many at once."""
+    for group in groups(texts):
+        if sum(map(len, texts[group])) < PIECE:
+            yield of_documents(texts[group], num_words)[0]
+        else:
+            yield from (shingles for shingles, _ in of_pieces(texts[group.start], num_words))
+
+
+def shingles_of(text: str, num_words: int = NUM_WORDS) -> Hashes:
     """The different shingles of a text, sorted: (n,)."""
-    return np.unique(np.concatenate([np.empty(0, np.uint64), *(shingles for shingles, _ in of_pieces(text))]))
+    found = (shingles for shingles, _ in of_pieces(text, num_words))
+    return np.unique(np.concatenate([np.empty(0, np.uint64), *found]))
 
 
 def _words(text: str, starts: NDArray[np.int64]) -> tuple[Hashes, NDArray[np.int64]]:
@@ -87,18 +97,18 @@ def _words(text: str, starts: NDArray[np.int64]) -> tuple[Hashes, NDArray[np.int
     return finalize((sums[last] - sums[first]) * inverse[first]), np.searchsorted(first, starts)
 
 
-def _shingles(words: Hashes, bounds: NDArray[np.int64]) -> tuple[Hashes, NDArray[np.int64]]:
+def _shingles(words: Hashes, bounds: NDArray[np.int64], num_words: int) -> tuple[Hashes, NDArray[np.int64]]:
     """The shingles of each document, none of which reaches into the next, and where those of each begin."""
-    ends = np.concatenate([[0], np.cumsum(np.maximum(np.diff(bounds) - NUM_WORDS + 1, 0))])
-    number = len(words) - NUM_WORDS + 1
+    ends = np.concatenate([[0], np.cumsum(np.maximum(np.diff(bounds) - num_words + 1, 0))])
+    number = len(words) - num_words + 1
     if number <= 0:
         return np.empty(0, np.uint64), ends
     hashes = np.zeros(number, np.uint64)
-    for index in range(NUM_WORDS):
+    for index in range(num_words):
         hashes = hashes * np.uint64(_BASE) + words[index : index + number]
     inside = np.ones(number, np.bool_)
     for bound in bounds[1:-1]:
-        inside[max(0, bound - NUM_WORDS + 1) : bound] = False
+        inside[max(0, bound - num_words + 1) : bound] = False
     return finalize(hashes)[inside], ends
 
 

@@ -104,27 +104,32 @@ def read(path: Path) -> Signed:
     return Signed(mapped(HEAD, 16, documents), mapped(SIGNATURE, 16 + documents * HEAD.itemsize, signed, NUM_HASHES))
 
 
-def document(row: str, column: int) -> str:
+def document(row: str, column: int, left_out: str = "system") -> str:
     """The text by which a row of the corpus is compared: of a conversation all but what its system messages say.
 
     Many conversations have one long system message, which would make all of them similar.
+
+    Args:
+        row: Of the corpus.
+        column: In which it is: 1 for a conversation.
+        left_out: The role whose messages are not compared; "": none.
     """
     if column == 0:
         return row
     turns = json.loads(row)
-    return "\n".join(_strings([turns.get(name) for name in ("messages", "prompt", "completion")]))
+    return "\n".join(_strings([turns.get(name) for name in ("messages", "prompt", "completion")], left_out))
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: Any, left_out: str) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
         for item in value:
-            yield from _strings(item)
-    elif isinstance(value, dict) and value.get("role") != "system":
+            yield from _strings(item, left_out)
+    elif isinstance(value, dict) and value.get("role") != left_out:
         for name, item in value.items():
             if name != "role":
-                yield from _strings(item)
+                yield from _strings(item, left_out)
 
 
 def minima(texts: list[str]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:

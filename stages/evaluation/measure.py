@@ -31,17 +31,16 @@ from stages.evaluation.request import (
     Measurements,
     Request,
     computed_dtype,
-    free_memory,
     stored_dtype,
     weight_bytes,
 )
 from stages.evaluation.samples import generate_samples
-from stages.evaluation.sharing import gathered, share
+from stages.evaluation.sharing import gathered, must_shard, share
 from stages.forward.attention import activate_kernels
 from stages.forward.attention_choice import choose_attention
 from stages.forward.attention_names import IMPLEMENTATIONS, NEED_LENGTHS, Attention
 from stages.forward.batch import read_batch
-from stages.forward.distributed import all_reduce_sum, is_rank0, run_on_all_ranks, run_on_rank0
+from stages.forward.distributed import is_rank0, run_on_all_ranks, run_on_rank0
 from stages.forward.loss import choose_loss, fuse, losses
 from stages.forward.padded import extended, padded_batches
 from stages.forward.rope import fix_tables
@@ -49,9 +48,6 @@ from stages.forward.rows import TokenRows
 from stages.forward.transfer import to_device
 from stages.ranks.process_group import device_mesh
 from stages.ranks.watchdog import Heartbeat
-
-_MEMORY_SHARE = 0.8
-"""Of the free memory, that copies of the weights may take: the rest is for activations, logits, keys and values."""
 
 
 class Batch(NamedTuple):
@@ -90,7 +86,7 @@ def measure(request: Request, heartbeat: Heartbeat, is_sharded: bool | None = No
 
     rows = TokenRows(VALIDATION)
     if is_sharded is None:
-        is_sharded = must_shard(request)
+        is_sharded = must_shard(weight_bytes(request.directory, request.weights))
     heartbeat.note("loading the model")
     model, tokenizer = load(request, is_sharded)
     with rows_attention(model, request, rows.seq_length) as attention:
@@ -173,22 +169,12 @@ def plan_batches(request: Request, rows: TokenRows, size: int) -> list[Batch]:
     ]
 
 
-def must_shard(request: Request) -> bool:
-    """Whether copies of the model would not fit into the free memory of all GPUs, or of this machine; a collective."""
-    if torch.cuda.is_available():
-        needed, free = weight_bytes(request), torch.cuda.mem_get_info()[0]
-    else:
-        needed, free = dist.get_world_size() * weight_bytes(request), free_memory()
-    (votes,) = all_reduce_sum(needed > _MEMORY_SHARE * free)
-    return votes > 0 and dist.get_world_size() > 1
-
-
 def load(request: Request, is_sharded: bool, dtype: torch.dtype | None = None) -> tuple[PreTrainedModel, Any]:
     """The model, with the loss of the training, and its tokenizer; a collective.
 
     A copy is loaded as any user would load it, from its directory alone.
     """
-    dtype = dtype or computed_dtype(request)
+    dtype = dtype or computed_dtype(request.directory)
     loss = run_on_rank0(lambda: choose_loss("auto", request.directory))
     if is_rank0() and loss.reason:
         print(f"evaluate: loss {loss.name}, because {loss.reason}")

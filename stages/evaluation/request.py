@@ -1,7 +1,6 @@
 """What `evaluate` asks the ranks of this machine, and what they answer."""
 
 import math
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -14,16 +13,11 @@ from stages.base.record import Record
 from stages.export.evaluation import Sample
 from stages.model import headers
 from stages.model.files import CONFIG
-from stages.ranks import torchrun
+from stages.ranks import asking
 from stages.ranks.memory import memory_limit
 
 if TYPE_CHECKING:
     import torch
-
-REQUEST = "request.json"
-MEASUREMENTS = "measurements.json"
-"""Their names in the directory that the ranks share."""
-
 
 QUANTIZED = (
     "merging adapters that were trained beside weights in NF4 into those of the files",
@@ -46,7 +40,7 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Request(Record):
+class Request(asking.Request):
     """What to measure, and how."""
 
     STAGE: ClassVar[str] = "evaluate"
@@ -68,8 +62,6 @@ class Request(Record):
     """Rows per forward pass."""
     document_mask: bool
     num_samples: int
-    timeout_minutes: float
-    """After this time without an answer another rank counts as lost."""
     trained: Trained | None
     """null: there is no loss to compare with."""
 
@@ -107,34 +99,21 @@ class Measurements(Record):
 
 
 def ask_ranks(request: Request, nproc_per_node: int | None) -> Measurements:
-    """Start the ranks, and return what they have found. Where they fail, this process ends as they did.
-
-    Raises:
-        StageError: this machine has no GPUs for so many ranks.
-    """
-    ranks = torchrun.Ranks(torchrun.count_local_ranks(nproc_per_node))
-    with torchrun.shared_directory(ranks) as directory:
-        request.write(directory / REQUEST)
-        # The ranks die with this process, also with one that is killed.
-        if not (status := torchrun.run("stages.evaluation.rank", ranks, directory)):
-            return Measurements.read(directory / MEASUREMENTS)
-    if status == torchrun.CRASHED:  # else the ranks have printed the reason
-        if_killed = f"if a rank was killed by signal 9 because memory ran out, use {remedies(request, ranks.total)}"
-        print(f"error: the measurement failed as shown above; {if_killed}", file=sys.stderr)
-    sys.exit(status)
+    """See `asking.ask`."""
+    return asking.ask("stages.evaluation.rank", request, Measurements, nproc_per_node, remedies)
 
 
-def weight_bytes(request: Request) -> int:
-    """Bytes of the weights in the dtype in which they are computed with."""
-    stored = headers.read(request.directory, request.weights)
-    return computed_dtype(request).itemsize * sum(math.prod(tensor.shape) for tensor in stored.values())
+def weight_bytes(directory: Path, weights: list[str], dtype: "torch.dtype | None" = None) -> int:
+    """Bytes of the weights of a model in `dtype`; None: in that in which they are computed with."""
+    stored = headers.read(directory, weights)
+    return (dtype or computed_dtype(directory)).itemsize * sum(math.prod(tensor.shape) for tensor in stored.values())
 
 
-def computed_dtype(request: Request) -> "torch.dtype":
+def computed_dtype(directory: Path) -> "torch.dtype":
     """That of the weights on a GPU; on CPUs fp32: bf16 takes seven times as long on one without bf16 instructions."""
     import torch
 
-    stored: torch.dtype = getattr(torch, stored_dtype(request.directory))
+    stored: torch.dtype = getattr(torch, stored_dtype(directory))
     return stored if torch.cuda.is_available() else torch.float32
 
 
@@ -151,11 +130,17 @@ def free_memory() -> int:
 
 def remedies(request: Request, num_ranks: int) -> str:
     """What needs less memory, in words, and how much the weights need."""
-    import torch
-
-    weights, found = format_gib(weight_bytes(request)), []
+    found = []
     if request.batch_size > 1:
         found.append(f"eval_batch_size {request.batch_size // 2} (of the training too, which then runs again)")
+    return remedies_for(weight_bytes(request.directory, request.weights), num_ranks, found)
+
+
+def remedies_for(num_bytes: int, num_ranks: int, found: list[str]) -> str:
+    """The same for weights of so many bytes, after what was found already."""
+    import torch
+
+    weights = format_gib(num_bytes)
     if torch.cuda.is_available():
         if num_ranks < torch.cuda.device_count():
             found.append(f"more ranks than {num_ranks} (runtime.nproc_per_node) if a copy of the model does not fit")

@@ -1,14 +1,29 @@
-"""How the ranks divide what is to be done, and collect what they have found."""
+"""How the ranks share a model, divide what is to be done, and collect what they have found."""
 
 from collections.abc import Sequence
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
-from stages.forward.distributed import gather_on_rank0, is_rank0
+from stages.evaluation.request import free_memory
+from stages.forward.distributed import all_reduce_sum, gather_on_rank0, is_rank0
 from stages.ranks.watchdog import Heartbeat
 
 T = TypeVar("T")
+
+MEMORY_SHARE = 0.8
+"""Of the free memory, that copies of the weights may take: the rest is for activations, logits, keys and values."""
+
+
+def must_shard(weight_bytes: int) -> bool:
+    """Whether copies of a model would not fit into the free memory of all GPUs, or of this machine; a collective."""
+    if torch.cuda.is_available():
+        needed, free = weight_bytes, torch.cuda.mem_get_info()[0]
+    else:
+        needed, free = dist.get_world_size() * weight_bytes, free_memory()
+    (votes,) = all_reduce_sum(needed > MEMORY_SHARE * free)
+    return votes > 0 and dist.get_world_size() > 1
 
 
 def gathered(own: list[T], heartbeat: Heartbeat) -> list[T]:

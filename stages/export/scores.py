@@ -36,6 +36,12 @@ class TaskScore(Summary):
     """`score` minus `initial`."""
     difference_stderr: float | None
     """Paired: of the differences of single questions."""
+    contaminated: int
+    """Questions that are in the training documents."""
+    too_short: int
+    """Questions that are too short to tell."""
+    clean_score: float | None
+    """The score on all other questions; null: there are none, or the metric is no mean over questions."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,14 @@ class Scores(Record):
     task_limit: int | None
     task_chat: bool
 
-    def metrics(self) -> dict[str, dict[str, float]]:
+    def metrics(self) -> dict[str, dict[str, float | None]]:
         """Content of outputs/scores.json: each is a column of `dvc exp show`."""
-        return {score.task: {score.metric: score.score} for score in self.tasks}
+        return {
+            score.task: {
+                score.metric: score.score,
+                f"{score.metric}_clean": score.clean_score,
+                "contaminated": score.contaminated,
+                "too_short": score.too_short,
+            }
+            for score in self.tasks
+        }

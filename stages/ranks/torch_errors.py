@@ -40,6 +40,12 @@ class LostConnection(Exception):
     """Another rank has ended, or does not answer."""
 
 
+def is_of_ranks(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, or that another rank has ended or does not answer."""
+    is_of_others = isinstance(error, RuntimeError) and _OF_OTHER_RANKS.search(str(error))
+    return is_out_of_memory(error) or isinstance(error, dist.DistError) or bool(is_of_others)
+
+
 @contextmanager
 def explain_torch_errors(who: str, if_out_of_memory: str) -> Iterator[None]:
     """Turn an error of torch into one that names what to change.
@@ -59,7 +65,7 @@ def explain_torch_errors(who: str, if_out_of_memory: str) -> Iterator[None]:
         if is_out_of_memory(error):
             reason = one_line(str(error).rpartition("err == 0. ")[2])  # without the line in torch's source
             raise StageError(f"{who} is out of memory{f' ({reason})' if reason else ''}: {if_out_of_memory}") from None
-        if isinstance(error, dist.DistError) or _OF_OTHER_RANKS.search(str(error)):
+        if is_of_ranks(error):
             # The rank that is at fault prints the cause; the others would bury it under a traceback each.
             raise LostConnection(f"{who} lost the connection to another rank ({one_line(error)})") from None
         for sign, advice in _OF_PARAMETERS.items():

@@ -6,7 +6,8 @@ ranks, as the bits of a result may depend on what else is in a batch.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from stages.base.errors import StageError, explained
 from stages.forward.distributed import all_reduce_sum, run_on_all_ranks
+from stages.ranks.torch_errors import is_of_ranks
 from stages.ranks.watchdog import Heartbeat
 from stages.scoring.request import DIGITS, Answer, Found, Measured, Terms, rounded
 from stages.scoring.tasks import FEWSHOT_SEED, Loaded, check_network
@@ -31,13 +33,15 @@ CHUNK = 2 * BATCH_SIZE
 class SharedModel(HFLM):  # type: ignore[misc]  # lm-eval is not installed where types are checked
     """A loaded model that answers the requests of all ranks together."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, eos_token_id: Any, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, model: PreTrainedModel, is_sharded: bool, tokenizer: Any, eos_token_id: Any, heartbeat: Heartbeat
+    ) -> None:
         # In place of the model's own, from which penalties, beams and samples would be taken.
         model.generation_config = GenerationConfig(eos_token_id=eos_token_id)
         super().__init__(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=BATCH_SIZE)
         self.truncated = 0
         """Requests of this rank that were cut."""
-        self._heartbeat = heartbeat
+        self._heartbeat, self._is_sharded = heartbeat, is_sharded
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[Any]:
         """See lm-eval; so the next two."""
@@ -54,10 +58,11 @@ class SharedModel(HFLM):  # type: ignore[misc]  # lm-eval is not installed where
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         own = []
         is_quiet = True if rank else None  # None: where there is no terminal
-        for index in tqdm(range(rank, len(chunks), num_ranks), desc="score", unit="chunk", disable=is_quiet):
-            self._heartbeat.note(f"answering {len(chunks[index])} requests")
-            torch.manual_seed(index)  # for tasks that sample: the same on any number of ranks
-            own.append(ask(chunks[index], disable_tqdm=True))
+        with joined(self.model) if self._is_sharded else nullcontext():
+            for index in tqdm(range(rank, len(chunks), num_ranks), desc="score", unit="chunk", disable=is_quiet):
+                self._heartbeat.note(f"answering {len(chunks[index])} requests")
+                torch.manual_seed(index)  # for tasks that sample: the same on any number of ranks
+                own.append(ask(chunks[index], disable_tqdm=True))
         self._heartbeat.note("collecting the answers")
         parts = run_on_all_ranks(lambda: own)
         return [answer for index in range(len(chunks)) for answer in parts[index % num_ranks][index // num_ranks]]
@@ -72,6 +77,10 @@ class SharedModel(HFLM):  # type: ignore[misc]  # lm-eval is not installed where
             raise StageError("the model gives NaN in place of log-likelihoods: its training has diverged")
         return found
 
+    def _model_generate(self, *args: Any, **options: Any) -> Any:
+        # The ranks of a sharded model need not write the same number of texts: see `joined`.
+        return super()._model_generate(*args, **options, synced_gpus=False)
+
     def tok_batch_encode(
         self, strings: list[str], *args: Any, left_truncate_len: int | None = None, **options: Any
     ) -> Any:
@@ -81,6 +90,24 @@ class SharedModel(HFLM):  # type: ignore[misc]  # lm-eval is not installed where
             self.truncated += int((mask.sum(1) > left_truncate_len).sum())
             ids, mask = ids[:, -left_truncate_len:], mask[:, -left_truncate_len:]
         return ids, mask
+
+
+@contextmanager
+def joined(model: PreTrainedModel) -> Iterator[None]:
+    """Around the forward passes of a sharded model, which are collectives: a rank that has made its own helps others.
+
+    Before each pass the ranks count those that have one of their own.
+    """
+
+    def count(*_: object) -> None:
+        all_reduce_sum(1)
+
+    hook = model.register_forward_pre_hook(count, prepend=True)  # before that of FSDP, which gathers weights
+    yield
+    hook.remove()
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    while all_reduce_sum(0)[0]:
+        model(token)
 
 
 def ask(model: SharedModel, entry: str, loaded: Loaded, limit: int | None, chat: bool) -> Found:
@@ -99,7 +126,7 @@ def ask(model: SharedModel, entry: str, loaded: Loaded, limit: int | None, chat:
     model.truncated = 0
     for task in loaded.tasks.values():
         task.set_fewshot_seed(FEWSHOT_SEED)
-    with explained(lambda problem: StageError(f"tasks: lm-eval cannot ask {entry}: {problem}")):
+    with explained(lambda problem: StageError(f"tasks: lm-eval cannot ask {entry}: {problem}"), is_of_ranks):
         # Not simple_evaluate, which starts pip, git and conda.
         results = evaluate(model, loaded.content, limit=limit, bootstrap_iters=0, apply_chat_template=chat)
     check_network(entry)

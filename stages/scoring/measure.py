@@ -1,6 +1,5 @@
 """Measure the trained and the initial model, or find what an earlier run has measured; a collective of the ranks."""
 
-import math
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -8,39 +7,39 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 from stages.base import code, publish
-from stages.base.command import format_gib
 from stages.base.errors import StageError
 from stages.base.publish import read_json
+from stages.building import frozen_model
 from stages.evaluation import generation
-from stages.evaluation.request import free_memory, stored_dtype
-from stages.forward.distributed import all_reduce_sum, run_on_rank0
-from stages.model import headers
+from stages.evaluation.request import computed_dtype, weight_bytes
+from stages.evaluation.sharing import must_shard
+from stages.forward.distributed import run_on_rank0
 from stages.model.files import CONFIG, GENERATION_CONFIG
+from stages.ranks.process_group import device_mesh
 from stages.ranks.watchdog import Heartbeat
 from stages.scoring import harness, tasks
 from stages.scoring.packages import VERSION
 from stages.scoring.request import Found, Measurements, Model, Request
 from stages.work import reuse
 
-_MEMORY_SHARE = 0.8
-"""Of the free memory, that copies of the weights may take."""
 
-
-def measure(request: Request, heartbeat: Heartbeat, cache: Path) -> Measurements:
+def measure(request: Request, heartbeat: Heartbeat, cache: Path, is_sharded: bool | None = None) -> Measurements:
     """Ask both models all tasks; a collective.
 
     Args:
         request: What to measure.
         heartbeat: Of this rank.
         cache: A directory for the data of tasks, as they are now, of this rank.
+        is_sharded: Whether to shard the models over the ranks; None: where copies would not fit into memory.
 
     Returns:
         What was found, on rank 0; the others have nothing that counts.
 
     Raises:
-        StageError: a task cannot be asked, or a copy of a model does not fit into the memory of a rank.
+        StageError: a task cannot be asked.
     """
     heartbeat.note("loading tasks")
     loaded = tasks.load(request.tasks, cache)
@@ -51,7 +50,7 @@ def measure(request: Request, heartbeat: Heartbeat, cache: Path) -> Measurements
             "task_chat is true, and the model has no chat template: set chat_template, or task_chat: false"
         )
     on_gpu = torch.cuda.is_available()
-    dtype: torch.dtype = getattr(torch, stored_dtype(directory)) if on_gpu else torch.float32
+    dtype = computed_dtype(directory)
     store = reuse.Store(Path(request.store), Found)
     eos_token_id = find_eos(directory)
     decides = [
@@ -71,9 +70,7 @@ def measure(request: Request, heartbeat: Heartbeat, cache: Path) -> Measurements
         num_reused += len(found)
         if len(found) < len(keys):
             heartbeat.note("loading the model")
-            check_memory(model, dtype)
-            network, _ = generation.load(Path(model.directory), dtype)
-            asked = harness.SharedModel(network, tokenizer, eos_token_id, heartbeat)
+            asked = harness.SharedModel(*load(model, request, dtype, is_sharded), tokenizer, eos_token_id, heartbeat)
             for entry, key in keys.items():  # in the same order on all ranks
                 if entry not in found:
                     found[entry] = harness.ask(asked, entry, loaded[entry], request.limit, request.chat)
@@ -81,7 +78,12 @@ def measure(request: Request, heartbeat: Heartbeat, cache: Path) -> Measurements
         return {entry: found[entry] for entry in keys}
 
     trained, initial = find(request.trained), find(request.initial)
-    return Measurements(trained, initial, num_reused)
+    passages = {}
+    for entry, found in trained.items():
+        for name, task in loaded[entry].tasks.items():
+            rows = [*task.eval_docs]
+            passages[name] = [tasks.passage(task, rows[each.row]) for each in found.answers if each.task == name]
+    return Measurements(trained, initial, num_reused, passages)
 
 
 def find_eos(directory: Path) -> Any:
@@ -90,20 +92,15 @@ def find_eos(directory: Path) -> Any:
     return read_json(path if path.is_file() else directory / CONFIG).get("eos_token_id")
 
 
-def check_memory(model: Model, dtype: torch.dtype) -> None:
-    """Raise StageError, on all ranks, where a copy of the weights for each rank does not fit; a collective."""
-    stored = headers.read(Path(model.directory), model.weights)
-    needed = dtype.itemsize * sum(math.prod(tensor.shape) for tensor in stored.values())
-    if torch.cuda.is_available():
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        needed, free = needed * dist.get_world_size(), free_memory()
-    (votes,) = all_reduce_sum(needed > _MEMORY_SHARE * free)
-    if votes:
-        raise StageError(
-            f"the weights of {model.directory} need {format_gib(needed)}, and {format_gib(free)} are free: each rank "
-            "of score holds all of them, so use fewer ranks (runtime.nproc_per_node), or more memory"
-        )
+def load(model: Model, request: Request, dtype: torch.dtype, is_sharded: bool | None) -> tuple[PreTrainedModel, bool]:
+    """A model, and whether it is sharded, where copies would not fit; a collective."""
+    directory = Path(model.directory)
+    if is_sharded is None:
+        is_sharded = must_shard(weight_bytes(directory, model.weights, dtype))
+    if not is_sharded:
+        return generation.load(directory, dtype)[0], False
+    mesh = device_mesh((1, dist.get_world_size()), request.timeout_minutes)
+    return frozen_model.load(directory, model.weights, request.layer_classes, dtype, "plain", mesh), True
 
 
 def fetch(store: reuse.Store[Found], key: str) -> Found | None:

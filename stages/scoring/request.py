@@ -1,19 +1,16 @@
 """What `score` asks the ranks of this machine, and what they answer."""
 
-import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from stages.base.record import Record
+from stages.evaluation.request import remedies_for, weight_bytes
 from stages.export.scores import Summary
-from stages.ranks import torchrun
+from stages.ranks import asking
 
-REQUEST, MEASUREMENTS = "request.json", "measurements.json"
-"""Their names in the directory that the ranks share."""
 DIGITS = 6
 """Significant digits of a score, decimals of a log-likelihood. The last bits may depend on the number of threads."""
-REMEDY = "if memory ran out, use fewer ranks (runtime.nproc_per_node), or a machine with more memory"
-"""What to do where memory runs out."""
 
 
 class Terms(NamedTuple):
@@ -68,7 +65,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Request(Record):
+class Request(asking.Request):
     """What to measure, and how."""
 
     STAGE: ClassVar[str] = "score"
@@ -85,7 +82,10 @@ class Request(Record):
     """The directory of lm-eval and what it needs."""
     store: str
     """Results of earlier runs."""
-    timeout_minutes: float
+    layer_classes: list[str]
+    """Classes of the models' layers, by which they can be sharded."""
+    tokens: str
+    """Fingerprint of those that the model was trained on."""
 
 
 @dataclass(frozen=True)
@@ -99,26 +99,18 @@ class Measurements(Record):
     """With nothing in it where the initial model has random weights."""
     num_reused: int
     """How many of these the store had."""
+    passages: dict[str, list[str]]
+    """By task, each of its questions with the right answer, in the order of the answers."""
 
 
 def ask_ranks(request: Request, nproc_per_node: int | None) -> Measurements:
-    """Start the ranks, and return what they have found. Where they fail, this process ends as they did.
+    """See `asking.ask`."""
+    return asking.ask("stages.scoring.rank", request, Measurements, nproc_per_node, remedies)
 
-    Args:
-        request: What to measure.
-        nproc_per_node: How many ranks; None: one per GPU, or 2 on CPUs.
 
-    Raises:
-        StageError: this machine has no GPUs for so many ranks.
-    """
-    ranks = torchrun.Ranks(torchrun.count_local_ranks(nproc_per_node))
-    with torchrun.shared_directory(ranks) as directory:
-        request.write(directory / REQUEST)
-        if not (status := torchrun.run("stages.scoring.rank", ranks, directory)):
-            return Measurements.read(directory / MEASUREMENTS)
-    if status == torchrun.CRASHED:  # else the ranks have printed the reason
-        print(f"error: the measurement failed as shown above; {REMEDY}", file=sys.stderr)
-    sys.exit(status)
+def remedies(request: Request, num_ranks: int) -> str:
+    """What needs less memory, in words, and how much the weights need."""
+    return remedies_for(weight_bytes(Path(request.trained.directory), request.trained.weights), num_ranks, [])
 
 
 def rounded(number: float) -> float:

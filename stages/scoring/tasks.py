@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import jinja2.meta
 import lm_eval.api.task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.utils import apply_template
 
 from stages.base import publish
 from stages.base.errors import StageError, explained, one_line
@@ -193,6 +195,17 @@ def _problem(task: Any, row: dict[str, Any], fields: list[str]) -> str | None:
             if not (each in choices if isinstance(each, str) else 0 <= each < len(choices)):
                 return f"the answer {each!r} is none of the choices {choices}, nor their number, from 0"
     return None
+
+
+def passage(task: Any, row: dict[str, Any]) -> str:
+    """A question and its right answer, without examples and the words of the template."""
+    template, text = task.config.doc_to_text, task.doc_to_text(row)
+    if isinstance(template, str) and "{%" not in template and (values := re.findall(r"{{.*?}}", template)):
+        text = apply_template("\n".join(values), row)
+    target = task.doc_to_target(row)
+    found = [text, *(target if isinstance(target, list) else [target])]
+    choices = task.doc_to_choice(row) if task.OUTPUT_TYPE == "multiple_choice" else {}
+    return "\n".join(str(choices[each] if choices and isinstance(each, int) else each) for each in found)
 
 
 def _fields(task: Any, template: Any) -> list[str]:

@@ -194,6 +194,10 @@ def read_rows(path: Path) -> Iterator[tuple[pa.Array, int]]:
 
 def read_strings(path: Path, offset: int) -> tuple[pa.Array, int]:
     """The strings of a record batch of a corpus, and the column that has them."""
-    batch = read_batch(path, offset)
+    return strings_of(read_batch(path, offset))
+
+
+def strings_of(batch: pa.RecordBatch) -> tuple[pa.Array, int]:
+    """The same of rows of one record batch."""
     column = next((index for index, values in enumerate(batch.columns) if not values.null_count), 0)
     return batch.column(column), column

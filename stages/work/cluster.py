@@ -24,7 +24,7 @@ from stages.base.errors import StageError
 from stages.work import workers
 
 _ROOT = str(Path(__file__).parents[2])
-_STAGES = ("stages.organize", "stages.extract", "stages.deduplicate", "stages.pack")
+_STAGES = ("stages.organize", "stages.extract", "stages.deduplicate", "stages.pack", "stages.scoring.contamination")
 
 
 @contextmanager
