@@ -19,7 +19,7 @@ from pydantic import ByteSize, Field, PositiveInt
 
 from stages.base import command, history, outputs, publish
 from stages.base.errors import StageError
-from stages.base.origin import RECORDS, find_records
+from stages.base.origin import DATA_METRICS, find_data_metrics
 from stages.base.outputs import ExperimentName
 from stages.base.packed import METRICS, PackMetrics, fingerprint
 from stages.base.params_file import load_params
@@ -303,8 +303,8 @@ def _lineage(
     pointer: RunPointer, checkpoint: Path, model: ModelManifest, initial: Path, digests: "Digests",
     files: dict[str, str],
 ) -> Lineage:  # fmt: skip
-    records = find_records(fingerprint(pointer.identity.data.train, pointer.identity.data.validation))
-    if missing := [str(path) for stage, path in RECORDS.items() if stage not in records]:
+    records = find_data_metrics(fingerprint(pointer.identity.data.train, pointer.identity.data.validation))
+    if missing := [str(path) for stage, path in DATA_METRICS.items() if stage not in records]:
         print(
             f"warning: {', '.join(missing)}: missing, damaged, or of other data, so lineage.json does not say how the "
             "data was made"
@@ -330,7 +330,7 @@ def _lineage(
         tensors=digests.tensors,
         encoder=PackMetrics.read(METRICS).encoder.name if "pack" in records else None,
         files=files,
-        splits=publish.sha256_file(RECORDS["organize"]) if "organize" in records else None,
+        splits=publish.sha256_file(DATA_METRICS["organize"]) if "organize" in records else None,
         corpus=records["extract"].fingerprint if "extract" in records else None,
         origins={stage: record.origin for stage, record in records.items()},
     )
@@ -387,7 +387,7 @@ def _is_mtp(key: str, value: Any) -> bool:
 
 def _add_chat_template(directory: Path, pointer: RunPointer) -> list[int]:
     """Write the chat templates that conversations were rendered with; returns the tokens that ended turns in them."""
-    if "pack" not in find_records(fingerprint(pointer.identity.data.train, pointer.identity.data.validation)):
+    if "pack" not in find_data_metrics(fingerprint(pointer.identity.data.train, pointer.identity.data.validation)):
         return []
     packed = PackMetrics.read(METRICS)
     if not packed.chat_templates or packed.train.conversations is None:

@@ -22,9 +22,9 @@ from tqdm import tqdm
 from stages.base import code, command, publish
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
-from stages.base.origin import RECORDS, Origin
+from stages.base.origin import DATA_METRICS, Origin
 from stages.base.params_file import load_params
-from stages.base.record import Record
+from stages.base.record import JsonFile
 from stages.base.summary import table
 from stages.duplicates import finding, signatures
 from stages.duplicates.finding import Dropped, SignedCorpus
@@ -34,7 +34,7 @@ from stages.work import arrow, reuse, skipped, workers
 from stages.work.skipped import DUPLICATES
 
 CORPUS = Path("data/corpus")
-METRICS = RECORDS["deduplicate"]
+METRICS = DATA_METRICS["deduplicate"]
 NUM_EXAMPLES, NUM_GROUPS = 20, 10
 LONGEST_SHOWN = 300
 """Characters of an example."""
@@ -95,7 +95,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class DuplicateMetrics(Record):
+class DuplicateMetrics(JsonFile):
     """`data/deduplicate.json`."""
 
     STAGE: ClassVar[str] = "deduplicate"

@@ -29,7 +29,7 @@ from stages.base.names import printable
 from stages.base.origin import Origin
 from stages.base.params_file import load_params
 from stages.base.process import paused_collector
-from stages.base.record import Record
+from stages.base.record import JsonFile
 from stages.base.summary import table
 from stages.formats import rules
 from stages.formats.limits import LIMITS, Limits
@@ -134,7 +134,7 @@ class RejectedFile:
 
 
 @dataclass(frozen=True)
-class Metrics(Record):
+class Metrics(JsonFile):
     """`data/extract.json`."""
 
     STAGE: ClassVar[str] = "extract"

@@ -30,7 +30,7 @@ from stages.base.dataset import Dataset
 from stages.base.errors import StageError
 from stages.base.identity import RunIdentity
 from stages.base.names import printable
-from stages.base.origin import RECORDS, Origin
+from stages.base.origin import DATA_METRICS, Origin
 from stages.base.outputs import ExperimentName
 from stages.base.packed import TRAIN, VALIDATION
 from stages.base.params_file import PARAMS_FILE, as_yaml, flatten, load_params
@@ -49,7 +49,7 @@ from stages.splits import manifests as splits
 from stages.training.params import TrainParams
 
 CORPUS = Path("data/corpus")
-_SUMMARY = RECORDS["organize"]
+_SUMMARY = DATA_METRICS["organize"]
 _PARAMS: dict[str, Any] = {
     "organize": OrganizeParams,
     "extract": ExtractParams,

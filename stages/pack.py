@@ -22,7 +22,7 @@ from tqdm import tqdm
 from stages.base import code, command, process, publish
 from stages.base.dataset import STATE, Dataset, Shard
 from stages.base.errors import StageError, explained, one_line
-from stages.base.origin import RECORDS, Origin
+from stages.base.origin import DATA_METRICS, Origin
 from stages.base.packed import (
     METRICS,
     TOKENS,
@@ -427,7 +427,7 @@ def find_token_shards(params: PackParams, dataset: Dataset, skips: skipped.Skipp
             )
         if not any(split.rows for split in splits):
             raise StageError(
-                f"there is no text{of_source}: extract made no row of its files, and {RECORDS['extract']} says why"
+                f"there is no text{of_source}: extract made no row of its files, and {DATA_METRICS['extract']} says why"
             )
     divided = [divide(source, splits, num_train) for source, splits in sources.items()]
     return [*(train for train, _ in divided), *(held_out for _, held_out in divided)]

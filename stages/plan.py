@@ -24,7 +24,7 @@ from stages.base.command import format_gib
 from stages.base.errors import StageError, one_line
 from stages.base.packed import METRICS, TRAIN, VALIDATION, PackedTokens, PackMetrics
 from stages.base.params_file import load_params
-from stages.base.record import Record
+from stages.base.record import JsonFile
 from stages.base.summary import Row, table
 from stages.checkpointing.decision import decide, find
 from stages.checkpointing.layout import checkpoint_root, size_of
@@ -88,7 +88,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Plan(Record):
+class Plan(JsonFile):
     """Content of plan.json."""
 
     STAGE: ClassVar[str] = "plan"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.base import outputs, publish
-from stages.base.origin import RECORDS
+from stages.base.origin import DATA_METRICS
 from stages.base.record import write_sealed
 
 PHASES = ("data", "forward", "backward", "update", "validation", "saving", "other")
@@ -26,28 +26,28 @@ def make_records(lr: float = 0.003, loss: float = 2.5, steps: int = 200) -> None
         "text.gz": {"files": 1, "bytes": 1_000_000}}, "passed_over_counts": {"hidden": 7},
         "origin": origin,
     }  # fmt: skip
-    write_json(RECORDS["organize"], organized)
+    write_json(DATA_METRICS["organize"], organized)
     extracted = {
         "fallback_encoded_files": 0, "rejected_files": 2, "strings": 1234,
         "mean_characters": 17, "short_strings": 691,
         "characters": 567_890, "rejected": {"invalid YAML": 2}, "origin": origin, "fingerprint": "corpus",
-        "source": publish.sha256_file(RECORDS["organize"]),
+        "source": publish.sha256_file(DATA_METRICS["organize"]),
     }  # fmt: skip
-    write_json(RECORDS["extract"], extracted)
+    write_json(DATA_METRICS["extract"], extracted)
     example = {"similarity": 0.84, "skipped": "An <old> version", "kept": "A new version", "split": 1, "row": 2,
                "kept_split": 0, "kept_row": 3}  # fmt: skip
     deduplicated = {
         "all": {"documents": 1234, "equal": 5, "similar": 6}, "sources": {}, "largest": [], "examples": [example],
         "origin": origin, "source": "corpus", "fingerprint": "without duplicates",
     }  # fmt: skip
-    write_json(RECORDS["deduplicate"], deduplicated)
+    write_json(DATA_METRICS["deduplicate"], deduplicated)
     part = {"documents": 30, "characters": 900, "tokens": 300, "characters_per_token": 3.25, "unknown_share": 0.001,
             "rows": 10}  # fmt: skip
     packed = {
         "train": part, "validation": part | {"tokens": 100}, "encoder": {"name": "tokenizers 1.0"}, "origin": origin,
         "source": "without duplicates", "fingerprint": publish.sha256_json([*tokens.values()]),
     }  # fmt: skip
-    write_json(RECORDS["pack"], packed)
+    write_json(DATA_METRICS["pack"], packed)
     write_json(Path("data/model.json"), {"weights": []})
     outputs.OUTPUTS.mkdir(exist_ok=True)
     outputs.ROWS.write_text("⟦...⟧ is read but not predicted\n\nrow 7\n  ⟦The⟧ <text>\n\nrow 8\n  ⟦An⟧other\n")

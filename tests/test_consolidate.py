@@ -32,7 +32,7 @@ from stages import consolidate, download
 from stages.base import publish
 from stages.base.errors import StageError
 from stages.base.identity import Adoption
-from stages.base.origin import RECORDS, Origin
+from stages.base.origin import DATA_METRICS, Origin
 from stages.base.packed import ConversationMetrics, fingerprint
 from stages.base.record import FileEntry
 from stages.checkpointing import layout
@@ -875,11 +875,11 @@ def test_the_lineage_names_how_the_data_was_made(llama: Trained, capsys: pytest.
         "organize": {"num_splits": 4}, "extract": {"min_chars": 1}, "deduplicate": {}, "pack": {"seq_length": 32},
     }  # fmt: skip
     origins = {stage: Origin(values, {"pyarrow": "1"}) for stage, values in params.items()}
-    publish.write_json(RECORDS["organize"], {"origin": origins["organize"]})
-    splits = publish.sha256_file(RECORDS["organize"])
-    publish.write_json(RECORDS["extract"], {"origin": origins["extract"], "source": splits, "fingerprint": "f"})
+    publish.write_json(DATA_METRICS["organize"], {"origin": origins["organize"]})
+    splits = publish.sha256_file(DATA_METRICS["organize"])
+    publish.write_json(DATA_METRICS["extract"], {"origin": origins["extract"], "source": splits, "fingerprint": "f"})
     found = {"origin": origins["deduplicate"], "source": "f", "fingerprint": "d"}
-    publish.write_json(RECORDS["deduplicate"], found)
+    publish.write_json(DATA_METRICS["deduplicate"], found)
     write_pack_metrics(TOKENS, encoder="tokenizers 1", source="d", origin=origins["pack"])
     capsys.readouterr()
     lineage = exported_lineage()
@@ -888,13 +888,13 @@ def test_the_lineage_names_how_the_data_was_made(llama: Trained, capsys: pytest.
     assert "warning" not in capsys.readouterr().out
 
     # Stages that ran again since, on other data: their records, and those before them, are not of this model.
-    for number, stage in enumerate(RECORDS, 1):
-        left = [*RECORDS][number:]
-        record = publish.read_json(RECORDS[stage])
+    for number, stage in enumerate(DATA_METRICS, 1):
+        left = [*DATA_METRICS][number:]
+        record = publish.read_json(DATA_METRICS[stage])
         changed = {"fingerprint": "other"} if "fingerprint" in record else {"files": 1}
-        publish.write_json(RECORDS[stage], {**record, **changed})
+        publish.write_json(DATA_METRICS[stage], {**record, **changed})
         lineage = exported_lineage()
         assert list(lineage.origins) == left
-        assert f"{RECORDS[stage]}: missing, damaged, or of other data" in capsys.readouterr().out
+        assert f"{DATA_METRICS[stage]}: missing, damaged, or of other data" in capsys.readouterr().out
         assert (lineage.splits, lineage.corpus) == (None, "f" if "extract" in left else None)
         assert lineage.encoder == ("tokenizers 1" if left else None)

@@ -11,7 +11,7 @@ import pytest
 
 from stages import lineage
 from stages.base.errors import StageError
-from stages.base.origin import RECORDS, Origin
+from stages.base.origin import DATA_METRICS, Origin
 from stages.base.params_file import load_params
 from stages.base.record import write_sealed
 from stages.extract import ExtractParams
@@ -65,7 +65,7 @@ def test_another_version_of_a_package_is_found(
         metadata.parent.mkdir(parents=True)
         metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert differing() == ["packages of train", *(f"packages of {stage}" for stage in RECORDS)]
+    assert differing() == ["packages of train", *(f"packages of {stage}" for stage in DATA_METRICS)]
 
 
 @pytest.mark.parametrize(

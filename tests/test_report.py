@@ -14,7 +14,7 @@ import pytest
 
 from stages.base import history, outputs, publish
 from stages.base.errors import StageError
-from stages.base.origin import RECORDS
+from stages.base.origin import DATA_METRICS
 from stages.reporting import page as report
 from stages.reporting import pictures
 from tests import reports
@@ -185,10 +185,10 @@ def test_a_file_that_is_missing_or_damaged_is_named(path: Path, content: str | N
 
 def leave_conversations_out() -> None:
     rule = {"files": "posts/*.jsonl", "left_out": {"no string at $.text": 60}}
-    change(RECORDS["extract"], rules=[rule])
-    packed = publish.read_json(RECORDS["pack"])
+    change(DATA_METRICS["extract"], rules=[rule])
+    packed = publish.read_json(DATA_METRICS["pack"])
     talks = {"conversations": 280, "tokens": 5000, "trained_tokens": 3141, "refused": {"longer than a row": 3, "x": 1}}
-    change(RECORDS["pack"], **{name: packed[name] | {"conversations": talks} for name in ("train", "validation")})
+    change(DATA_METRICS["pack"], **{name: packed[name] | {"conversations": talks} for name in ("train", "validation")})
 
 
 def hold_nothing_out() -> None:
@@ -200,7 +200,7 @@ def hold_nothing_out() -> None:
 @pytest.mark.parametrize(
     ("make_change", "section", "texts"),
     [
-        (RECORDS["pack"].unlink, "Data", ["There are no records of how these tokens were made"]),
+        (DATA_METRICS["pack"].unlink, "Data", ["There are no records of how these tokens were made"]),
         (leave_conversations_out, "Data", [
             "records left out of posts/*.jsonl: no string at $.text60", "conversations280280", "of these trained3,141",
             "conversations refused (data/pack.json says why)44", "characters of documents900"]),
@@ -218,7 +218,7 @@ def test_what_is_left_out_or_missing_is_said(make_change: Callable[[], object], 
 
 
 def test_records_of_other_data_are_not_shown() -> None:
-    change(RECORDS["pack"], source="another corpus")
+    change(DATA_METRICS["pack"], source="another corpus")
     shown = sections()["Data"]
     assert "tokenizers 1.0" in shown
     assert "567,890" not in shown

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from stages.base import code, publish
 from stages.base.errors import StageError
-from stages.base.record import Record
+from stages.base.record import JsonFile
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-RECORDS = {
+DATA_METRICS = {
     "organize": Path("data/splits/summary.json"),
     "extract": Path("data/extract.json"),
     "deduplicate": Path("data/deduplicate.json"),
@@ -55,7 +55,7 @@ def _as_written(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class DataRecord(Record):
+class DataMetrics(JsonFile):
     """What the records of all data stages share; each has keys of its own too."""
 
     STAGE: ClassVar[str] = "organize"
@@ -69,7 +69,7 @@ class DataRecord(Record):
     covers the manifests."""
 
 
-def find_records(tokens: str) -> dict[str, DataRecord]:
+def find_data_metrics(tokens: str) -> dict[str, DataMetrics]:
     """The records of how some tokens were made, by stage.
 
     Args:
@@ -78,11 +78,11 @@ def find_records(tokens: str) -> dict[str, DataRecord]:
     Returns:
         Back to the first stage whose record is missing, of an older version, or of other data.
     """
-    found: dict[str, DataRecord] = {}
+    found: dict[str, DataMetrics] = {}
     written = tokens
-    for stage, path in reversed(RECORDS.items()):
+    for stage, path in reversed(DATA_METRICS.items()):
         try:
-            record = DataRecord.read(path)
+            record = DataMetrics.read(path)
         except StageError:
             break
         if written != (record.fingerprint or publish.sha256_file(path)):

@@ -8,7 +8,7 @@ from stages.base.dataset import Dataset
 from stages.base.errors import StageError
 from stages.base.origin import Origin
 from stages.base.publish import sha256_json
-from stages.base.record import Record
+from stages.base.record import JsonFile
 
 TOKENS = Path("data/tokens")
 TRAIN = TOKENS / "train"
@@ -123,7 +123,7 @@ class EncoderMetrics:
 
 
 @dataclass(frozen=True)
-class PackMetrics(Record):
+class PackMetrics(JsonFile):
     """The content of `data/pack.json`."""
 
     STAGE: ClassVar[str] = "pack"

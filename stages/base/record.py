@@ -20,7 +20,7 @@ from stages.base.errors import StageError
 from stages.base.names import is_file_name, is_inside
 from stages.base.shared_disk import find_size
 
-R = TypeVar("R", bound="Record")
+R = TypeVar("R", bound="JsonFile")
 
 
 def _inside(path: str) -> str:
@@ -107,7 +107,7 @@ def damaged(path: Path | str, problem: str, remedy: str) -> DamagedFile:
 
 
 @dataclass(frozen=True)
-class Record:
+class JsonFile:
     """The base of these dataclasses. Keys are written in the order of the fields; unknown keys are ignored on read."""
 
     STAGE: ClassVar[str]
@@ -141,7 +141,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class SealedRecord(Record):
+class SealedJsonFile(JsonFile):
     """A record with a digest of itself in `sealed`, because no other file has one: a byte that changed is noticed."""
 
     @classmethod

@@ -12,7 +12,7 @@ from typing import ClassVar
 from stages.base import outputs
 from stages.base.errors import StageError
 from stages.base.identity import Adoption, RunId, RunIdentity
-from stages.base.record import FileName, Record
+from stages.base.record import FileName, JsonFile
 from stages.checkpointing.layout import MANIFEST, CheckpointManifest, checkpoint_root
 
 _TRAIN_AGAIN = "dvc repro -f -s train"
@@ -20,7 +20,7 @@ _TRAIN_AGAIN = "dvc repro -f -s train"
 
 
 @dataclass(frozen=True)
-class RunPointer(Record):
+class RunPointer(JsonFile):
     """Content of run.json."""
 
     STAGE: ClassVar[str] = "train"

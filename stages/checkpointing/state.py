@@ -12,7 +12,7 @@ import numpy as np
 
 from stages.base import history
 from stages.base.history import HISTORY, SPEED, Row
-from stages.base.record import Record, damaged
+from stages.base.record import JsonFile, damaged
 from stages.checkpointing.layout import REMEDY, CheckpointManifest
 
 STATE = "state.json"
@@ -49,7 +49,7 @@ class ScalerState:
 
 
 @dataclass(frozen=True)
-class TrainState(Record):
+class TrainState(JsonFile):
     """Content of state.json."""
 
     STAGE: ClassVar[str] = "train"
@@ -120,7 +120,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class TrainMetrics(Record):
+class TrainMetrics(JsonFile):
     """Content of outputs/train_metrics.json."""
 
     STAGE: ClassVar[str] = "train"

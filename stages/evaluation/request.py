@@ -9,7 +9,7 @@ import psutil
 
 from stages.base.command import format_gib
 from stages.base.publish import read_json
-from stages.base.record import Record
+from stages.base.record import JsonFile
 from stages.export.evaluation import Sample
 from stages.model import headers
 from stages.model.files import CONFIG
@@ -83,7 +83,7 @@ class LossSum:
 
 
 @dataclass(frozen=True)
-class Measurements(Record):
+class Measurements(JsonFile):
     """What the ranks found."""
 
     STAGE: ClassVar[str] = "evaluate"

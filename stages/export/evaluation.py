@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from stages.base.record import Record
+from stages.base.record import JsonFile
 
 
 def perplexity(loss: float) -> float:
@@ -47,7 +47,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Evaluation(Record):
+class Evaluation(JsonFile):
     """Content of outputs/evaluation.json."""
 
     STAGE: ClassVar[str] = "evaluate"

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from stages.base.identity import Adoption, RunId, TokenFingerprints
 from stages.base.origin import Origin
-from stages.base.record import FileName, RelativePath, SealedRecord
+from stages.base.record import FileName, RelativePath, SealedJsonFile
 
 DataStage = Annotated[str, Field(pattern="^(organize|extract|deduplicate|pack)$")]
 
@@ -33,7 +33,7 @@ class InitialModel:
 
 
 @dataclass(frozen=True)
-class Lineage(SealedRecord):
+class Lineage(SealedJsonFile):
     """Content of lineage.json."""
 
     STAGE: ClassVar[str] = "consolidate"

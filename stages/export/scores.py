@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stages.base.record import Record
+from stages.base.record import JsonFile
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TaskScore(Summary):
 
 
 @dataclass(frozen=True)
-class Scores(Record):
+class Scores(JsonFile):
     """Content of outputs/tasks.json."""
 
     STAGE: ClassVar[str] = "score"

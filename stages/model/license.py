@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import yaml
 
-from stages.base.record import FileEntry, FileName, SealedRecord
+from stages.base.record import FileEntry, FileName, SealedJsonFile
 from stages.model.files import CARD
 
 LICENSE = Path("data/license.json")
@@ -24,7 +24,7 @@ _LARGEST = 1 << 16
 
 
 @dataclass(frozen=True)
-class ModelLicense(SealedRecord):
+class ModelLicense(SealedJsonFile):
     """What the initial model says about its license."""
 
     STAGE: ClassVar[str] = "download"

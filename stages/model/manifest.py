@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from stages.base.errors import StageError
-from stages.base.record import FileEntry, FileName, RelativePath, SealedRecord, check_files
+from stages.base.record import FileEntry, FileName, RelativePath, SealedJsonFile, check_files
 from stages.model import hub_cache
 from stages.model.adapters import LinearKind
 from stages.model.files import CONFIG
@@ -26,7 +26,7 @@ _ROUTER_LOSS_OFF = (
 
 
 @dataclass(frozen=True)
-class ModelManifest(SealedRecord):
+class ModelManifest(SealedJsonFile):
     """What the stages after `download` need to know about the model."""
 
     STAGE: ClassVar[str] = "download"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from stages.base.command import USER_ERROR
 from stages.base.errors import StageError
-from stages.base.record import Record
+from stages.base.record import JsonFile
 from stages.ranks import handoff, torchrun
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _LOST = 3
 
 
 @dataclass(frozen=True)
-class Request(Record):
+class Request(JsonFile):
     """What a stage asks."""
 
     timeout_minutes: float
@@ -34,7 +34,7 @@ class Request(Record):
 
 
 AnyRequest = TypeVar("AnyRequest", bound=Request)
-Answer = TypeVar("Answer", bound=Record)
+Answer = TypeVar("Answer", bound=JsonFile)
 
 
 def ask(
@@ -67,7 +67,7 @@ def ask(
 
 def answer(
     request_type: type[AnyRequest],
-    measure: Callable[[AnyRequest, "Heartbeat"], Record],
+    measure: Callable[[AnyRequest, "Heartbeat"], JsonFile],
     remedies: Callable[[AnyRequest, int], str],
 ) -> None:
     """Be one of the ranks that `ask` has started.

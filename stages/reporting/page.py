@@ -102,7 +102,7 @@ def _adoptions(adopted: Adoption | None) -> list[Adoption]:
 def _records(lineage: Lineage) -> dict[str, Any]:
     """What the data stages have recorded of the rows that the run was trained on, by stage."""
     tokens = fingerprint(lineage.data.train, lineage.data.validation)
-    return {stage: publish.read_json(origin.RECORDS[stage]) for stage in origin.find_records(tokens)}
+    return {stage: publish.read_json(origin.DATA_METRICS[stage]) for stage in origin.find_data_metrics(tokens)}
 
 
 def _text(path: Path, stage: str) -> str:

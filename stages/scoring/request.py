@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from stages.base.record import Record
+from stages.base.record import JsonFile
 from stages.evaluation.request import remedies_for, weight_bytes
 from stages.export.scores import Summary
 from stages.ranks import asking
@@ -89,7 +89,7 @@ class Request(asking.Request):
 
 
 @dataclass(frozen=True)
-class Measurements(Record):
+class Measurements(JsonFile):
     """What the ranks found, by entry of `tasks`."""
 
     STAGE: ClassVar[str] = "score"

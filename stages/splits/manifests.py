@@ -14,7 +14,7 @@ from stages.base.errors import StageError
 from stages.base.names import is_inside
 from stages.base.origin import Origin
 from stages.base.publish import sha256_file
-from stages.base.record import Record, check_files, damaged
+from stages.base.record import JsonFile, check_files, damaged
 from stages.splits import suffixes
 
 SPLITS = Path("data/splits")
@@ -81,7 +81,7 @@ class PassedOver:
 
 
 @dataclass(frozen=True)
-class Summary(Record):
+class Summary(JsonFile):
     """`data/splits/summary.json`. Paths in it are `printable`; of each kind it lists the first ones."""
 
     STAGE: ClassVar[str] = "organize"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from stages.base import publish
 from stages.base.dataset import Dataset, Shard
 from stages.base.errors import StageError
-from stages.base.origin import RECORDS, DataRecord
+from stages.base.origin import DATA_METRICS, DataMetrics
 from stages.work import arrow
 
 DUPLICATES = Path("data/duplicates")
@@ -42,7 +42,7 @@ def write(
         return stream.close()
 
 
-class _Record(DataRecord):
+class _Record(DataMetrics):
     STAGE = "deduplicate"
 
 
@@ -69,7 +69,7 @@ def read(corpus: Dataset) -> Skipped:
         StageError: it is missing, was changed, or is of another corpus.
     """
     duplicates = Dataset.read(DUPLICATES, "deduplicate", contents=True)
-    record = _Record.read(RECORDS["deduplicate"])
+    record = _Record.read(DATA_METRICS["deduplicate"])
     found = fingerprint(corpus, duplicates)
     if (record.source, record.fingerprint) != (corpus.fingerprint, found):
         raise StageError(f"{DUPLICATES} is of another corpus: run `dvc repro -f -s deduplicate`")
