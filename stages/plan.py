@@ -1,7 +1,7 @@
 """Estimate what a training will need, before a GPU is booked for it, and show what the model will be fed.
 
 Reads    data/model.json, data/tokenizer.json and the config of the model, data/pack.json, data/tokens/train,
-         data/tokens/validation
+         data/tokens/validation, and the names in tasks/
 Writes   outputs/plan.json, outputs/rows.txt
 Command  python -m stages.plan
 
@@ -39,6 +39,7 @@ from stages.model.dtypes import BY_NAME, PRECISIONS
 from stages.model.manifest import ROUTER_LOSS_OFF, ModelManifest
 from stages.planning import memory_plan
 from stages.planning.memory_plan import PeakMemory, Table
+from stages.scoring import public
 from stages.training.order import RowOrder
 from stages.training.params import TrainParams
 from stages.training.schedule import learning_rate, lr_ratio
@@ -73,6 +74,8 @@ class PlanParams:
     plan: Cluster
     seq_length: PositiveInt
     """Tokens per row."""
+    tasks: list[str]
+    """What `score` asks after the training."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,7 @@ def main() -> None:
     command.parser(__doc__).parse_args()
     params, extra = load_params(TrainParams), load_params(PlanParams)
     runtime = load_params(TrainRuntime, "runtime")
+    public.check(extra.tasks)
     # What is written must not depend on this machine, so to torch it has no GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     num_nodes = launched_nodes(runtime, os.environ)

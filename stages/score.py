@@ -28,7 +28,8 @@ from stages.export.lineage import Lineage
 from stages.export.scores import Scores, Summary, TaskScore
 from stages.model.files import CONFIG, LINEAGE
 from stages.model.manifest import ModelManifest
-from stages.scoring import packages
+from stages.scoring import packages, public
+from stages.scoring.fetch import fetch
 from stages.scoring.request import Measured, Measurements, Model, Request, Terms, ask_ranks, rounded
 from stages.work import reuse
 
@@ -61,7 +62,11 @@ class ScoreRuntime:
 
 def main() -> None:
     """Run the stage."""
-    command.parser(__doc__).parse_args()
+    parser = command.parser(__doc__)
+    parser.add_argument("--fetch", nargs="+", metavar="TASK", help="only fetch the data of tasks of lm-eval")
+    if entries := parser.parse_args().fetch:
+        fetch(entries, packages.ensure_installed())
+        return
     params, runtime = load_params(ScoreParams), load_params(ScoreRuntime, "runtime")
     with publish.lock(outputs.TASKS):
         print(score(params, runtime))
@@ -102,6 +107,7 @@ def score(
 
 def make_request(params: ScoreParams, runtime: ScoreRuntime) -> Request:
     """What the ranks are to measure, after the files of the models were compared with what is known of them."""
+    public.check(params.tasks)  # before anything is installed
     directory = outputs.directory(params.experiment_name) / "model"
     lineage = Lineage.read(directory / LINEAGE)
     files = {**lineage.weights, **lineage.files}
