@@ -4,7 +4,6 @@ lm-eval loads the tasks as when they are asked, in this process, and each data s
 commit. Nothing else is: metrics and code that a task would fetch are refused here, too.
 """
 
-import dataclasses
 import glob
 import logging
 import os
@@ -35,7 +34,7 @@ def fetch(entries: list[str], packages: Path) -> None:
     Raises:
         StageError: a task is unknown, needs more than data, or the Hub does not give them.
     """
-    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}  # bars of lm-eval
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # it needs other servers than the Hub's, which firewalls refuse
     sys.path.append(str(packages))
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -52,9 +51,12 @@ def fetch(entries: list[str], packages: Path) -> None:
             with tasks.explained_task(entry, "ask"):
                 evaluate(DummyLM(), each.content, limit=1, bootstrap_iters=0)
             tasks.check_network(entry)
-        names = {name for each in loaded.values() for name in (*each.tasks, *each.content["groups"])}
         manifest = Manifest.load()
-        dataclasses.replace(manifest, tasks=sorted({*manifest.tasks, *names, *entries})).write()
+        for entry, each in loaded.items():
+            datasets = sorted({task.DATASET_PATH for task in each.tasks.values()} & {*manifest.datasets})
+            names = {entry, *each.tasks, *each.content["groups"]}
+            manifest.tasks.update((name, datasets) for name in names if not public.is_file(name))
+        manifest.write()
     print(f"score: {', '.join(entries)}: all is in {public.PUBLIC}/. To keep it:")
     print(f"  dvc add {public.PUBLIC}/*--*\n  git add {public.PUBLIC}")
 

@@ -7,7 +7,7 @@ stages.score writes both (stages/scoring/fetch.py); git tracks the manifest, DVC
 import difflib
 import glob
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,15 +43,15 @@ class Manifest(Record):
     STAGE: ClassVar[str] = "score"
     PATH: ClassVar[Path] = PUBLIC / "manifest.json"
 
-    tasks: list[str]
-    """Tasks of lm-eval, and groups of them, whose data are there."""
+    tasks: dict[str, list[str]]
+    """Tasks of lm-eval, and groups of them: the data sets of each."""
     datasets: dict[str, DataSet]
     """By their names on the Hub."""
 
     @classmethod
     def load(cls) -> "Manifest":
         """What was fetched until now."""
-        return cls.read() if cls.PATH.is_file() else cls([], {})
+        return cls.read() if cls.PATH.is_file() else cls({}, {})
 
 
 def directory(dataset: str) -> Path:
@@ -83,9 +83,13 @@ def find(dataset: str, name: str | None, options: dict[str, Any], contents: bool
         )
     of_others = {file for config in found.configs.values() for files in config.values() for file in files}
     of_others -= {file for files in found.configs[key].values() for file in files}
+    return _check(dataset, {file: entry for file, entry in found.files.items() if file not in of_others}, contents)
+
+
+def _check(dataset: str, files: dict[str, FileEntry], contents: bool) -> Path:
     source = directory(dataset)
-    files = {source / file: entry for file, entry in found.files.items() if file not in of_others}
-    check_files(files, f"`dvc pull {source}`, or remove it and {FETCH.format('TASK')}", contents)
+    remedy = f"`dvc pull {source}`, or remove it and {FETCH.format('TASK')}"
+    check_files({source / file: entry for file, entry in files.items()}, remedy, contents)
     return source
 
 
@@ -129,30 +133,36 @@ def check(entries: list[str]) -> None:
     configs = {str(path): _read(path) for path in files}
     kinds = [(config.get(kind), config) for config in configs.values() for kind in ("task", "group")]
     own = {name: config for name, config in kinds if isinstance(name, str)}
-    known = {*Manifest.load().tasks, *(tag for config in configs.values() for tag in _flat(config.get("tag")))}
+    manifest = Manifest.load()
+    known = {*manifest.tasks, *(tag for config in configs.values() for tag in _flat(config.get("tag")))}
 
-    def visit(entry: str) -> None:
-        if is_file(entry) and os.path.normpath(entry) not in configs:
+    waiting = [*entries]
+    for entry in waiting:
+        path = os.path.normpath(entry)
+        if is_file(entry) and path not in configs:
             raise StageError(f"tasks: {entry} is no file below {TASKS}/ that ends in .yaml{nearest(entry, configs)}")
-        config = configs[os.path.normpath(entry)] if is_file(entry) else own.get(entry, {})
+        config = configs[path] if is_file(entry) else own.get(entry, {})
         if not config and entry not in known:
+            remedy = f"correct it, or {FETCH.format(entry)}"
             others = nearest(entry, {*own, *known})
-            raise StageError(
-                f"tasks: {entry!r} is neither a task of yours nor fetched{others}, or {FETCH.format(entry)}"
-            )
+            raise StageError(f"tasks: {entry!r} is neither in {TASKS}/ nor fetched{others}: {remedy}")
         if is_file(entry) and not {"task", "group"} & {*config}:
             raise StageError(f"tasks: {entry} has no name: add a line such as `task: {Path(entry).stem}`")
-        members = config["task"] if isinstance(config.get("task"), list) else []
-        for member in members:
-            name = member if isinstance(member, str) else member.get("task")
-            if isinstance(name, str) and (name == member or "dataset_path" not in member):
-                visit(name)
-        dataset, options = config.get("dataset_path"), dict(config.get("dataset_kwargs") or {})
-        if dataset and not local_files(dataset, options):
-            find(dataset, config.get("dataset_name"), data_options(options), contents=False)
+        for dataset in () if config else manifest.tasks.get(entry, ()):
+            _check(dataset, manifest.datasets[dataset].files, contents=False)
+        with explained(_error(f"tasks: {entry} is not valid")):
+            waiting.extend(name for name in _check_config(config) if name not in waiting)
 
-    for entry in entries:
-        visit(entry)
+
+def _check_config(config: dict[str, Any]) -> Iterator[str]:
+    """Check that the data of a task of yours are there; yields the tasks in a group."""
+    for member in config["task"] if isinstance(config.get("task"), list) else ():
+        name = member if isinstance(member, str) else member.get("task")
+        if isinstance(name, str) and (name == member or "dataset_path" not in member):
+            yield name
+    options = dict(config.get("dataset_kwargs") or {})
+    if (found := config.get("dataset_path")) and not local_files(found, options):
+        find(found, config.get("dataset_name"), data_options(options), contents=False)
 
 
 def data_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +174,7 @@ def data_options(options: dict[str, Any]) -> dict[str, Any]:
 def nearest(name: str, known: Iterable[str]) -> str:
     """For the end of a message: which names are like an unknown one."""
     found = difflib.get_close_matches(name, known, 3, 0.5)
-    return f": did you mean {' or '.join(found)}?" if found else ""
+    return f" (did you mean {' or '.join(found)}?)" if found else ""
 
 
 class _Loader(yaml.SafeLoader):
@@ -174,8 +184,12 @@ class _Loader(yaml.SafeLoader):
 _Loader.add_constructor("!function", lambda _, node: node.value)
 
 
+def _error(what: str) -> Callable[[str], StageError]:
+    return lambda problem: StageError(f"{what}: {problem}")
+
+
 def _read(path: Path) -> dict[str, Any]:
-    with explained(lambda problem: StageError(f"{path} is no valid YAML of a task: {problem}")):
+    with explained(_error(f"{path} is no valid YAML of a task")):
         config: dict[str, Any] = yaml.load(publish.read_bytes(path), _Loader)
         if not isinstance(config, dict):
             raise ValueError("it has no keys")
