@@ -9,11 +9,9 @@ import logging
 import os
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stages.base import publish
 from stages.base.errors import StageError, explained
 from stages.base.record import FileEntry, compare
 from stages.model.license import is_license_file
@@ -45,8 +43,16 @@ def fetch(entries: list[str], packages: Path) -> None:
 
     from stages.scoring import tasks
 
-    with publish.lock(Manifest.PATH), tempfile.TemporaryDirectory() as cache:
-        loaded = tasks.load(entries, Path(cache), partial(fetch_dataset, Path(cache)))
+    with tempfile.TemporaryDirectory() as cache:
+
+        def fetch_one(dataset: str, name: str | None, options: dict[str, Any]) -> None:
+            network.is_allowed = True
+            try:
+                fetch_dataset(Path(cache), dataset, name, options)
+            finally:
+                network.is_allowed = False
+
+        loaded = tasks.load(entries, Path(cache), fetch_one)
         for entry, each in loaded.items():  # of metrics, some fetch something when they are computed
             with tasks.explained_task(entry, "ask"):
                 evaluate(DummyLM(), each.content, limit=1, bootstrap_iters=0)
@@ -87,29 +93,28 @@ def fetch_dataset(cache: Path, dataset: str, name: str | None, options: dict[str
         files = builder.config.data_files.items()
         return builder, {str(split): [url.partition(f"@{commit}/")[2] for url in urls] for split, urls in files}
 
-    with network.allowed():
-        # Without the text of the error, which may quote the token.
-        with explained(
-            lambda problem: StageError(
-                f"the Hub does not give {dataset} ({problem.partition(':')[0]}): look at {page}, log in there and set "
-                "HF_TOKEN if it is gated or private, and check HF_ENDPOINT, HF_HUB_OFFLINE and the network"
-            )
-        ):
-            info = HfApi().dataset_info(dataset, revision=known.commit, files_metadata=True)
-        commit, listed = str(info.sha), {file.rfilename: file for file in info.siblings or ()}
-        with explained(lambda problem: StageError(f"{dataset} cannot be fetched: {problem}: look at {page}")):
-            builder, files = find_files(name, **chosen)
-            configs = {**known.configs, public.config_key(name, chosen): files}
-            first = next(iter(builder.builder_configs), None)  # from which `datasets` infers the format of all
-            if first and first not in configs:
-                configs[first] = find_files(first)[1]
-            names = {file for config in configs.values() for files in config.values() for file in files}
-            names |= {file for file in listed if file in _CARDS or is_license_file(file)}
-            size = sum(listed[file].size or 0 for file in names)
-            print(f"score: fetching {dataset} at {commit[:12]}: {len(names)} files, {size / 1e6:,.1f} MB", flush=True)
-            source = public.directory(dataset)
-            patterns = [glob.escape(file) for file in names]
-            snapshot_download(dataset, repo_type="dataset", revision=commit, local_dir=source, allow_patterns=patterns)
+    # Without the text of the error, which may quote the token.
+    with explained(
+        lambda problem: StageError(
+            f"the Hub does not give {dataset} ({problem.partition(':')[0]}): look at {page}, log in there and set "
+            "HF_TOKEN if it is gated or private, and check HF_ENDPOINT, HF_HUB_OFFLINE and the network"
+        )
+    ):
+        info = HfApi().dataset_info(dataset, revision=known.commit, files_metadata=True)
+    commit, listed = str(info.sha), {file.rfilename: file for file in info.siblings or ()}
+    with explained(lambda problem: StageError(f"{dataset} cannot be fetched: {problem}: look at {page}")):
+        builder, files = find_files(name, **chosen)
+        configs = {**known.configs, public.config_key(name, chosen): files}
+        first = next(iter(builder.builder_configs), None)  # from which `datasets` infers the format of all
+        if first and first not in configs:
+            configs[first] = find_files(first)[1]
+        names = {file for config in configs.values() for files in config.values() for file in files}
+        names |= {file for file in listed if file in _CARDS or is_license_file(file)}
+        size = sum(listed[file].size or 0 for file in names)
+        print(f"score: fetching {dataset} at {commit[:12]}: {len(names)} files, {size / 1e6:,.1f} MB", flush=True)
+        source = public.directory(dataset)
+        patterns = [glob.escape(file) for file in names]
+        snapshot_download(dataset, repo_type="dataset", revision=commit, local_dir=source, allow_patterns=patterns)
     entries = {file: FileEntry.of(source / file) for file in sorted(names)}
     for file, entry in entries.items():
         if lfs := listed[file].lfs:

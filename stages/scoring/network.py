@@ -2,13 +2,12 @@
 
 import ipaddress
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 refused: list[str] = []
 """Addresses that were asked for, by this process."""
-_is_allowed = False
+is_allowed = False
+"""Whether all is let through, for what was named and is fetched."""
 
 
 def refuse() -> None:
@@ -16,19 +15,8 @@ def refuse() -> None:
     sys.addaudithook(_check)
 
 
-@contextmanager
-def allowed() -> Iterator[None]:
-    """Let all through while the block runs: what it fetches was named."""
-    global _is_allowed
-    _is_allowed = True
-    try:
-        yield
-    finally:
-        _is_allowed = False
-
-
 def _check(event: str, args: tuple[Any, ...]) -> None:
-    if _is_allowed:
+    if is_allowed:
         return
     if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
         host = args[1][0] if isinstance(args[1], tuple) else None  # a path is of this machine
