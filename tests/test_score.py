@@ -336,10 +336,21 @@ def hub(tmp_path: Path, installed: Path) -> Iterator[Hub]:
         yield hub
 
 
+NAMES_THE_HUB = """
+import socket, sys
+find = socket.getaddrinfo
+def getaddrinfo(host, *args, **kwargs):
+    sys.audit("socket.getaddrinfo", host)
+    return find("127.0.0.1" if host == "hub.test" else host, *args, **kwargs)
+socket.getaddrinfo = getaddrinfo
+"""
+
+
 def fetch(project: Project, hub: Hub, *names: str, status: int = 0) -> str:
-    """Run `--fetch` with a cache of its own."""
-    home = str(project.path.parent / "hf")
-    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": home, "HF_HUB_OFFLINE": "0", "NO_PROXY": "*", "no_proxy": "*"}
+    """Run `--fetch` with a cache of its own, and the Hub as a machine that is not this one."""
+    (project.path.parent / "sitecustomize.py").write_text(NAMES_THE_HUB)
+    settings = {"HF_ENDPOINT": hub.url.replace("127.0.0.1", "hub.test"), "PYTHONPATH": str(project.path.parent)}
+    settings |= {"HF_HOME": str(project.path.parent / "hf"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "*", "no_proxy": "*"}
     return project.run("python", "-m", "stages.score", "--fetch", *names, status=status, **settings)
 
 
@@ -355,9 +366,6 @@ def test_a_public_task_is_fetched_and_then_asked_from_its_files_alone(
     assert {"README.md", "LICENSE"} < {*found["files"]}
     for name, entry in found["files"].items():
         assert entry["sha256"] == publish.sha256_file(directory / name)
-    hub.requests.clear()
-    fetch(project, hub, "arc_easy")
-    assert [request for request in hub.requests if "datasets" in request.path] == []
 
     tasks = dataclasses.replace(PARAMS, tasks=["arc_easy"])
     score.score(tasks, RUNTIME, measure)
@@ -373,14 +381,22 @@ def test_a_public_task_is_fetched_and_then_asked_from_its_files_alone(
         public.check(["arc_easy", "tasks/mc.yaml"])
 
 
-def test_what_needs_more_than_data_sets_is_not_fetched(project: Project, hub: Hub) -> None:
-    """By name: nothing is asked of the Hub."""
+@pytest.mark.slow
+def test_what_is_not_as_the_hub_lists_it_or_needs_more_than_data_sets_is_not_fetched(
+    project: Project, hub: Hub
+) -> None:
+    write_code_that_asks_the_network()
     for name, message in (
         ("humaneval", "humaneval needs the package evaluate, which would fetch more than data, or run what the model"),
         ("arc_esy", "'arc_esy' is neither a task of lm-eval nor a file (did you mean arc_easy"),
+        ("tasks/mc.yaml", "tasks/mc.yaml asks the network for 192.0.2.1"),
     ):
         assert f"error: tasks: {message}" in fetch(project, hub, name, status=2)
     assert [request for request in hub.requests if "datasets" in request.path] == []
+    assert "error: the Hub does not give aps/super_glue (" in fetch(project, hub, "boolq", status=2)
+    name = "ARC-Easy/test-00000-of-00001.parquet"
+    hub.changed[name] = hub.models["datasets/allenai/ai2_arc"][name].replace(b"PAR1", b"PAR2")
+    assert f"ai2_arc/{name} is damaged or was changed: its SHA-256" in fetch(project, hub, "arc_easy", status=2)
 
 
 @pytest.mark.parametrize(
@@ -418,14 +434,18 @@ def test_public_tasks_are_asked_in_a_namespace_without_a_network(project: Projec
     assert re.findall(r"score: (\w+) (?:acc|exact_match)", output) == names, output
 
 
-def test_a_connection_to_another_machine_is_refused_and_named(project: Project) -> None:
-    """Also where a library takes the error for an answer."""
+def write_code_that_asks_the_network() -> None:
     Path("tasks/utils.py").write_text(
         "import socket\ndef rows(found):\n    try:\n        socket.create_connection(('192.0.2.1', 80), 1)\n"
         "    except OSError:\n        pass\n    return found\n"
     )
     with Path("tasks/mc.yaml").open("a") as file:
         file.write("process_docs: !function utils.rows\n")
+
+
+def test_a_connection_to_another_machine_is_refused_and_named(project: Project) -> None:
+    """Also where a library takes the error for an answer."""
+    write_code_that_asks_the_network()
     project.set(tasks=["tasks/mc.yaml"], runtime={"nproc_per_node": 1})
     assert "error: tasks: tasks/mc.yaml asks the network for 192.0.2.1" in project.run(
         "python", "-m", "stages.score", status=2

@@ -32,7 +32,7 @@ def fetch(entries: list[str], packages: Path) -> None:
     Raises:
         StageError: a task is unknown, needs more than data, or the Hub does not give them.
     """
-    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}  # bars of lm-eval
+    os.environ |= {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1", "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
     os.environ.setdefault("HF_HUB_DISABLE_XET", "1")  # it needs other servers than the Hub's, which firewalls refuse
     sys.path.append(str(packages))
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
