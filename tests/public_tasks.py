@@ -25,9 +25,15 @@ MMLU = [
     {"question": f"What is {n}?", "subject": "s", "choices": ["a", "b", "c", "d"], "answer": n % 4} for n in range(5)
 ]
 
+SQUAD = [
+    {"id": f"{n}", "title": "t", "context": f"It is {n}.", "question": "What is it?",
+     "answers": {"text": [f"{n}"], "answer_start": [6]}}
+    for n in range(4)
+]  # fmt: skip
+
 
 def serve_all(hub: Hub, directory: Path, lm_eval: Path) -> None:
-    """Give a Hub the data of arc_easy, gsm8k, hellaswag and mmlu.
+    """Give a Hub the data of arc_easy, gsm8k, hellaswag and mmlu, and of squadv2, which needs more than data.
 
     Args:
         hub: Any.
@@ -40,6 +46,7 @@ def serve_all(hub: Hub, directory: Path, lm_eval: Path) -> None:
     serve(hub, directory, "allenai/ai2_arc", ["ARC-Challenge", "ARC-Easy"], splits, ARC)
     serve(hub, directory, "Rowan/hellaswag", ["default"], splits, HELLASWAG)
     serve(hub, directory, "openai/gsm8k", ["main", "socratic"], ("train", "test"), GSM8K)
+    serve(hub, directory, "lighteval/squad_v2", ["squad_v2"], ("train", "validation"), SQUAD)
     serve(hub, directory, "cais/mmlu", subjects, ("test", "validation", "dev"), MMLU)
 
 

@@ -393,6 +393,7 @@ def test_what_is_not_as_the_hub_lists_it_or_needs_more_than_data_sets_is_not_fet
     ):
         assert f"error: tasks: {message}" in fetch(project, hub, name, status=2)
     assert [request for request in hub.requests if "datasets" in request.path] == []
+    assert "error: tasks: squadv2 needs the package evaluate" in fetch(project, hub, "squadv2", status=2)  # to compare
     assert "error: the Hub does not give aps/super_glue (" in fetch(project, hub, "boolq", status=2)
     name = "ARC-Easy/test-00000-of-00001.parquet"
     hub.changed[name] = hub.models["datasets/allenai/ai2_arc"][name].replace(b"PAR1", b"PAR2")
