@@ -5,6 +5,7 @@ Writes    outputs/tasks.json: how well both answer
           outputs/scores.json: a number for each task, for `dvc exp show`
           outputs/answers.jsonl: each question, and what both have answered
 Command   python -m stages.score
+          python -m stages.score --fetch TASK...    the data of public tasks, from the Hub (stages/scoring/fetch.py)
 
 lm-evaluation-harness asks them (stages/scoring/harness.py). It is installed when `tasks` first names one. What an
 earlier run has measured of a model is not measured again.
