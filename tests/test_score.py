@@ -376,9 +376,15 @@ def test_a_public_task_is_fetched_and_then_asked_from_its_files_alone(
         score.score(tasks, RUNTIME, measure)
     fetch(project, hub, "arc_easy")
     score.score(tasks, RUNTIME, measure)
+    shutil.copy(directory / "ARC-Easy/test-00000-of-00001.parquet", directory / "ARC-Easy/test-00001-of-00001.parquet")
+    with pytest.raises(StageError, match=r"ARC-Easy/test-00001-of-00001.parquet is not in .*: remove it"):
+        score.score(tasks, RUNTIME, measure)
     (directory / "LICENSE").unlink()
     with pytest.raises(StageError, match="LICENSE is missing"):
         public.check(["arc_easy", "tasks/mc.yaml"])
+    Path("tasks/public/manifest.json").write_text(json.dumps(manifest | {"datasets": {}}))
+    with pytest.raises(StageError, match="'arc_easy' is neither in tasks/ nor fetched"):
+        public.check(["arc_easy"])
 
 
 @pytest.mark.slow

@@ -83,7 +83,11 @@ def find(dataset: str, name: str | None, options: dict[str, Any], contents: bool
         )
     of_others = {file for config in found.configs.values() for files in config.values() for file in files}
     of_others -= {file for files in found.configs[key].values() for file in files}
-    return _check(dataset, {file: entry for file, entry in found.files.items() if file not in of_others}, contents)
+    source = _check(dataset, {file: entry for file, entry in found.files.items() if file not in of_others}, contents)
+    on_disk = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    if others := sorted(file for file in on_disk - {*found.files} if not file.startswith(".cache/")):
+        raise StageError(f"{source / others[0]} is not in {Manifest.PATH}, and would be read as data: remove it")
+    return source
 
 
 def _check(dataset: str, files: dict[str, FileEntry], contents: bool) -> Path:
@@ -134,7 +138,8 @@ def check(entries: list[str]) -> None:
     kinds = [(config.get(kind), config) for config in configs.values() for kind in ("task", "group")]
     own = {name: config for name, config in kinds if isinstance(name, str)}
     manifest = Manifest.load()
-    known = {*manifest.tasks, *(tag for config in configs.values() for tag in _flat(config.get("tag")))}
+    known = {name for name, needed in manifest.tasks.items() if {*needed} <= {*manifest.datasets}}
+    known |= {tag for config in configs.values() for tag in _flat(config.get("tag"))}
 
     waiting = [*entries]
     for entry in waiting:
