@@ -1,6 +1,6 @@
 """Estimate what a training needs, before you book a GPU, and show what the model will be fed.
 
-Reads    data/model.json, data/tokenizer.json, data/pack.json, data/tokens/, and the config of the model
+Reads    data/model.json, data/tokenizer.json, data/pack.json, data/tokens/, the config of the model, names in tasks/
 Writes   outputs/plan.json: steps, memory of each rank, disk
          outputs/rows.txt: the first rows of the training as text
 Example  dvc exp run -S plan.num_ranks=8 -S plan.gpu_memory_gb=80 plan
@@ -36,6 +36,7 @@ from stages.model.dtypes import BY_NAME, PRECISIONS
 from stages.model.manifest import ModelManifest
 from stages.planning import memory_plan
 from stages.planning.memory_plan import PeakMemory, Table
+from stages.scoring import public
 from stages.training.order import RowOrder
 from stages.training.params import TrainParams
 from stages.training.schedule import learning_rate, lr_ratio
@@ -70,6 +71,8 @@ class PlanParams:
     plan: Cluster
     seq_length: PositiveInt
     """Tokens per row."""
+    tasks: list[str]
+    """What `score` asks after the training."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,7 @@ def main() -> None:
     command.parser(__doc__).parse_args()
     params, extra = load_params(TrainParams), load_params(PlanParams)
     runtime = load_params(TrainRuntime, "runtime")
+    public.check(extra.tasks)
     # What is written must not depend on this machine, so to torch it has no GPU.
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     num_nodes = launched_nodes(runtime, os.environ)

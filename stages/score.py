@@ -5,6 +5,7 @@ Reads    outputs/<experiment_name>/model/, tasks/, data/model.json, the weights 
 Writes   outputs/tasks.json, outputs/scores.json: how well both answer; a number for each task
          outputs/answers.jsonl: each question, and what both have answered
 Example  dvc exp run -S 'tasks=[tasks/sums.yaml]' score
+         python -m stages.score --fetch arc_easy: the data of public tasks, from the Hub
 """
 
 import json
@@ -27,7 +28,8 @@ from stages.export.lineage import Lineage
 from stages.export.scores import Scores, Summary, TaskScore
 from stages.model.files import CONFIG, LINEAGE
 from stages.model.manifest import ModelManifest
-from stages.scoring import contamination, packages
+from stages.scoring import contamination, packages, public
+from stages.scoring.fetch import fetch
 from stages.scoring.request import Measured, Measurements, Model, Request, Terms, ask_ranks, rounded
 from stages.work import reuse, workers
 
@@ -60,7 +62,11 @@ class ScoreRuntime(workers.Runtime):
 
 def main() -> None:
     """Run the stage."""
-    command.parser(__doc__).parse_args()
+    parser = command.parser(__doc__)
+    parser.add_argument("--fetch", nargs="+", metavar="TASK", help="only fetch the data of tasks of lm-eval")
+    if entries := parser.parse_args().fetch:
+        fetch(entries, packages.ensure_installed())
+        return
     params, runtime = load_params(ScoreParams), load_params(ScoreRuntime, "runtime")
     with publish.lock(outputs.TASKS):
         print(score(params, runtime))
@@ -114,6 +120,7 @@ def score(
 
 def make_request(params: ScoreParams, runtime: ScoreRuntime) -> Request:
     """What the ranks are to measure, after the files of the models were compared with what is known of them."""
+    public.check(params.tasks)  # before anything is installed
     directory = outputs.directory(params.experiment_name) / "model"
     lineage, manifest = Lineage.read(directory / LINEAGE), ModelManifest.read()
     files = {**lineage.weights, **lineage.files}

@@ -27,6 +27,7 @@ OUTPUTS = {
     ],
     "consolidate": ["outputs/test/model"],
     "evaluate": ["outputs/metrics.json", "outputs/evaluation.json"],
+    "score": ["outputs/answers.jsonl", "outputs/scores.json", "outputs/tasks.json"],
     "report": ["outputs/report"],
 }
 """What each stage writes. Where a training has finished, launch only writes its outputs."""

@@ -1,4 +1,5 @@
-"""A Hub on loopback: model info, tree, files with redirects and ETags, and answers of which people must be told.
+"""A Hub on loopback, with models and data sets: info, tree, files with redirects and ETags, and answers of which people
+must be told.
 
 As on huggingface.co, small files are under git's SHA-1 and redirect within the Hub; large ones are under their SHA-256
 and redirect to another host, here another port, to which a client must not send its token. All of them are also
@@ -51,8 +52,9 @@ class Hub:
     files_url: str = ""
 
     def add(self, repo: str, directory: Path, **others: bytes) -> None:
-        """Serve the files of a directory, and others, as a model."""
-        self.models[repo] = {path.name: path.read_bytes() for path in directory.iterdir()} | others
+        """Serve the files of a directory, and others, as a model, or as a data set: `datasets/ORG/NAME`."""
+        files = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
+        self.models[repo] = {name: path.read_bytes() for name, path in files.items()} | others
 
     def fetched(self) -> set[str]:
         """The names of the files of which contents were asked."""
@@ -77,7 +79,7 @@ class Hub:
 
 
 def is_large(name: str) -> bool:
-    return name.endswith((".safetensors", ".bin"))
+    return name.endswith((".safetensors", ".bin", ".parquet"))
 
 
 def oid(content: bytes) -> str:
@@ -94,6 +96,18 @@ def entry(name: str, content: bytes) -> dict[str, Any]:
         found["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 134}
         found["xetHash"] = digest
     return found
+
+
+def tree(files: dict[str, bytes], folder: str) -> list[dict[str, Any]]:
+    """What is in a folder: files and folders."""
+    prefix, found = f"{folder}/" if folder else "", {}
+    for name, content in files.items():
+        if name.startswith(prefix):
+            first, _, deeper = name.removeprefix(prefix).partition("/")
+            path = prefix + first
+            folder_entry = {"type": "directory", "path": path, "oid": "0" * 40, "size": 0}
+            found[path] = folder_entry if deeper else entry(name, content)
+    return [*found.values()]
 
 
 def info(files: dict[str, bytes]) -> dict[str, Any]:
@@ -133,14 +147,18 @@ class _Handler(BaseHTTPRequestHandler):
         if "/xet-read-token/" in path:
             return self.answer(403, {})
         parts = path.strip("/").split("/")
-        if parts[0] == "file":
-            return self.file("/".join(parts[1:3]), unquote("/".join(parts[3:])))
-        if len(parts) < 4:
+        is_api, is_file = parts[0] == "api", parts[0] == "file"
+        parts = parts[is_api or is_file :]
+        if parts[0] == "models":
+            parts = parts[1:]
+        depth = 3 if parts[0] == "datasets" else 2
+        repo, others = "/".join(parts[:depth]), parts[depth:]
+        if is_file:
+            return self.file(repo, unquote("/".join(others)))
+        if not is_api and len(others) < 2:
             return self.answer(404, {})
-        if parts[:2] == ["api", "models"]:
-            repo, kind, revision, name = "/".join(parts[2:4]), *[*parts[4:6], "revision", "main"][:2], None
-        else:
-            repo, kind, revision, name = "/".join(parts[:2]), parts[2], parts[3], unquote("/".join(parts[4:]))
+        kind, revision = [*others[:2], "revision", "main"][:2]
+        name = unquote("/".join(others[2:]))
         files = hub.models.get(repo)
         if files is None:  # also of a private one: only the token tells them apart
             return self.answer(404 if token else 401, {"X-Error-Code": "RepoNotFound"})
@@ -149,7 +167,9 @@ class _Handler(BaseHTTPRequestHandler):
         if kind == "revision":
             return self.answer(200, {}, hub.described.get(repo, json.dumps(info(files)).encode()))
         if kind == "tree":
-            return self.answer(200, {}, json.dumps([entry(*item) for item in files.items()]).encode())
+            is_recursive = "recursive=true" in urlsplit(self.path).query.lower()
+            found = [entry(*item) for item in files.items()] if is_recursive else tree(files, name)
+            return self.answer(200, {}, json.dumps(found).encode())
         if name not in files:
             return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
         if repo in hub.gated and token is None:
@@ -160,7 +180,8 @@ class _Handler(BaseHTTPRequestHandler):
         if is_large(name):
             headers["Location"] = hub.files_url + headers["Location"]
             headers["X-Xet-Hash"] = digest
-            headers["Link"] = f'<{hub.url}/api/models/{repo}/xet-read-token/{COMMIT}>; rel="xet-auth"'
+            api = f"{hub.url}/api/{repo if depth == 3 else f'models/{repo}'}"
+            headers["Link"] = f'<{api}/xet-read-token/{COMMIT}>; rel="xet-auth"'
         return self.answer(302 if is_large(name) else 307, headers)
 
     def file(self, repo: str, name: str) -> None:

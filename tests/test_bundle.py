@@ -22,7 +22,9 @@ from stages.base import publish
 from stages.base.errors import StageError
 from stages.base.record import FileEntry
 from tests.byte_model import make_model
+from tests.hub_server import Hub
 from tests.project import REPO, Project, flip_bit, make_pipeline
+from tests.public_tasks import ARC, serve
 
 pytestmark = pytest.mark.slow  # each test makes a bundle, or installs one
 
@@ -431,11 +433,17 @@ def test_an_old_python_gets_as_far_as_the_message_about_it(made_once: Path) -> N
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
 def test_make_repro_passes_on_the_other_side(tmp_path: Path) -> None:
+    """With a public task, which gives the same answers there."""
     near, made, target = (tmp_path / name for name in ("near", "bundle", "elsewhere"))
     make_pipeline(Project(near))
-    Project(near).set(max_steps=10)
+    Project(near).set(max_steps=10, tasks=["arc_easy"])
     git("init", "--quiet", cwd=near)
     dvc("add", "data/raw", cwd=near)
+    with Hub().serve() as hub:
+        serve(hub, tmp_path / "hub", "allenai/ai2_arc", ["ARC-Easy"], ("train", "validation", "test"), ARC)
+        settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+        Project(near).run("python", "-m", "stages.score", "--fetch", "arc_easy", **settings)
+    dvc("add", "tasks/public/allenai--ai2_arc", cwd=near)
     git("add", ".", cwd=near)
     git("commit", "--quiet", "--message", "First", cwd=near)
     build = Path(sys.prefix, ".setup").read_text().split()[1]
@@ -448,3 +456,7 @@ def test_make_repro_passes_on_the_other_side(tmp_path: Path) -> None:
     subprocess.run([*there, "make", "-C", target, "repro"], check=True)
     assert (target / "outputs/report/report.html").is_file()
     subprocess.run([*there, "make", "-C", target, "unbundle", f"BUNDLE={made}"], check=True)
+    there[-1] = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run([*there, "dvc", "repro"], cwd=near, check=True)
+    for name in ("tasks.json", "answers.jsonl"):
+        assert (near / "outputs" / name).read_bytes() == (target / "outputs" / name).read_bytes()

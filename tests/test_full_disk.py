@@ -81,7 +81,7 @@ def can_mount() -> bool:
     [
         ("project", 1, ["organize", "extract", "deduplicate", "pack"]),
         ("store", 1, ["extract", "deduplicate", "pack"]),
-        ("project", 8, ["download", "plan", "launch", "consolidate", "evaluate", "report"]),
+        ("project", 8, ["download", "plan", "launch", "consolidate", "evaluate", "score", "report"]),
     ],
 )
 def test_trap_30_a_disk_that_is_full_after_any_number_of_pages(

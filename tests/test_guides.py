@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from stages.scoring import packages
+from tests.hub_server import Hub
 from tests.project import REPO, Project, make_pipeline, save_weights
+from tests.public_tasks import serve_all
 
 REPLACED = {
     r"meta-llama/Llama-3.1-\w+|HuggingFaceTB/SmolLM2-135M\S*": "models/nano",
@@ -118,3 +121,30 @@ def test_a_guide_to_data_says_what_to_set_and_to_run(tmp_path: Path, name: str) 
     assert "different" not in project.run("python", "-m", "stages.lineage", "verify")
     samples = project.json("outputs/evaluation.json")["samples"]
     assert all(sample["prompt"].endswith("Assistant:") for sample in samples), samples
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_guide_to_scores_says_what_to_write_and_to_run(reproduced: Project, tmp_path: Path) -> None:
+    """The task of its first block, too, and the public ones, from the Hub of the tests."""
+    reproduced.set(seq_length=128)
+    guide, printed = (REPO / "docs/scores.md").read_text().replace("outputs/tiny-llama", "outputs/test"), ""
+    with Hub().serve() as hub:
+        serve_all(hub, tmp_path / "hub", packages.ensure_installed())
+        settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
+        for kind, block in re.findall(r"^```(yaml|console)\n(.*?)^```", guide, re.MULTILINE | re.DOTALL):
+            if block.startswith("task: sums"):
+                (reproduced / "tasks/short.yaml").write_text(block.replace("task: sums", "task: short"))
+            elif kind == "yaml":
+                values = {**yaml.safe_load(block), "num_epochs": 1}
+                values["tasks"].append("tasks/short.yaml")
+                reproduced.set(**values)
+            else:
+                for command in re.findall(r"^\$ (.*)", block, re.MULTILINE):
+                    printed += reproduced.run("bash", "-c", command.replace("less ", "cat "), timeout=600, **settings)
+    for name in ("sums", "short"):
+        assert re.search(rf"^score: {name} exact_match 0.*, before training 0.*\(60 questions\)$", printed, re.M), (
+            printed
+        )
+    assert reproduced.json("tasks/public/manifest.json")["tasks"].keys() > {"arc_easy", "mmlu"}
+    assert (reproduced / "tasks/public/cais--mmlu.dvc").is_file()

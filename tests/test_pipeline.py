@@ -81,9 +81,10 @@ def test_dvc_edits_params_yaml_and_leaves_the_rest_as_it_is(tmp_path: Path) -> N
 
 def test_git_ignores_data_own_models_and_bundles_and_no_file_of_dvc() -> None:
     ignored = ["data/raw/file.txt", "data/raw_stage2/file.txt", "models/mine/model.safetensors", "bundle/x",
-               "bundle-2/x", "bundle.0123abcd.tmp/x", "wheels/x.whl"]  # fmt: skip
+               "bundle-2/x", "bundle.0123abcd.tmp/x", "wheels/x.whl", "tasks/public/a--b/x.parquet"]  # fmt: skip
     tracked = ["data/raw.dvc", "data/raw_stage2.dvc", "models/mine.dvc", "models/tiny-llama/config.json",
-               "models/templates/a.jinja", "models/make_tiny_llama.py"]  # fmt: skip
+               "models/templates/a.jinja", "models/make_tiny_llama.py", "tasks/public/a--b.dvc",
+               "tasks/public/manifest.json"]  # fmt: skip
     found = subprocess.run(["git", "check-ignore", *ignored, *tracked], cwd=REPO, text=True, stdout=-1, check=True)
     assert found.stdout.split() == ignored
 
@@ -93,17 +94,17 @@ def test_what_was_added_to_dvc_is_found_again(tmp_path: Path) -> None:
     for name in (".gitignore", ".dvcignore", ".dvc/config", "data/.gitignore"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPO / name, tmp_path / name)
-    files = [tmp_path / path / "file" for path in ("models/mine", "data/raw")]
+    files = [tmp_path / path / "file" for path in ("models/mine", "data/raw", "tasks/public/a--b")]
     for file in files:
         file.parent.mkdir(parents=True)
         file.write_text("content")
-    for command in ("git init -q", "dvc add -q models/mine data/raw", "dvc checkout -q"):
+    for command in ("git init -q", "dvc add -q models/mine data/raw tasks/public/a--b", "dvc checkout -q"):
         subprocess.run(command.split(), cwd=tmp_path, check=True)
     for file in files:
         assert file.exists()
         shutil.rmtree(file.parent)
     subprocess.run(("dvc", "checkout", "-q"), cwd=tmp_path, check=True)
-    assert [file.read_text() for file in files] == ["content", "content"]
+    assert [file.read_text() for file in files] == ["content"] * 3
 
 
 def test_an_experiment_cannot_have_the_name_of_an_output() -> None:
@@ -360,6 +361,12 @@ def test_an_edit_of_the_page_measures_no_model(reproduced: Project) -> None:
     assert ran(reproduced.run("dvc", "repro")) == ["report"]
     assert {path for path, digest in dvc_outs(reproduced).items() if digest != outs[path]} == {"outputs/report"}
     assert "<h2>Losses</h2>" in (reproduced / "outputs/report/report.html").read_text()
+
+
+def test_another_task_trains_nothing(reproduced: Project) -> None:
+    reproduced.set(tasks=["sums"])
+    (reproduced / "tasks/more.jsonl").write_text("{}")
+    assert json.loads(reproduced.run("dvc", "status", "--json")).keys() == {"plan", "score"}
 
 
 def test_two_clones_with_equal_inputs_write_equal_reports(reproduced: Project, tmp_path: Path) -> None:

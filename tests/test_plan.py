@@ -330,6 +330,11 @@ def test_a_batch_that_no_number_of_ranks_can_share_is_refused(planned: Callable[
         planned(plan={"num_ranks": 2}, batch_size=3)
 
 
+def test_a_task_that_score_could_not_ask_is_refused(planned: Callable[..., str]) -> None:
+    with pytest.raises(StageError, match=r"^tasks: tasks/none.yaml is no file below tasks/ that ends in .yaml$"):
+        planned(tasks=["tasks/none.yaml"])
+
+
 def test_a_run_that_cannot_be_extended_is_refused(planned: Callable[..., str]) -> None:
     message = r"extend_from: run 0123456789abcdef cannot be extended:\nthere is no finished"
     with pytest.raises(StageError, match=message):

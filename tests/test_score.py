@@ -9,13 +9,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -31,11 +30,13 @@ from stages.model.manifest import TOKENIZER
 from stages.model.tokenizer import load as load_tokenizer
 from stages.pack import PackParams, PackRuntime, pack
 from stages.score import ScoreParams, ScoreRuntime
-from stages.scoring import packages
+from stages.scoring import packages, public
 from stages.scoring.request import Measurements, Request
+from tests import public_tasks
 from tests.corpus import keep_all, make_corpus
+from tests.hub_server import COMMIT, Hub
 from tests.network import CAN_UNSHARE, IN_A_NAMESPACE
-from tests.project import REPO, Project, make_nano, save_weights
+from tests.project import REPO, Project, flip_bit, make_nano, save_weights
 from tests.ranks import Ranks
 
 PARAMS = ScoreParams(experiment_name="exp", tasks=["tasks/mc.yaml"], task_limit=None, task_chat=False)
@@ -61,6 +62,7 @@ TASKS: dict[str, dict[str, Any]] = {
         "metric_list": [{"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}],
     },
 }  # fmt: skip
+OF_EVALUATE = {"metric": "bleurt", "hf_evaluate": True, "aggregation": "mean", "higher_is_better": True}
 
 
 @pytest.fixture(scope="session")
@@ -343,13 +345,15 @@ def bad_rows(number: int, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("spoil", "name", "message"),
     [
-        (lambda: None, "mcc", r"tasks/mcc.yaml is no file below tasks/ .*: did you mean tasks/mc.yaml"),
+        (lambda: None, "mcc", r"tasks/mcc.yaml is no file below tasks/ .*did you mean tasks/mc.yaml"),
         (lambda: Path("tasks/x.yaml").write_text("task: [1\nq: 2"), "mc", r"tasks/x.yaml is no valid YAML.*line 2"),
-        (lambda: Path("tasks/x.yaml").write_text("a: 1"), "x", "lm-eval cannot load tasks/x.yaml: ValueError"),
+        (lambda: Path("tasks/x.yaml").write_text("a: 1"), "x", "tasks/x.yaml has no name: add a line .* `task: x`"),
         (lambda: write_task("mc", doc_to_text="{{question}}"), "mc", "cannot load .*'question' is undefined"),
         (lambda: write_task("mc", dataset_kwargs={"data_files": ["a.jsonl"]}), "mc", "a.jsonl is not below tasks/"),
+        (lambda: write_task("mc", dataset_kwargs={"data_files": "tasks/a.jsonl"}), "mc", "a.jsonl, .*, is missing"),
+        (lambda: write_task("qa", metric_list=[OF_EVALUATE]), "qa", "qa uses bleurt, which is no metric of lm-eval"),
         (lambda: write_task("mc", unsafe_code=True), "mc", "mc runs code that the model writes"),
-        (lambda: write_task("mc", dataset_path="org/name"), "mc", "org/name is not in tasks/public/org--name: .*hf"),
+        (lambda: write_task("mc", dataset_path="org/name"), "mc", r"set org/name \(default .*\) is not in .*--fetch"),
         (lambda: bad_rows(4, a=None), "mc", "mc: tasks/rows.jsonl, row 5: a is missing or empty: correct or remove it"),
         (lambda: bad_rows(4, a=3), "mc", r"row 5: the answer 3 is none of the choices \['the', 'a 4', 'of it'\]"),
         (lambda: bad_rows(4, a=-1), "mc", "row 5: the answer -1 is none of the choices"),
@@ -402,39 +406,131 @@ def test_questions_can_be_written_with_the_chat_template(project: Project, lm_ev
     assert answers("qa")[0]["answer_of_initial"] is not None
 
 
-def test_a_name_of_lm_eval_is_found_and_its_data_are_files(project: Project, lm_eval: None, tmp_path: Path) -> None:
-    """In tasks/public/, where `hf download` has put them."""
+@pytest.fixture
+def hub(tmp_path: Path, installed: Path) -> Iterator[Hub]:
+    """A Hub with public tasks."""
+    with Hub().serve() as hub:
+        public_tasks.serve_all(hub, tmp_path / "hub", installed)
+        yield hub
+
+
+NAMES_THE_HUB = """
+import socket, sys
+find = socket.getaddrinfo
+def getaddrinfo(host, *args, **kwargs):
+    sys.audit("socket.getaddrinfo", host)
+    return find("127.0.0.1" if host == "hub.test" else host, *args, **kwargs)
+socket.getaddrinfo = getaddrinfo
+"""
+
+
+def fetch(project: Project, hub: Hub, *names: str, status: int = 0) -> str:
+    """Run `--fetch` with a cache of its own, and the Hub as a machine that is not this one."""
+    (project.path.parent / "sitecustomize.py").write_text(NAMES_THE_HUB)
+    settings = {"HF_ENDPOINT": hub.url.replace("127.0.0.1", "hub.test"), "PYTHONPATH": str(project.path.parent)}
+    settings |= {"HF_HOME": str(project.path.parent / "hf"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "*", "no_proxy": "*"}
+    return project.run("python", "-m", "stages.score", "--fetch", *names, status=status, **settings)
+
+
+def test_a_public_task_is_fetched_and_then_asked_from_its_files_alone(
+    project: Project, lm_eval: None, hub: Hub
+) -> None:
+    output = fetch(project, hub, "arc_easy")
+    assert "fetching allenai/ai2_arc at fedcba987654: 8 files" in output and "dvc add tasks/public/*--*" in output
+    directory, manifest = Path("tasks/public/allenai--ai2_arc"), project.json("tasks/public/manifest.json")
+    found = manifest["datasets"]["allenai/ai2_arc"]
+    assert (manifest["tasks"], found["commit"]) == ({"arc_easy": ["allenai/ai2_arc"]}, COMMIT)
+    assert found["configs"]["ARC-Easy"]["test"] == ["ARC-Easy/test-00000-of-00001.parquet"]
+    assert {"README.md", "LICENSE"} < {*found["files"]}
+    for name, entry in found["files"].items():
+        assert entry["sha256"] == publish.sha256_file(directory / name)
+
+    tasks = dataclasses.replace(PARAMS, tasks=["arc_easy"])
+    score.score(tasks, RUNTIME, measure)
+    (score_of_arc,) = Scores.read(outputs.TASKS).tasks
+    assert (score_of_arc.metric, score_of_arc.questions, score_of_arc.chance) == ("acc", 6, 0.5)
+    flip_bit(directory / "ARC-Easy/test-00000-of-00001.parquet", 900)
+    with pytest.raises(StageError, match=r"ARC-Easy/test-00000-of-00001.parquet is damaged .*: `dvc pull tasks/public"):
+        score.score(tasks, RUNTIME, measure)
+    fetch(project, hub, "arc_easy")
+    score.score(tasks, RUNTIME, measure)
+    shutil.copy(directory / "ARC-Easy/test-00000-of-00001.parquet", directory / "ARC-Easy/test-00001-of-00001.parquet")
+    with pytest.raises(StageError, match=r"ARC-Easy/test-00001-of-00001.parquet is not in .*: remove it"):
+        score.score(tasks, RUNTIME, measure)
+    (directory / "LICENSE").unlink()
+    with pytest.raises(StageError, match="LICENSE is missing"):
+        public.check(["arc_easy", "tasks/mc.yaml"])
+    Path("tasks/public/manifest.json").write_text(json.dumps(manifest | {"datasets": {}}))
+    with pytest.raises(StageError, match="'arc_easy' is neither in tasks/ nor fetched"):
+        public.check(["arc_easy"])
+
+
+@pytest.mark.slow
+def test_what_is_not_as_the_hub_lists_it_or_needs_more_than_data_sets_is_not_fetched(
+    project: Project, hub: Hub
+) -> None:
+    write_code_that_asks_the_network()
     for name, message in (
-        ("arc_esy", "tasks: 'arc_esy' is neither a task of lm-eval nor a file: did you mean arc_easy"),
-        ("arc_easy", "data set allenai/ai2_arc is not in tasks/public/allenai--ai2_arc"),
+        ("humaneval", "humaneval needs the package evaluate, which would fetch more than data, or run what the model"),
+        ("arc_esy", "'arc_esy' is neither a task of lm-eval nor a file (did you mean arc_easy"),
+        ("tasks/mc.yaml", "tasks/mc.yaml asks the network for 192.0.2.1"),
     ):
-        with pytest.raises(StageError, match=message):
-            score.score(dataclasses.replace(PARAMS, tasks=[name]), RUNTIME, measure)
-    directory = Path("tasks/public/allenai--ai2_arc")
-    (directory / "ARC-Easy").mkdir(parents=True)
-    rows = [
-        {"id": f"{n}", "question": f"Which is {n}?", "answerKey": "B",
-         "choices": {"text": ["a", "b"], "label": ["A", "B"]}}
-        for n in range(6)
-    ]  # fmt: skip
-    for split in ("train", "validation", "test"):
-        pq.write_table(pa.Table.from_pylist(rows), directory / f"ARC-Easy/{split}-0.parquet")
-    files = [{"split": split, "path": f"ARC-Easy/{split}-*"} for split in ("train", "validation", "test")]
-    card = yaml.safe_dump({"configs": [{"config_name": "ARC-Easy", "data_files": files}]})
-    (directory / "README.md").write_text(f"---\n{card}---\n")
-    score.score(dataclasses.replace(PARAMS, tasks=["arc_easy"]), RUNTIME, measure)
-    (found,) = Scores.read(outputs.TASKS).tasks
-    assert (found.task, found.metric, found.questions, found.chance) == ("arc_easy", "acc", 6, 0.5)
+        assert f"error: tasks: {message}" in fetch(project, hub, name, status=2)
+    assert [request for request in hub.requests if "datasets" in request.path] == []
+    assert "error: tasks: squadv2 needs the package evaluate" in fetch(project, hub, "squadv2", status=2)  # to compare
+    assert "error: the Hub does not give aps/super_glue (" in fetch(project, hub, "boolq", status=2)
+    name = "ARC-Easy/test-00000-of-00001.parquet"
+    hub.changed[name] = hub.models["datasets/allenai/ai2_arc"][name].replace(b"PAR1", b"PAR2")
+    assert f"ai2_arc/{name} is damaged or was changed: its SHA-256" in fetch(project, hub, "arc_easy", status=2)
 
 
-def test_a_connection_to_another_machine_is_refused_and_named(project: Project) -> None:
-    """Also where a library takes the error for an answer."""
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, r"'group' is neither in tasks/ nor fetched: correct it, or run `python -m stages.score --fetch group`"),
+        ({"group": "group", "task": ["mc", "qq"]}, r"'qq' is neither in tasks/ nor fetched \(did you mean qa\?\)"),
+        ({"group": "group", "task": [{"task": "boolq", "num_fewshot": 1}]}, "'boolq' is neither"),
+        ({"group": "group", "task": ["mc", {"task": "own", **BASE}]}, None),
+        ({"task": "group", "include": "mc.yaml"}, None),
+        ({"task": "group", "include": "mc.yaml", "dataset_path": "a/b"}, r"data set a/b \(default .*\) is not in"),
+        ({"task": "x", "tag": "group"}, None),
+        ({"group": "group", "task": ["group", 3]}, "tasks: group is not valid: AttributeError"),
+        (["group"], "tasks/group.yaml is no valid YAML of a task: ValueError: it has no keys"),
+    ],
+)
+def test_names_are_checked_without_lm_eval(project: Project, config: Any, message: str | None) -> None:
+    Path("tasks/group.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(StageError, match=message) if message else nullcontext():
+        public.check(["group"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_public_tasks_are_asked_in_a_namespace_without_a_network(project: Project, hub: Hub) -> None:
+    names = ["arc_easy", "gsm8k", "hellaswag", "mmlu"]
+    fetch(project, hub, *names)
+    for model in (Path("models/nano"), Path("outputs/exp/model")):  # for five answered examples of gsm8k
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    download.describe(download.DownloadParams("models/nano", "main", "auto")).write()
+    change_weights(Path("outputs/exp/model"))
+    project.set(tasks=names, task_limit=2, runtime={"nproc_per_node": 2})
+    output = project.run(*(IN_A_NAMESPACE if CAN_UNSHARE else ()), "python", "-m", "stages.score", timeout=600)
+    assert re.findall(r"score: (\w+) (?:acc|exact_match)", output) == names, output
+
+
+def write_code_that_asks_the_network() -> None:
     Path("tasks/utils.py").write_text(
         "import socket\ndef rows(found):\n    try:\n        socket.create_connection(('192.0.2.1', 80), 1)\n"
         "    except OSError:\n        pass\n    return found\n"
     )
     with Path("tasks/mc.yaml").open("a") as file:
         file.write("process_docs: !function utils.rows\n")
+
+
+def test_a_connection_to_another_machine_is_refused_and_named(project: Project) -> None:
+    """Also where a library takes the error for an answer."""
+    write_code_that_asks_the_network()
     project.set(tasks=["tasks/mc.yaml"], runtime={"nproc_per_node": 1})
     assert "error: tasks: tasks/mc.yaml asks the network for 192.0.2.1" in project.run(
         "python", "-m", "stages.score", status=2

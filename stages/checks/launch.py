@@ -23,6 +23,8 @@ from stages.ranks import torchrun
 from stages.ranks.gpus import DEVICES, num_devices
 from stages.ranks.process_group import check_devices, use_gpu
 from stages.report import ReportParams
+from stages.score import ScoreParams
+from stages.scoring import public
 from stages.training.params import TrainParams
 
 
@@ -39,6 +41,7 @@ def load() -> Found[Settings]:
     rest = OrganizeParams, ExtractParams, PackParams, PlanParams, ConsolidateParams, EvaluateParams, ReportParams
     for params in rest:
         load_params(params)
+    public.check(load_params(ScoreParams).tasks)
     settings = Settings(load_params(DownloadParams), load_params(TrainParams), load_params(TrainRuntime, "runtime"))
     if settings.runtime.nproc_per_node:
         settings.train.check_ranks_of_node(settings.runtime.nproc_per_node)

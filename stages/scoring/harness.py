@@ -17,12 +17,11 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
-from stages.base.errors import StageError, explained
+from stages.base.errors import StageError
 from stages.forward.distributed import all_reduce_sum, run_on_all_ranks
-from stages.ranks.torch_errors import is_of_ranks
 from stages.ranks.watchdog import Heartbeat
 from stages.scoring.request import DIGITS, Answer, Found, Measured, Terms, rounded
-from stages.scoring.tasks import FEWSHOT_SEED, Loaded, check_network
+from stages.scoring.tasks import FEWSHOT_SEED, Loaded, check_network, explained_task
 
 BATCH_SIZE = 8
 """Requests of a forward pass. Never `auto`, which tries the longest one first."""
@@ -126,7 +125,7 @@ def ask(model: SharedModel, entry: str, loaded: Loaded, limit: int | None, chat:
     model.truncated = 0
     for task in loaded.tasks.values():
         task.set_fewshot_seed(FEWSHOT_SEED)
-    with explained(lambda problem: StageError(f"tasks: lm-eval cannot ask {entry}: {problem}"), is_of_ranks):
+    with explained_task(entry, "ask"):
         # Not simple_evaluate, which starts pip, git and conda.
         results = evaluate(model, loaded.content, limit=limit, bootstrap_iters=0, apply_chat_template=chat)
     check_network(entry)

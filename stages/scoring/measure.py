@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
 from stages.base import code, publish
@@ -22,8 +23,10 @@ from stages.ranks.process_group import device_mesh
 from stages.ranks.watchdog import Heartbeat
 from stages.scoring import harness, tasks
 from stages.scoring.packages import VERSION
-from stages.scoring.request import Found, Measurements, Model, Request
+from stages.scoring.request import Answer, Found, Measured, Measurements, Model, Request
 from stages.work import reuse
+
+_ANSWERS = TypeAdapter(list[Answer])
 
 
 def measure(request: Request, heartbeat: Heartbeat, cache: Path, is_sharded: bool | None = None) -> Measurements:
@@ -51,7 +54,7 @@ def measure(request: Request, heartbeat: Heartbeat, cache: Path, is_sharded: boo
         )
     on_gpu = torch.cuda.is_available()
     dtype = computed_dtype(directory)
-    store = reuse.Store(Path(request.store), Found)
+    store = reuse.Store(Path(request.store), list[Measured])
     eos_token_id = find_eos(directory)
     decides = [
         "score", VERSION, code.digest_with_packages("stages.scoring.harness"), request.tokenizer, request.limit,
@@ -103,15 +106,17 @@ def load(model: Model, request: Request, dtype: torch.dtype, is_sharded: bool | 
     return frozen_model.load(directory, model.weights, request.layer_classes, dtype, "plain", mesh), True
 
 
-def fetch(store: reuse.Store[Found], key: str) -> Found | None:
-    """What the store has under a key."""
+def fetch(store: reuse.Store[list[Measured]], key: str) -> Found | None:
+    """What the store has under a key: the numbers, and a file of the answers."""
     with tempfile.TemporaryDirectory() as directory:
-        return store.fetch(key, Path(directory, "empty"))
+        path = Path(directory, "answers.json")
+        measured = store.fetch(key, path)
+        return None if measured is None else Found(measured, _ANSWERS.validate_json(path.read_bytes()))
 
 
-def keep(store: reuse.Store[Found], key: str, found: Found) -> None:
-    """Put it there, with the file that an entry has to have."""
+def keep(store: reuse.Store[list[Measured]], key: str, found: Found) -> None:
+    """Put it there."""
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "empty")
-        path.touch()
-        store.put(key, path, publish.sha256_file(path), found)
+        path = Path(directory, "answers.json")
+        path.write_bytes(_ANSWERS.dump_json(found.answers))
+        store.put(key, path, publish.sha256_file(path), found.measured)

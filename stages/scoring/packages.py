@@ -3,7 +3,7 @@
 Example  python -m stages.scoring.packages, which `score` needs only where it finds no packages
 
 Its full installation replaces packages that all stages use. So it has only what it needs here, and only the ranks that
-measure have the directory on `sys.path`, behind all other packages.
+measure, and `--fetch`, have the directory on `sys.path`, behind all other packages.
 """
 
 import os

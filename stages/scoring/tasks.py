@@ -1,11 +1,10 @@
 """The tasks of lm-evaluation-harness: found by name or file, loaded from data of this machine alone, and checked."""
 
-import difflib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,20 +12,18 @@ import datasets
 import jinja2.meta
 import lm_eval.api.task
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import apply_template
 
 from stages.base import publish
 from stages.base.errors import StageError, explained, one_line
-from stages.scoring import network
+from stages.ranks.torch_errors import is_of_ranks
+from stages.scoring import network, public
+from stages.scoring.public import TASKS
 
-TASKS = Path("tasks")
-PUBLIC = TASKS / "public"
-"""Data sets of the Hub, each in ORG--NAME."""
+Fetch = Callable[[str, str | None, dict[str, Any]], None]
+"""Fetches a data set: its name, that of its config, and what else a task gives to `load_dataset`."""
 FEWSHOT_SEED = 1234
 """That of lm-eval's own command."""
-_BUILDERS = ("arrow", "csv", "json", "pandas", "parquet", "text")
-"""Of `datasets`: they read files of this machine."""
 _ALLOWED = "allow_truncation"
 """In the `metadata` of a task: whether its requests may be cut on the left."""
 
@@ -46,34 +43,26 @@ class Loaded(NamedTuple):
         return all((task.config.metadata or {}).get(_ALLOWED) for task in self.tasks.values())
 
 
-def load(entries: list[str], cache: Path) -> dict[str, Loaded]:
+def load(entries: list[str], cache: Path, fetch: Fetch | None = None) -> dict[str, Loaded]:
     """Load and check the entries of `tasks`.
 
     Args:
-        entries: Names of lm-eval, or files in tasks/.
+        entries: Names of lm-eval, or files in tasks/, which `public.check` has accepted.
         cache: An empty directory. A cache that stays takes a file of the same path and time for the same file.
+        fetch: Fetches data that are not here; None: they are refused.
 
     Raises:
-        StageError: an entry is unknown, its YAML is not valid, its data are not here, or a question has no answer.
+        StageError: an entry is unknown, it needs more than data, they are not here, or a question has no answer.
     """
-    lm_eval.api.task.datasets = _LocalDatasets(cache)
-    files = [path for path in sorted(TASKS.rglob("*.yaml")) if PUBLIC not in path.parents]
-    for path in files:
-        with explained(_error(f"{path} is no valid YAML of a task")):
-            load_yaml(path, resolve_func=False)
-    is_file = {entry: "/" in entry or entry.endswith((".yaml", ".yml")) for entry in entries}
+    lm_eval.api.task.datasets = _LocalDatasets(cache, fetch)
     # The tasks of lm-eval itself are 13,000 files.
-    manager = TaskManager(include_path=str(TASKS), include_defaults=not all(is_file.values()))
+    manager = TaskManager(include_path=str(TASKS), include_defaults=not all(map(public.is_file, entries)))
     loaded: dict[str, Loaded] = {}
     for entry in entries:
-        if is_file[entry] and Path(entry) not in files:
-            known = [str(path) for path in files]
-            raise StageError(f"tasks: {entry} is no file below {TASKS}/ that ends in .yaml{_nearest(entry, known)}")
-        if not is_file[entry] and entry not in manager.task_index:
-            raise StageError(
-                f"tasks: {entry!r} is neither a task of lm-eval nor a file{_nearest(entry, manager.all_tasks)}"
-            )
-        with explained(_error(f"tasks: lm-eval cannot load {entry}")):
+        if not public.is_file(entry) and entry not in manager.task_index:
+            others = public.nearest(entry, manager.all_tasks)
+            raise StageError(f"tasks: {entry!r} is neither a task of lm-eval nor a file{others}")
+        with explained_task(entry, "load"):
             content = manager.load([entry])
             check_network(entry)
             for name, task in content["tasks"].items():
@@ -84,13 +73,19 @@ def load(entries: list[str], cache: Path) -> dict[str, Loaded]:
     return loaded
 
 
-def _error(what: str) -> Callable[[str], StageError]:
-    return lambda problem: StageError(f"{what}: {problem}")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, known, 3, 0.5)
-    return f": did you mean {' or '.join(found)}?" if found else ""
+@contextmanager
+def explained_task(entry: str, what: str) -> Iterator[None]:
+    """Have all that lm-eval raises as it loads or asks an entry of `tasks` be a StageError."""
+    try:
+        with explained(lambda problem: StageError(f"tasks: lm-eval cannot {what} {entry}: {problem}"), is_of_ranks):
+            yield
+    except StageError as error:
+        if isinstance(error.__context__, ModuleNotFoundError):  # such as evaluate, which has metrics, and nltk
+            raise StageError(
+                f"tasks: {entry} needs the package {error.__context__.name}, which would fetch more than data, or run "
+                "what the model writes: leave it out"
+            ) from None
+        raise
 
 
 def check_network(entry: str) -> None:
@@ -104,38 +99,30 @@ def check_network(entry: str) -> None:
 class _LocalDatasets:
     """In place of the module `datasets` in lm-eval: what it loads is here, or refused without a look-up."""
 
-    def __init__(self, cache: Path) -> None:
-        self._cache = str(cache)
+    def __init__(self, cache: Path, fetch: Fetch | None) -> None:
+        self._cache, self._fetch = str(cache), fetch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(datasets, name)
 
     def load_dataset(self, path: str, name: str | None = None, **options: Any) -> Any:
         """As in `datasets`; a name of the Hub is a directory in tasks/public/."""
-        options.pop("revision", None)
-        local = PUBLIC / path.replace("/", "--")
-        files = [*_flat(options.get("data_files"))] if path in _BUILDERS else [path] * Path(path).is_dir()
-        if outside := [file for file in files if TASKS not in Path(os.path.normpath(file)).parents]:
-            raise StageError(f"{outside[0]} is not below {TASKS}/, where DVC notices its changes: move it there")
-        if not files and not local.is_dir():
-            raise StageError(
-                f"the data set {path} is not in {local}: on a machine with internet access run `hf download "
-                f"--repo-type dataset {path} --local-dir {local}`"
-            )
-        found = path if files else str(local)
+        chosen = public.data_options(options)
+        files = public.local_files(path, chosen)
+        source = path if files else str(self._find(path, name, chosen, options))
         try:
-            return datasets.load_dataset(found, name, cache_dir=self._cache, **options)
+            return datasets.load_dataset(source, name, cache_dir=self._cache, **chosen)
         except datasets.exceptions.DatasetGenerationError as error:
-            raise StageError(f"{', '.join(files) or found} cannot be read: {one_line(error.__cause__)}") from None
+            raise StageError(f"{', '.join(files) or source} cannot be read: {one_line(error.__cause__)}") from None
 
-
-def _flat(files: Any) -> Iterator[str]:
-    """The names of `data_files`: a name, a list of names, or one of these for each split."""
-    if isinstance(files, (dict, list)):
-        for each in files.values() if isinstance(files, dict) else files:
-            yield from _flat(each)
-    elif files is not None:
-        yield str(files)
+    def _find(self, dataset: str, name: str | None, chosen: dict[str, Any], options: dict[str, Any]) -> Path:
+        try:
+            return public.find(dataset, name, chosen)
+        except StageError:
+            if self._fetch is None:
+                raise
+        self._fetch(dataset, name, options)
+        return public.find(dataset, name, chosen)
 
 
 def digest(tasks: dict[str, Any]) -> str:
@@ -175,6 +162,8 @@ def check(name: str, task: Any) -> None:
         raise StageError(f"tasks: {name} runs code that the model writes, or needs pictures or sound: leave it out")
     if callable(task.config.process_results):  # it compares in a way of its own
         return
+    if lacking := [metric for metric, function in task._metric_fn_list.items() if function is None]:
+        raise StageError(f"tasks: {name} uses {lacking[0]}, which is no metric of lm-eval: name another one")
     fields = [*_fields(task, task.config.doc_to_target), *_fields(task, task.config.doc_to_choice)]
     for split, rows in _rows(task):
         for number, row in enumerate(rows, start=1):
