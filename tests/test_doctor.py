@@ -310,7 +310,7 @@ def test_a_project_that_dvc_cannot_read(tmp_path: Path, dvc: Callable[..., Confi
     shutil.rmtree(tmp_path / ".git")
     without_git = errors(check)
     assert "has no .git: run `dvc config --local core.no_scm true`, or `git init`" in without_git
-    assert "merge" not in without_git
+    assert "merge" not in without_git.replace(str(tmp_path), "")
     shutil.rmtree(tmp_path / ".dvc")
     assert "you are not inside of a DVC repository" in errors(check)
 
