@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, fields
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -296,6 +296,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             f"note: {counts.structured_files:,} files have no rule (docs/formats.md): each of their strings is a "
             "document, or of CSV the file"
         )
+        if found := find_conversations(params, summary):
+            print(f"warning: {found[0]} has conversations, whose strings are separate documents: set {found[1]}")
     if silent := sorted(find_silent(results) - rejected_names):
         print(
             f"warning: {len(silent)} files have no text, and nothing in them was rejected, such as {silent[0]}: "
@@ -337,6 +339,22 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
         (f"{sum(used)} of {len(used)}", "splits reused", ""),
     )
     return "\n".join([*notes, counted])
+
+
+def find_conversations(params: ExtractParams, summary: splits.Summary) -> tuple[str, str] | None:
+    """A JSON Lines file without a rule whose first line has a list of messages, and the line for params.yaml."""
+    for split in summary.splits:
+        for file in splits.read_manifest(splits.SPLITS / split.manifest, split.digest):
+            if not file.path.endswith((".jsonl", ".ndjson")) or rules.find(params.records, file.path):
+                continue
+            with Path(params.raw_dir, file.path).open("rb") as raw, suppress(ValueError, RecursionError):
+                record = json.loads(raw.readline(1 << 20))
+                for name, value in record.items() if isinstance(record, dict) else ():
+                    first = value[0] if value and isinstance(value, list) else None
+                    if isinstance(first, dict) and ({"role", "content"} <= first.keys() or "from" in first):
+                        pattern = "**/*" + Path(file.path).suffix
+                        return file.path, f'records: [{{files: "{pattern}", messages: $.{name}}}]'
+    return None
 
 
 def find_silent(results: Iterable[SplitResult]) -> set[str]:
@@ -501,6 +519,8 @@ def preview(file: Path, params: ExtractParams) -> str:
     from stages.work import arrow
 
     path = os.path.relpath(file if file.exists() else Path(params.raw_dir, file), params.raw_dir)
+    if not Path(params.raw_dir, path).exists():
+        raise StageError(f"there is no {file}, here or below {params.raw_dir}")
     if path.startswith("..") or not Path(params.raw_dir, path).is_file() or not suffixes.find(path):
         raise StageError(
             f"{file} is no raw file below {params.raw_dir} that is read: name one, such as {params.raw_dir}/a.jsonl"
@@ -602,7 +622,8 @@ def too_many(number: int, rejected: list[Rejection], limit: int) -> list[str]:
     more = [f"... and {number - NUM_PRINTED} more"] * (number > NUM_PRINTED)
     is_encoding = any(entry.reason == "unknown encoding" for entry in rejected)
     fix = "set fallback_encoding, or fix them" if is_encoding else "fix them"
-    remedy = f"{number} files could not be read, max_rejected_files is {limit}: {fix}, or raise it (all: {METRICS})"
+    remedy = f"{number} files could not be read in full, and max_rejected_files is {limit}: {fix}, or raise it"
+    remedy += f", which keeps the rest of them (all: {METRICS})"
     return [*lines, *more, remedy]
 
 

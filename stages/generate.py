@@ -2,7 +2,7 @@
 
 Reads    outputs/<experiment_name>/model/, or another model directory
 Example  python -m stages.generate "Once upon a time"
-         python -m stages.generate --chat
+         python -m stages.generate --chat --system "You answer with one short sentence."
          python -m stages.generate --model DIR --temperature 0 < prompt.txt
 
 On a GPU if there is one. The same seed gives the same text on the same device.
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a turn of the user; without it, each line of standard input"
     )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: a system message, such as that of your data")
     parser.add_argument("--model", type=Path, metavar="DIR", help="default: that of the experiment in params.yaml")
     parser.add_argument(
         "--max-new-tokens", type=command.positive_integer, default=128, metavar="N", help="default: %(default)s"
@@ -55,6 +56,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.prompt is None and (sys.stdin is None or (sys.stdin.isatty() and not args.chat)):
         parser.error("give a prompt, as an argument or on standard input")
+    if args.system is not None and not args.chat:
+        parser.error("--system is the beginning of a conversation: give --chat, too")
     directory = args.model or outputs.directory(load_params(GenerateParams).experiment_name) / "model"
     if (directory / adapters.CONFIG).is_file():
         raise StageError(
@@ -80,7 +83,7 @@ def main() -> None:
             torch.manual_seed(args.seed)
             streamer = TextStreamer(tokenizer, skip_prompt=args.chat, skip_special_tokens=True)  # such as the EOS
             encoder = chat_encoder(directory, model.generation_config.eos_token_id) if args.chat else None
-            messages: list[dict[str, str]] = []
+            messages = [] if args.system is None else [{"role": "system", "content": given(args.system)}]
             for prompt in prompts:
                 if encoder:
                     messages.append({"role": "user", "content": prompt})

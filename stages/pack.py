@@ -132,7 +132,7 @@ _MAX_TIMES = 2
 _REMEDIES = {
     "longer than a row": "raise seq_length",
     "the chat template": "set chat_template to the file of one that writes them, or correct the conversations",
-    "nothing of it is trained": "map the role of its answers with `roles` in the rule, or change train_on",
+    "nothing of it is trained": "give its answers text, map their role with `roles` in the rule, or change train_on",
     "train_on": "change train_on",
 }
 """By the beginning of the reason why conversations were refused."""
@@ -304,7 +304,7 @@ def conversations_row(counts: packing.Counts) -> Row:
         most = max(counts.refused, key=lambda reason: counts.refused[reason])
         reason = next((each.reason for each in counts.first_refused if each.reason.startswith(most)), most)
         number_of_most = f"{counts.refused[most]} of {number} refused conversations"
-        print(f"note: {number_of_most} are like this one: {reason} (see {METRICS})")
+        print(f"note: {number_of_most}: {reason} (see {METRICS})")
     share = counts.num_trained / max(1, counts.num_tokens)
     return counts.num_conversations, "conversations", f"{share:.1%} of their tokens trained; {number:,} more refused"
 

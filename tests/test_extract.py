@@ -1144,7 +1144,9 @@ def test_too_many_rejected_files_fail_after_all_were_read() -> None:
     lines = str(error.value).splitlines()
     assert lines[0] == "00.json: invalid JSON at line 1, character 2: the document does not end"
     assert lines[-2] == "... and 6 more"
-    assert lines[-1].startswith("26 files could not be read, max_rejected_files is 25: fix them, or raise it")
+    assert lines[-1].startswith(
+        "26 files could not be read in full, and max_rejected_files is 25: fix them, or raise it"
+    )
     metrics = json.loads(Path("data/extract.json").read_text())
     assert metrics["rejected"] == {"invalid JSON": 25, "invalid YAML": 1}
     assert metrics["rejections"][24]["path"] == "\\xff.json"  # in bytes, as no text has it

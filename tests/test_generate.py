@@ -97,6 +97,8 @@ def test_a_model_with_a_template_can_be_talked_to(
     assert alone in text_of("--chat", "--max-new-tokens", "5", *GREEDY, stdin=b"Hello\n\nAgain\n")
     assert [message["role"] for message in seen[-1][0]] == ["user", "assistant", "user"]
     assert seen[-1][0][-1]["content"] == "Again"
+    text_of("--chat", "Hello", "--system", "Be short", "--max-new-tokens", "5", *GREEDY)
+    assert seen[-1][0] == [{"role": "system", "content": "Be short"}, {"role": "user", "content": "Hello"}]
     (model / "chat_template.jinja").write_text("{{ raise_exception('only two roles') }}")
     with pytest.raises(StageError, match="--chat: the chat template fails: only two roles"):
         text_of("--chat", "Hello")

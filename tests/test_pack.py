@@ -668,7 +668,7 @@ def test_what_gives_no_tokens_is_counted_and_listed(capsys: pytest.CaptureFixtur
     make_corpus([[chat("a", "b"), long, chat("nobody answers")], [chat("a", "b")]])
     found = run(seq_length=64)["train"]["conversations"]
     assert found["refused"] == {"longer than a row": 1, "nothing of it is trained": 1}
-    warning = "warning: 25% of the conversations are refused, so not trained: map the role of its answers with `roles`"
+    warning = "warning: 25% of the conversations are refused, so not trained: give its answers text, map their role"
     assert warning in capsys.readouterr().out
     first, second = found["first_refused"]
     reason = r"longer than a row: 1.. tokens, and seq_length is 64"
@@ -678,7 +678,7 @@ def test_what_gives_no_tokens_is_counted_and_listed(capsys: pytest.CaptureFixtur
     assert metrics()["train"]["conversations"]["conversations"] == 2
     make_corpus([[chat("a", "b"), *[long] * 3, chat("nobody answers")], [chat("a", "b")]])
     assert "; 4 more refused\n" in run_stage(seq_length=64)
-    note = rf"note: 3 of 4 refused conversations are like this one: {reason} \(see data/pack.json\)\n"
+    note = rf"note: 3 of 4 refused conversations: {reason} \(see data/pack.json\)\n"
     assert re.search(note, capsys.readouterr().out)
 
 

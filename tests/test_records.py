@@ -280,7 +280,13 @@ def test_files_without_a_rule_are_told_once(capsys: pytest.CaptureFixture[str]) 
     put({"a.jsonl": jsonl({"messages": CHAT}), "b.yaml": "a: b", "c.csv": "text\na", "d.txt": "d"})
     for _ in range(2):  # then from the store
         extract_raw(num_splits=2)
-        assert "note: 3 files have no rule (docs/formats.md): each of their strings is" in capsys.readouterr().out
+        output = capsys.readouterr().out
+        assert "note: 3 files have no rule (docs/formats.md): each of their strings is" in output
+        line = 'records: [{files: "**/*.jsonl", messages: $.messages}]'
+        assert f"warning: a.jsonl has conversations, whose strings are separate documents: set {line}" in output
+    put({"a.jsonl": jsonl({"messages": [1], "text": "b"})})
+    extract_raw(num_splits=2)
+    assert "has conversations" not in capsys.readouterr().out
     extract_raw(num_splits=2, records=[{"files": "?.yaml", "text": "$"}, {"files": "*"}])
     assert "have no rule" not in capsys.readouterr().out
 
@@ -686,11 +692,16 @@ def test_the_preview_shows_what_the_rules_make_of_a_file() -> None:
     assert '--- 1: a conversation\n{\n  "messages": [\n    {\n      "role": "user",' in show("c/chat.jsonl", *rules)
     assert show("a.jsonl").startswith("a.jsonl: no rule: each string is a document\n--- 1: a document\ntext 0\n")
     assert "x... (5000 characters)\n1 rows" in show("d.txt", *rules)
-    assert show("e.jsonl").endswith("0 rows\ne.jsonl: invalid JSON at line 1: the document does not end")
+    for broken in ("{", '{"a": "b\n', '{"a": "b\r\n'):
+        put({"e.jsonl": broken})
+        assert show("e.jsonl").endswith("0 rows\ne.jsonl: invalid JSON at line 1: the document does not end")
     assert show("f.json", min_chars=4).endswith("0 rows, of 4 characters or more")
     assert show("g.json").endswith("0 rows, as it has no text")
-    for name in ("nothing.jsonl", "data", "../a.jsonl"):
-        with pytest.raises(StageError, match="is no raw file below data/raw that is read"):
+    for name, problem in (
+        ("nothing.jsonl", "there is no nothing.jsonl"),
+        ("data", "data is no raw file below data/raw"),
+    ):
+        with pytest.raises(StageError, match=problem):
             show(name)
     assert not CORPUS.exists()
 

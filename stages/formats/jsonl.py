@@ -71,7 +71,7 @@ def _read_lines(text: str, first: int, into: "json_format.Strings | Records", li
             add(document)
             end_record()
         elif line.strip():  # several documents, or an error
-            _read_line(io.BytesIO(line.encode()), into, limits)
+            _read_line(io.BytesIO(line.removesuffix("\r").encode()), into, limits)
 
 
 def _read_line(line: BinaryIO, into: "json_format.Strings | Records", limits: Limits) -> None:
