@@ -320,7 +320,7 @@ def test_trap_06_encodings_are_detected(capsys: pytest.CaptureFixture[str]) -> N
     )
     assert message in capsys.readouterr().out
     with pytest.raises(
-        StageError, match=r"3 files could not be read, .*: set fallback_encoding, or fix them, or raise"
+        StageError, match=r"3 files could not be read in full, .*: set fallback_encoding, or fix them, or raise"
     ):
         extract_raw(fallback_encoding=None)
     check(

@@ -161,6 +161,7 @@ PLACE = Place(device(), ranks=2, nodes=1, commit="abc", threads=1)
 def test_what_may_give_other_bits_is_named(
     monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], obstacle: str | None
 ) -> None:
+    monkeypatch.setattr(segments_module, "variables", dict)  # as this machine may set some
     given = {"place": None, "packages": packages(), "start": 3, **change}
     states = {6: mock.Mock(place=given["place"])}
     manifests = {3: mock.Mock(step=3), 6: mock.Mock(packages=given["packages"])}
