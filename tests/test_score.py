@@ -516,7 +516,7 @@ def test_public_tasks_are_asked_in_a_namespace_without_a_network(project: Projec
     change_weights(Path("outputs/exp/model"))
     project.set(tasks=names, task_limit=2, runtime={"nproc_per_node": 2})
     output = project.run(*(IN_A_NAMESPACE if CAN_UNSHARE else ()), "python", "-m", "stages.score", timeout=600)
-    assert re.findall(r"score: (\w+) (?:acc|exact_match)", output) == names, output
+    assert re.findall(r"^ +[\d.]+  (\w+) (?:acc|exact_match) ", output, re.M) == names, output
 
 
 def write_code_that_asks_the_network() -> None:
