@@ -139,8 +139,8 @@ def download(build: str, python: str, glibc: int, machine: str, wheels: Path) ->
 def copy_model(tracked: "set[str]", hf: Path) -> None:
     """Copy a model of the Hub as its cache has it, compared with its manifest; git or DVC must have another one."""
     from stages.base import publish
+    from stages.base.files import check_files
     from stages.base.params_file import load_params
-    from stages.base.record import check_files
     from stages.download import DownloadParams
     from stages.model.license import LICENSE, ModelLicense
     from stages.model.manifest import MODEL_MANIFEST, REMEDY, ModelManifest

@@ -19,11 +19,11 @@ from pydantic import ByteSize, Field, PositiveInt
 
 from stages.base import command, history, outputs, publish
 from stages.base.errors import StageError
+from stages.base.files import check_files
 from stages.base.origin import DATA_METRICS, find_data_metrics
 from stages.base.outputs import ExperimentName
 from stages.base.packed import METRICS, PackMetrics, fingerprint
 from stages.base.params_file import load_params
-from stages.base.record import check_files
 from stages.base.summary import Row, table
 from stages.checkpointing import layout
 from stages.checkpointing.layout import METADATA, MODEL, TensorEntry

@@ -22,9 +22,9 @@ from tqdm import tqdm
 from stages.base import code, command, publish
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
+from stages.base.files import JsonFile
 from stages.base.origin import DATA_METRICS, Origin
 from stages.base.params_file import load_params
-from stages.base.record import JsonFile
 from stages.base.summary import table
 from stages.duplicates import finding, signatures
 from stages.duplicates.finding import Dropped, SignedCorpus
@@ -148,11 +148,10 @@ def deduplicate(params: DeduplicateParams, runtime: DeduplicateRuntime) -> str:
         metrics.write(METRICS)
     found = metrics.all
     num_dropped = found.equal + found.similar
-    kept = found.documents - num_dropped, "documents", f"kept of {found.documents:,}"
     if params.deduplicate is None:
-        return table((*kept[:2], "all are kept, as deduplicate is null"))
+        return table((found.documents, "documents", "all are kept, as deduplicate is null"))
     return table(
-        kept,
+        (found.documents - num_dropped, "documents", f"kept of {found.documents:,}"),
         (num_dropped, "dropped", f"{found.equal:,} equal, {found.similar:,} similar"),
         (f"{num_reused} of {len(corpus.shards)}", "splits reused", ""),
     )

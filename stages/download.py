@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from stages.base import command, process, publish
 from stages.base.errors import StageError, explained, is_out_of_memory
+from stages.base.files import FileEntry, RelativePath
 from stages.base.names import printable
 from stages.base.params_file import load_params
-from stages.base.record import FileEntry, RelativePath
 from stages.base.summary import table
 from stages.model import headers, hub, hub_cache, tokenizer
 from stages.model.files import CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG

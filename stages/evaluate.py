@@ -17,11 +17,11 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from stages.base import command, history, outputs, publish, summary
 from stages.base.errors import StageError
+from stages.base.files import check_files
 from stages.base.history import Row
 from stages.base.outputs import ExperimentName
 from stages.base.packed import METRICS, REMEDY, VALIDATION, PackedTokens, PackMetrics, RowsMetrics
 from stages.base.params_file import load_params
-from stages.base.record import check_files
 from stages.evaluation.request import QUANTIZED, LossSum, Measurements, Request, Trained, ask_ranks, stored_dtype
 from stages.export.evaluation import Evaluation, Loss, bits_per_byte, perplexity
 from stages.export.lineage import Lineage

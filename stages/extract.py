@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, fields
 from itertools import chain, groupby, islice
@@ -25,11 +25,11 @@ from tqdm import tqdm
 from stages.base import code, command, publish
 from stages.base.dataset import Dataset, Shard
 from stages.base.errors import StageError
+from stages.base.files import JsonFile
 from stages.base.names import printable
 from stages.base.origin import Origin
 from stages.base.params_file import load_params
 from stages.base.process import paused_collector
-from stages.base.record import JsonFile
 from stages.base.summary import table
 from stages.formats import rules
 from stages.formats.limits import LIMITS, Limits
@@ -248,8 +248,7 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
 
     summary = splits.read_summary(splits.SPLITS)
     if params.records:
-        manifests = (splits.read_manifest(splits.SPLITS / split.manifest, split.digest) for split in summary.splits)
-        rules.check_files(params.records, sorted({file.path for file in chain.from_iterable(manifests)}))
+        rules.check_files(params.records, sorted({*raw_paths(summary)}))
     store = reuse.Store(reuse.root(), SplitResult)
     # With the versions of packages, unlike run_id: another parser may read other text, and a split costs only minutes.
     code_digest = code.digest_with_packages("stages.extract")
@@ -341,19 +340,25 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
     return "\n".join([*notes, counted])
 
 
-def find_conversations(params: ExtractParams, summary: splits.Summary) -> tuple[str, str] | None:
-    """A JSON Lines file without a rule whose first line has a list of messages, and the line for params.yaml."""
+def raw_paths(summary: splits.Summary) -> Iterator[str]:
+    """Of the files in all splits; that of a file in parts comes once for each."""
     for split in summary.splits:
-        for file in splits.read_manifest(splits.SPLITS / split.manifest, split.digest):
-            if not file.path.endswith((".jsonl", ".ndjson")) or rules.find(params.records, file.path):
-                continue
-            with Path(params.raw_dir, file.path).open("rb") as raw, suppress(ValueError, RecursionError):
-                record = json.loads(raw.readline(1 << 20))
-                for name, value in record.items() if isinstance(record, dict) else ():
-                    first = value[0] if value and isinstance(value, list) else None
-                    if isinstance(first, dict) and ({"role", "content"} <= first.keys() or "from" in first):
-                        pattern = "**/*" + Path(file.path).suffix
-                        return file.path, f'records: [{{files: "{pattern}", messages: $.{name}}}]'
+        yield from (file.path for file in splits.read_manifest(splits.SPLITS / split.manifest, split.digest))
+
+
+def find_conversations(params: ExtractParams, summary: splits.Summary) -> tuple[str, str] | None:
+    """A file of JSON Lines without a rule that begins with a conversation, and the line for params.yaml.
+
+    Of the first files alone: there may be a million.
+    """
+    lines = (path for path in raw_paths(summary) if path.endswith((".jsonl", ".ndjson")))
+    for path in islice((path for path in lines if not rules.find(params.records, path)), NUM_PRINTED):
+        with suppress(OSError, ValueError, RecursionError), Path(params.raw_dir, path).open("rb") as raw:
+            record = json.loads(raw.readline(1 << 20))
+            for name, value in record.items() if isinstance(record, dict) else ():
+                first = value[0] if value and isinstance(value, list) else None
+                if isinstance(first, dict) and ({"role", "content"} <= first.keys() or "from" in first):
+                    return path, f'records: [{{files: "**/*{Path(path).suffix}", messages: $.{name}}}]'
     return None
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from stages.base import command, outputs, publish
 from stages.base.errors import StageError
+from stages.base.files import DamagedFile
 from stages.base.history import HISTORY, SPEED, History
 from stages.base.params_file import load_params
-from stages.base.record import DamagedFile
 from stages.base.shared_disk import refresh
 from stages.base.summary import Row, table
 from stages.checkpointing.decision import begin, decide, find
@@ -145,7 +145,7 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
     Returns:
         An exit status: 0, if the run has finished.
     """
-    decision = decide(run, how_to_resume(runtime), find(run))
+    decision = decide(run, how_to_resume(runtime), find(run))  # a finished run needs no ranks to be checked
     if decision.action == "finished":
         print_line(decision.reason)
         return 0

@@ -28,13 +28,13 @@ from pydantic import TypeAdapter, ValidationError
 from stages.base import code, command, outputs, publish
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
+from stages.base.files import DamagedFile
 from stages.base.identity import RunIdentity
 from stages.base.names import printable
 from stages.base.origin import DATA_METRICS, Origin
 from stages.base.outputs import ExperimentName
 from stages.base.packed import TRAIN, VALIDATION
 from stages.base.params_file import PARAMS_FILE, as_yaml, flatten, load_params
-from stages.base.record import DamagedFile
 from stages.checkpointing import layout, run
 from stages.deduplicate import DeduplicateParams
 from stages.export.lineage import Lineage

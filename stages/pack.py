@@ -22,6 +22,7 @@ from tqdm import tqdm
 from stages.base import code, command, process, publish
 from stages.base.dataset import STATE, Dataset, Shard
 from stages.base.errors import StageError, explained, one_line
+from stages.base.files import check_files
 from stages.base.origin import DATA_METRICS, Origin
 from stages.base.packed import (
     METRICS,
@@ -35,7 +36,6 @@ from stages.base.packed import (
     fingerprint,
 )
 from stages.base.params_file import load_params
-from stages.base.record import check_files
 from stages.base.summary import Row, table
 from stages.model.manifest import ModelManifest
 from stages.tokenizing import chat_template, comparison, encoding, fast_tokenizer, packing, vocabulary

@@ -22,9 +22,9 @@ from pydantic import Field, PositiveInt
 from stages.base import command, outputs, publish
 from stages.base.command import format_gib
 from stages.base.errors import StageError, one_line
+from stages.base.files import JsonFile
 from stages.base.packed import METRICS, TRAIN, VALIDATION, PackedTokens, PackMetrics
 from stages.base.params_file import load_params
-from stages.base.record import JsonFile
 from stages.base.summary import Row, table
 from stages.checkpointing.decision import decide, find
 from stages.checkpointing.layout import checkpoint_root, size_of
@@ -161,8 +161,9 @@ def main() -> None:
             could_adapt = params.lora_r is None and bool(model.weights)
             memory_plan.check_fits(peak, peaks, limit, "plan.gpu_memory_gb", could_adapt)
         rows = preview(params, model)
-        plan = dataclasses.replace(plan, num_ranks=num_ranks, peak=peak, peaks=peaks or None)
-        plan = dataclasses.replace(plan, decayed_parameters=_num_decayed(params, model))
+        plan = dataclasses.replace(
+            plan, decayed_parameters=_num_decayed(params, model), num_ranks=num_ranks, peak=peak, peaks=peaks or None
+        )
         plan.write(outputs.PLAN)
         publish.write_text(outputs.ROWS, rows)
     print(table(*_summary(params, runtime, plan, model, step)))

@@ -19,10 +19,10 @@ from typing import Annotated
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from stages.base import command, outputs, publish
+from stages.base.files import check_files
 from stages.base.outputs import ExperimentName
 from stages.base.packed import fingerprint
 from stages.base.params_file import load_params
-from stages.base.record import check_files
 from stages.base.summary import Row, table
 from stages.export.lineage import Lineage
 from stages.export.scores import Scores, Summary, TaskScore

@@ -6,8 +6,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from stages.base.files import FileEntry
 from stages.base.publish import write_text
-from stages.base.record import FileEntry
 from stages.model.manifest import TOKENIZER, ModelManifest
 
 EOS, SPELLING = 0, "<|endoftext|>"

@@ -199,7 +199,7 @@ def seeds() -> dict[str, list[bytes]]:
     import zstandard
 
     from stages.base.dataset import STATE, Dataset, Shard
-    from stages.base.record import FileEntry
+    from stages.base.files import FileEntry
     from stages.splits.manifests import Part, RawFile, write_manifest
     from tests.trainings import checkpoint_manifest, train_state
 

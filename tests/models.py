@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
 
-from stages.base.record import FileEntry
+from stages.base.files import FileEntry
 from stages.model import adapters, hub, meta
 from stages.model.manifest import ModelManifest
 

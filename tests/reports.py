@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from stages.base import outputs, publish
+from stages.base.files import write_sealed
 from stages.base.origin import DATA_METRICS
-from stages.base.record import write_sealed
 
 PHASES = ("data", "forward", "backward", "update", "validation", "saving", "other")
 MODEL = Path("outputs/exp/model")

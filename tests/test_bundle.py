@@ -20,7 +20,7 @@ from huggingface_hub import snapshot_download
 from scripts import bundle
 from stages.base import publish
 from stages.base.errors import StageError
-from stages.base.record import FileEntry
+from stages.base.files import FileEntry
 from tests.byte_model import make_model
 from tests.hub_server import Hub
 from tests.project import REPO, Project, flip_bit, make_pipeline

@@ -31,10 +31,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig, Lfm
 from stages import consolidate, download
 from stages.base import publish
 from stages.base.errors import StageError
+from stages.base.files import FileEntry
 from stages.base.identity import Adoption
 from stages.base.origin import DATA_METRICS, Origin
 from stages.base.packed import ConversationMetrics, fingerprint
-from stages.base.record import FileEntry
 from stages.checkpointing import layout
 from stages.checkpointing.layout import TensorEntry
 from stages.checkpointing.pointer import RunPointer, pointer_path

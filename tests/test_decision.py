@@ -8,9 +8,9 @@ from typing import Any, Literal
 import pytest
 
 from stages.base.errors import StageError
+from stages.base.files import FileEntry, write_sealed
 from stages.base.identity import Adoption, RunIdentity, TokenFingerprints
 from stages.base.params_file import load_params
-from stages.base.record import FileEntry, write_sealed
 from stages.checkpointing import decision, run
 from stages.checkpointing.decision import Found, decide
 from stages.checkpointing.layout import MANIFEST, CheckpointManifest, list_checkpoints, step_name, verify

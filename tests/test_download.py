@@ -33,8 +33,8 @@ from transformers import (
 from stages import download
 from stages.base import publish
 from stages.base.errors import StageError
+from stages.base.files import FileEntry
 from stages.base.params_file import load_params
-from stages.base.record import FileEntry
 from stages.download import DownloadParams
 from stages.forward.load_probe import changed_by_loading
 from stages.model import headers, hub, hub_cache, meta

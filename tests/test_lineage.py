@@ -11,9 +11,9 @@ import pytest
 
 from stages import lineage
 from stages.base.errors import StageError
+from stages.base.files import write_sealed
 from stages.base.origin import DATA_METRICS, Origin
 from stages.base.params_file import load_params
-from stages.base.record import write_sealed
 from stages.extract import ExtractParams
 from stages.formats.raw_content import is_unchanged
 from stages.splits.manifests import Part

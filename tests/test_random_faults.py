@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from stages.base.errors import StageError
-from stages.base.record import FileEntry
+from stages.base.files import FileEntry
 from stages.checkpointing.layout import CheckpointManifest, TensorEntry, step_name
 from tests.project import Project, flip_bit, wait_for
 from tests.random_faults import began_again, delete_empty, digests, find_lost, find_processes, role, table

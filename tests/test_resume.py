@@ -24,7 +24,7 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 from stages.base.errors import StageError
-from stages.base.record import DamagedFile
+from stages.base.files import DamagedFile
 from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.checkpointing.state import STATE, TrainMetrics, TrainState
 from stages.launching.agreement import check_once, check_together

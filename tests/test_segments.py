@@ -15,9 +15,9 @@ import pytest
 
 from stages.base import publish
 from stages.base.errors import StageError
+from stages.base.files import FileEntry
 from stages.base.identity import Adoption
 from stages.base.params_file import load_params
-from stages.base.record import FileEntry
 from stages.checkpointing.layout import CheckpointManifest, step_name, verify
 from stages.checkpointing.run import packages
 from stages.checkpointing.state import Place

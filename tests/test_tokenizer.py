@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from stages.base.errors import StageError
+from stages.base.files import FileEntry
 from stages.base.publish import read_json, write_json, write_text
-from stages.base.record import FileEntry
 from stages.model.manifest import TOKENIZER, ModelManifest
 from stages.model.tokenizer import check_exported, compared_with_file, load
 from stages.pack import PackParams, find_tokenizer_spec

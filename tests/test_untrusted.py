@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from stages.base.dataset import Dataset, Shard
 from stages.base.errors import StageError
+from stages.base.files import DamagedFile, FileEntry
 from stages.base.history import HISTORY, SPEED
 from stages.base.names import is_utf8, printable
 from stages.base.params_file import load_params
-from stages.base.record import DamagedFile, FileEntry
 from stages.checkpointing import metadata, retention, saver
 from stages.checkpointing.layout import CheckpointManifest, verify
 from stages.checkpointing.pointer import RunPointer

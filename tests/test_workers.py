@@ -154,7 +154,7 @@ def test_processes_open_no_socket_and_write_nothing() -> None:
 def test_a_cluster_is_asked_for_the_code_of_all_data_stages() -> None:
     """And for that of `score` that reads the training documents."""
     modules = [*DATA_STAGES, "scoring.contamination"]
-    assert tuple(f"stages.{module}" for module in modules) == cluster._STAGES
+    assert tuple(f"stages.{module}" for module in modules) == cluster._MODULES
 
 
 @pytest.mark.slow

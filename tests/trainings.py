@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from stages.base.files import FileEntry
 from stages.base.identity import RunIdentity, TokenFingerprints
-from stages.base.record import FileEntry
 from stages.checkpointing.layout import FORMAT, CheckpointManifest, list_checkpoints, step_name, verify
 from stages.checkpointing.pointer import RunPointer
 from stages.checkpointing.state import ScalerState, TrainState

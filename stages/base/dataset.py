@@ -12,7 +12,7 @@ from pydantic import Field, TypeAdapter
 
 from stages.base import publish
 from stages.base.errors import StageError
-from stages.base.record import FileName, check_files, damaged
+from stages.base.files import FileName, check_files, damaged
 
 STATE = "state.json"
 INFO = "dataset_info.json"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from stages.base import code, publish
 from stages.base.errors import StageError
-from stages.base.record import JsonFile
+from stages.base.files import JsonFile
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

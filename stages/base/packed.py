@@ -6,9 +6,9 @@ from typing import ClassVar, NamedTuple
 
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
+from stages.base.files import JsonFile
 from stages.base.origin import Origin
 from stages.base.publish import sha256_json
-from stages.base.record import JsonFile
 
 TOKENS = Path("data/tokens")
 TRAIN = TOKENS / "train"

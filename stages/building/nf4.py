@@ -76,8 +76,8 @@ class Nf4Linear(nn.Linear):
         return output
 
 
-# Operators of their own: torch.compile would keep codes or values of a weight for the backward pass, up to six bytes of
-# each, where it finds them computed twice. What they need of `input` is nothing: W has no gradient.
+# Operators of their own: torch.compile finds the values of a weight computed twice, and would keep them for the
+# backward pass. That needs nothing of `input`, as W has no gradient.
 @torch.library.custom_op("stages::nf4_product", mutates_args=())
 def product(input: Tensor, packed: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
     """`x W^T + b`: (..., in_features) -> (..., rows)."""

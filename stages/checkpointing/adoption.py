@@ -4,9 +4,9 @@ import dataclasses
 from pathlib import Path
 
 from stages.base import publish
+from stages.base.files import FileEntry
 from stages.base.history import HISTORY, SPEED, History
 from stages.base.identity import Adoption
-from stages.base.record import FileEntry
 from stages.checkpointing.layout import CheckpointManifest, verify
 from stages.checkpointing.run import Run, differences
 from stages.checkpointing.state import STATE, TrainState

@@ -14,8 +14,8 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from stages.base.errors import StageError
+from stages.base.files import DamagedFile, first_problem
 from stages.base.identity import RunIdentity
-from stages.base.record import DamagedFile, first_problem
 from stages.checkpointing import retention
 from stages.checkpointing.adoption import adopt
 from stages.checkpointing.layout import (

@@ -24,9 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from stages.base import outputs, publish
 from stages.base.errors import MAY_PASS, StageError, as_stage_error
-from stages.base.history import HISTORY
-from stages.base.identity import Adoption, RunId, RunIdentity
-from stages.base.record import (
+from stages.base.files import (
     DamagedFile,
     FileEntry,
     RelativePath,
@@ -36,6 +34,8 @@ from stages.base.record import (
     read_sealed,
     write_sealed,
 )
+from stages.base.history import HISTORY
+from stages.base.identity import Adoption, RunId, RunIdentity
 from stages.base.shared_disk import refresh
 
 MANIFEST = "manifest.json"

@@ -15,9 +15,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from stages.base.errors import explained
+from stages.base.files import damaged
 from stages.base.names import is_file_name
 from stages.base.process import paused_collector
-from stages.base.record import damaged
 from stages.checkpointing.layout import METADATA, REMEDY
 
 _OF_METADATA = (

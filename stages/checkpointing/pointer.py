@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from stages.base import outputs
 from stages.base.errors import StageError
+from stages.base.files import FileName, JsonFile
 from stages.base.identity import Adoption, RunId, RunIdentity
-from stages.base.record import FileName, JsonFile
 from stages.checkpointing.layout import MANIFEST, CheckpointManifest, checkpoint_root
 
 _TRAIN_AGAIN = "dvc repro -f -s train"

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 from stages.base import publish
 from stages.base.errors import StageError, Unavailable, as_stage_error
+from stages.base.files import FileEntry
 from stages.base.process import paused_collector
-from stages.base.record import FileEntry
 from stages.base.shared_disk import refresh, wait_for_file
 from stages.checkpointing import retention
 from stages.checkpointing.layout import (

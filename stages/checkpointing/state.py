@@ -11,8 +11,8 @@ from typing import ClassVar
 import numpy as np
 
 from stages.base import history
+from stages.base.files import JsonFile, damaged
 from stages.base.history import HISTORY, SPEED, Row
-from stages.base.record import JsonFile, damaged
 from stages.checkpointing.layout import REMEDY, CheckpointManifest
 
 STATE = "state.json"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stages.base.record import check_files
+from stages.base.files import check_files
 from stages.base.splitmix64 import next_value
 from stages.duplicates import shingles
 from stages.work import arrow, reuse

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 import psutil
 
 from stages.base.command import format_gib
+from stages.base.files import JsonFile
 from stages.base.publish import read_json
-from stages.base.record import JsonFile
 from stages.export.evaluation import Sample
 from stages.model import headers
 from stages.model.files import CONFIG

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from stages.base.record import JsonFile
+from stages.base.files import JsonFile
 
 
 def perplexity(loss: float) -> float:

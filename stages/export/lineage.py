@@ -9,9 +9,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
+from stages.base.files import FileName, RelativePath, SealedJsonFile
 from stages.base.identity import Adoption, RunId, TokenFingerprints
 from stages.base.origin import Origin
-from stages.base.record import FileName, RelativePath, SealedJsonFile
 
 DataStage = Annotated[str, Field(pattern="^(organize|extract|deduplicate|pack)$")]
 

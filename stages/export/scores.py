@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stages.base.record import JsonFile
+from stages.base.files import JsonFile
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from stages.base import publish
 from stages.base.errors import StageError
 from stages.base.file_lock import exclusive, open_lock, try_exclusive
+from stages.base.files import DamagedFile, compare, damaged
 from stages.base.identity import RunIdentity
-from stages.base.record import DamagedFile, compare, damaged
 from stages.base.shared_disk import refresh, wait_for_file
 from stages.checkpointing.run import Run, differences, packages
 from stages.forward.distributed import run_on_all_ranks, run_on_rank0

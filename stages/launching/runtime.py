@@ -14,9 +14,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from stages.base.errors import StageError
+from stages.base.files import first_problem
 from stages.base.identity import RunIdentity
 from stages.base.params_file import load_params
-from stages.base.record import first_problem
 from stages.checkpointing.decision import Decision, Resume
 from stages.checkpointing.retention import CheckpointRuntime
 from stages.checkpointing.run import Run, describe, differences

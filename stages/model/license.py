@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import yaml
 
-from stages.base.record import FileEntry, FileName, SealedJsonFile
+from stages.base.files import FileEntry, FileName, SealedJsonFile
 from stages.model.files import CARD
 
 LICENSE = Path("data/license.json")

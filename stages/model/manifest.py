@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from stages.base.errors import StageError
-from stages.base.record import FileEntry, FileName, RelativePath, SealedJsonFile, check_files
+from stages.base.files import FileEntry, FileName, RelativePath, SealedJsonFile, check_files
 from stages.model import hub_cache
 from stages.model.adapters import LinearKind
 from stages.model.files import CONFIG

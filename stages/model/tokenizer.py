@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from stages.base.errors import StageError, explained
+from stages.base.files import FileEntry
 from stages.base.names import is_file_name
-from stages.base.record import FileEntry
 from stages.model.files import TOKENIZER
 from stages.model.manifest import ModelManifest
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from stages.base.command import USER_ERROR
 from stages.base.errors import StageError
-from stages.base.record import JsonFile
+from stages.base.files import JsonFile
 from stages.ranks import handoff, torchrun
 
 if TYPE_CHECKING:

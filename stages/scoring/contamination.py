@@ -21,8 +21,8 @@ from tqdm import tqdm
 from stages.base import code, publish
 from stages.base.dataset import Dataset
 from stages.base.errors import StageError
+from stages.base.files import check_files
 from stages.base.packed import METRICS, PackMetrics
-from stages.base.record import check_files
 from stages.duplicates.shingles import Hashes, of_texts, shingles_of
 from stages.duplicates.signatures import document
 from stages.tokenizing.packing import Side, batches_of, without

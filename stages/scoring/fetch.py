@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stages.base.errors import StageError, explained
-from stages.base.record import FileEntry, compare
+from stages.base.files import FileEntry, compare
 from stages.model.license import is_license_file
 from stages.scoring import network, public
 from stages.scoring.public import DataSet, Manifest

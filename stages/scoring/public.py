@@ -16,7 +16,7 @@ import yaml
 
 from stages.base import publish
 from stages.base.errors import StageError, explained
-from stages.base.record import FileEntry, JsonFile, RelativePath, check_files
+from stages.base.files import FileEntry, JsonFile, RelativePath, check_files
 
 TASKS = Path("tasks")
 PUBLIC = TASKS / "public"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from stages.base.record import JsonFile
+from stages.base.files import JsonFile
 from stages.evaluation.request import remedies_for, weight_bytes
 from stages.export.scores import Summary
 from stages.ranks import asking

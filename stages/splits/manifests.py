@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from stages.base.errors import StageError
+from stages.base.files import JsonFile, check_files, damaged
 from stages.base.names import is_inside
 from stages.base.origin import Origin
 from stages.base.publish import sha256_file
-from stages.base.record import JsonFile, check_files, damaged
 from stages.splits import suffixes
 
 SPLITS = Path("data/splits")

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from stages.base.dataset import Shard
 from stages.base.errors import StageError
+from stages.base.files import WRITTEN, compare
 from stages.base.packed import RefusedConversation
-from stages.base.record import WRITTEN, compare
 from stages.tokenizing.chat_template import Refused
 from stages.tokenizing.conversations import ID_MASK, START, TRAINED, WHOLE, ConversationEncoder
 from stages.tokenizing.encoding import Encoder, TokenizerSpec, Tokens

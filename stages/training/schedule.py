@@ -35,9 +35,8 @@ class ScheduleParams:
 def lr_ratio(params: ScheduleParams, total_steps: int, steps_done: int) -> float:
     """The learning rate of the optimizer step after `steps_done` ones, as a fraction of `lr`."""
     if steps_done < params.warmup_steps:
-        return (
-            steps_done + 1
-        ) / params.warmup_steps  # + 1: a first step with a rate of 0 would use up its rows for nothing
+        # + 1: a first step with a rate of 0 would use up its rows for nothing.
+        return (steps_done + 1) / params.warmup_steps
     if params.lr_schedule == "constant":
         return 1.0
     # With `lr_decay_steps` the rates do not depend on the length of the run: a longer one can adopt its checkpoints.

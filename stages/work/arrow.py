@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from stages.base.dataset import Shard
 from stages.base.errors import explained
-from stages.base.record import damaged
+from stages.base.files import damaged
 
 Features = dict[str, Any]
 """The type of each column, by its name, as `datasets` writes them."""

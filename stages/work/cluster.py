@@ -24,7 +24,7 @@ from stages.base.errors import StageError
 from stages.work import workers
 
 _ROOT = str(Path(__file__).parents[2])
-_STAGES = ("stages.organize", "stages.extract", "stages.deduplicate", "stages.pack", "stages.scoring.contamination")
+_MODULES = ("stages.organize", "stages.extract", "stages.deduplicate", "stages.pack", "stages.scoring.contamination")
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def _computing(root: str, directory: str, module: str, digest: str) -> Callable[
 @cache  # in a worker, of the time when it began to import the project
 def code_digest() -> str:
     """The digest of the code of the data stages, and of the packages that they import."""
-    return code.digest_with_packages(*_STAGES)
+    return code.digest_with_packages(*_MODULES)
 
 
 def _address(scheduler: str) -> str:

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 from pydantic import TypeAdapter
 
 from stages.base import publish
-from stages.base.record import WRITTEN, DamagedFile, check_files, compare, read_sealed, write_sealed
+from stages.base.files import WRITTEN, DamagedFile, check_files, compare, read_sealed, write_sealed
 
 Value = TypeVar("Value")
 

@@ -42,7 +42,7 @@ def write(
         return stream.close()
 
 
-class _Record(DataMetrics):
+class _DuplicateMetrics(DataMetrics):
     STAGE = "deduplicate"
 
 
@@ -69,7 +69,7 @@ def read(corpus: Dataset) -> Skipped:
         StageError: it is missing, was changed, or is of another corpus.
     """
     duplicates = Dataset.read(DUPLICATES, "deduplicate", contents=True)
-    record = _Record.read(DATA_METRICS["deduplicate"])
+    record = _DuplicateMetrics.read(DATA_METRICS["deduplicate"])
     found = fingerprint(corpus, duplicates)
     if (record.source, record.fingerprint) != (corpus.fingerprint, found):
         raise StageError(f"{DUPLICATES} is of another corpus: run `dvc repro -f -s deduplicate`")

@@ -38,10 +38,10 @@ class Runtime:
     """Where tasks are computed, which changes no result."""
 
     num_workers: Annotated[int, Field(ge=1)] | None
-    """Processes of the data stages, and threads of consolidate. null: one per core."""
+    """Processes that read data, and threads of consolidate. null: one per core."""
     _: KW_ONLY
     dask_scheduler: Annotated[str, Field(pattern=r"^\w+://[^/]+:\d+$|\.json$")] | None = None
-    """Dask cluster for the data stages: its address, or the file that its scheduler writes. null: none."""
+    """Dask cluster that reads data: its address, or the file that its scheduler writes. null: none."""
 
     min_bytes: ClassVar[float] = 8 << 20
     """Less data is worked on without starting processes. One costs 0.45 s, most of it for imports, and 8 MiB of YAML

@@ -15,7 +15,7 @@ import pytest
 
 from stages.base.errors import StageError
 from stages.base.file_lock import exclusive, local_locks, open_lock, read_status
-from stages.base.record import FileEntry
+from stages.base.files import FileEntry
 from stages.base.shared_disk import refresh, wait_for_file
 from stages.checkpointing import retention
 from stages.checkpointing.layout import list_checkpoints, step_name, verify
