@@ -101,7 +101,7 @@ def predict(params: TrainParams, job: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def build_there(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> PreTrainedModel:
+def build_random(manifest: ModelManifest, params: TrainParams, mesh: DeviceMesh) -> PreTrainedModel:
     """The model with random weights as those of a new Llama, made on the GPU: the CPU takes a minute for 8 billion.
 
     Under adapters, too, whose training wants the weights of files, and quantized where it would quantize those.
@@ -135,7 +135,7 @@ def measure(params: TrainParams, num_steps: int) -> dict[str, Any]:
     if params.attention == "varlen":
         activate_kernels()
     has_to_be_made = not manifest.weights and (on_gpu or params.lora_r)
-    build = build_there if has_to_be_made else partial(sharded_model.build, initialize=True)
+    build = build_random if has_to_be_made else partial(sharded_model.build, initialize=True)
     model = build(manifest, params, mesh).train()
     optimizer = make_optimizer(model, params)
     scaler = make_grad_scaler(params.precision, next(model.parameters()).device)
