@@ -284,7 +284,7 @@ def test_files_without_a_rule_are_told_once(capsys: pytest.CaptureFixture[str]) 
         assert "note: 3 files have no rule (docs/formats.md): each of their strings is" in output
         line = 'records: [{files: "**/*.jsonl", messages: $.messages}]'
         assert f"warning: a.jsonl has conversations, whose strings are separate documents: set {line}" in output
-    put({"a.jsonl": jsonl({"messages": [1], "text": "b"})})
+    put({"a.jsonl": jsonl({"messages": [1], "tables": [{"role": "b"}]})})
     extract_raw(num_splits=2)
     assert "has conversations" not in capsys.readouterr().out
     extract_raw(num_splits=2, records=[{"files": "?.yaml", "text": "$"}, {"files": "*"}])
