@@ -280,7 +280,7 @@ def extract_one(name: str, unit: int, option: str, limits: Limits) -> dict[str, 
 
     shutil.rmtree("data", ignore_errors=True)
     write(name, Path("data/raw"), unit)
-    Path("data/raw/sibling.txt").write_text("sibling")
+    Path("data/raw/sibling.json").write_text('{"text": "sibling"}')  # of which a rule makes a row
     organize_raw(num_splits=1)
     params = replace(PARAMS, max_rejected_files=1, **OPTIONS[option])
     extract(params, in_this_process(ExtractRuntime(num_workers=1, reuse_gib=0)), limits)
