@@ -537,6 +537,18 @@ def test_a_connection_to_another_machine_is_refused_and_named(project: Project) 
     )
 
 
+def test_a_lost_rank_is_no_error_of_the_task(lm_eval: None) -> None:
+    """The rank that was lost says why."""
+    from torch.distributed import DistNetworkError
+
+    from stages.scoring.tasks import explained_task
+
+    with pytest.raises(DistNetworkError), explained_task("mc", "ask"):
+        raise DistNetworkError("another rank has ended")
+    with pytest.raises(StageError, match=r"cannot ask mc: .*no such column"), explained_task("mc", "ask"):
+        raise ValueError("no such column")
+
+
 def test_without_tasks_the_stage_ends_at_once(project: Project) -> None:
     project.set(tasks=[])
     code = "import sys; from stages import score; score.main(); sys.exit(bool({'torch', 'datasets'} & {*sys.modules}))"
