@@ -22,7 +22,7 @@ from stages.checkpointing.decision import begin, decide, find
 from stages.checkpointing.layout import CheckpointManifest, list_checkpoints, step_name, verify
 from stages.checkpointing.lock import wait_for_ranks, writer_lock
 from stages.checkpointing.pointer import RunPointer, pointer_path
-from stages.checkpointing.run import Run, describe, differences
+from stages.checkpointing.run import SINCE_THE_LAUNCH, Run, describe, differences
 from stages.checkpointing.state import TrainMetrics
 from stages.launching import sbatch
 from stages.launching.console import print_line
@@ -83,10 +83,10 @@ def refuse_changed_files(run: Run, runtime: TrainRuntime) -> None:
     Raises:
         StageError: naming what differs.
     """
-    if lines := differences(run.identity, describe(load_params(TrainParams)).identity):
+    if lines := differences(run.identity, describe(load_params(TrainParams)).identity, SINCE_THE_LAUNCH):
         auto = " (with runtime.resume auto: `never` deletes it)" if runtime.resume == "never" else ""
         raise StageError(
-            f"run {run.run_id} has finished, but its files have changed since the launch (there). `dvc repro` trains "
+            f"run {run.run_id} has finished, but its files have changed since the launch. `dvc repro` trains "
             f"what they are now; undo the changes first, and it finds the finished run{auto}",
             *lines,
         )

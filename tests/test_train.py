@@ -375,7 +375,7 @@ def test_ranks_train_what_the_launcher_read_and_refuse_changed_files(
     assert (described.params.seed, described.total_steps) == (0, 4)
     model = here / "data/model.json"
     model.write_text(model.read_text() + "\n")
-    changed = r"^the files have changed since the launch \(there\): launch the training again\nmodel: '[^\n]*$"
+    changed = r"^the files have changed since the launch: launch it again\nmodel: '\w+' at the launch, '\w+' now$"
     with pytest.raises(StageError, match=changed):
         read_launch()
     del launch["runtime"]

@@ -90,10 +90,14 @@ def describe(params: TrainParams) -> Run:
     )
 
 
-def differences(theirs: RunIdentity, ours: RunIdentity) -> list[str]:
-    """One line for each leaf that differs: `params.batch_size: 2 there, 4 here`."""
+def differences(theirs: RunIdentity, ours: RunIdentity, words: tuple[str, str] = ("there", "here")) -> list[str]:
+    """One line for each leaf that differs: `params.batch_size: 2 there, 4 here`, or in other words."""
     compared = compare(dataclasses.asdict(theirs), dataclasses.asdict(ours))
-    return [f"{name}: {there} there, {here} here" for name, there, here in compared]
+    return [f"{name}: {old} {words[0]}, {new} {words[1]}" for name, old, new in compared]
+
+
+SINCE_THE_LAUNCH = "at the launch", "now"
+"""The words of `differences` for files that changed while ranks trained."""
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str, str]]:

@@ -19,7 +19,7 @@ from stages.base.identity import RunIdentity
 from stages.base.params_file import load_params
 from stages.checkpointing.decision import Decision, Resume
 from stages.checkpointing.retention import CheckpointRuntime
-from stages.checkpointing.run import Run, describe, differences
+from stages.checkpointing.run import SINCE_THE_LAUNCH, Run, describe, differences
 from stages.ranks import handoff
 from stages.training.params import TrainParams
 
@@ -129,8 +129,8 @@ def read_launch() -> tuple[Run, TrainRuntime, Decision | None]:
         run, runtime, decision = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime"), None
     else:
         run, runtime, decision = describe(launch.params), launch.runtime, launch.decision
-        if lines := differences(launch.identity, run.identity):
-            raise StageError("the files have changed since the launch (there): launch the training again", *lines)
+        if lines := differences(launch.identity, run.identity, SINCE_THE_LAUNCH):
+            raise StageError("the files have changed since the launch: launch it again", *lines)
     return run, runtime, decision
 
 
