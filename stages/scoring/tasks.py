@@ -54,7 +54,7 @@ def load(entries: list[str], cache: Path, fetch: Fetch | None = None) -> dict[st
     Raises:
         StageError: an entry is unknown, it needs more than data, they are not here, or a question has no answer.
     """
-    lm_eval.api.task.datasets = _LocalDatasets(cache, fetch)
+    lm_eval.api.task.datasets = local = _LocalDatasets(cache, fetch)
     # The tasks of lm-eval itself are 13,000 files.
     manager = TaskManager(include_path=str(TASKS), include_defaults=not all(map(public.is_file, entries)))
     loaded: dict[str, Loaded] = {}
@@ -63,7 +63,10 @@ def load(entries: list[str], cache: Path, fetch: Fetch | None = None) -> dict[st
             others = public.nearest(entry, manager.all_tasks)
             raise StageError(f"tasks: {entry!r} is neither a task of lm-eval nor a file{others}")
         with explained_task(entry, "load"):
-            content = manager.load([entry])
+            try:
+                content = manager.load([entry])
+            except jinja2.UndefinedError as error:  # lm-eval asks the first question to try a task
+                raise StageError(f"tasks: {entry}: {error}: its columns are {', '.join(local.columns)}") from None
             check_network(entry)
             for name, task in content["tasks"].items():
                 if twice := [other for other in loaded if name in loaded[other].tasks]:
@@ -101,6 +104,8 @@ class _LocalDatasets:
 
     def __init__(self, cache: Path, fetch: Fetch | None) -> None:
         self._cache, self._fetch = str(cache), fetch
+        self.columns: list[str] = []
+        """Of the data set that was loaded last."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(datasets, name)
@@ -111,9 +116,12 @@ class _LocalDatasets:
         files = public.local_files(path, chosen)
         source = path if files else str(self._find(path, name, chosen, options))
         try:
-            return datasets.load_dataset(source, name, cache_dir=self._cache, **chosen)
+            loaded = datasets.load_dataset(source, name, cache_dir=self._cache, **chosen)
         except datasets.exceptions.DatasetGenerationError as error:
             raise StageError(f"{', '.join(files) or source} cannot be read: {one_line(error.__cause__)}") from None
+        splits = loaded.values() if isinstance(loaded, dict) else [loaded]
+        self.columns = sorted({column for split in splits for column in split.column_names})
+        return loaded
 
     def _find(self, dataset: str, name: str | None, chosen: dict[str, Any], options: dict[str, Any]) -> Path:
         try:
@@ -160,6 +168,10 @@ def check(name: str, task: Any) -> None:
     """
     if task.OUTPUT_TYPE is None or getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
         raise StageError(f"tasks: {name} runs code that the model writes, or needs pictures or sound: leave it out")
+    text = task.config.doc_to_text
+    if isinstance(text, str) and text.isidentifier() and text not in task.features:  # lm-eval would ask this word
+        columns = ", ".join(sorted(task.features))
+        raise StageError(f"tasks: {name}: doc_to_text: {text} is no column: there are {columns}")
     if callable(task.config.process_results):  # it compares in a way of its own
         return
     if lacking := [metric for metric, function in task._metric_fn_list.items() if function is None]:
