@@ -129,8 +129,7 @@ def describe(params: DownloadParams) -> ModelManifest:
                 f"{params.model_name} has no EOS token, which must end each document: set eos_token in the "
                 f"{TOKENIZER_CONFIG} of a copy, or eos_token_id in its {CONFIG}"
             )
-        manifest = meta.describe(
-            model,
+        manifest = ModelManifest(
             model_name=params.model_name,
             model_revision=params.model_revision,
             commit=resolved.commit,
@@ -141,6 +140,7 @@ def describe(params: DownloadParams) -> ModelManifest:
             bos_token_id=_first(loaded.bos_token_id, getattr(config, "bos_token_id", None)),
             pad_token_id=_first(loaded.pad_token_id, getattr(config, "pad_token_id", None)),
             linears=describe_linears(model, meta.layer_classes(model), directory),
+            **meta.fields(model),
             **loaded.fields(),
         )
         _check_trainable(manifest, is_quantized=bool(getattr(model.config, "quantization_config", None)))

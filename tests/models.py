@@ -65,16 +65,17 @@ def manifest_of(directory: Path, with_weights: bool) -> ModelManifest:
     """The manifest that `download` would write for a model of CONFIGS in `directory`."""
     model = meta.build(directory)
     linears = meta.find_linears(model, meta.layer_classes(model))  # not tried with adapters, which takes a second
-    others = {"eos_token_id": 0, "bos_token_id": None, "pad_token_id": None}
-    manifest = meta.describe(
-        model,
+    manifest = ModelManifest(
         model_name=str(directory),
         model_revision="main",
         commit=None,
         dtype="float32",
         files={path.name: FileEntry.of(path) for path in directory.iterdir()},
         weights=hub.weight_files(directory) if with_weights else [],
-        **others,
+        **meta.fields(model),
+        eos_token_id=0,
+        bos_token_id=None,
+        pad_token_id=None,
         tokenizer=FileEntry.of_text(""),
         linears={adapters.kind(name): adapters.LinearKind(1, 1, 1, None) for name in linears},
     )

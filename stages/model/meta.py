@@ -30,7 +30,6 @@ from stages.base.errors import StageError, explained
 from stages.model.dtypes import DTYPES
 from stages.model.files import CONFIG
 from stages.model.headers import StoredTensor
-from stages.model.manifest import ModelManifest
 
 _TRAINABLE = {dtype.code: dtype for dtype in DTYPES if dtype.is_floating_point}
 """What weights may be stored in, by the code in safetensors headers."""
@@ -79,21 +78,20 @@ def understood(directory: Path) -> AbstractContextManager[None]:
     )
 
 
-def describe(model: PreTrainedModel, **others: Any) -> ModelManifest:
-    """The manifest of a model: what follows from its config, and `others`, the remaining fields."""
+def fields(model: PreTrainedModel) -> dict[str, Any]:
+    """Those of the model manifest that follow from the config."""
     config = model.config.get_text_config()  # a multimodal config has the decoder's values one level below
-    return ModelManifest(
-        architecture=type(model).__name__,
-        model_type=config.model_type,
-        num_parameters=num_parameters(model),
-        tied_weights=tied_weights(model),
-        layer_classes=layer_classes(model),
-        module_classes=module_classes(model),
-        router_loss_coef=router_loss_coef(model),
-        vocab_size=vocab_size(model),
-        max_seq_length=getattr(config, "max_position_embeddings", None),
-        **others,
-    )
+    return {
+        "architecture": type(model).__name__,
+        "model_type": config.model_type,
+        "num_parameters": num_parameters(model),
+        "tied_weights": tied_weights(model),
+        "layer_classes": layer_classes(model),
+        "module_classes": module_classes(model),
+        "router_loss_coef": router_loss_coef(model),
+        "vocab_size": vocab_size(model),
+        "max_seq_length": getattr(config, "max_position_embeddings", None),
+    }
 
 
 def num_parameters(model: nn.Module) -> int:
