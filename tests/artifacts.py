@@ -61,10 +61,15 @@ def write_cache(source: Path, home: Path, name: str, commit: str) -> Path:
     return snapshot
 
 
+def try_no_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `download` find no layers that adapters fit."""
+    monkeypatch.setattr(adapter_probe, "describe_linears", lambda *arguments: {})
+
+
 def describe(name: str, initial_weights: Any = "auto") -> ModelManifest:
     """What `download` finds out of a model, but for adapters: to try them takes a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adapter_probe, "describe_linears", lambda *arguments: {})
+        try_no_adapters(patch)
         return download.describe(download.DownloadParams(name, "main", initial_weights))
 
 

@@ -98,6 +98,7 @@ def project(empty_project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is the same in all projects."""
     monkeypatch.setattr(sys, "argv", ["consolidate"])
     monkeypatch.delenv("CHECKPOINT_ROOT", raising=False)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # hundreds of them
     Path("params.yaml").write_text(PARAMS)
 
 

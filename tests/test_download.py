@@ -42,7 +42,7 @@ from stages.model.files import WEIGHTS, WEIGHTS_INDEX
 from stages.model.license import ModelLicense
 from stages.model.manifest import MODEL_MANIFEST, ModelManifest
 from tests import hub_server
-from tests.artifacts import describe, write_cache, write_model
+from tests.artifacts import describe, try_no_adapters, write_cache, write_model
 from tests.byte_model import make_model
 from tests.hub_server import TOKEN, Hub
 from tests.models import LAYERS, SIZES
@@ -121,6 +121,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_stage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
     """A function that runs the stage for a model in this process, and returns what it prints."""
     monkeypatch.setattr(sys, "argv", ["download"])
+    try_no_adapters(monkeypatch)
 
     def run(model_name: str) -> str:
         write_params(model_name)
@@ -150,6 +151,7 @@ def test_the_manifest_describes_the_model(config: PretrainedConfig, layer: str, 
     assert found.architecture == type(model).__name__
     assert found.num_parameters == model.num_parameters()
     assert (found.layer_classes, found.tied_weights) == ([layer], tied)
+    assert bool(found.linears) == (config is not GPT2)  # whose layers are Conv1D, which adapters do not fit
     assert (found.dtype, found.vocab_size, found.commit) == ("bfloat16", 64, None)
     assert found.max_seq_length == config.max_position_embeddings
     assert found.eos_token_id == 2  # of the tokenizer, which ends the documents, not of the config
@@ -166,7 +168,7 @@ def test_the_stage_writes_a_manifest_that_is_reproducible(run_stage: Callable[[s
     )
     assert "hf download" not in output
     first, found = MODEL_MANIFEST.read_bytes(), ModelManifest.read()
-    assert found == download.describe(DownloadParams("model", "main", "auto"))
+    assert found == describe("model")
     assert (found.dtype, found.directory()) == ("bfloat16", Path("model"))
     found.write()
     assert MODEL_MANIFEST.read_bytes() == first
@@ -770,6 +772,8 @@ def test_an_empty_cache_is_filled_with_what_is_needed(served: Hub, monkeypatch: 
         assert (found.directory() / name).read_bytes() == files[name]
     assert not any(b"SENTINEL" in path.read_bytes() for path in hub_cache.directory().rglob("*") if path.is_file())
     assert not any("xet" in request.path for request in served.requests)
+    weights = [request.token for request in served.requests if request.path == f"/file/{HUB_ID}/{WEIGHTS}"]
+    assert set(weights) == {False}, "another host gets the token"
     served.requests.clear()
     assert describe(HUB_ID) == found
     assert served.requests == []
