@@ -1,15 +1,21 @@
 """What the stages read and write, made small: a model on the disk, and whatever else several test files need."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
+from stages import download
+from stages.base import publish
 from stages.base.identity import TokenFingerprints
 from stages.base.origin import Origin
 from stages.base.packed import METRICS, EncoderMetrics, PackMetrics, RowsMetrics
 from stages.export.lineage import InitialModel, Lineage
+from stages.forward import adapter_probe
+from stages.model.manifest import ModelManifest
 from tests.models import CONFIGS, write_tokenizer
 
 
@@ -39,6 +45,32 @@ def write_model(
     if words:
         write_tokenizer(directory, words)
     return directory
+
+
+def write_cache(source: Path, home: Path, name: str, commit: str) -> Path:
+    """Copy a model into an HF_HOME as an older huggingface_hub leaves it; returns the snapshot's directory."""
+    repo = home / "hub" / f"models--{name.replace('/', '--')}"
+    snapshot = repo / "snapshots" / commit
+    for directory in (repo / "blobs", repo / "refs", snapshot):
+        directory.mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    for path in source.iterdir():
+        blob = repo / "blobs" / publish.sha256_file(path)
+        shutil.copyfile(path, blob)
+        (snapshot / path.name).symlink_to(f"../../blobs/{blob.name}")
+    return snapshot
+
+
+def try_no_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `download` find no layers that adapters fit."""
+    monkeypatch.setattr(adapter_probe, "describe_linears", lambda *arguments: {})
+
+
+def describe(name: str, initial_weights: Any = "auto") -> ModelManifest:
+    """What `download` finds out of a model, but for adapters: to try them takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        try_no_adapters(patch)
+        return download.describe(download.DownloadParams(name, "main", initial_weights))
 
 
 # What is written beside exported weights.

@@ -14,7 +14,7 @@ import pytest
 
 from stages.base import file_lock
 from tests.network import CAN_UNSHARE, IN_A_NAMESPACE
-from tests.project import REPO, SMALL, Project, make_nano, make_pipeline
+from tests.project import REPO, SMALL, Project, make_nano, make_pipeline, run_here
 from tests.ranks import Ranks
 from tests.trainings import Given, result, weights
 
@@ -89,6 +89,12 @@ def _training(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return made_once(tmp_path_factory, "training", make_training)
 
 
+def download(project: Project) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(project.path)
+        run_here("download")
+
+
 def make_training(project: Project) -> None:
     from stages.base.dataset import Dataset
     from stages.work import arrow
@@ -110,7 +116,7 @@ def make_training(project: Project) -> None:
         for part in np.split(rows, [5, 60]):
             writer.write(pa.FixedSizeListArray.from_arrays(part.ravel(), 32))
         Dataset(features, [writer.close()]).write(directory)
-    project.run("python", "-m", "stages.download")
+    download(project)
 
 
 @pytest.fixture
@@ -128,13 +134,13 @@ def here(training: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 @pytest.fixture(scope="session")
 def _reproduced(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A git and DVC project with a small corpus, after one `dvc repro`."""
+    """A git and DVC project with a small corpus, after one `dvc repro`, as `tests.repro` runs it."""
     return made_once(tmp_path_factory, "reproduced", make_reproduced)
 
 
 def make_reproduced(project: Project) -> None:
     make_pipeline(project)
-    repro = (*(IN_A_NAMESPACE if CAN_UNSHARE else ()), "dvc", "repro")
+    repro = (*(IN_A_NAMESPACE if CAN_UNSHARE else ()), "python", "-m", "tests.repro")
     for command in (
         ("git", "init", "-q"),
         ("git", "config", "user.name", "test"),
@@ -145,7 +151,7 @@ def make_reproduced(project: Project) -> None:
         ("git", "add", "."),
         ("git", "commit", "-qm", "reproduced"),
     ):
-        output = project.run(*command)
+        output = project.run(*command, PIPELINE_RUNTIME="{num_workers: 1}")  # the corpus is too small for more
         if command is repro:
             project.path.with_suffix(".log").write_text(output)
 
@@ -197,7 +203,7 @@ def undisturbed(_training: Project, ranks: Ranks, tmp_path_factory: pytest.TempP
             project = _training.copy(tmp_path_factory.mktemp("undisturbed") / precision)
             config = project / "models/nano/config.json"
             config.write_text(json.dumps({**project.json("models/nano/config.json"), "attention_dropout": 0.2}))
-            project.run("python", "-m", "stages.download")
+            download(project)
             # Without validations in between, the best checkpoint is one of the newest, so their number is known.
             project.set(precision=precision, eval_freq=100, runtime={"async_checkpoint": False, "timeout_minutes": 0.5})
             ranks.run(project)

@@ -22,7 +22,7 @@ from stages.base.params_file import load_params
 from stages.checks import dvc_settings, findings, launch, machine
 from stages.checks.findings import Found
 from stages.launching.runtime import TrainRuntime
-from tests.project import REPO, Project
+from tests.project import REPO, Project, run_here
 
 pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")  # of what DVC uses
 
@@ -47,10 +47,17 @@ def value(check: Found[Any]) -> Any:
 # What the doctor itself is asked to do.
 
 
-def test_a_node_of_a_broken_project_reports_everything_without_a_traceback(tmp_path: Path) -> None:
-    (tmp_path / "params.yaml").write_text("seed: [")
-    slurm = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0", "SLURMD_NODENAME": "n2"}
-    output = Project(tmp_path).run("python", "-m", "stages.doctor", status=1, PYTHONPATH=str(REPO), **slurm)
+def test_one_task_of_each_node_reports_all_of_a_broken_project_without_a_traceback(
+    empty_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("params.yaml").write_text("seed: [")
+    slurm = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_ID": "0", "SLURMD_NODENAME": "n2"}
+    for name, text in {**slurm, "HF_HUB_OFFLINE": "1"}.items():  # the last one by `main`
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    assert run_here("doctor") == ""
+    monkeypatch.setenv("SLURM_LOCALID", "0")
+    output = run_here("doctor", status=1)
     assert "Traceback" not in output
     assert all(line.startswith("n2: ") for line in output.splitlines())
     for expected in (
@@ -59,15 +66,7 @@ def test_a_node_of_a_broken_project_reports_everything_without_a_traceback(tmp_p
         "data, outputs: a lock excludes other processes",
     ):
         assert expected in output, output
-    assert not list(tmp_path.glob("**/.doctor*"))
-
-
-def test_only_one_task_of_a_node_checks_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["doctor"])
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    monkeypatch.setenv("SLURM_LOCALID", "1")
-    doctor.main()
-    assert capsys.readouterr().out == ""
+    assert not list(empty_project.glob("**/.doctor*"))
 
 
 @pytest.fixture
@@ -86,8 +85,9 @@ def diagnose(level: str = "error") -> str:
 
 def test_a_project_that_can_train_has_no_errors(ready: Project) -> None:
     assert diagnose() == ""
+    found = diagnose("ok")
     for expected in ("params.yaml is valid", "is complete in models/nano", "DVC can read the project", "cache.type is"):
-        assert expected in diagnose("ok")
+        assert expected in found
     ready.set(tasks=["none"])
     assert "tasks: 'none' is neither in tasks/ nor fetched" in diagnose()
     ready.set(max_shard_size="5 potatoes", tasks=[])  # which consolidate would refuse, after the training
