@@ -134,13 +134,13 @@ def here(training: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 @pytest.fixture(scope="session")
 def _reproduced(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A git and DVC project with a small corpus, after one `dvc repro`, as `tests.repro` runs it."""
+    """A git and DVC project with a small corpus, after one `dvc repro`."""
     return made_once(tmp_path_factory, "reproduced", make_reproduced)
 
 
 def make_reproduced(project: Project) -> None:
     make_pipeline(project)
-    repro = (*(IN_A_NAMESPACE if CAN_UNSHARE else ()), "python", "-m", "tests.repro")
+    repro = (*(IN_A_NAMESPACE if CAN_UNSHARE else ()), "dvc", "repro")
     for command in (
         ("git", "init", "-q"),
         ("git", "config", "user.name", "test"),
