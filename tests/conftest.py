@@ -14,7 +14,7 @@ import pytest
 
 from stages.base import file_lock
 from tests.network import CAN_UNSHARE, IN_A_NAMESPACE
-from tests.project import REPO, SMALL, Project, make_nano, make_pipeline, run_here
+from tests.project import REPO, SMALL, Project, make_nano, make_pipeline
 from tests.ranks import Ranks
 from tests.trainings import Given, result, weights
 
@@ -33,7 +33,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(autouse=True)
 def _default_dtype() -> Iterator[None]:
-    """A test leaves the default dtype of torch as it was: the next one may compare with it."""
+    """A test leaves the default dtype of torch as it was: the next one may compare with it.
+
+    It has one thread: with more, the operations of a tiny model wait for each other.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     yield
     if torch := sys.modules.get("torch"):
         found = torch.get_default_dtype()
@@ -89,12 +94,6 @@ def _training(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return made_once(tmp_path_factory, "training", make_training)
 
 
-def download(project: Project) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(project.path)
-        run_here("download")
-
-
 def make_training(project: Project) -> None:
     from stages.base.dataset import Dataset
     from stages.work import arrow
@@ -116,7 +115,7 @@ def make_training(project: Project) -> None:
         for part in np.split(rows, [5, 60]):
             writer.write(pa.FixedSizeListArray.from_arrays(part.ravel(), 32))
         Dataset(features, [writer.close()]).write(directory)
-    download(project)
+    project.run_here("download")
 
 
 @pytest.fixture
@@ -203,7 +202,7 @@ def undisturbed(_training: Project, ranks: Ranks, tmp_path_factory: pytest.TempP
             project = _training.copy(tmp_path_factory.mktemp("undisturbed") / precision)
             config = project / "models/nano/config.json"
             config.write_text(json.dumps({**project.json("models/nano/config.json"), "attention_dropout": 0.2}))
-            download(project)
+            project.run_here("download")
             # Without validations in between, the best checkpoint is one of the newest, so their number is known.
             project.set(precision=precision, eval_freq=100, runtime={"async_checkpoint": False, "timeout_minutes": 0.5})
             ranks.run(project)

@@ -108,8 +108,11 @@ def main() -> None:
     import transformers.models.llama.modeling_llama
 
     import stages.launching.rank
+    from stages.base import code
+    from stages.checkpointing.run import DECIDING, WEIGHTS
 
     assert pandas and transformers.models.llama.modeling_llama and stages.launching.rank  # before the forks
+    code.digest(*WEIGHTS, within=DECIDING)  # it keeps what it has found of each content of a file
     for line in sys.stdin:
         request = json.loads(line)
         with tempfile.TemporaryDirectory() as directory:

@@ -304,14 +304,6 @@ def test_a_launcher_shows_who_holds_the_directory(tmp_path: Path) -> None:
         writer_lock(tmp_path, print).__enter__()
 
 
-@pytest.fixture
-def here(training: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """A project with tokens and a model, as the current directory."""
-    monkeypatch.chdir(training.path)
-    monkeypatch.delenv("CHECKPOINT_ROOT", raising=False)
-    return training
-
-
 def test_a_checkpoint_that_was_copied_to_another_clone_is_the_result_there(here: Project) -> None:
     assert "contains no checkpoints" in run_here("checkpoints", "list", status=2)
     directory = describe(load_params(TrainParams)).directory

@@ -17,7 +17,7 @@ from stages.checkpointing.layout import MANIFEST, CheckpointManifest, list_check
 from stages.checkpointing.run import Run
 from stages.launching.runtime import TrainRuntime, how_to_resume
 from stages.training.params import TrainParams
-from tests.project import REPO, Project
+from tests.project import REPO
 from tests.trainings import checkpoint_manifest, train_state
 
 FINISHED = (10, 12)
@@ -177,8 +177,8 @@ def test_what_cannot_be_extended_is_an_error_that_lists_what_can(params: TrainPa
         assert str(error.value) == f"{message}runs that can be extended: {good.run_id}"
 
 
-def test_a_run_starts_over_only_if_it_can(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(training.path)
+@pytest.mark.usefixtures("here")
+def test_a_run_starts_over_only_if_it_can() -> None:
     params = load_params(TrainParams)
     own = run.describe(replace(params, extend_from="0123456789abcdef"))
     write(own, 10)
@@ -191,12 +191,12 @@ def test_a_run_starts_over_only_if_it_can(training: Project, monkeypatch: pytest
     assert list_checkpoints(own.directory) == []
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("has_links", [True, False])
 def test_what_is_adopted_stays_whatever_happens_to_the_other_run(
-    training: Project, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, has_links: bool
+    request: pytest.FixtureRequest, has_links: bool
 ) -> None:
     """The next launch resumes, also where it would adopt nothing."""
-    monkeypatch.chdir(training.path)
     if not has_links:
         request.getfixturevalue("refuse_links")
     params = load_params(TrainParams)
@@ -223,10 +223,8 @@ def test_what_is_adopted_stays_whatever_happens_to_the_other_run(
         assert decision.begin(own, resume).reason.startswith(f"run {own.run_id} continues from its own step-00000002")
 
 
-def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_adopted(
-    training: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(training.path)
+@pytest.mark.usefixtures("here")
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
     params = load_params(TrainParams)
     other, own = run.describe(replace(params, batch_size=4)), run.describe(params)
     write(other, 2)
@@ -235,19 +233,16 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_adopted(
         shutil.rmtree(path)
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(decision, "adopt", delete)
-    assert decision.begin(own, "auto").action == "start"
+    with monkeypatch.context() as patch:
+        patch.setattr(decision, "adopt", delete)
+        assert decision.begin(own, "auto").action == "start"
     write(other, 2)
-    monkeypatch.undo()
-    monkeypatch.chdir(training.path)
     with pytest.raises(StageError, match=r"no checkpoint in .* is valid; to start over, set runtime.resume=never"):
         decision.begin(own, "auto")  # it has no state.json
 
 
-def test_own_checkpoints_of_another_version_are_neither_skipped_nor_quarantined(
-    training: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(training.path)
+@pytest.mark.usefixtures("here")
+def test_own_checkpoints_of_another_version_are_neither_skipped_nor_quarantined() -> None:
     own = run.describe(load_params(TrainParams))
     for path in write(own, 2, 4):
         write_sealed(path / MANIFEST, {"format": 1}, "sha256")

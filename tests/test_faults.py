@@ -19,12 +19,46 @@ from tests.ranks import Ranks
 from tests.trainings import Given, names, published, result, steps, weights
 from tests.two_nodes import ALLOCATION
 
+STARTING = """
+import os, pathlib, sys, time
 
-@pytest.mark.parametrize(
-    ("allocation", "seconds"),
-    [({}, 2), pytest.param(ALLOCATION, 60, marks=pytest.mark.slow)],
-    ids=["one machine", "two nodes"],
-)
+def wait():
+    pathlib.Path(f"waits-{os.environ['RANK']}").touch()
+    for _ in range(3000):
+        if not pathlib.Path("go").exists():
+            time.sleep(0.02)
+
+class BeforeTorch:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "torch":
+            wait()
+
+if os.environ.get("RANK") == "0":
+    wait()
+elif "RANK" in os.environ:
+    sys.meta_path.insert(0, BeforeTorch)
+"""
+"""Rank 0 waits before its first line, and rank 1 when it has asked to be told of the end of its parent."""
+
+
+def test_13_no_rank_begins_or_goes_on_whose_launcher_is_killed(training: Project, tmp_path: Path) -> None:
+    """The kernel tells a process nothing of a parent that has ended before it asked to be told."""
+    (tmp_path / "sitecustomize.py").write_text(STARTING)
+    process = training.popen(*LAUNCH, PYTHONPATH=str(tmp_path))
+    wait_for(lambda: len([*training.path.glob("waits-*")]) == 2)
+    started = psutil.Process(process.pid).children(recursive=True)
+    [first] = (rank for rank in ranks_of(process) if rank.environ()["RANK"] == "0")
+    assert len(started) == 3  # torchrun, two ranks
+    process.kill()
+    wait_for(lambda: list(filter(is_alive, started)) == [first], seconds=2)
+    (training / "go").touch()
+    wait_for(lambda: not is_alive(first), seconds=2)
+    process.communicate(timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("allocation", "seconds"), [({}, 2), (ALLOCATION, 60)], ids=["one machine", "two nodes"])
 def test_13_no_process_outlives_a_killed_launcher(
     fresh: Given, ranks: Ranks, allocation: dict[str, str], seconds: float
 ) -> None:
@@ -39,18 +73,6 @@ def test_13_no_process_outlives_a_killed_launcher(
     process.communicate(timeout=60)
     assert "resuming from step 2" in ranks.run(project)
     assert result(project) == reference
-
-
-def test_13_no_rank_begins_whose_launcher_is_killed_while_it_starts(fresh: Given, tmp_path: Path) -> None:
-    """The kernel tells a process nothing of a parent that has ended before it asked to be told."""
-    (tmp_path / "sitecustomize.py").write_text("import os, time\nif 'RANK' in os.environ: time.sleep(3)")
-    project, _ = fresh
-    process = project.popen(*LAUNCH, PYTHONPATH=str(tmp_path))
-    wait_for(lambda: len(ranks_of(process)) == 2)
-    workers = ranks_of(process)
-    process.kill()
-    wait_for(lambda: not any(map(is_alive, workers)), seconds=8)
-    process.communicate(timeout=60)
 
 
 def test_14_a_second_writer_is_refused(finished: Given, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ from stages import launch
 from stages.base.command import USER_ERROR
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
-from stages.base.summary import Row
 from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.checkpointing.lock import rank_lock
 from stages.checkpointing.run import describe
@@ -56,13 +55,10 @@ def test_a_finished_run_is_not_trained_again(finished: Given, monkeypatch: pytes
     assert "nothing to train" in run_here("launch")  # it looks at sizes: consolidate reads it, and names the file
 
 
-def test_what_was_edited_during_a_training_is_not_recorded_as_its_input(
-    training: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(training.path)
+def test_what_was_edited_during_a_training_is_not_recorded_as_its_input(here: Project) -> None:
     launched, runtime = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
     launch.refuse_changed_files(launched, runtime)
-    training.set(seed=1)
+    here.set(seed=1)
     for resume, advice in (("auto", r"finds the finished run"), ("never", r"\(with runtime.resume auto: .*\)")):
         message = rf"has finished, but its files have changed .*{advice}\nparams.seed: 0 there, 1 here$"
         with pytest.raises(StageError, match=message):
@@ -121,9 +117,9 @@ def test_16_a_signal_to_a_rank_or_a_launcher(name: str, status: int, printed: st
     assert (process.returncode, process.stdout) == (status, printed), process.stderr
 
 
-def test_a_restart_waits_for_the_last_rank(training: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("here")
+def test_a_restart_waits_for_the_last_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of a node which srun has lost may still write, until the node ends it."""
-    monkeypatch.chdir(training.path)
     run, own = describe(load_params(TrainParams)), load_params(TrainRuntime, "runtime")
     rank, has_ended, statuses = ExitStack(), threading.Event(), iter((torchrun.CRASHED, 0))
 
@@ -134,7 +130,7 @@ def test_a_restart_waits_for_the_last_rank(training: Project, monkeypatch: pytes
     def start(*_: object) -> int:
         if status := next(statuses):
             rank.enter_context(rank_lock(run.directory))
-            threading.Timer(1, end).start()
+            threading.Timer(0.2, end).start()
         else:
             assert has_ended.is_set()
         return status
@@ -262,14 +258,10 @@ def test_ranks_that_wait_for_one_that_still_writes_are_not_ended(
     assert "rank 1 on node n2 made no progress" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("loss", "validation_loss", "expected"),
-    [(2.5, 3.25, [("2.5000", "loss", ""), ("3.2500", "validation loss", "")]), (2.5, None, [("2.5000", "loss", "")])],
-)
-def test_only_losses_that_were_measured_are_shown(
-    loss: float, validation_loss: float | None, expected: list[Row]
-) -> None:
-    assert launch.loss_rows(TrainMetrics(loss=loss, validation_loss=validation_loss)) == expected
+def test_only_losses_that_were_measured_are_shown() -> None:
+    rows = [("2.5000", "loss", ""), ("3.2500", "validation loss", "")]
+    assert launch.loss_rows(TrainMetrics(loss=2.5, validation_loss=3.25)) == rows
+    assert launch.loss_rows(TrainMetrics(loss=2.5, validation_loss=None)) == rows[:1]
 
 
 @pytest.mark.slow

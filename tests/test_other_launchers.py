@@ -32,7 +32,7 @@ def wait_for_checkpoint(project: Project) -> None:
 
 def test_a_second_training_is_refused_and_a_signal_to_one_node_saves_on_all(fresh: Given, ranks: Ranks) -> None:
     project, reference = fresh
-    pids = ranks.start(project, "delay rank 1 at step 5\ndelay rank 1 at step 6", **nodes())
+    pids = ranks.start(project, "delay rank 1 at step 5", **nodes())
     wait_for_checkpoint(project)
     with pytest.raises(StageError, match=f"another training writes into .*process {pids[0]} on"):
         writer_lock(project.checkpoints(), print).__enter__()
