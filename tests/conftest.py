@@ -33,7 +33,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(autouse=True)
 def _default_dtype() -> Iterator[None]:
-    """A test leaves the default dtype of torch as it was: the next one may compare with it."""
+    """A test leaves the default dtype of torch as it was: the next one may compare with it.
+
+    It has one thread: with more, the operations of a tiny model wait for each other.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     yield
     if torch := sys.modules.get("torch"):
         found = torch.get_default_dtype()
@@ -110,7 +115,7 @@ def make_training(project: Project) -> None:
         for part in np.split(rows, [5, 60]):
             writer.write(pa.FixedSizeListArray.from_arrays(part.ravel(), 32))
         Dataset(features, [writer.close()]).write(directory)
-    project.run("python", "-m", "stages.download")
+    project.run_here("download")
 
 
 @pytest.fixture
@@ -197,7 +202,7 @@ def undisturbed(_training: Project, ranks: Ranks, tmp_path_factory: pytest.TempP
             project = _training.copy(tmp_path_factory.mktemp("undisturbed") / precision)
             config = project / "models/nano/config.json"
             config.write_text(json.dumps({**project.json("models/nano/config.json"), "attention_dropout": 0.2}))
-            project.run("python", "-m", "stages.download")
+            project.run_here("download")
             # Without validations in between, the best checkpoint is one of the newest, so their number is known.
             project.set(precision=precision, eval_freq=100, runtime={"async_checkpoint": False, "timeout_minutes": 0.5})
             ranks.run(project)

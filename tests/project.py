@@ -125,6 +125,15 @@ class Project:
         assert process.returncode == status, output
         return output
 
+    def run_here(self, name: str, *options: str) -> str:
+        """Run a stage in this process, with this directory as the current one."""
+        before = Path.cwd()
+        os.chdir(self.path)
+        try:
+            return run_here(name, *options)
+        finally:
+            os.chdir(before)
+
     def json(self, path: str) -> Any:
         return json.loads((self / path).read_text())
 
