@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
 
 from stages.base.files import FileEntry
@@ -99,6 +97,10 @@ class CountedGraphs:
     """A backend of torch.compile that divides forward and backward pass as inductor does, but makes no kernels."""
 
     def __init__(self) -> None:
+        # Which takes as long as to compile some layers.
+        from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
+        from torch._dynamo.backends.common import aot_autograd
+
         self.forward: Counter[str] = Counter()
         """How often each operation is in the graphs, by its name."""
         self.backward: Counter[str] = Counter()
@@ -112,6 +114,8 @@ class CountedGraphs:
         return self._compile(graph, inputs)
 
     def _count(self, counts: Counter[str]) -> Any:
+        from functorch.compile import make_boxed_func
+
         def compile_graph(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
             for node in graph.graph.nodes:  # arguments too: operations with random numbers are those of other ones
                 counts.update(str(op) for op in (node.target, *node.args) if isinstance(op, torch._ops.OpOverload))

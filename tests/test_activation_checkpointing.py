@@ -81,9 +81,10 @@ def gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     [
         CONFIGS["llama"],
         transformers.GPT2Config(**{**CONFIGS["gpt2"].to_dict(), "resid_pdrop": 0.1, "attn_pdrop": 0.1}),
+        CONFIGS["gemma3"],
         MIXTRAL,
     ],
-    ids=["llama", "gpt2 with dropout", "mixtral"],
+    ids=["llama", "gpt2 with dropout", "gemma3", "mixtral"],
 )
 def test_what_is_computed_again_gives_the_same_gradients(config: transformers.PreTrainedConfig) -> None:
     expected = gradients(build(config, "none"))

@@ -1,5 +1,6 @@
 """Which attention functions keep documents apart, and compute what the model should: tested on tiny random models."""
 
+import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -327,13 +328,15 @@ def test_a_kernel_that_breaks_its_process_breaks_no_other(llama: Path, monkeypat
         choose_attention("varlen", llama, True, 1024, torch.bfloat16, "cuda")
 
 
-def test_on_gpus_a_function_is_tested_in_a_process_of_its_own() -> None:
+def test_on_gpus_a_function_is_tested_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork = multiprocessing.get_context("fork")
     assert isolated("cpu", os.getpid) == os.getpid()
     torch.set_float32_matmul_precision("high")
     try:
         assert isolated("cuda", torch.get_float32_matmul_precision) == "high"
     finally:
         torch.set_float32_matmul_precision("highest")
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: fork)  # it imports no torch
     with pytest.raises(RuntimeError, match="the process that computes it was ended"):  # and not this one
         isolated("cuda", os._exit, 1)
 

@@ -52,13 +52,18 @@ def make_adapted(project: Project, **config: Any) -> None:
     model.save_pretrained(path.parent)
     project.set(lora_r=4, lora_alpha=8, lora_dropout=0.1, precision="bf16")
     project.set(runtime={"async_checkpoint": False, "num_workers": 1})
-    project.run("python", "-m", "stages.download")
+    project.run_here("download")
 
 
 @pytest.fixture(scope="session")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """To be copied."""
-    return made_once(tmp_path_factory, "adapted", make_adapted)
+    """With six steps; to be copied."""
+
+    def make(project: Project) -> None:
+        make_adapted(project)
+        project.set(max_steps=6)
+
+    return made_once(tmp_path_factory, "adapted", make)
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +85,13 @@ def test_adapters_killed_in_an_update_and_a_save_end_with_the_same_result(
 ) -> None:
     """With dropout; files of adapters are tiny, so a kill hits their rename rather than their bytes."""
     project = adapted.copy(tmp_path / "project")
-    ranks.run(project, "kill rank 0 in update 5", KILLED)
+    ranks.run(project, "kill rank 0 in update 3", KILLED)
     project.set(runtime={"async_checkpoint": True})
-    ranks.run(project, "kill rank 0 at os.rename:.*step-00000006.tmp$", KILLED)
+    ranks.run(project, "kill rank 0 at os.rename:.*step-00000004.tmp$", KILLED)
     output = ranks.run(project)
-    assert "resuming from step 4" in output and "LoRA of rank 4" in output
-    assert result(project) == result(exported)
-    tensors = CheckpointManifest.read(newest_checkpoint(project, 12)).tensors
+    assert "resuming from step 2" in output and "LoRA of rank 4" in output
+    assert result(project, 6) == result(exported, 6)
+    tensors = CheckpointManifest.read(newest_checkpoint(project, 6)).tensors
     assert len(tensors) == 2 * 7 * 2 and all(map(adapters.is_adapter, tensors))
 
 
@@ -109,7 +114,7 @@ def test_a_flipped_bit_of_the_initial_weights_is_refused_on_resume(
     exported: Project, ranks: Ranks, tmp_path: Path
 ) -> None:
     project = exported.copy(tmp_path / "project")
-    shutil.rmtree(newest_checkpoint(project, 12))
+    shutil.rmtree(newest_checkpoint(project, 6))
     flip_bit(project / "models/nano/model.safetensors", -1)
     assert "model.safetensors" in ranks.run(project, status=2)
 
@@ -122,9 +127,9 @@ def test_another_number_of_ranks_continues(adapted: Project, ranks: Ranks, tmp_p
         project = adapted.copy(tmp_path / name)
         project.set(lora_r=1, lora_dropout=0.0, precision="fp32")
         for number, size in enumerate(sizes[:-1]):
-            ranks.run(project, f"kill rank 0 at step {5 + 4 * number}", KILLED, world_size=size)
+            ranks.run(project, f"kill rank 0 at step {3 + 2 * number}", KILLED, world_size=size)
         ranks.run(project, world_size=sizes[-1])
-        last = newest_checkpoint(project, 12)
+        last = newest_checkpoint(project, 6)
         tensors = {key: torch.empty(each.shape) for key, each in CheckpointManifest.read(last).tensors.items()}
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(last / "model"), no_dist=True)
         assert tensors and all(tensor.any() for tensor in tensors.values())  # B, too, has moved
@@ -357,7 +362,7 @@ def test_a_directory_beside_the_output_is_not_replaced(exported: Project, monkey
     other = exported / "other-adapter/notes.txt"
     other.parent.mkdir()
     other.write_text("mine")
-    checkpoint = str(newest_checkpoint(exported, 12))
+    checkpoint = str(newest_checkpoint(exported, 6))
     monkeypatch.setattr("sys.argv", ["consolidate", "--checkpoint", checkpoint, "--output", "other"])
     with pytest.raises(StageError, match="other-adapter exists, and is no model of this pipeline"):
         consolidate.main()

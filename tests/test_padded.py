@@ -265,10 +265,10 @@ def test_a_training_with_padded_documents_is_that_with_packed_ones(training: Pro
     losses = {}
     for name, attention, world_size in (("packed", "sdpa", 2), ("padded", "padded", 2), ("alone", "padded", 1)):
         project = training.copy(training.path.with_name(name))
-        project.set(attention=attention, max_steps=4, eval_freq=2)
+        project.set(attention=attention, max_steps=2, eval_freq=2)
         output = ranks.run(project, world_size=world_size)
         assert ("attention: padded; " in output) == (attention == "padded")
-        rows = history.read(project.checkpoints() / "step-00000004/history.tsv")
+        rows = history.read(project.checkpoints() / "step-00000002/history.tsv")
         losses[name] = [history.series(rows, column)[1] for column in ("loss", "validation_loss", "grad_norm")]
     for name in ("padded", "alone"):
         for found, expected in zip(losses[name], losses["packed"], strict=True):
@@ -306,6 +306,7 @@ def test_plan_prints_what_share_is_padding_and_warns(
     assert re.search(r"^note: attention padded, because .*; 0% of the tokens that are computed are padding\n", output)
     assert "warning" not in output
     monkeypatch.setattr(peak_memory, "padding", lambda *_: Padding(share=0.31, most_sequences=(2, 32)))
+    monkeypatch.setattr(peak_memory, "measure", lambda *_, **__: peak)
     plan.measure_memory(model, params, 2, 32, limit=None)
     output = capsys.readouterr().out
     assert "; 31% of the tokens that are computed are padding\nwarning: 31% is much padding. Of more" in output

@@ -46,9 +46,9 @@ Given = tuple[Project, dict[str, str]]
 """A project with dropout, and the `result` of its run without faults."""
 
 
-def result(project: Project) -> dict[str, str]:
+def result(project: Project, step: int = 12) -> dict[str, str]:
     """SHA-256 of the shards (weights and optimizer) of the last checkpoint, of the history, and the one in run.json."""
-    last = project.checkpoints() / step_name(12)
+    last = project.checkpoints() / step_name(step)
     files = [*sorted(last.rglob("*.distcp")), last / "history.tsv"]
     digests = {str(file.relative_to(last)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     return {**digests, "result": RunPointer.to(last).result_sha256}
