@@ -21,6 +21,7 @@ import sys
 import textwrap
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from itertools import pairwise, product
@@ -513,6 +514,19 @@ def test_strings_longer_than_a_piece_are_read_in_pieces(batch: int) -> None:
     assert json_strings(f'[{json.dumps(string)}, {{{json.dumps(string)}: "b"}}]', batch) == [[expected, "b"]]
     for wrong in ('"', "\\x", "\t", "\\u12"):
         assert refusal(json_strings, f'["{"a" * 60}{wrong}{"z" * 60}"]', batch) == "invalid JSON"
+
+
+def test_trap_13_a_string_that_is_passed_over_needs_no_memory_for_its_escapes() -> None:
+    text = '["' + r"\n" * 500_000 + '"] ["kept"]'
+    sink, limits = ListSink(), Limits(longest_string=len(text) // 2, batch=1000)
+    tracemalloc.start()
+    try:
+        json_format.read(Memory(text, limits), sink)
+        assert tracemalloc.get_traced_memory()[1] < 8 * len(text)
+    finally:
+        tracemalloc.stop()
+    assert sink.rows == ["kept"]
+    assert [rejected.reason for rejected in sink.rejected] == ["string too long"]
 
 
 def test_trap_13_a_long_string_becomes_several_documents() -> None:
