@@ -712,7 +712,7 @@ JSON_VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(JSON_VALUES, max_size=4), st.booleans(), st.sampled_from([None, 1]), st.sampled_from([1, 5, 1 << 20]))
 def test_any_json_gives_exactly_its_strings_in_order(
     values: list[Any], ascii_only: bool, indent: int | None, batch: int
