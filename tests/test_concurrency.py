@@ -1,10 +1,12 @@
 """Two runs of one stage at once, in one working copy: one waits, and the results are those of a single run."""
 
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import yaml
@@ -53,6 +55,24 @@ def test_a_second_run_waits_and_names_the_first(empty_project: Path) -> None:
             name = f"running, process {os.getpid()} on {os.uname().nodename}"
             assert second.stdout.readline() == f"waiting for another run that writes data/corpus ({name})\n"
         assert second.communicate()[0] == "it is mine\n"
+
+
+@pytest.mark.parametrize(
+    ("stage", "output"),
+    [("organize", "splits"), ("extract", "corpus"), ("deduplicate", "duplicates"), ("pack", "tokens")],
+)
+def test_trap_28_a_data_stage_waits_before_it_reads_or_writes(
+    stage: str, output: str, empty_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(target: Path) -> NoReturn:
+        raise InterruptedError(target)
+
+    shutil.copy(REPO / "params.yaml", empty_project)
+    monkeypatch.setattr(publish, "lock", wait)
+    monkeypatch.setattr(sys, "argv", [stage])
+    with pytest.raises(InterruptedError, match=f"^data/{output}$"):
+        importlib.import_module(f"stages.{stage}").main()
+    assert [path.name for path in empty_project.iterdir()] == ["params.yaml"]
 
 
 def test_a_scratch_directory_begins_empty_after_a_kill(empty_project: Path) -> None:

@@ -104,7 +104,7 @@ def similar_pairs(documents: Sequence[str], threshold: float) -> set[tuple[int, 
 
 @pytest.mark.parametrize(("threshold", "most_left"), [(0.7, 2), (0.8, 0), (0.9, 2)])
 def test_what_leaves_is_similar_to_what_stays_and_nothing_similar_is_left(threshold: float, most_left: int) -> None:
-    documents = many_documents(900)
+    documents = many_documents(450)
     splits = [documents[index::4] for index in range(4)]
     make_corpus(splits)
     run(threshold=threshold)
@@ -227,10 +227,10 @@ def test_the_examples_show_all_similarities_and_those_near_the_threshold() -> No
 
 
 def test_the_result_is_the_same_for_any_workers_ranges_and_hash_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    documents = many_documents(200)
+    documents = many_documents(100)
     make_corpus([documents[index::5] for index in range(5)])
     results = []
-    for num_workers in (1, 2, 4):
+    for num_workers in (1, 2):
         shutil.rmtree("data/.reuse", ignore_errors=True)
         run(num_workers=num_workers)
         results.append((content_of(DUPLICATES), Path("data/deduplicate.json").read_bytes()))
@@ -239,11 +239,10 @@ def test_the_result_is_the_same_for_any_workers_ranges_and_hash_seed(monkeypatch
     results.append((content_of(DUPLICATES), Path("data/deduplicate.json").read_bytes()))
     values = "deduplicate: near\ndedup_threshold: 0.8\nruntime: {num_workers: 1, reuse_gib: 1, dask_scheduler: null}\n"
     Path("params.yaml").write_text(values)
-    for seed in "12":
-        shutil.rmtree("data/.reuse")
-        environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": str(REPO), "PATH": "/usr/bin"}
-        subprocess.run([sys.executable, "-m", "stages.deduplicate"], env=environment, check=True)
-        results.append((content_of(DUPLICATES), Path("data/deduplicate.json").read_bytes()))
+    shutil.rmtree("data/.reuse")
+    environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": str(REPO), "PATH": "/usr/bin"}
+    subprocess.run([sys.executable, "-m", "stages.deduplicate"], env=environment, check=True)
+    results.append((content_of(DUPLICATES), Path("data/deduplicate.json").read_bytes()))
     assert dropped() and all(result == results[0] for result in results)
 
 

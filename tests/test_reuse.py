@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+import stages.extract
 from stages.base import code
 from stages.base.errors import StageError
 from stages.extract import ExtractParams, ExtractRuntime, extract
@@ -67,8 +68,8 @@ def fresh_result(
     return result()
 
 
-def test_one_file_added_to_a_thousand_redoes_a_quarter_of_the_splits_on_average_at_most() -> None:
-    put_numbered(1000)
+def test_one_file_added_to_hundreds_redoes_a_quarter_of_the_splits_on_average_at_most() -> None:
+    put_numbered(500)
     assert run(20) == 20
     assert run(20) == 0
     num_redone = []
@@ -289,7 +290,30 @@ def test_experiments_in_a_copy_of_the_project_share_the_store(
     assert not STORE.exists()
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 20))])
+def test_after_an_error_only_unfinished_splits_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_numbered(40)
+    run(12)
+    clean = result()
+    shutil.rmtree(STORE)
+    read_split, finished = stages.extract.read_split, []
+
+    def failing(task: stages.extract.SplitTask) -> stages.extract.SplitResult:
+        if len(finished) == 5:
+            raise RuntimeError
+        finished.append(read_split(task))
+        return finished[-1]
+
+    monkeypatch.setattr(stages.extract, "read_split", failing)
+    with pytest.raises(RuntimeError):
+        run(12)
+    monkeypatch.setattr(stages.extract, "read_split", read_split)
+    assert result() == clean, "the earlier corpus is in its place"
+    assert run(12) == 12 - 5
+    assert result() == clean
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
 def test_trap_21_after_a_kill_only_unfinished_splits_are_read(number: int) -> None:
     """A SIGKILL of a worker, or of the stage, then a run to the end."""
     put_slow_files(24, 1500)

@@ -396,11 +396,12 @@ def test_a_cluster_without_workers_and_a_lost_one_are_clear_errors(
 ) -> None:
     scheduler = dask("scheduler", "--port", "0", "--scheduler-file", "scheduler.json", *LOCAL, cwd=empty_project)
     wait_for(Path("scheduler.json").exists)
-    monkeypatch.setattr(workers, "PATIENCE", 3)
     runtime = Runtime(num_workers=None, dask_scheduler="scheduler.json")
-    with pytest.raises(StageError, match=r"no Dask worker for 3 seconds.*`dask worker`"):
+    monkeypatch.setattr(workers, "PATIENCE", 1)
+    with pytest.raises(StageError, match=r"no Dask worker for 1 seconds.*`dask worker`"):
         list(ordered_map(abs, [-1], runtime))
-    timer = threading.Timer(2, scheduler.kill)
+    monkeypatch.setattr(workers, "PATIENCE", 3)
+    timer = threading.Timer(1, scheduler.kill)
     timer.start()
     with pytest.raises(StageError, match=r"was lost; nothing was published"):
         list(ordered_map(abs, [-1], runtime))
