@@ -177,6 +177,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator["DeviceMesh"]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
+    torch.set_num_threads(1)  # as ranks that share the cores: more would wait for each other in small products
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     # torch.empty then gives NaN instead of old memory, so that no uninitialized value looks plausible.
     torch.use_deterministic_algorithms(True)

@@ -1,6 +1,8 @@
 """Data sets of public tasks on the Hub of the tests: few made-up rows, in the columns that lm-eval's tasks read."""
 
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,20 @@ SQUAD = [
      "answers": {"text": [f"{n}"], "answer_start": [6]}}
     for n in range(4)
 ]  # fmt: skip
+
+
+TASKS = ("arc", "gsm8k", "hellaswag", "humaneval", "mmlu", "squadv2", "super_glue")
+"""What there is of lm-eval's tasks: its directories of them."""
+
+
+def link_packages(installed: Path, target: Path) -> None:
+    """Give a directory the packages of lm-eval, with `TASKS` alone."""
+    tasks = installed / "lm_eval/tasks"
+
+    def others(directory: str, names: list[str]) -> list[str]:
+        return [name for name in names if Path(directory) == tasks and "." not in name and name not in TASKS]
+
+    shutil.copytree(installed, target, ignore=others, copy_function=os.symlink)
 
 
 def serve_all(hub: Hub, directory: Path, lm_eval: Path) -> None:
