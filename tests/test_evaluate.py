@@ -49,7 +49,7 @@ from stages.forward import attention_choice
 from stages.forward.loss import LossHead
 from stages.forward.rows import TokenRows
 from stages.model.manifest import ModelManifest
-from stages.ranks import handoff, process_group, watchdog
+from stages.ranks import asking, handoff, process_group, watchdog
 from stages.ranks.asking import REQUEST
 from stages.ranks.watchdog import Heartbeat
 from stages.work import arrow
@@ -143,7 +143,7 @@ def write_rows(num_rows: int = 7, length: int = LENGTH) -> None:
 def write_params(**changed: Any) -> None:
     """Write params.yaml, and the lineage of a training with these parameters if there is a model."""
     values = {"experiment_name": "exp", "batch_size": 2, "eval_batch_size": None, "document_mask": True, "eval_rows": 3,
-              "eval_samples": 3, **changed}  # fmt: skip
+              "eval_samples": 0, **changed}  # fmt: skip
     values["runtime"] = {"nproc_per_node": 2, "timeout_minutes": 5}
     Path("params.yaml").write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()))
     if MODEL.exists():
@@ -202,9 +202,8 @@ def reference_loss(document_mask: bool, first: int = 0, last: int | None = None)
 
 @pytest.mark.parametrize(
     ("document_mask", "eval_batch_size", "is_padded"),
-    [(True, None, False), (True, 7, False), (True, 100, False), (False, None, False), (False, 7, False),
-     (True, None, True)],
-)  # fmt: skip
+    [(True, None, False), (True, 100, False), (False, None, False), (True, None, True)],
+)
 def test_loss_and_perplexity_are_those_of_each_document_alone(
     document_mask: bool, eval_batch_size: int | None, is_padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +246,7 @@ def test_the_loss_does_not_depend_on_which_rows_are_measured_together() -> None:
     make_model(LlamaConfig(**values))
     losses = []
     for eval_batch_size in (1, 7):
-        write_params(eval_batch_size=eval_batch_size, eval_samples=0)
+        write_params(eval_batch_size=eval_batch_size)
         validation = run_stage().validation
         assert validation is not None
         losses.append(validation.loss)
@@ -388,6 +387,7 @@ def test_the_attention_is_one_that_works_in_the_exported_dtype(monkeypatch: pyte
 
 def test_samples_continue_the_beginnings_of_held_out_documents() -> None:
     write_rows(length=44)
+    write_params(eval_samples=3)
     samples = run_stage().samples
     tokens = make_rows(length=44).ravel()
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
@@ -399,8 +399,6 @@ def test_samples_continue_the_beginnings_of_held_out_documents() -> None:
         assert "<eos>" not in sample.prompt
         assert sample.continuation
         assert sample.reference and document.startswith(sample.prompt + sample.reference)
-    write_params(eval_samples=0)
-    assert run_stage().samples == []
     write_params(eval_samples=20)
     assert len(run_stage().samples) == 7
 
@@ -434,6 +432,7 @@ def test_a_prompt_is_at_most_half_of_the_longest_document_that_begins_in_a_row(
 
 def test_without_held_out_rows_there_is_no_loss_and_no_sample(capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(0)
+    write_params(eval_samples=3)
     write_history()
     evaluation = run_stage()
     assert evaluation.validation is evaluation.exported is evaluation.untrained is evaluation.trained is None
@@ -485,6 +484,7 @@ def move_initial_model() -> None:
     ids=["weights", "no lineage", "rows", "other rows", "other run", "initial model", "nan", "inf"],
 )
 def test_what_is_damaged_or_of_another_training_is_refused(change: Callable[[], object], problem: str) -> None:
+    write_params(eval_samples=1)
     change()
     with pytest.raises(StageError, match=problem):
         run_stage()
@@ -493,8 +493,9 @@ def test_what_is_damaged_or_of_another_training_is_refused(change: Callable[[], 
 
 def test_the_initial_model_is_needed_where_samples_of_it_are_wanted() -> None:
     """Without its samples the result would depend on the machine."""
+    write_params(eval_samples=1)
     assert request().initial == str(MODEL)
-    write_params(eval_samples=0)
+    write_params()
     move_initial_model()
     assert run_stage().samples == []
 
@@ -516,7 +517,8 @@ def test_all_is_written_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Several ranks.
 
-TIED = LlamaConfig(**{**LLAMA.to_dict(), "tie_word_embeddings": True})
+SHORT = LlamaConfig(**{**LLAMA.to_dict(), "max_position_embeddings": LENGTH})  # so are the samples
+TIED = LlamaConfig(**{**SHORT.to_dict(), "tie_word_embeddings": True})
 GPT2 = GPT2Config(**SIZES, n_embd=16, n_layer=2, n_head=2, n_positions=LENGTH + 8)
 """It has no embedding for a position beyond the last one."""
 MAMBA2 = Mamba2Config(
@@ -524,11 +526,11 @@ MAMBA2 = Mamba2Config(
 )
 CASES: dict[str, tuple[PreTrainedConfig, torch.dtype, dict[str, Any]]] = {
     # The second rank has no sample, but loads the initial model with the first.
-    "untied": (LLAMA, torch.float32,
+    "untied": (SHORT, torch.float32,
                {"num_samples": 1, "initial": str(MODEL), "initial_weights": ["model.safetensors"]}),
-    "tied": (TIED, torch.bfloat16, {"num_samples": 4}),
+    "tied": (TIED, torch.bfloat16, {"num_samples": 3}),
     "padded": (MAMBA2, torch.float32, {}),
-    "learned positions": (GPT2, torch.float32, {"batch_size": 1, "document_mask": False, "num_samples": 5}),
+    "learned positions": (GPT2, torch.float32, {"batch_size": 1, "document_mask": False, "num_samples": 3}),
 }  # fmt: skip
 
 
@@ -632,13 +634,27 @@ def test_the_command_writes_the_same_bytes_on_two_ranks(tmp_path: Path) -> None:
     assert not any(str(tmp_path).encode() in content for content in expected.values())
 
 
+KILLED = (
+    r"=+\n{} FAILED\n(?s:.*) : Signal 9 \(SIGKILL\) (?s:.*)\n"
+    r"error: the measurement failed as shown above; if a rank was killed by signal 9 because memory ran out, use "
+    r"eval_batch_size 1 \(of the training too, which then runs again\), fewer ranks than 2 .*\n"
+)
+
+
+def test_a_killed_rank_ends_the_others_with_one_message(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    with pytest.raises(SystemExit, match="1"):
+        asking.ask("tests.lost_rank", request(), Measurements, 2, remedies)
+    assert re.fullmatch(KILLED.format(r"tests\.lost_rank"), capfd.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("number", "is_rank", "status", "message"),
     [
-        (signal.SIGKILL, True, 1, r"(\[.*(failed to connect|connectFullMesh failed).*\n)*"
-         r"=+\nstages\.evaluation\.rank FAILED\n(?s:.*) : Signal 9 \(SIGKILL\) (?s:.*)\n"
-         r"error: the measurement failed as shown above; if a rank was killed by signal 9 because memory ran out, use "
-         r"eval_batch_size 1 \(of the training too, which then runs again\), fewer ranks than 2 .*\n"),
+        pytest.param(signal.SIGKILL, True, 1, r"(\[.*(failed to connect|connectFullMesh failed).*\n)*"
+                     + KILLED.format(r"stages\.evaluation\.rank"), marks=pytest.mark.slow),
         (signal.SIGTERM, False, 143, "interrupted: run it again\n"),
         pytest.param(signal.SIGKILL, False, -9, "", marks=pytest.mark.slow),
     ],
