@@ -32,7 +32,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
-def _default_dtype() -> Iterator[None]:
+def _torch_as_it_was() -> Iterator[None]:
     """A test leaves the default dtype of torch as it was: the next one may compare with it.
 
     It has one thread: with more, the operations of a tiny model wait for each other.
@@ -177,7 +177,6 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator["DeviceMesh"]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    torch.set_num_threads(1)  # as ranks that share the cores: more would wait for each other in small products
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     # torch.empty then gives NaN instead of old memory, so that no uninitialized value looks plausible.
     torch.use_deterministic_algorithms(True)
