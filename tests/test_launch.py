@@ -60,7 +60,7 @@ def test_what_was_edited_during_a_training_is_not_recorded_as_its_input(here: Pr
     launch.refuse_changed_files(launched, runtime)
     here.set(seed=1)
     for resume, advice in (("auto", r"finds the finished run"), ("never", r"\(with runtime.resume auto: .*\)")):
-        message = rf"has finished, but its files have changed .*{advice}\nparams.seed: 0 there, 1 here$"
+        message = rf"has finished, but its files have changed .*{advice}\nparams.seed: 0 at the launch, 1 now$"
         with pytest.raises(StageError, match=message):
             launch.refuse_changed_files(launched, replace(runtime, resume=resume))
 
