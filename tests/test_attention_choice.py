@@ -12,7 +12,7 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, masking_utils
+from transformers import CONFIG_MAPPING, AttentionInterface, AutoConfig, PreTrainedConfig, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stages.base.errors import StageError
@@ -47,6 +47,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 def config_of(name: str) -> PreTrainedConfig:
     if name == "gemma2":
         return AutoConfig.for_model("gemma2", **WINDOW)
+    if name not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     return AutoConfig.for_model(name, **ARCHITECTURES.get(name, {}))
 
 
@@ -363,9 +365,8 @@ def test_varlen_has_torchs_own_kernels_where_those_of_flash_attention_fail(
     assert not active, "sdpa would call them too"
 
 
-@pytest.mark.parametrize("name", ["falcon", "bloom"])
-def test_documents_that_no_attention_function_keeps_apart_are_padded(tmp_path: Path, name: str) -> None:
-    save(tmp_path, name, hidden_size=24, num_hidden_layers=1, num_attention_heads=3, vocab_size=101)
+def test_documents_that_no_attention_function_keeps_apart_are_padded(tmp_path: Path) -> None:
+    save(tmp_path, "bloom", hidden_size=24, num_hidden_layers=1, num_attention_heads=3, vocab_size=101)
     assert choose(tmp_path) == choose(tmp_path, name="padded") == "padded"
     assert choose(tmp_path, mask=False) in ("sdpa", "eager")
 

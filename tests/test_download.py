@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from stages import download
-from stages.base import command, publish
+from stages.base import command, process, publish
 from stages.base.errors import StageError
 from stages.base.files import FileEntry
 from stages.base.params_file import load_params
@@ -635,6 +635,16 @@ def test_a_model_that_cannot_be_trained_is_refused_in_one_line(values: dict[str,
 def test_an_encoder_whose_config_makes_it_a_decoder_is_accepted() -> None:
     write_config(model_type="bert", is_decoder=True)
     assert describe("model").architecture == "BertLMHeadModel"
+
+
+def test_a_limit_of_time_that_is_swallowed_is_raised_again() -> None:
+    def work() -> None:
+        with suppress(BaseException):  # as C++ code of torch, where it calls Python
+            time.sleep(5)
+        time.sleep(5)
+
+    with pytest.raises(TimeoutError), process.limited(0.1, 1 << 30):
+        work()
 
 
 def test_a_model_of_any_size_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -601,15 +601,16 @@ def test_a_wrapped_module_may_contain_embeddings(mesh: DeviceMesh, params: Train
     assert [len(group.fsdp_params) for group in groups] == [1, 1]  # the last norm, and the embedding
 
 
-@pytest.mark.parametrize(("name", "is_gathered"), [("llama", False), ("inkling_text", True)])
+@pytest.mark.parametrize("name", ["llama", "inkling_text"])
 def test_an_embedding_with_a_norm_in_it_has_its_weights_in_the_backward_pass(
-    mesh: DeviceMesh, params: TrainParams, tmp_path: Path, name: str, is_gathered: bool
+    mesh: DeviceMesh, params: TrainParams, tmp_path: Path, name: str
 ) -> None:
     """Without them it ends in a segmentation fault, on two ranks or more."""
     small = small_config(transformers.AutoConfig.for_model(name, tie_word_embeddings=False))
     assert small
     embedding = shard_on_meta(tmp_path, small, [], params, mesh).get_input_embeddings()
-    assert embedding._get_fsdp_state()._fsdp_param_group.unshard_in_backward == is_gathered
+    has_norm = bool([*embedding.children()])  # that of inkling, in newer versions of transformers
+    assert embedding._get_fsdp_state()._fsdp_param_group.unshard_in_backward == has_norm
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from stages.base.errors import StageError
 from stages.forward.distributed import device_type
@@ -91,9 +91,12 @@ def context_group(size: int, timeout_minutes: float, nccl_share: float = 1) -> d
     return group
 
 
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # its name before torch 2.15
+
+
 def _set_timeouts(group: dist.ProcessGroup, timeout_minutes: float, nccl_share: float) -> None:
     """Of a group of some of the ranks, which gets torch's default of 10 or 30 minutes."""
-    _set_pg_timeout(timedelta(minutes=timeout_minutes), group)
+    _set_timeout(timedelta(minutes=timeout_minutes), group)
     if device_type() == "cuda":
         backend = group._get_backend(torch.device("cuda"))
         backend._set_default_timeout(timedelta(minutes=nccl_share * timeout_minutes))
