@@ -98,15 +98,17 @@ def entry(name: str, content: bytes) -> dict[str, Any]:
     return found
 
 
-def tree(files: dict[str, bytes], folder: str) -> list[dict[str, Any]]:
-    """What is in a folder: files and folders."""
+def tree(files: dict[str, bytes], folder: str, is_recursive: bool) -> list[dict[str, Any]]:
+    """What is in a folder: files and folders, and if it is recursive what is in these."""
     prefix, found = f"{folder}/" if folder else "", {}
     for name, content in files.items():
         if name.startswith(prefix):
-            first, _, deeper = name.removeprefix(prefix).partition("/")
-            path = prefix + first
-            folder_entry = {"type": "directory", "path": path, "oid": "0" * 40, "size": 0}
-            found[path] = folder_entry if deeper else entry(name, content)
+            *folders, _ = name.removeprefix(prefix).split("/")
+            for depth in range(1, 1 + (len(folders) if is_recursive else min(1, len(folders)))):
+                path = prefix + "/".join(folders[:depth])
+                found[path] = {"type": "directory", "path": path, "oid": "0" * 40, "size": 0}
+            if is_recursive or not folders:
+                found[name] = entry(name, content)
     return [*found.values()]
 
 
@@ -168,8 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer(200, {}, hub.described.get(repo, json.dumps(info(files)).encode()))
         if kind == "tree":
             is_recursive = "recursive=true" in urlsplit(self.path).query.lower()
-            found = [entry(*item) for item in files.items()] if is_recursive else tree(files, name)
-            return self.answer(200, {}, json.dumps(found).encode())
+            return self.answer(200, {}, json.dumps(tree(files, name, is_recursive)).encode())
         if name not in files:
             return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
         if repo in hub.gated and token is None:
