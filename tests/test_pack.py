@@ -35,6 +35,7 @@ from stages.forward.rows import TokenRows
 from stages.model.manifest import TOKENIZER, ModelManifest
 from stages.pack import PackParams, PackRuntime, find_tokenizer_spec, pack
 from stages.tokenizing import fast_tokenizer, packing
+from stages.tokenizing.conversations import START, WHOLE
 from stages.tokenizing.encoding import DEFAULT_LIMITS, NAME, Encoder, EncoderLimits, TokenizerSpec
 from stages.tokenizing.fast_tokenizer import FastTokenizer
 from stages.work import arrow, reuse, skipped
@@ -480,6 +481,17 @@ def test_the_file_of_a_lost_worker_is_not_written_to() -> None:
         packing.encode(packing.BatchTask(shard=path, offset=offset, spec=spec_of_model(), target=target))
         assert left.read() == b"of a lost worker"
     assert target.stat().st_size == 2 * len("text.")
+
+
+def test_few_rows_of_conversations_are_open_and_the_fullest_is_written_for_another() -> None:
+    with arrow.StreamWriter(Path("rows"), arrow.token_features(8, is_marked=True)) as stream:
+        writer = packing.MarkedRowWriter(stream, 8, eos_token_id=0, max_batch_tokens=16)
+        for length, free in ((6, [2]), (5, [2, 3]), (7, [3, 1]), (3, [1])):
+            tokens = np.full(length, 9 | WHOLE, np.uint32)
+            tokens[0] |= START
+            writer._add([tokens])
+            assert writer._room == free
+        writer.close()
 
 
 def test_an_error_of_the_disk_is_not_the_end_of_a_file() -> None:
