@@ -541,6 +541,16 @@ def test_a_step_without_labels_has_no_gradient(params: TrainParams, mesh: Device
     assert all(torch.isfinite(value).all() for value in training.tensors().values())
 
 
+def test_copies_of_the_model_exchange_gradients_once_per_step(
+    params: TrainParams, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(FSDPModule, "set_requires_all_reduce", lambda _, value: asked.append(value))
+    batch = make_batch(torch.ones(2, 16, dtype=torch.int32), eos_token_id=0, document_mask=True)
+    Training(write_model(tmp_path), params).train_step([batch] * 3, num_labels=3 * count_labels(batch))
+    assert asked == [False, False, True]
+
+
 def test_the_8_bit_optimizer_skips_what_torchao_does_not(params: TrainParams, monkeypatch: pytest.MonkeyPatch) -> None:
     class AdamW8bit(torch.optim.SGD):  # in place of that of torchao, which may be missing
         def __init__(self, groups: Any, lr: float, betas: Any, eps: float) -> None:
