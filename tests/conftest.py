@@ -150,7 +150,7 @@ def make_reproduced(project: Project) -> None:
         ("git", "add", "."),
         ("git", "commit", "-qm", "reproduced"),
     ):
-        output = project.run(*command, PIPELINE_RUNTIME="{num_workers: 1}")  # the corpus is too small for more
+        output = project.run(*command)
         if command is repro:
             project.path.with_suffix(".log").write_text(output)
 

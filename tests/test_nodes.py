@@ -224,7 +224,7 @@ def test_a_node_with_other_files_is_refused(nodes: Given, tmp_path: Path) -> Non
     shared = {"CHECKPOINT_ROOT": str(tmp_path / "shared")}
     output = project.run(*LAUNCH, status=2, **values, **shared)
     changed = r"error: model: '\w+' at the launch, '\w+' now\n"
-    found = f"error: the files have changed since the launch: launch it again\n{changed}"
+    found = f"error: the files have changed since the launch: launch the training again\n{changed}"
     assert re.fullmatch(STARTS + found, output), output
     model.unlink()
     output = project.run(*LAUNCH, status=2, **values, **shared)

@@ -117,7 +117,7 @@ def limited(seconds: float, num_bytes: int) -> Iterator[None]:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + num_bytes
     before = signal.signal(signal.SIGALRM, stop)
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # again, where C++ code swallowed it that calls Python
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # repeated: C++ code that calls Python may swallow it
         resource.setrlimit(resource.RLIMIT_AS, (size if limits[1] < 0 else min(size, limits[1]), limits[1]))
         yield
     except _Timeout:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from stages.formats.records import Records
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-# Unrolled: runs of ordinary characters between escapes, so that no string makes the regular expression backtrack. It
-# still needs 168 bytes for each escape, in case it did: so it has a limit.
+# Unrolled: runs of ordinary characters between escapes, so that no string makes the regular expression backtrack. For
+# each repetition it keeps 168 bytes to go back to: so their number has a limit.
 _INSIDE = re.compile(r'[^"\\\x00-\x1f]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*){,9999}')  # of a string
 _COMMA = re.compile(r"[ \t\n\r]*,[ \t\n\r]*")
 _KEY = re.compile(r'[ \t\n\r]*"[^"\\\x00-\x1f]*"[ \t\n\r]*:[ \t\n\r]*')  # without escapes, as most

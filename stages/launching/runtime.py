@@ -130,7 +130,7 @@ def read_launch() -> tuple[Run, TrainRuntime, Decision | None]:
     else:
         run, runtime, decision = describe(launch.params), launch.runtime, launch.decision
         if lines := differences(launch.identity, run.identity, SINCE_THE_LAUNCH):
-            raise StageError("the files have changed since the launch: launch it again", *lines)
+            raise StageError("the files have changed since the launch: launch the training again", *lines)
     return run, runtime, decision
 
 
