@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -115,6 +115,24 @@ def make_training(project: Project) -> None:
         for part in np.split(rows, [5, 60]):
             writer.write(pa.FixedSizeListArray.from_arrays(part.ravel(), 32))
         Dataset(features, [writer.close()]).write(directory)
+    project.run_here("download")
+
+
+def make_adapted(project: Project, **config: Any) -> None:
+    """A training of adapters beside the stored weights of a small model."""
+    import torch
+    import transformers
+
+    make_training(project)
+    path = project / "models/nano/config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path.parent))
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.2)  # so large that bits of a gradient show
+    model.save_pretrained(path.parent)
+    project.set(lora_r=4, lora_alpha=8, lora_dropout=0.1, precision="bf16")
+    project.set(runtime={"async_checkpoint": False, "num_workers": 1})
     project.run_here("download")
 
 

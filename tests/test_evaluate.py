@@ -353,11 +353,14 @@ def test_a_cpu_computes_in_fp32() -> None:
     assert (stored_dtype(MODEL), model.dtype) == ("bfloat16", torch.float32)
 
 
-def test_the_model_computes_the_loss_itself_where_that_gives_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    model, _ = measure.load(request(), is_sharded=False)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_the_model_computes_the_loss_itself_where_that_gives_the_same(
+    is_sharded: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, _ = measure.load(request(), is_sharded)
     assert isinstance(model.get_output_embeddings(), LossHead)
     make_model(GraniteConfig(**{**LLAMA.to_dict(), "model_type": "granite"}, logits_scaling=4.0))
-    model, _ = measure.load(request(), is_sharded=False)
+    model, _ = measure.load(request(), is_sharded)
     assert not isinstance(model.get_output_embeddings(), LossHead)
     assert "evaluate: loss plain, because the model changes what its LM head returns" in capsys.readouterr().out
 

@@ -1,7 +1,6 @@
 """Adapters (LoRA): trained as all weights are, whatever happens; stored as PEFT stores them; merged exactly."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -29,30 +28,15 @@ from stages.model import adapters, headers, meta
 from stages.model.manifest import ModelManifest
 from stages.training.params import TrainParams
 from tests.artifacts import write_model
-from tests.conftest import made_once, make_training
+from tests.conftest import made_once, make_adapted
 from tests.models import full_value, manifest_of
 from tests.project import Project, flip_bit, save_weights
 from tests.ranks import Ranks
-from tests.test_sharding import Training, changed
+from tests.steps import Training, changed
 from tests.trainings import newest_checkpoint, result, weights
 
 KILLED = -9
 MODEL, ADAPTER = "outputs/test/model", "outputs/test/adapter"
-
-
-def make_adapted(project: Project, **config: Any) -> None:
-    """A training of adapters beside the stored weights of a small model."""
-    make_training(project)
-    path = project / "models/nano/config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path.parent))
-    for param in model.parameters():
-        torch.nn.init.normal_(param, std=0.2)  # so large that bits of a gradient show
-    model.save_pretrained(path.parent)
-    project.set(lora_r=4, lora_alpha=8, lora_dropout=0.1, precision="bf16")
-    project.set(runtime={"async_checkpoint": False, "num_workers": 1})
-    project.run_here("download")
 
 
 @pytest.fixture(scope="session")

@@ -25,10 +25,10 @@ from stages.model.adapters import ALL_LINEAR, is_adapter
 from stages.plan import _state_bytes
 from stages.training.params import TrainParams
 from tests.artifacts import write_model
+from tests.conftest import make_adapted
 from tests.models import CONFIGS, full_value, manifest_of
 from tests.project import Project
 from tests.ranks import Ranks
-from tests.test_lora import make_adapted
 from tests.trainings import result
 
 WIDE = transformers.LlamaConfig(

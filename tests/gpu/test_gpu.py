@@ -13,9 +13,9 @@ import pytest
 from stages.checkpointing.layout import list_checkpoints, step_name
 from stages.ranks.handoff import DIRECTORY
 from stages.scoring import packages
+from tests.conftest import make_adapted
 from tests.faults import environment
 from tests.project import GPUS, LAUNCH, REPO, Project, make_nano, make_pipeline, save_weights
-from tests.test_lora import make_adapted
 from tests.trainings import weights
 
 HAS_LM_EVAL = packages.directory().is_dir()
