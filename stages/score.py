@@ -100,7 +100,7 @@ def score(
         for entry, found in measurements.trained.items()
     }
     found = [
-        compare(trained, initial, flags.get(trained.task, of_entry[entry]))  # else it is a group
+        compare(trained, initial, [*chain.from_iterable(flags[task] for task in trained.members)])
         for entry, of_trained in measurements.trained.items()
         for trained, initial in zip_longest(of_trained.measured, measurements.initial[entry].measured)
     ]

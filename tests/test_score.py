@@ -315,6 +315,21 @@ def test_what_was_measured_of_the_initial_model_is_used_again(
     assert num_reused("qa", task_limit=2) == 0
 
 
+def test_a_group_is_shown_or_what_is_in_it_and_an_edit_of_it_is_noticed(project: Project, lm_eval: None) -> None:
+    def ask_group(**config: Any) -> list[tuple[str, str, int, int]]:
+        Path("tasks/top.yaml").write_text(yaml.safe_dump({"group": "top", **config}))
+        return [(each.task, each.metric, each.questions, each.too_short) for each in ask("top", task_limit=3).tasks]
+
+    Path("tasks/other.yaml").write_text(yaml.safe_dump({"task": "other", **BASE, **TASKS["mc"], "num_fewshot": 0}))
+    mean = {"aggregate_metric_list": [{"metric": "acc"}]}
+    inner = {"group": "inner", "task": ["mc", "other"], **mean}
+    of_others = ask_group(task=["qa", inner])
+    assert [each[:3] for each in of_others] == [("qa", "exact_match", 3), ("top::inner", "acc", 6)]
+    assert [found for _, _, _, found in of_others] == [3, 4]
+    assert [each[:3] for each in ask_group(task=["mc", "other"])] == [("mc", "acc", 3), ("other", "acc", 3)]
+    assert [each[:3] for each in ask_group(task=["mc", "other"], **mean)] == [("top", "acc", 6)]
+
+
 def test_random_initial_weights_are_not_asked(project: Project, lm_eval: None) -> None:
     path = Path("data/model.json")
     manifest = download.describe(download.DownloadParams("models/nano", "main", "random"))
@@ -391,6 +406,7 @@ def bad_rows(number: int, **changes: Any) -> None:
         (lambda: Path("tasks/rows.jsonl").write_text('{"q": 1'), "mc", "rows.jsonl cannot be read: .*JSON"),
         (lambda: shutil.copy("tasks/mc.yaml", "tasks/x.yaml"), "mc x", "mc is in tasks/mc.yaml and tasks/x.yaml"),
         (lambda: change_weights(Path("outputs/exp/model"), math.nan), "mc", "the model gives NaN"),
+        (lambda: write_task("mc", fewshot_split=None), "mc", "mc: .* own answer: .* `test_split: test` and `fewshot_"),
         (lambda: write_task("mc", num_fewshot=12), "mc", r"requests of tasks/mc.yaml are longer than the 128 tokens"),
         (lambda: write_task("qa", generation_kwargs={"max_gen_toks": 120}), "qa", "requests of .* longer"),
     ],
@@ -431,6 +447,10 @@ def test_questions_can_be_written_with_the_chat_template(project: Project, lm_ev
     ask("qa", task_chat=True, task_limit=1)
     assert answers("qa")[0]["prompt"] == f"User: {ROWS[0]['q']}\nAssistant:"
     assert answers("qa")[0]["answer_of_initial"] is not None
+    write_task("qa", num_fewshot=2, fewshot_split="test")
+    ask("qa", task_chat=True, task_limit=1)
+    turns = r"(User: Question .*\nAssistant: the<.endoftext.>\n){2}User: Question .*\nAssistant:"
+    assert re.fullmatch(turns, answers("qa")[0]["prompt"])
 
 
 @pytest.fixture

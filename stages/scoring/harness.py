@@ -8,6 +8,7 @@ ranks, as the bits of a result may depend on what else is in a batch.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -127,7 +128,10 @@ def ask(model: SharedModel, entry: str, loaded: Loaded, limit: int | None, chat:
         task.set_fewshot_seed(FEWSHOT_SEED)
     with explained_task(entry, "ask"):
         # Not simple_evaluate, which starts pip, git and conda.
-        results = evaluate(model, loaded.content, limit=limit, bootstrap_iters=0, apply_chat_template=chat)
+        results = evaluate(
+            model, loaded.content, limit=limit, bootstrap_iters=0,
+            apply_chat_template=chat, fewshot_as_multiturn=chat,  # each example is a turn, as in lm-eval's own command
+        )  # fmt: skip
     check_network(entry)
     (truncated,) = map(int, all_reduce_sum(model.truncated))
     if truncated and not loaded.allows_truncation():
@@ -141,12 +145,26 @@ def ask(model: SharedModel, entry: str, loaded: Loaded, limit: int | None, chat:
 
 def describe(results: Any, loaded: Loaded, truncated: int) -> Found:
     """What lm-eval has found, without what is not used."""
-    groups = [name for name in loaded.content.get("groups", {}) if _first_metric(results["results"].get(name, {}))]
-    children = {child for group in groups for child in loaded.content["group_map"].get(group, ())}
-    names = [name for name in groups if name not in children] or [*loaded.tasks]
+    children = loaded.content["group_map"]
+
+    def shown(name: str) -> Iterator[str]:
+        """A group that has a metric, or else what is in it."""
+        if name not in children or _first_metric(results["results"][name]):
+            yield name
+        else:
+            yield from chain.from_iterable(map(shown, children[name]))
+
+    def tasks_of(name: str) -> Iterator[str]:
+        if name in children:
+            yield from chain.from_iterable(map(tasks_of, children[name]))
+        else:
+            yield name
+
+    in_groups = {*chain.from_iterable(children.values())}
+    roots = [name for name in [*children, *loaded.tasks] if name not in in_groups]
     measured = []
-    for name in names:
-        members = [name] if name in loaded.tasks else [*loaded.tasks]
+    for name in dict.fromkeys(chain.from_iterable(map(shown, roots))):
+        members = [*dict.fromkeys(tasks_of(name))]
         key = _first_metric(results["results"][name])
         if key is None:
             raise StageError(f"tasks: {name} has no metric: name one in its metric_list")
@@ -156,6 +174,7 @@ def describe(results: Any, loaded: Loaded, truncated: int) -> Found:
         measured.append(
             Measured(
                 task=name,
+                members=members,
                 metric=metric if chosen == "none" else f"{metric} {chosen}",
                 higher_is_better=loaded.tasks[members[0]].higher_is_better().get(metric, True),
                 questions=len(samples),

@@ -134,7 +134,7 @@ def check(entries: list[str]) -> None:
         StageError: one is neither a file of yours nor fetched, its YAML is not valid, or it has no data.
     """
     files = [path for path in sorted(TASKS.rglob("*.yaml")) if PUBLIC not in path.parents] if entries else []
-    configs = {str(path): _read(path) for path in files}
+    configs = {str(path): read(path) for path in files}
     kinds = [(config.get(kind), config) for config in configs.values() for kind in ("task", "group")]
     own = {name: config for name, config in kinds if isinstance(name, str)}
     manifest = Manifest.load()
@@ -193,11 +193,16 @@ def _error(what: str) -> Callable[[str], StageError]:
     return lambda problem: StageError(f"{what}: {problem}")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """The config in a file of a task or a group, with those that it includes.
+
+    Raises:
+        StageError: it is no valid YAML, or has no keys.
+    """
     with explained(_error(f"{path} is no valid YAML of a task")):
         config: dict[str, Any] = yaml.load(publish.read_bytes(path), _Loader)
         if not isinstance(config, dict):
             raise ValueError("it has no keys")
         for include in reversed([*_flat([config.get("include")])]):
-            config = _read(path.parent / include) | config
+            config = read(path.parent / include) | config
     return config

@@ -41,8 +41,10 @@ class Answer:
 class Measured(Summary):
     """Of one task, or of a group of tasks, and one model."""
 
+    members: list[str]
+    """The tasks whose questions are asked."""
     terms: list[Terms]
-    """One a question; none: the metric is no mean over questions."""
+    """One a question of these; none: the metric is no mean over questions."""
 
 
 @dataclass(frozen=True)

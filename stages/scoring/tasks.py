@@ -62,9 +62,12 @@ def load(entries: list[str], cache: Path, fetch: Fetch | None = None) -> dict[st
         if not public.is_file(entry) and entry not in manager.task_index:
             others = public.nearest(entry, manager.all_tasks)
             raise StageError(f"tasks: {entry!r} is neither a task of lm-eval nor a file{others}")
+        spec = entry
+        if public.is_file(entry) and isinstance((config := public.read(Path(entry))).get("task"), list):
+            spec = config["group"]  # lm-eval takes the list of tasks in the file for its name
         with explained_task(entry, "load"):
             try:
-                content = manager.load([entry])
+                content = manager.load([spec])
             except jinja2.UndefinedError as error:  # lm-eval asks the first question to try a task
                 raise StageError(f"tasks: {entry}: {error}: its columns are {', '.join(local.columns)}") from None
             check_network(entry)
@@ -72,7 +75,7 @@ def load(entries: list[str], cache: Path, fetch: Fetch | None = None) -> dict[st
                 if twice := [other for other in loaded if name in loaded[other].tasks]:
                     raise StageError(f"tasks: {name} is in {twice[0]} and {entry}: rename it in one, or leave one out")
                 check(name, task)
-            loaded[entry] = Loaded(content["tasks"], content, digest(content["tasks"]))
+            loaded[entry] = Loaded(content["tasks"], content, digest(content))
     return loaded
 
 
@@ -133,12 +136,17 @@ class _LocalDatasets:
         return public.find(dataset, name, chosen)
 
 
-def digest(tasks: dict[str, Any]) -> str:
-    """SHA-256 of what decides the questions of tasks and their answers: config, code beside it, and each row."""
+def digest(content: dict[str, Any]) -> str:
+    """SHA-256 of what decides the questions of tasks and their answers: config, code beside it, and each row.
+
+    And the configs of the groups that they are in.
+    """
     total = hashlib.sha256()
     for path in sorted(TASKS.rglob("*.py")):
         total.update(publish.sha256_file(path).encode())
-    for name, task in sorted(tasks.items()):
+    for name, group in sorted(content["groups"].items()):
+        total.update(_canonical([name, group.to_dict(), group.child_names]))
+    for name, task in sorted(content["tasks"].items()):
         total.update(_canonical([name, task.config.to_dict()]))
         for _, rows in _rows(task):
             for row in rows:
@@ -156,8 +164,15 @@ def _rows(task: Any) -> Iterator[tuple[str, Iterable[dict[str, Any]]]]:
     config = task.config
     yield config.test_split or config.validation_split, task.eval_docs
     if config.num_fewshot:
-        split = task.fewshot_cfg.split or config.training_split or config.validation_split or config.test_split
-        yield split, task.fewshot_docs() or []
+        yield _split_of_examples(task), task.fewshot_docs() or []
+
+
+def _split_of_examples(task: Any) -> str | None:
+    config, shown = task.config, task.fewshot_cfg
+    if shown.samples is not None and shown.split is None:
+        return None  # they are in the task itself
+    split: str | None = shown.split or config.training_split or config.validation_split or config.test_split
+    return split
 
 
 def check(name: str, task: Any) -> None:
@@ -172,6 +187,15 @@ def check(name: str, task: Any) -> None:
     if isinstance(text, str) and text.isidentifier() and text not in task.features:  # lm-eval would ask this word
         columns = ", ".join(sorted(task.features))
         raise StageError(f"tasks: {name}: doc_to_text: {text} is no column: there are {columns}")
+    config = task.config
+    asked = config.test_split or config.validation_split
+    if config.num_fewshot and _split_of_examples(task) == asked and task.fewshot_cfg.split != config.test_split:
+        # Where the last two are the same, lm-eval leaves the question itself out of its examples.
+        raise StageError(
+            f"tasks: {name}: the examples before a question are rows that are asked, and may have its own answer: "
+            f"write `test_split: {asked}` and `fewshot_split: {asked}`, which leaves the question out, or name another "
+            "split"
+        )
     if callable(task.config.process_results):  # it compares in a way of its own
         return
     if lacking := [metric for metric, function in task._metric_fn_list.items() if function is None]:
