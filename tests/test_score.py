@@ -357,6 +357,29 @@ def test_the_standard_errors_are_those_of_statistics(asked: Project, monkeypatch
     assert json.loads(outputs.SCORES.read_text())["mc"]["acc"] == of_choices.score
 
 
+@pytest.mark.parametrize(
+    ("changes", "code", "chance"),
+    [
+        ({}, "", 1 / 3),
+        ({"doc_to_target": "right"}, "", 2 / 3),
+        ({"metric_list": [{"metric": "acc"}, {"metric": "acc_mutual_info"}]}, "", 1 / 3),
+        ({}, "process_results: !function utils.compare\n", None),
+    ],
+    ids=["one right choice", "two right choices", "choices without the question", "its own comparison"],
+)
+def test_the_chance_is_what_guessing_gives(
+    project: Project, lm_eval: None, changes: dict[str, Any], code: str, chance: float | None
+) -> None:
+    write_rows([row | {"right": [0, 2]} for row in ROWS])
+    Path("tasks/utils.py").write_text("def compare(row, answers):\n    return {'acc': 0.5} if row['a'] else {}\n")
+    write_task("mc", num_fewshot=0, **changes)
+    with Path("tasks/mc.yaml").open("a") as file:
+        file.write(code)
+    (found,) = ask("mc", task_limit=3).tasks
+    assert found.chance == (chance and pytest.approx(chance, rel=1e-5))
+    assert [(len(row["choices"]), row["prompt"]) for row in answers("mc")] == [(3, row["q"]) for row in ROWS[:3]]
+
+
 def test_a_question_in_the_training_documents_is_counted_and_the_score_of_the_others_shown(
     project: Project, lm_eval: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

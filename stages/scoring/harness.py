@@ -169,7 +169,8 @@ def describe(results: Any, loaded: Loaded, truncated: int) -> Found:
         if key is None:
             raise StageError(f"tasks: {name} has no metric: name one in its metric_list")
         metric, _, chosen = key.partition(",")
-        samples = [each for task in members for each in results["samples"][task] if each["filter"] == chosen]
+        asked = [(loaded.tasks[task], each) for task in members for each in results["samples"][task]]
+        asked = [(task, each) for task, each in asked if each["filter"] == chosen]
         score = rounded(results["results"][name][key])
         measured.append(
             Measured(
@@ -177,17 +178,17 @@ def describe(results: Any, loaded: Loaded, truncated: int) -> Found:
                 members=members,
                 metric=metric if chosen == "none" else f"{metric} {chosen}",
                 higher_is_better=loaded.tasks[members[0]].higher_is_better().get(metric, True),
-                questions=len(samples),
+                questions=len(asked),
                 num_fewshot=loaded.tasks[members[0]].config.num_fewshot or 0,
                 score=score,
-                chance=_chance(metric, samples),
+                chance=_chance(metric, asked),
                 truncated=truncated,
-                terms=_terms(metric, score, samples),
+                terms=_terms(metric, score, [each for _, each in asked]),
             )
         )
     first = {task: results["samples"][task][0]["filter"] for task in loaded.tasks}
     kept = [(task, each) for task in first for each in results["samples"][task] if each["filter"] == first[task]]
-    return Found(measured, [_answer(*each) for each in kept])
+    return Found(measured, [_answer(loaded.tasks[task], each) for task, each in kept])
 
 
 def _first_metric(values: dict[str, Any]) -> str | None:
@@ -196,7 +197,7 @@ def _first_metric(values: dict[str, Any]) -> str | None:
 
 def _terms(metric: str, score: float, samples: list[Any]) -> list[Terms]:
     """None where they do not add up to the score."""
-    values = [each[metric] for each in samples]
+    values = [each.get(metric) for each in samples]  # `process_results` may leave questions out
     if metric == "bits_per_byte":
         terms = [Terms(-nats / math.log(2), size) for nats, size in values]
     elif all(isinstance(value, (bool, int, float)) for value in values):
@@ -207,18 +208,28 @@ def _terms(metric: str, score: float, samples: list[Any]) -> list[Terms]:
     return terms if math.isclose(mean, score, rel_tol=1e-4, abs_tol=1e-6) else []
 
 
-def _chance(metric: str, samples: list[Any]) -> float | None:
-    sizes = [len(each["filtered_resps"]) for each in samples if isinstance(each["filtered_resps"][0], tuple)]
-    if not metric.startswith("acc") or len(sizes) < len(samples) or min(sizes) < 2:
-        return None
-    return rounded(math.fsum(1 / size for size in sizes) / len(sizes))
+def _chance(metric: str, asked: list[tuple[Any, Any]]) -> float | None:
+    """The share of right choices, if all questions have choices that lm-eval itself compares with the right ones."""
+    shares = []
+    for task, sample in asked:
+        number = _num_choices(task, sample)
+        if number is None or callable(task.config.process_results) or not metric.startswith("acc"):
+            return None
+        shares.append((len({*sample["target"]}) if task.multiple_target else 1) / number)
+    return rounded(math.fsum(shares) / len(shares))
 
 
-def _answer(task: str, sample: Any) -> Answer:
-    requests, found = sample["arguments"], sample["filtered_resps"]
+def _num_choices(task: Any, sample: Any) -> int | None:
+    """With `acc_mutual_info` there are twice as many requests: lm-eval asks for each without the question, too."""
+    return len(task.doc_to_choice(sample["doc"])) if task.OUTPUT_TYPE == "multiple_choice" else None
+
+
+def _answer(task: Any, sample: Any) -> Answer:
+    number = _num_choices(task, sample)
+    requests, found = sample["arguments"][:number], sample["filtered_resps"][:number]
     has_choices = len(requests[0]) == 2 and isinstance(requests[0][1], str)
     return Answer(
-        task=task,
+        task=task.task_name,
         row=sample["doc_id"],
         prompt=requests[-1][0],
         choices=[choice for _, choice in requests] if has_choices else [],
