@@ -48,6 +48,8 @@ def path(tmp_path: Path) -> Path:
         (GOOD + "experiment_name: a/b\n", "experiment_name is 'a/b': string should match pattern"),
         (GOOD + "experiment_name: report\n", "experiment_name is 'report': outputs/report is an output of every"),
         (GOOD + "experiment_name: 2024\n", " is 2024: .* string; put text that looks like a number in quotes"),
+        (GOOD + "experiment_name: 2024-01-31\n", " is 2024-01-31: .* string; put text .* in quotes, and dates"),
+        ("share: 1\nsection: 2\n", "unknown parameter 'section'; it is a section: write `name: value` pairs below it$"),
         ("share: 1\nsection:\n", "section is null: input should be a dictionary"),
         (GOOD + "shares: {a: 1, b: .nan}\n", "shares.b is nan: it must be a finite number"),
         (GOOD + "shares: {a: true}\n", "shares.a must be a number, not a boolean"),
@@ -56,7 +58,7 @@ def path(tmp_path: Path) -> Path:
         (GOOD + '"more\\e[2J\\nerror: a": 1\n', r"unknown parameter 'more\\x1b\[2J\\nerror: a'; no stage reads it$"),
     ],
     ids=["latin-1", "levels", "digits", "twice", "star", "twice in a section", "infinite", "infinite text", "null",
-         "directories", "a name in use", "a number", "empty section",
+         "directories", "a name in use", "a number", "a date", "no section", "empty section",
          "not finite in a mapping", "boolean in a mapping", "boolean", "circle", "control characters"],
 )  # fmt: skip
 def test_what_is_wrong_is_said(path: Path, content: str | bytes, message: str) -> None:

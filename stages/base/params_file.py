@@ -8,6 +8,7 @@ of the file.
 """
 
 import dataclasses
+import datetime
 import difflib
 import json
 import math
@@ -175,6 +176,8 @@ def _place(path: Path, name: str | None) -> str:
 
 
 def _suggest(name: str, known: set[str]) -> str:
+    if any(each.startswith(f"{name}.") for each in known):
+        return "; it is a section: write `name: value` pairs below it"
     # Sorted, because a set has another order in each process, and of equally close names the first is suggested.
     close = difflib.get_close_matches(name, sorted(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else "; no stage reads it"
@@ -190,11 +193,13 @@ def _explain(path: str, prefix: tuple[str, ...], details: Any) -> str:
         return f"{path}: {message}"
     if details["type"] == "unexpected_keyword_argument":
         return f"{path}: {name}: there is no such key; docs/formats.md has all of them"
-    is_number = details["type"].startswith("string") and isinstance(details["input"], (int, float))
-    remedy = "; put text that looks like a number in quotes" * is_number
+    is_scalar = details["type"].startswith("string") and isinstance(details["input"], (int, float, datetime.date))
+    remedy = "; put text that looks like a number in quotes, and dates, yes and no" * is_scalar
     return f"{path}: {name} is {as_yaml(details['input'])}: {message[0].lower()}{message[1:]}{remedy}"
 
 
 def as_yaml(value: Any) -> str:
     """A value as people write it in the file."""
+    if isinstance(value, datetime.date):
+        return str(value)
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
