@@ -92,6 +92,10 @@ def test_a_project_that_can_train_has_no_errors(ready: Project) -> None:
     assert "tasks: 'none' is neither in tasks/ nor fetched" in diagnose()
     ready.set(max_shard_size="5 potatoes", tasks=[])  # which consolidate would refuse, after the training
     assert "max_shard_size is '5 potatoes'" in diagnose()
+    ready.set(max_shard_size="5GB", deduplicate="all")
+    assert "deduplicate is 'all'" in diagnose()
+    ready.set(deduplicate=None, runtime={"num_workers": 0})
+    assert "runtime.num_workers is 0" in diagnose()
 
 
 @pytest.mark.parametrize("names", [("data", "outputs"), ("outputs/test",)])

@@ -11,6 +11,7 @@ from stages.base.errors import StageError
 from stages.base.params_file import load_params
 from stages.checks.findings import Finding, Found, ok, warning
 from stages.consolidate import ConsolidateParams
+from stages.deduplicate import DeduplicateParams
 from stages.download import DownloadParams
 from stages.evaluate import EvaluateParams
 from stages.extract import ExtractParams
@@ -23,7 +24,7 @@ from stages.ranks import torchrun
 from stages.ranks.gpus import DEVICES, num_devices
 from stages.ranks.process_group import check_devices, use_gpu
 from stages.report import ReportParams
-from stages.score import ScoreParams
+from stages.score import ScoreParams, ScoreRuntime
 from stages.scoring import public
 from stages.training.params import TrainParams
 
@@ -38,9 +39,10 @@ class Settings(NamedTuple):
 
 def load() -> Found[Settings]:
     """The parameters of all stages: what the last ones refuse would show up after the training."""
-    rest = OrganizeParams, ExtractParams, PackParams, PlanParams, ConsolidateParams, EvaluateParams, ReportParams
-    for params in rest:
+    of_data = OrganizeParams, ExtractParams, DeduplicateParams, PackParams
+    for params in (*of_data, PlanParams, ConsolidateParams, EvaluateParams, ReportParams):
         load_params(params)
+    load_params(ScoreRuntime, "runtime")  # has what TrainRuntime lacks
     public.check(load_params(ScoreParams).tasks)
     settings = Settings(load_params(DownloadParams), load_params(TrainParams), load_params(TrainRuntime, "runtime"))
     if settings.runtime.nproc_per_node:
