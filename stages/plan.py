@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import pyarrow as pa
 from pydantic import Field, PositiveInt
@@ -69,6 +69,8 @@ class PlanParams:
     """The leaves of `params.yaml` that only `plan` reads."""
 
     plan: Cluster
+    export_dtype: Literal["bf16", "fp16", "fp32"] | None
+    """Number format of the model that `consolidate` writes."""
     seq_length: PositiveInt
     """Tokens per row."""
     tasks: list[str]
@@ -144,7 +146,8 @@ def main() -> None:
     with publish.lock(outputs.PLAN):
         if params.total_batch_size % params.batch_size:  # no number of ranks can; the error names what these could
             params.grad_accum_steps(extra.plan.num_ranks)
-        plan = check(params, runtime, num_nodes and runtime.nproc_per_node and runtime.nproc_per_node * num_nodes)
+        launched = num_nodes and runtime.nproc_per_node and runtime.nproc_per_node * num_nodes
+        plan = check(params, runtime, launched, extra.export_dtype)
         model = ModelManifest.read()
         _warn_of_schedule(params, plan)
         _warn_of_held_out(plan)
@@ -462,8 +465,14 @@ def launched_nodes(runtime: TrainRuntime, environment: Mapping[str, str]) -> int
     return runtime.num_nodes or (1 if runtime.launcher == "auto" else None)
 
 
-def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> Plan:
+def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None, export_dtype: str | None = None) -> Plan:
     """What a training with this number of ranks needs, except memory; None: it is not known before the training.
+
+    Args:
+        params: Of the training.
+        runtime: Where.
+        num_ranks: See above.
+        export_dtype: As in params.yaml.
 
     Raises:
         StageError: the training would be refused.
@@ -471,7 +480,7 @@ def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None) -> 
     model, train = ModelManifest.read(), PackedTokens.read(TRAIN)
     params.check_context_parallel(model, train.seq_length, runtime.nproc_per_node)
     check_num_ranks(params, num_ranks)
-    plan = estimate(params, model, train, PackedTokens.read(VALIDATION))
+    plan = estimate(params, model, train, PackedTokens.read(VALIDATION), export_dtype)
     run = describe(params)
     decide(run, how_to_resume(runtime), find(run))  # the launch would refuse what this refuses
     check_disk(params, runtime, plan)
@@ -489,8 +498,11 @@ def check_num_ranks(params: TrainParams, num_ranks: int | None) -> None:
         params.fsdp.mesh_shape(num_ranks, num_ranks)
 
 
-def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, validation: PackedTokens) -> Plan:
-    """What a training of `model` with these parameters needs.
+def estimate(
+    params: TrainParams, model: ModelManifest, train: PackedTokens, validation: PackedTokens,
+    export_dtype: str | None = None,
+) -> Plan:  # fmt: skip
+    """What a training of `model` with these parameters needs, and the model that is exported in `export_dtype`.
 
     Raises:
         StageError: the rows are too long for the model, there are too few, the model has no layers as in
@@ -544,7 +556,7 @@ def estimate(params: TrainParams, model: ModelManifest, train: PackedTokens, val
         peaks=None,
         # Without the gradients: a checkpoint is between two steps, where there are none.
         checkpoint_bytes=int((_FP32 + moments) * trained_parameters),
-        model_bytes=BY_NAME[model.dtype].itemsize * model.num_parameters
+        model_bytes=BY_NAME[PRECISIONS[export_dtype] if export_dtype else model.dtype].itemsize * model.num_parameters
         + (_FP32 * trained_parameters if params.lora_r else 0),
     )
 
