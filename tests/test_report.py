@@ -1,7 +1,9 @@
 """The report shows what the files of a project say; what is missing is a sentence."""
 
 import base64
+import dataclasses
 import html.parser
+import io
 import math
 import re
 import subprocess
@@ -11,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from stages.base import history, outputs, publish
 from stages.base.errors import StageError
 from stages.base.origin import DATA_METRICS
+from stages.export.scores import Scores
 from stages.reporting import page as report
 from stages.reporting import pictures
 from tests import reports
@@ -255,6 +259,24 @@ def test_the_values_of_a_picture_can_be_read_out(complete: Path) -> None:
     text = r"Loss\. Last values of loss \(nats per token\): [^\"]*; validation 2\.453 \(lowest 2\.453\)"
     assert re.search(f'alt="{text}"', content)
     assert re.search(r'alt="Time of a step\. Last values of milliseconds per step: data 9\.127; forward', content)
+
+
+def test_names_may_be_long_and_may_have_any_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+
+    def keep(figure: Figure) -> str:
+        figures.append(figure)
+        figure.savefig(io.StringIO(), format="svg")
+        return ""
+
+    monkeypatch.setattr(pictures, "_svg", keep)
+    name = r"price_$\of_$" + "_".join(["high_school"] * 20)
+    pictures.draw_tasks([dataclasses.replace(Scores.read(outputs.TASKS).tasks[0], task=name)])
+    rows: list[history.Row] = [{"step": x, history.of_source(name): x, history.of_source("b"): x} for x in (1.0, 2.0)]
+    pictures.draw(pictures.of_sources([name, "b"]), rows)
+    for figure in figures:
+        (axes,), whole = figure.axes, figure.bbox
+        assert axes.bbox.width > whole.width / 3 and axes.bbox.height > whole.height / 3
 
 
 def test_however_long_the_training_was_the_page_is_small_and_has_each_peak() -> None:

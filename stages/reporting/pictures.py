@@ -44,6 +44,7 @@ _STYLE: Any = {
     "axes.facecolor": "none",
     "font.family": "DejaVu Sans",  # comes with matplotlib
     "font.size": 9,
+    "text.parse_math": False,  # names may have a $
     "text.color": COLORS["text"],
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -91,6 +92,8 @@ class Picture:
     """Of the vertical axis: from `zero`; `log`; or `auto`, around the values."""
 
 
+_LONGEST = 32
+"""Characters of a label; one of 60 would leave nothing of a picture that is so narrow."""
 _THIN = {"linewidth": 0.8}
 _PHASES = {
     "data": "yellow", "forward": "blue", "backward": "pale", "update": "green", "validation": "orange",
@@ -171,7 +174,7 @@ def draw(picture: Picture, rows: list[Row]) -> tuple[str, str] | None:
             if not values.any():
                 continue
             marker = {"marker": "o", "clip_on": False} if len(steps) == 1 else {}  # a line of one point cannot be seen
-            axes.plot(steps, values, color=COLORS[curve.color], label=curve.label, **{**marker, **curve.style})
+            axes.plot(steps, values, color=COLORS[curve.color], label=_label(curve.label), **{**marker, **curve.style})
             lowest = f" (lowest {_text(values.min())})" if "loss" in curve.column else ""
             texts += [f"{curve.label} {_text(values[-1])}{lowest}"]
             positive &= values.min() > 0
@@ -200,7 +203,7 @@ def draw_tasks(scores: list[TaskScore]) -> tuple[str, str] | None:
         figure = Figure(figsize=(5.4, 1.2 + 0.35 * len(shown)))
         axes = figure.add_subplot()
         axes.set(xlabel="score, with the interval of 95 %", xlim=(-0.02, 1.02), ylim=(-0.6, len(shown) - 0.4))
-        axes.set_yticks(places, [score.task for score in shown])
+        axes.set_yticks(places, [_label(score.task) for score in shown])
         axes.grid(visible=False, axis="y")
         errors = [1.96 * (score.stderr or 0) for score in shown]
         values = [score.score for score in shown]
@@ -237,6 +240,11 @@ def series(rows: list[Row], curve: Curve) -> tuple[NDArray[np.float64], NDArray[
         sums = np.cumsum([0.0, *values])
         steps, values = steps[window - 1 :], (sums[window:] - sums[:-window]) / window
     return steps, values
+
+
+def _label(name: str) -> str:
+    """A name so short that it leaves room for what it names."""
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2]}…{name[-_LONGEST // 2 + 1 :]}"
 
 
 def _text(value: float) -> str:
