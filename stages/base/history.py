@@ -98,10 +98,12 @@ def read(path: Path) -> list[Row]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file, delimiter="\t"))
+        if rows and "step" not in rows[0]:
+            raise ValueError
         return [{name: float(cell) if cell else None for name, cell in row.items()} for row in rows]
     except FileNotFoundError:
         raise StageError(f"{path} is missing: run `dvc repro train`") from None
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, csv.Error):
         raise StageError(f"{path} is not valid: run `dvc repro -f -s train`") from None
 
 

@@ -159,8 +159,8 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, default=lambda other: getattr(other, "__qualname__", repr(other))).encode()
 
 
-def _rows(task: Any) -> Iterator[tuple[str, Iterable[dict[str, Any]]]]:
-    """What is asked, and what is shown as answered examples, each with the name of its split."""
+def _rows(task: Any) -> Iterator[tuple[str | None, Iterable[dict[str, Any]]]]:
+    """What is asked, and what is shown as answered examples, each with the name of its split; None: of no data set."""
     config = task.config
     yield config.test_split or config.validation_split, task.eval_docs
     if config.num_fewshot:
@@ -170,7 +170,7 @@ def _rows(task: Any) -> Iterator[tuple[str, Iterable[dict[str, Any]]]]:
 def _split_of_examples(task: Any) -> str | None:
     config, shown = task.config, task.fewshot_cfg
     if shown.samples is not None and shown.split is None:
-        return None  # they are in the task itself
+        return None
     split: str | None = shown.split or config.training_split or config.validation_split or config.test_split
     return split
 
@@ -248,7 +248,9 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
-def _place(task: Any, split: str) -> str:
+def _place(task: Any, split: str | None) -> str:
+    if split is None:
+        return "the samples of its fewshot_config"
     files = (task.config.dataset_kwargs or {}).get("data_files")
     files = files.get(split) if isinstance(files, dict) else files
     files = files[0] if isinstance(files, list) and len(files) == 1 else files
