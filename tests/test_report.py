@@ -249,6 +249,14 @@ def test_values_that_are_not_finite_leave_a_picture_of_the_others() -> None:
     assert pictures.draw(pictures.COURSE["loss"], everything) is None
 
 
+def test_the_mean_forgets_a_peak_however_high() -> None:
+    """Of a training that diverged for a moment; a difference of sums would be 0 from then on."""
+    rows: list[history.Row] = [{"step": float(step), "grad_norm": 1e18 if step == 500 else 2.0} for step in range(1001)]
+    steps, values = pictures.series(rows, pictures.COURSE["gradient_norm"].curves[1])
+    assert (steps[0], steps[-1], len(steps)) == (19, 1000, 982)
+    assert (values[[0, 480, -1]] == 2.0).all() and values[481] == values[500] == pytest.approx(1e18 / 20)
+
+
 def test_a_single_point_can_be_seen() -> None:
     rows, speed = history.read(outputs.HISTORY)[1:2], history.read(outputs.SPEED)[:1]
     for picture, row in (*((one, rows) for one in pictures.COURSE.values()), (pictures.SPEED["memory"], speed)):

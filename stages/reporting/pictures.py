@@ -14,6 +14,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from stages.base import history
@@ -92,6 +93,8 @@ class Picture:
     """Of the vertical axis: from `zero`; `log`; or `auto`, around the values."""
 
 
+_MEANS = 10_000
+"""Points of a running mean at most, as each is the mean of a fiftieth of all values."""
 _LONGEST = 32
 """Characters of a label; one of 60 would leave nothing of a picture that is so narrow."""
 _THIN = {"linewidth": 0.8}
@@ -235,10 +238,11 @@ def series(rows: list[Row], curve: Curve) -> tuple[NDArray[np.float64], NDArray[
     """The steps at which a curve has a finite value, and the values."""
     points = np.array(history.series(rows, curve.column))
     steps, values = points[:, np.isfinite(points[1])]
-    if curve.is_mean:
-        window = max(1, len(values) // 50)
-        sums = np.cumsum([0.0, *values])
-        steps, values = steps[window - 1 :], (sums[window:] - sums[:-window]) / window
+    if curve.is_mean and len(values):
+        window, every = max(1, len(values) // 50), max(1, len(values) // _MEANS)
+        # Of the windows, not a difference of cumulative sums, which has no digits left after a peak of 1e16.
+        means = sliding_window_view(values, window)[::-every][::-1].mean(axis=1)
+        steps, values = steps[window - 1 :][::-every][::-1], means
     return steps, values
 
 
