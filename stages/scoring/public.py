@@ -162,8 +162,12 @@ def check(entries: list[str]) -> None:
 def _check_config(config: dict[str, Any]) -> Iterator[str]:
     """Check that the data of a task of yours are there; yields the tasks in a group."""
     for member in config["task"] if isinstance(config.get("task"), list) else ():
-        name = member if isinstance(member, str) else member.get("task")
-        if isinstance(name, str) and (name == member or "dataset_path" not in member):
+        if isinstance(member, str):
+            yield member
+            continue
+        yield from _check_config(member)  # a group or a task that is written here
+        name = member.get("task") or member.get("group")  # else of another one, with changes
+        if isinstance(name, str) and "dataset_path" not in member:
             yield name
     options = dict(config.get("dataset_kwargs") or {})
     if (found := config.get("dataset_path")) and not local_files(found, options):
