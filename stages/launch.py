@@ -166,7 +166,7 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
     for restart in range(runtime.max_restarts + 1):
         if restart:
             wait_for_ranks(run.directory, print_line, stopping.is_set)  # that of a node that was lost may still write
-            print(f"restart {restart} of {runtime.max_restarts}", file=sys.stderr, flush=True)
+            print_line(f"restart {restart} of {runtime.max_restarts}", sys.stderr)
             decision = begin(run, how_to_resume(runtime, is_restart=True))
         Launch(run.params, runtime, run.identity, decision).hand_over()
         with torchrun.shared_directory(ranks, run.directory) as directory:
@@ -175,11 +175,11 @@ def _train(run: Run, runtime: TrainRuntime, set_status: Callable[[str], None]) -
             break
     if status == torchrun.CRASHED:
         killed = f"; if a rank was killed by signal 9 because memory ran out, use {remedies(run.params, ranks.total)}"
-        print(f"error: the training failed as shown above; {_next_launch(runtime)}{killed}", file=sys.stderr)
+        print_line(f"error: the training failed as shown above; {_next_launch(runtime)}{killed}", sys.stderr)
     elif status == INTERRUPTED:
         saved = list_checkpoints(run.directory)
         state = f"{saved[0].name} is saved; {_next_launch(runtime)}" if saved else "no step was done yet"
-        print(f"interrupted: {state}", file=sys.stderr)
+        print_line(f"interrupted: {state}", sys.stderr)
     return status
 
 

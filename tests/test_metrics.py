@@ -2,8 +2,10 @@
 
 import io
 import json
+import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -116,6 +118,20 @@ def test_a_terminal_shows_a_progress_bar_with_the_remaining_time(monkeypatch: py
         console.close()
         assert ("validation: " in stream.getvalue()) == shown
         assert ("8/12 [00:08<00:08" in stream.getvalue()) == shown  # four steps took as long as four will
+
+
+@pytest.mark.parametrize("lose", [os.openpty, os.pipe])
+def test_lines_that_nobody_can_read_end_no_training(
+    lose: Callable[[], tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The terminal is closed, or Ctrl-C ended a `tee` too: the training still has to save."""
+    reader, writer = lose()
+    with open(writer, "w") as stream:
+        os.close(reader)
+        monkeypatch.setattr("sys.stdout", stream)
+        Console(rank=0, step=4, total_steps=12).line("a line")
+        print_line("another one")
+        assert os.path.samefile(f"/proc/self/fd/{writer}", os.devnull)  # so Python ends with the status of the training
 
 
 class Recorder(Tracker):

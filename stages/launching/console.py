@@ -1,7 +1,9 @@
 """Where a training prints: the terminal, and the log of each rank of a `debug` run."""
 
+import errno
 import faulthandler
 import logging
+import os
 import signal
 import sys
 import threading
@@ -9,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -22,6 +24,19 @@ SILENT_SECONDS = 30.0
 
 _PRINTED = threading.Event()
 """Set by each line."""
+
+
+@contextmanager
+def droppable(stream: TextIO) -> Iterator[None]:
+    """Drop what is printed in the block if it cannot be: that must not end a training that has yet to save.
+
+    A terminal that is closed sends a signal to stop, too; so does Ctrl-C, which also ends a `tee` that reads the lines.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.EPIPE):  # for ever, unlike a full disk: also for what Python still holds
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Console:
@@ -48,8 +63,9 @@ class Console:
     def line(self, text: str) -> None:
         """Print one line, with the time, above the bar."""
         if self._rank == 0:
-            self._bar.write(f"{_now()} {text}")
-            sys.stdout.flush()  # into a pipe, Python would keep kilobytes of lines back
+            with droppable(sys.stdout):
+                self._bar.write(f"{_now()} {text}")
+                sys.stdout.flush()  # into a pipe, Python would keep kilobytes of lines back
             _PRINTED.set()
 
     def close(self) -> None:
@@ -57,9 +73,11 @@ class Console:
         self._bar.close()
 
 
-def print_line(text: str) -> None:
-    """Print one line at once, also into a pipe."""
-    print(printable(text), flush=True)
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print one line at once, also into a pipe; None: to the standard output."""
+    stream = stream or sys.stdout
+    with droppable(stream):
+        print(printable(text), file=stream, flush=True)
     _PRINTED.set()
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from stages.base import process
 from stages.base.errors import StageError
 from stages.checkpointing.run import Run
+from stages.launching.console import droppable, print_line
 from stages.launching.runtime import Launch, TrainRuntime
 from stages.ranks.signals import INTERRUPTED, on_stop_signals
 
@@ -65,8 +66,11 @@ def run_job(run: Run, runtime: TrainRuntime) -> int:
         has_ended = waiting.poll() is not None
         with log.open("rb") as file:  # opened each time: that is when NFS looks for what is new
             file.seek(position)
-            position += sys.stdout.buffer.write(file.read())
-        sys.stdout.flush()
+            text = file.read()
+        position += len(text)
+        with droppable(sys.stdout):
+            sys.stdout.buffer.write(text)
+            sys.stdout.flush()
         if has_ended:
             break
         if stopping.is_set() and time.monotonic() > asked + _STOP_SECONDS:
@@ -74,7 +78,7 @@ def run_job(run: Run, runtime: TrainRuntime) -> int:
             _stop(name)
         time.sleep(1)
     if waiting.returncode:
-        print(f"error: job {name} has ended with status {waiting.returncode}", file=sys.stderr)
+        print_line(f"error: job {name} has ended with status {waiting.returncode}", sys.stderr)
     return INTERRUPTED if stopping.is_set() else waiting.returncode
 
 

@@ -221,8 +221,9 @@ def run(
     # A signal may end torchrun, or a rank, before it can say a word: then no rank has trained a step.
     if is_stopping and not handoff.was_training(directory):
         return INTERRUPTED
-    for line in _reports(directory, ranks.num_nodes or 1):
-        print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # a terminal that is closed: `max_restarts` may start them again nevertheless
+        for line in _reports(directory, ranks.num_nodes or 1):
+            print(line, file=sys.stderr, flush=True)
     return CRASHED
 
 

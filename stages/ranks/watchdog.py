@@ -162,7 +162,8 @@ class _Watchdog:
         if self._num_obeyed or min(self._idle.values(), default=0) < self._limit:
             return
         stopped = [note for note in notes if self._silent[note.rank, note.beat] >= _SILENT]
-        print(f"error: {describe(notes, stopped, max(self._idle.values()))}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # a terminal that is closed: the ranks must end nevertheless
+            print(f"error: {describe(notes, stopped, max(self._idle.values()))}", file=sys.stderr, flush=True)
         # All: those that wait for it would only report a timeout. Not SIGTERM, after which a rank finishes its step and
         # saves: one that hangs cannot.
         for place, number in enumerate((signal.SIGUSR2, signal.SIGKILL) if self._dump_stacks else (signal.SIGKILL,)):
