@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -377,6 +378,18 @@ def test_ranks_train_what_the_launcher_read_and_refuse_changed_files(
         StageError, match=r"^the code has changed since the launch \(runtime: Field required\): launch it"
     ):
         read_launch()
+
+
+@pytest.mark.usefixtures("here")
+def test_ranks_start_however_many_checkpoints_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = run.describe(load_params(TrainParams))
+    kept = [own.directory / step_name(step) for step in range(5000, 0, -1)]
+    monkeypatch.setenv("TRAINING_LAUNCH", "")  # so that it is removed again
+    chosen = decision.Decision("resume", kept, "")
+    Launch(own.params, load_params(TrainRuntime, "runtime"), own.identity, chosen).hand_over()
+    subprocess.run(["true"], check=True)
+    _, _, received = read_launch()
+    assert received and received.checkpoints == kept[:100]
 
 
 def test_a_changed_batch_size_adopts_an_unfinished_run(training: Project, ranks: Ranks) -> None:

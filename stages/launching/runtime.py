@@ -37,6 +37,9 @@ def _check_options(options: str) -> str:
     return options
 
 
+_MAX_CANDIDATES = 100
+"""Checkpoints that are handed over: Linux starts no process with a variable of 128 KiB, and of so many one is valid."""
+
 Steps = Annotated[tuple[PositiveInt, PositiveInt], AfterValidator(_check_order)]
 """The first and the last of a range of steps."""
 
@@ -91,8 +94,11 @@ class Launch:
 
     def hand_over(self) -> None:
         """Pass it on to the processes that this one starts."""
+        content = dataclasses.asdict(self)
+        if self.decision:
+            content["decision"]["checkpoints"] = self.decision.checkpoints[:_MAX_CANDIDATES]
         # json, not pydantic's dump: that writes null for the infinity of `max_grad_norm: .inf`.
-        os.environ[handoff.LAUNCH] = json.dumps(dataclasses.asdict(self), default=str)  # the paths of the decision
+        os.environ[handoff.LAUNCH] = json.dumps(content, default=str)  # the paths of the decision
 
 
 def _received() -> Launch | None:
