@@ -61,7 +61,7 @@ def writer_lock(
         )
     with ExitStack() as stack:
         start, reported = time.monotonic(), ""
-        while not try_exclusive(lock := stack.enter_context(_open(directory, _WRITER))):
+        while not try_exclusive(lock := stack.enter_context(open_lock(directory / _WRITER))):
             status = read_status(lock)
             stack.close()  # NFS reads what another node has written only when no process of this one has it open
             # A `dvc` that is stopped ends before the training has saved: `dvc repro` right after it waits, and resumes.
@@ -97,7 +97,7 @@ def wait_for_ranks(
 ) -> None:
     """Wait until the last rank of an earlier start has ended, or until `is_stopping`."""
     # Released at once: it only shows that all ranks have ended, and the new ones are about to lock it themselves.
-    with _open(directory, _RANKS) as ranks:
+    with open_lock(directory / _RANKS) as ranks:
         start, is_reported = time.monotonic(), False
         while not try_exclusive(ranks) and not is_stopping():
             if not is_reported and time.monotonic() > start + 2:
@@ -116,7 +116,7 @@ def try_writer_lock(directory: Path, status: str) -> Iterator[bool]:
     `status` is what a launcher shows meanwhile.
     """
     # The ranks' too: a training without a launcher has only that one.
-    with _open(directory, _WRITER) as lock, _open(directory, _RANKS) as ranks:
+    with open_lock(directory / _WRITER) as lock, open_lock(directory / _RANKS) as ranks:
         is_held = all(try_exclusive(file) for file in (lock, ranks))
         if is_held:
             set_status(lock, status)
@@ -129,7 +129,7 @@ def rank_lock(directory: Path) -> Iterator[Callable[[], None]]:
 
     Yields a function that raises an error where the lock is no longer held, or `Unavailable` where that is not known.
     """
-    with _open(directory, _RANKS) as lock:
+    with open_lock(directory / _RANKS) as lock:
         shared(lock)
         yield partial(_confirm, lock)
 
@@ -153,7 +153,3 @@ def _confirm(lock: IO[str]) -> None:
             f"{problem}: this node did not reach the file server for longer than its lease, so the lock is lost, and "
             "another training may have started; launch it again"
         ) from None
-
-
-def _open(directory: Path, name: str) -> IO[str]:
-    return open_lock(directory / name)

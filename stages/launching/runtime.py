@@ -97,7 +97,7 @@ class Launch:
         content = dataclasses.asdict(self)
         if self.decision:
             content["decision"]["checkpoints"] = self.decision.checkpoints[:_MAX_CANDIDATES]
-        # json, not pydantic's dump: that writes null for the infinity of `max_grad_norm: .inf`.
+        # json, not pydantic's dump, which refuses a path that is not UTF-8.
         os.environ[handoff.LAUNCH] = json.dumps(content, default=str)  # the paths of the decision
 
 
