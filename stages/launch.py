@@ -59,6 +59,8 @@ def main() -> None:
             _exit_unless_finished(_train(run, runtime, set_status))
         refuse_changed_files(run, runtime)
         refresh([last])  # the ranks may have written it on another node
+        if not last.exists():  # sbatch reports no error of a job that was cancelled while it was pending
+            raise StageError(f"the job has ended, but {last} is missing: if it was cancelled, launch it again")
         metrics, exported = write_outs(run, last)
     best = "" if exported == last else f", whose best checkpoint is {exported.name}"
     print(table((metrics.steps, "steps", f"{metrics.tokens:,} tokens; run {run.run_id}{best}"), *loss_rows(metrics)))

@@ -65,6 +65,16 @@ def test_what_was_edited_during_a_training_is_not_recorded_as_its_input(here: Pr
             launch.refuse_changed_files(launched, replace(runtime, resume=resume))
 
 
+def test_a_job_that_was_cancelled_before_it_started_has_not_trained(
+    here: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.set(runtime={"launcher": "sbatch"})
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(launch.sbatch, "run_job", lambda run, runtime: 0)
+    output = run_here("launch", status=2)
+    assert re.fullmatch(r"error: the job has ended, but \S+/step-00000012 is missing: if .*\n", output)
+
+
 STARTING = """
 import os, signal, time
 from stages.ranks.signals import StopSignal, on_stop_signals
