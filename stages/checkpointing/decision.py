@@ -228,8 +228,9 @@ def _why_not_adopt(run: Run, resume: Resume, path: Path, manifest: CheckpointMan
         return f"its run has finished, with {what}, and is not shorter"
     if manifest.step >= run.total_steps:
         return f"it is at step {manifest.step}, and this run has {run.total_steps}"
-    # The router loss of a mixture of experts is computed once per forward pass, so it depends on the rows of one.
-    changing = {"batch_size"} if found.has_router_loss else set()
+    # The router loss of a mixture of experts is computed once per forward pass, so it depends on the rows of one, and
+    # with attention `padded`, which `auto` may choose, on its documents.
+    changing = {"batch_size", "attention"} if found.has_router_loss else set()
     if lines := _obstacles(manifest.identity, run.identity, (_NEUTRAL | _SCHEDULE) - changing):
         return ", ".join(lines)
     # The rates, not the parameters of the schedule: with `wsd`, runs of different lengths share the stable phase.
