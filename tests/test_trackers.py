@@ -1,10 +1,12 @@
 """TensorBoard and Weights & Biases get each step of a run once, however often it is killed, and ask no network."""
 
 import dataclasses
+import errno
 import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -42,6 +44,17 @@ def test_tensorboard_shows_each_step_once_after_a_kill(run: Any) -> None:
     shown = EventAccumulator(str(run.log_directory / "tensorboard" / run.run_id)).Reload()
     assert [event.step for event in shown.Scalars("loss")] == list(range(9))
     assert [event.value for event in shown.Scalars("loss")] == [10.0 - step for step in range(9)]
+
+
+def test_a_tracker_whose_disk_is_full_ends_no_training(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be that of the project, with the checkpoints elsewhere."""
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(trackers, "_TensorBoard", lambda *_: SimpleNamespace(log=full, close=full))
+    train("tensorboard", run, 0, range(6))
+    assert full.call_count == 1
+    assert capsys.readouterr().out.startswith("warning: runtime.tracker gets nothing more until the next launch: No ")
 
 
 def test_wandb_gets_each_step_once_after_a_kill_and_stays_offline(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,13 @@ appends, and no step of it is shown twice.
 import dataclasses
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 
-from stages.base.errors import StageError
+from stages.base.errors import StageError, as_stage_error
 from stages.base.history import Row
 from stages.checkpointing.run import Run
+from stages.launching.console import print_line
 
 
 class Tracker:
@@ -36,10 +38,30 @@ def check(name: str) -> None:
 def start_tracker(name: str, run: Run, step: int) -> Tracker:
     """The tracker that `runtime.tracker` names, for a run that continues after `step`."""
     if name == "tensorboard":
-        return _TensorBoard(run.log_directory / "tensorboard" / run.run_id, step)
+        return _Dispensable(_TensorBoard(run.log_directory / "tensorboard" / run.run_id, step))
     if name == "wandb":
-        return _Wandb(run)
+        return _Dispensable(_Wandb(run))
     return Tracker()
+
+
+class _Dispensable(Tracker):
+    """Drops a tracker that cannot write, as on a full disk: the training, which may save on another one, goes on."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
+
+    def log(self, step: int, row: Row) -> None:
+        self._try(lambda: self._tracker.log(step, row))
+
+    def close(self) -> None:
+        self._try(self._tracker.close)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self._tracker = Tracker()
+            print_line(f"warning: runtime.tracker gets nothing more until the next launch: {as_stage_error(error)}")
 
 
 class _TensorBoard(Tracker):
