@@ -221,6 +221,25 @@ def test_calls_of_tools_are_trained_with_their_tags(message: dict[str, Any], cal
     assert "leaves out the call" in refusal(CHATML, {"messages": messages})
 
 
+def test_special_tokens_in_a_call_do_not_end_the_turn() -> None:
+    """As in gpt-oss and DeepSeek, whose calls have several."""
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role + '\n' }}{{ message.content }}"
+        "{% for call in message.tool_calls %}<|channel|>{{ call.function.name }}<|message|>"
+        "{{ call.function.arguments | tojson }}<|end|>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"function": {"name": "get", "arguments": {"days": 2}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    content = {"messages": [{"role": "user", "content": "?"}, answer]}
+    encoded = encode(template, content)
+    assert trained(encoded) == ['<|channel|>get<|message|>{"days": 2}<|end|><|im_end|>']
+    assert encoded.terminators == {TOKENIZER.token_to_id("<|im_end|>")}
+    # Another token than that of other turns may stand anywhere in a call.
+    other = template.replace("<|im_end|>", "{{ '<|return|>' if message.tool_calls else '<|im_end|>' }}")
+    assert "not known where a tool call ends" in refusal(other, content)
+
+
 @pytest.mark.parametrize("arguments", ["{{ call.function.arguments }}", "{{ '' + call.function.arguments }}"])
 @pytest.mark.parametrize("given", ['{"city": "Paris", "cold": true}', {"city": "Paris", "cold": True}])
 def test_templates_that_expect_calls_in_the_format_of_openai_get_them(arguments: str, given: Any) -> None:

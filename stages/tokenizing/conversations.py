@@ -80,6 +80,7 @@ class ConversationEncoder:
         self._terminator = re.compile(rf"\s*(?:{self._renamed.pattern})")
         self._ends = re.compile(rf"(?:{self._renamed.pattern})\s*\Z")
         self._template = ChatTemplate(spec.chat)
+        self._turn_ends: dict[bool, frozenset[int]] = {}  # by whether there are tools
         # A text with more characters has more tokens than a row.
         self._max_chars = max(map(len, vocab)) * self._chat.seq_length
 
@@ -185,10 +186,36 @@ class ConversationEncoder:
                 if not prompt or found < 0:
                     raise Refused("it is not known where a tool call begins: use a chat template with {% generation %}")
                 start -= len(before) - found - len(prompt)
-            if last_kind == "call":  # it ends before the next special token of the template
-                after = renamed.starts[last + 2]
-                end = next((match.start() for match in self._renamed.finditer(renamed.text, end, after)), end)
+            if last_kind == "call":
+                end = self._end_of_call(renamed.text, end, renamed.starts[last + 2], tools is not None)
             yield Span(start, end)
+
+    def _end_of_call(self, text: str, end: int, after: int, has_tools: bool) -> int:
+        """The end of a turn whose last string, up to `end`, is of a call; the next string begins at `after`.
+
+        A template may write special tokens into a call and around it. So it is the one that ends other turns, too. Some
+        templates end a call by the beginning of the next turn: without any other, that one is certain.
+
+        Raises:
+            Refused: it is not known.
+        """
+        found = [*self._renamed.finditer(text, end, after)]
+        ends = self._find_turn_ends(has_tools)
+        known = [match for match in found if self._ids[match[0]] in ends] or found
+        if len(found) > 1 and known is found:
+            raise Refused("it is not known where a tool call ends: use a chat template with {% generation %}")
+        return known[0].end() if known else end
+
+    def _find_turn_ends(self, has_tools: bool) -> frozenset[int]:
+        """The ids of the special tokens that end turns of the assistant without a call."""
+        if (found := self._turn_ends.get(has_tools)) is None:
+            messages = [{"role": role, "content": "."} for role in ("user", "assistant") * 2]
+            try:
+                found = self._encode(Conversation(messages, None, [] if has_tools else None), {1, 3}).terminators
+            except Refused:
+                found = frozenset()
+            self._turn_ends[has_tools] = found
+        return found
 
     def _terminated(self, text: str, start: int, end: int) -> tuple[str, int]:
         """The end of a turn with the special token that ends it, and the text, which may get that token here.
