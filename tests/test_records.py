@@ -130,6 +130,7 @@ def test_the_keys_that_decide_what_a_path_finds_are_known() -> None:
         ("[{files: a, prompt: $.a}]", "needs both prompt and completion, or neither"),
         ("[{files: a, messages: [{role: user}]}]", "each message needs a role and a content"),
         ("[{files: a, messages: [{role: user, content: '$['}]}]", "at column 3"),
+        ("[{files: a, messages: [{role: user, content: 5}]}]", "must be strings: put others into quotes, as '5'"),
         ("[{files: a, messages: []}]", "must have a message"),
         ("[{files: a, format: chatml}]", "input should be 'sharegpt' or 'alpaca'"),
         ("[{files: a, format: alpaca, text: $.a}]", "has both text and format: keep one"),

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, islice
+from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict
@@ -52,6 +53,8 @@ def _side(value: Any) -> Any:
     for turn in value:
         if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
             raise ValueError("each message needs a role and a content, as in [{role: user, content: $.question}]")
+        if not isinstance(turn["role"], str) or not isinstance(turn["content"], (str, NoneType)):
+            raise ValueError("the role and the content of a message must be strings: put others into quotes, as '5'")
         for part in turn.values():
             if is_path(part):
                 _path(part)
