@@ -534,7 +534,7 @@ def key(
     """The digest of what decides the tokens of a split: its text, which documents, the tokenizer, the code.
 
     How they are cut into rows is not included, so that another `seq_length` encodes nothing again; but where there are
-    conversations, which it may cut.
+    conversations, of which it refuses those that are longer.
     """
     # Without the path: the tokenizer's digest decides, so a moved HF_HOME encodes nothing again.
     decisive = {name: value for name, value in spec._asdict().items() if name != "path"}

@@ -1,8 +1,8 @@
 """From a corpus to rows of tokens, in two steps: workers encode, then one process cuts rows.
 
 Between the two are files of bare tokens, which the store keeps. They need disk space, but a change of `seq_length` or
-`validation_splits` encodes nothing again, and encoding is nearly all of the time. (A conversation that is too long is
-cut before it is encoded, so `seq_length` matters there.)
+`validation_splits` encodes nothing again, and encoding is nearly all of the time. (A conversation that is longer than a
+row is refused, so `seq_length` matters there.)
 
 In a corpus with conversations, all tokens have bits beside their ids (stages/tokenizing/conversations.py).
 """
@@ -156,13 +156,13 @@ class Counts:
     num_slow: int = 0
     """Characters that the model's own tokenizer has encoded, although the fast one may encode."""
     num_conversations: int = 0
-    """Of the documents; those of one that is split count each."""
+    """Of the documents."""
     num_tokens: int = 0
     """Of the conversations."""
     num_trained: int = 0
     """Of these tokens."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Conversations, or parts of one, that give no tokens, by reason."""
+    """Conversations that give no tokens, by reason."""
     first_refused: list[RefusedConversation] = field(default_factory=list)
     strings: dict[str, int] = field(default_factory=dict)
     """Of the conversations, by where they are: `system`, `assistant reasoning`, `tools`, ..."""
