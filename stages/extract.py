@@ -543,7 +543,7 @@ def preview(file: Path, params: ExtractParams) -> str:
         shown = [_show(number, *row) for number, row in enumerate(islice(rows, NUM_PREVIEWED), 1)]
     return "\n".join(
         [
-            f"{path}: " + (f"records.{found[0]}" if found else "no rule: each string is a document"),
+            f"{printable(path)}: " + (f"records.{found[0]}" if found else "no rule: each string is a document"),
             *_skipped(printable(path)),
             *shown,
             f"{result.counts.strings} rows"

@@ -698,6 +698,8 @@ def test_the_preview_shows_what_the_rules_make_of_a_file() -> None:
         assert show("e.jsonl").endswith("0 rows\ne.jsonl: invalid JSON at line 1: the document does not end")
     assert show("f.json", min_chars=4).endswith("0 rows, of 4 characters or more")
     assert show("g.json").endswith("0 rows, as it has no text")
+    put({"h\n\udcff.txt": "h"})
+    assert show("h\n\udcff.txt").startswith("h\\n\\xff.txt: no rule")
     for name, problem in (
         ("nothing.jsonl", "there is no nothing.jsonl"),
         ("data", "data is no raw file below data/raw"),
