@@ -241,9 +241,9 @@ def is_too_large(text: str, limits: Limits, start: int = 0) -> bool:
 class TooLarge(Rejected):
     """A record that may need too much memory."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, position: str | None = None) -> None:
         detail = f"more than {limits.longest_record} characters or {limits.most_values} values: split it"
-        super().__init__("record too large", detail)
+        super().__init__("record too large", detail, position)
 
 
 class _TooLong(Rejected):

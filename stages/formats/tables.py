@@ -336,7 +336,7 @@ def read_delimited(content: RawContent, records: "Records", delimiter: str) -> N
         while line := text.readline(limits.longest_record + 1):
             size, num_values = size + len(line), num_values + line.count(delimiter)
             if size > limits.longest_record or num_values > limits.most_values:
-                raise json_format.TooLarge(limits)
+                raise json_format.TooLarge(limits, f"line {first}")
             yield line
 
     csv.field_size_limit(limits.longest_record)
