@@ -204,7 +204,9 @@ CALLED = '{"name": "get", "arguments": {"city": "Pa\\"ris", "days": 2}}'
         # In OpenAI's format the arguments are a string of JSON.
         ({"content": None, "tool_calls": [{"type": "function", "function": AS_TEXT}]}, CALLED),
         ({"tool_calls": [{"function": PLAIN}]}, json.dumps(PLAIN)),
-        # And in its old format there is one call.
+        # A table whose rows differ has them as JSON.
+        ({"content": "", "tool_calls": json.dumps([CALL])}, CALLED),
+        # And in OpenAI's old format there is one call.
         ({"content": None, "function_call": AS_TEXT}, CALLED),
     ],
 )
@@ -219,6 +221,17 @@ def test_calls_of_tools_are_trained_with_their_tags(message: dict[str, Any], cal
     assert trained(encoded) == [f"<tool_call>\n{called}\n</tool_call><|im_end|>", "Cold.<|im_end|>"]
     messages[1]["content"] = ""
     assert "leaves out the call" in refusal(CHATML, {"messages": messages})
+
+
+def test_calls_that_are_none_are_not_rendered() -> None:
+    """Llama's template looks whether there is the key, and a template takes each character of a string for a call."""
+    template = CHATML.replace("message['content']", "('(call)' if 'tool_calls' in message else message['content'])")
+    for nothing in ([], "", "[]", "null"):
+        content = turns("1", "one")
+        content["messages"][1]["tool_calls"] = nothing
+        assert trained(encode(template, content)) == ["one<|im_end|>"]
+    content["messages"][1]["tool_calls"] = "get(1)"
+    assert refusal(template, content) == "tool_calls is a string that is no JSON of a list"
 
 
 def test_special_tokens_in_a_call_do_not_end_the_turn() -> None:

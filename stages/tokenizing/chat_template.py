@@ -11,6 +11,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -246,22 +247,37 @@ def read_conversation(parsed: dict[str, Any]) -> Conversation:
 
 
 def _normalized(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its reasoning, if there is any, under one name, and with a single call in a list."""
+    """The message with its reasoning, if there is any, under one name, and with its calls, if there are any, in a list.
+
+    Raises:
+        Refused: the calls are a string, and not JSON.
+    """
     reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
     rest = {key: value for key, value in message.items() if key not in _REASONING}
+    if isinstance(calls := rest.get("tool_calls"), str) and calls:  # as in tables whose rows differ
+        rest["tool_calls"] = _parsed(calls)
+        if not isinstance(rest["tool_calls"], (list, NoneType)):  # a template would take each character for a call
+            raise Refused("tool_calls is a string that is no JSON of a list")
     if isinstance(rest.get("function_call"), dict) and not rest.get("tool_calls"):  # OpenAI's old format
         rest["tool_calls"] = [{"type": "function", "function": rest.pop("function_call")}]
+    if rest.get("tool_calls") in ([], ""):  # some templates only look whether the key is there
+        del rest["tool_calls"]
     return rest if reasoning is None else rest | {"reasoning_content": reasoning, "thinking": reasoning}
+
+
+def _parsed(text: str) -> Any:
+    """The value of a string of JSON; another string stays as it is."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text
 
 
 def _objects(message: dict[str, Any]) -> dict[str, Any]:
     """The message without what is null, and with objects as the arguments of its calls."""
 
     def decode(arguments: Any) -> Any:
-        try:
-            found = msgspec.json.decode(arguments) if isinstance(arguments, str) else None
-        except (msgspec.DecodeError, RecursionError):
-            found = None
+        found = _parsed(arguments) if isinstance(arguments, str) else None
         return found if isinstance(found, dict) else arguments
 
     return _with_arguments({key: value for key, value in message.items() if value is not None}, decode)
