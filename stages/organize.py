@@ -117,7 +117,12 @@ def organize(
     for file in files:
         of_source[source_of(path_of(file), params.sources or [])].append(file)
     if empty := [source for source, found in of_source.items() if not found]:
-        raise StageError(f"sources: {', '.join(empty)} has no file that is read: leave it out, or put files there")
+        in_empty = tuple(f"{source}/" for source in empty)
+        why = kinds([item for item in passed_over if f"{item.path}/".startswith(in_empty)])  # a source may be a link
+        raise StageError(
+            f"sources: {', '.join(empty)} has no file that is read ({why or 'it is empty'}): leave it out, or put "
+            "files there"
+        )
     members = [
         split for source, found in of_source.items() for split in assign(found, params.num_splits, part_sizes[source])
     ]

@@ -106,12 +106,14 @@ def test_names_of_sources_are_part_of_what_the_rows_are() -> None:
 def test_a_source_that_is_none_is_refused() -> None:
     put(TEXTS)
     Path("data/raw/empty").mkdir()
+    Path("data/raw/link").symlink_to("/tmp")
     for sources, message in (
-        (["web", "cod"], "name each directory in data/raw once, .* there are code, empty, web"),
+        (["web", "cod"], "name each directory in data/raw once, .* there are code, empty, link, web"),
         (["web", "web"], "name each directory"),
         (["../raw/web"], "name each directory"),
         (["web/"], "name each directory"),
-        (["web", "empty"], "empty has no file that is read"),
+        (["web", "empty"], r"empty has no file that is read \(it is empty\)"),
+        (["web", "link"], r"link has no file that is read \(1 x link that leaves the directory\)"),
     ):
         with pytest.raises(StageError, match=message):
             run(sources)
