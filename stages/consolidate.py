@@ -415,9 +415,10 @@ def _add_ends(directory: Path, reference: "PreTrainedModel", tokens: list[int]) 
         GenerationConfig.from_model_config(reference.config).save_pretrained(directory)
     known = stated if isinstance(stated, list) else [] if stated is None else [stated]
     ends = [*dict.fromkeys([*known, *tokens])]
+    stored = ends if len(ends) > 1 else ends[0]
     config = publish.read_json(path)
-    if config.get("eos_token_id") not in (ends, ends[0] if len(ends) == 1 else None):
-        publish.write_json(path, {**config, "eos_token_id": ends if len(ends) > 1 else ends[0]})
+    if config.get("eos_token_id") not in (ends, stored):
+        publish.write_json(path, {**config, "eos_token_id": stored})
 
 
 def _losses(checkpoint: Path, lineage: Lineage) -> card.Losses | None:

@@ -689,19 +689,20 @@ def test_what_is_no_model_is_not_replaced(llama: Trained) -> None:
     [
         (None, None, 0, [0, 5, 3]),  # and not the 2 of LlamaConfig
         (7, None, [7, 0], [7, 0, 5, 3]),
-        (7, 0, 0, [0, 5, 3]),
-        (None, [5, 9], [5, 9, 0], [5, 9, 0, 3]),
+        (7, {"eos_token_id": 0}, 0, [0, 5, 3]),
+        (None, {"eos_token_id": [5, 9]}, [5, 9, 0], [5, 9, 0, 3]),
+        (7, {"max_length": 9}, 0, [0, 5, 3]),
     ],
 )
 def test_generated_text_ends_where_documents_and_turns_have_ended(
-    llama: Trained, stated: int | None, generation: int | list[int] | None, alone: Any, with_turns: list[int]
+    llama: Trained, stated: int | None, generation: dict[str, Any] | None, alone: Any, with_turns: list[int]
 ) -> None:
     own = publish.read_json(MODEL / "config.json")
     del own["eos_token_id"]
     publish.write_json(MODEL / "config.json", own if stated is None else {**own, "eos_token_id": stated})
     (MODEL / "generation_config.json").unlink()
     if generation is not None:
-        publish.write_json(MODEL / "generation_config.json", {"eos_token_id": generation})
+        publish.write_json(MODEL / "generation_config.json", generation)
     write_model_manifest()
     llama.finish()
     for expected in (alone, with_turns):
