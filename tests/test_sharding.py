@@ -17,6 +17,7 @@ import torch
 import transformers
 import yaml
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -29,7 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from stages.base.errors import StageError
 from stages.base.params_file import load_params
-from stages.building import sharded_model, sharding, weights
+from stages.building import frozen_model, sharded_model, sharding, weights
 from stages.building.params import FSDP_PRESETS, FsdpParams
 from stages.forward.batch import count_labels, make_batch
 from stages.forward.loss import fuse
@@ -517,6 +518,41 @@ def test_schedules_have_the_documented_ratios(params: TrainParams) -> None:
     assert ratios(12, **wsd, lr_decay_steps=10) == [*warmup, 1, 1, 1, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.5]
     with pytest.raises(ValueError, match="lr_decay_steps 2 includes the warm-up, but warmup_steps is 2"):
         ratios(4, lr_decay_steps=2)
+
+
+_MIXTURE: dict[str, Any] = {
+    "vocab_size": 101, "hidden_size": 16, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "kept"),
+    [
+        (transformers.DeepseekV3Config(**_MIXTURE, n_routed_experts=2, n_group=1, topk_group=1, first_k_dense_replace=1,
+                                       kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
+                                       v_head_dim=4),
+         torch.bfloat16, "layers.1.mlp.gate.e_score_correction_bias"),
+        (transformers.GptOssConfig(**_MIXTURE, num_local_experts=2, head_dim=8), torch.float16, "norm.weight"),
+    ],
+    ids=["a buffer", "a parameter"],
+)  # fmt: skip
+def test_a_frozen_model_keeps_in_fp32_what_its_class_does(
+    config: transformers.PreTrainedConfig, dtype: torch.dtype, kept: str, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    write_model(tmp_path, config)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored[f"model.{kept}"] += 14.012  # no value of bf16 or fp16
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, local_files_only=True)
+    classes = meta.layer_classes(expected)
+    model = frozen_model.load(tmp_path, ["model.safetensors"], classes, dtype, "plain", mesh)
+    found = {name: full_value(tensor) for name, tensor in model.state_dict().items()}
+    assert found[f"model.{kept}"].dtype == torch.float32
+    torch.testing.assert_close(found, dict(expected.state_dict()), rtol=0, atol=0)
+    tokens = torch.arange(16).view(2, 8)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, expected(tokens).logits)
 
 
 def shard_on_meta(

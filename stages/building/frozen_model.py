@@ -25,7 +25,7 @@ def load(
         directory: Of the model.
         weights: Its safetensors files.
         layer_classes: Classes of its layers.
-        dtype: In which the weights are held and computed with.
+        dtype: In which the weights are held and computed with, but for those that the class keeps in fp32.
         loss: `fused` or `plain`.
         mesh: Of one axis, over which it is sharded.
 
@@ -36,6 +36,9 @@ def load(
     stored = meta.check_headers(reference, headers.read(directory, weights))
     if loss == "fused":
         fuse(model)  # before it is sharded, which gives modules other classes
+    kept = meta.stored_dtypes(directory, dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.data = tensor.data.to(kept.get(name, tensor.dtype))
     model.requires_grad_(False).eval()
     for module in find_units(model, layer_classes):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
