@@ -143,7 +143,7 @@ def describe(params: DownloadParams) -> ModelManifest:
             **meta.fields(model),
             **loaded.fields(),
         )
-        _check_trainable(manifest, is_quantized=bool(getattr(model.config, "quantization_config", None)))
+        _check_trainable(manifest, is_quantized=getattr(model.config, "quantization_config", None) is not None)
     if sees_what_follows(directory):
         raise StageError(
             f"model_name is {params.model_name!r}: in {manifest.architecture}, with this {CONFIG}, a token sees those "

@@ -22,7 +22,8 @@ def check(path: Path, config: dict[str, Any], model_name: str) -> None:
         model_name: As in params.yaml.
 
     Raises:
-        StageError: it asks for code that is not part of transformers, for more layers than any model has, or for NaN.
+        StageError: it asks for code that is not part of transformers, for more layers than any model has, for NaN, or
+            for results without names (`return_dict`).
     """
     for key, value in _items(config):
         if isinstance(value, float) and math.isnan(value):
@@ -32,10 +33,15 @@ def check(path: Path, config: dict[str, Any], model_name: str) -> None:
                 f"model_name is {model_name!r}: {path.name} asks for code of its own (auto_map), which is never run: "
                 "use a model whose class is part of transformers, or, if it is, remove `auto_map` in a copy"
             )
-        if key.endswith("attn_implementation") and "/" in str(value):
+        if key == "return_dict" and value is False:
+            raise StageError(f"{path}: return_dict is false: no stage reads the tuple of results: remove it in a copy")
+        if key.endswith("attn_implementation") and re.search("/|flash", str(value)):
+            kind, why = "a package for attention", "without which the trained model could not be loaded"
+            if "/" in str(value):
+                kind, why = "a kernel of the Hub", "which is never run"
             raise StageError(
-                f"model_name is {model_name!r}: {path.name} asks for a kernel of the Hub ({key}: {value!r}), which is "
-                f"never run: remove `{key}` in a copy"
+                f"model_name is {model_name!r}: {path.name} asks for {kind} ({key}: {value!r}), {why}: "
+                f"remove `{key}` in a copy"
             )
         limit = next((limit for pattern, limit in _LIMITS.items() if pattern.search(key)), None)
         if limit is not None and isinstance(value, (int, float)) and not value <= limit:
