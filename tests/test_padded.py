@@ -107,10 +107,12 @@ def test_rows_without_a_label_are_a_forward_pass_too() -> None:
     assert [each["labels"].tolist() for each in batches] == [[[-100]]] * 3
 
 
-def test_the_length_is_a_multiple_and_padding_is_marked() -> None:
-    batch = make_batch(rows_of([20, 7, 30, 90], length=49), 0, document_mask=True)
+@pytest.mark.parametrize("length", [49, 18])
+def test_the_length_is_a_multiple_and_padding_is_marked(length: int) -> None:
+    batch = make_batch(rows_of([20, 7, 30, 90], length), 0, document_mask=True)
     for each in padded_batches(batch, max_tokens=64, multiple=16, mask=True):
         assert each["input_ids"].shape[1] % 16 == 0
+        assert each["input_ids"].numel() <= 64
         assert (each["attention_mask"].sum(1) == (each["labels"] != -100).sum(1)).all()
         assert (each["attention_mask"].diff(dim=1) <= 0).all()  # on the right
 

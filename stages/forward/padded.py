@@ -43,13 +43,13 @@ def padded_batches(
     input_ids, labels = (batch[name].flatten() for name in ("input_ids", "labels"))
     starts, lengths = _documents(batch)
     min_tokens = min(_MIN_TOKENS, batch["input_ids"].shape[1])
-    passes = _forward_passes(lengths.tolist(), max_tokens, num_ranks, min_tokens)
+    padded = (-(-lengths // multiple) * multiple).tolist()
+    passes = _forward_passes(padded, max_tokens, num_ranks, min_tokens)
     numbers = range(-(-len(passes) // num_ranks) * num_ranks)
     batches = []
     for number in numbers if rank is None else numbers[rank::num_ranks]:
         own = passes[min(number, len(passes) - 1)]  # past the end the last one again, without its labels
-        length = -(-int(lengths[own.start]) // multiple) * multiple
-        offsets = torch.arange(length)
+        offsets = torch.arange(padded[own.start])
         is_token = offsets < lengths[own, None]  # (N, L)
         indices = torch.where(is_token, starts[own, None] + offsets, 0)
         is_label = is_token & (number < len(passes))
