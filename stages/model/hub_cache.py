@@ -11,7 +11,7 @@ Its layout is that of huggingface_hub, so that `hf download` and other tools can
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from stages.base.errors import StageError
@@ -41,12 +41,12 @@ def _is_named() -> bool:
     return any(os.environ.get(name) for name in _LOCATIONS)
 
 
-def offline_variable(environment: Mapping[str, str] = os.environ) -> str | None:
+def offline_variable() -> str | None:
     """The environment variable that forbids the network, if there is one.
 
     Of the libraries, each only looks for its own, so all three must be checked here.
     """
-    return next((name for name in _OFFLINE if environment.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
+    return next((name for name in _OFFLINE if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")), None)
 
 
 def repository(repo: str) -> Path:
