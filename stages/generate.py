@@ -96,6 +96,11 @@ def main() -> None:
                 )
                 messages.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        if error.encoding != "utf-8":
+            raise StageError(
+                f"standard output is {error.encoding}, which lacks a character of the text: "
+                "`export LC_ALL=C.UTF-8 PYTHONUTF8=1`"
+            ) from None
         raise StageError(f"the prompt is not UTF-8 at position {error.start}: convert it, as with iconv") from None
     except BrokenPipeError:  # nobody reads on, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
@@ -162,10 +167,10 @@ def turns(lines: TextIO) -> Iterator[str]:
     while True:
         if lines.isatty():
             print("> ", end="", flush=True)
-        if not (line := lines.readline()):
+        if not (line := lines.buffer.readline().decode()):
             return
         if line.strip():
-            yield given(line.strip())
+            yield line.strip()
 
 
 def check_length(num_tokens: int, limit: int, max_new_tokens: int) -> None:

@@ -93,9 +93,9 @@ def test_a_model_with_a_template_can_be_talked_to(
     monkeypatch.setattr(generate, "encode_chat", spied)
     alone = text_of("--chat", "Hello", "--max-new-tokens", "5", *GREEDY)
     assert seen == [([{"role": "user", "content": "Hello"}], "User: Hello\nAssistant:")]
-    assert alone in text_of("--chat", "--max-new-tokens", "5", *GREEDY, stdin=b"Hello\n\nAgain\n")
+    assert alone in text_of("--chat", "--max-new-tokens", "5", *GREEDY, stdin="Hello\n\nÄgain\n".encode())
     assert [message["role"] for message in seen[-1][0]] == ["user", "assistant", "user"]
-    assert seen[-1][0][-1]["content"] == "Again"
+    assert seen[-1][0][-1]["content"] == "Ägain"
     text_of("--chat", "Hello", "--system", "Be short", "--max-new-tokens", "5", *GREEDY)
     assert seen[-1][0] == [{"role": "system", "content": "Be short"}, {"role": "user", "content": "Hello"}]
     (model / "chat_template.jinja").write_text("{{ raise_exception('only two roles') }}")
@@ -242,6 +242,9 @@ def test_what_is_wrong_is_one_message(monkeypatch: pytest.MonkeyPatch, text_of: 
     ):
         with pytest.raises(StageError, match=message):
             text_of(*arguments, stdin=stdin)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    with pytest.raises(StageError, match="standard output is ascii, which lacks a character of the text: `export LC_"):
+        text_of("a \u00e9")
     wrongs = ["--max-new-tokens=0", "--temperature=-1", "--temperature=hot", "--temperature=1e-40", f"--seed={2**70}"]
     for wrong in wrongs:
         with pytest.raises(SystemExit, match="2"):
