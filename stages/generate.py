@@ -22,7 +22,7 @@ from stages.base import command, outputs
 from stages.base.errors import StageError
 from stages.base.outputs import ExperimentName
 from stages.base.params_file import load_params
-from stages.model import adapters
+from stages.model import adapters, config
 from stages.model.files import CONFIG
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def main() -> None:
     if not (directory / CONFIG).is_file():
         remedy = f"give that of a model; {outputs.RESTORE}" if args.model else "run `dvc repro`, or give --model DIR"
         raise StageError(f"{directory} is not a model directory: {remedy}")
+    config.check(directory)  # transformers would ask whether to run its code, and take an answer from standard input
     try:
         prompts = turns(sys.stdin) if args.chat and args.prompt is None else [given(args.prompt)]
         # Here, as they take seconds: not for --help.

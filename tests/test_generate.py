@@ -226,6 +226,16 @@ def test_a_model_that_cannot_be_loaded_is_one_message(damaged: str, model: Path,
         text_of("a")
 
 
+def test_code_of_the_model_is_not_run_whatever_is_answered(model: Path, text_of: Command) -> None:
+    Path(model, "mine.py").write_text("from pathlib import Path\nPath('ran').touch()\n")
+    own = publish.read_json(model / "config.json")
+    code = {"auto_map": {"AutoConfig": "mine.Config"}, "model_type": "mine"}
+    publish.write_json(model / "config.json", {**own, **code})
+    with pytest.raises(StageError, match=r"model/config\.json asks for code of its own"):
+        text_of("--chat", stdin=b"y\n")
+    assert not Path("ran").exists()
+
+
 def test_what_is_wrong_is_one_message(monkeypatch: pytest.MonkeyPatch, text_of: Command) -> None:
     Path("outputs/exp/adapter").mkdir()
     Path("outputs/exp/adapter/adapter_config.json").write_text("{}")

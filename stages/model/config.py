@@ -6,43 +6,50 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stages.base import publish
 from stages.base.errors import StageError
+from stages.model.files import CONFIG, TOKENIZER_CONFIG
 
 _LIMITS = {re.compile(r"(^|_)(layers?|blocks|depth)$"): 1_000, re.compile(r"(^|_)(labels|classes)$"): 1_000_000}
 """The largest numbers of what transformers makes one by one, by the names of their keys. A layer takes it up to ten
 milliseconds; the deepest language models have about 130."""
 
 
-def check(path: Path, config: dict[str, Any], model_name: str) -> None:
-    """Check a config, or the tokenizer's, and the configs in it.
-
-    Args:
-        path: Of the file, for messages.
-        config: Its content.
-        model_name: As in params.yaml.
+def check(directory: Path) -> None:
+    """Check the config of a model, that of its tokenizer, and the configs in them.
 
     Raises:
-        StageError: it asks for code that is not part of transformers, for more layers than any model has, for NaN, or
-            for results without names (`return_dict`).
+        StageError: one is no JSON object, asks for code that is not part of transformers, for more layers than any
+            model has, for NaN, or for results without names (`return_dict`).
     """
+    for path in (directory / CONFIG, directory / TOKENIZER_CONFIG):
+        if not path.is_file():
+            continue
+        try:
+            content = publish.read_json(path)
+        except ValueError:
+            content = None
+        if not isinstance(content, dict):
+            raise StageError(f"{path} is not a JSON object: fetch it again")
+        _check(path, content)
+
+
+def _check(path: Path, config: dict[str, Any]) -> None:
     for key, value in _items(config):
         if isinstance(value, float) and math.isnan(value):
             raise StageError(f"{path}: {key} is not a number (NaN): correct it in a copy")
         if key == "auto_map":
             raise StageError(
-                f"model_name is {model_name!r}: {path.name} asks for code of its own (auto_map), which is never run: "
+                f"{path} asks for code of its own (auto_map), which is never run: "
                 "use a model whose class is part of transformers, or, if it is, remove `auto_map` in a copy"
             )
         if key == "return_dict" and value is False:
             raise StageError(f"{path}: return_dict is false: no stage reads the tuple of results: remove it in a copy")
         if key.endswith("attn_implementation") and re.search("/|flash", str(value)):
-            kind, why = "a package for attention", "without which the trained model could not be loaded"
+            kind, why = "a package for attention", "without which it cannot be loaded"
             if "/" in str(value):
                 kind, why = "a kernel of the Hub", "which is never run"
-            raise StageError(
-                f"model_name is {model_name!r}: {path.name} asks for {kind} ({key}: {value!r}), {why}: "
-                f"remove `{key}` in a copy"
-            )
+            raise StageError(f"{path} asks for {kind} ({key}: {value!r}), {why}: remove `{key}` in a copy")
         limit = next((limit for pattern, limit in _LIMITS.items() if pattern.search(key)), None)
         if limit is not None and isinstance(value, (int, float)) and not value <= limit:
             raise StageError(f"{path}: {key} is {value}, and at most {limit:,} are built: correct it in a copy")

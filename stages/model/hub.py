@@ -23,7 +23,6 @@ from stages.model.files import (
     LINEAGE,
     MORE_TEMPLATES,
     TOKENIZER,
-    TOKENIZER_CONFIG,
     WEIGHTS,
     WEIGHTS_INDEX,
 )
@@ -85,7 +84,7 @@ def resolve(model_name: str, model_revision: str, want_weights: bool) -> Resolve
         raise StageError(f"model_name is {model_name!r}: it has no {CONFIG}, so transformers cannot load it")
     # Before anything large is fetched; what the cache lacks of the weights is fetched below.
     _refuse_unreadable(directory, want_weights and commit is None)
-    _refuse_code(model_name, directory)
+    config.check(directory)
     if not want_weights:  # with random weights, others beside the config harm nobody
         return ResolvedModel(directory, commit, [])
     weights = weight_files(directory)
@@ -334,17 +333,3 @@ def _refuse_weights(model_name: str, directory: Path, commit: str | None) -> Non
             f"model_name is {model_name!r}: its weights are pickles ({', '.join(pickles[:3])}), which can run any code "
             "when they are read: use a revision with safetensors, or convert them if you trust their source"
         )
-
-
-def _refuse_code(model_name: str, directory: Path) -> None:
-    for name in (CONFIG, TOKENIZER_CONFIG):
-        path = directory / name
-        if not path.is_file():
-            continue
-        try:
-            content = publish.read_json(path)
-        except ValueError:
-            content = None
-        if not isinstance(content, dict):
-            raise StageError(f"{path} is not a JSON object: fetch it again")
-        config.check(path, content, model_name)
