@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     Glm4MoeConfig,
@@ -504,6 +505,17 @@ def test_a_tied_parameter_stored_twice_must_be_the_same() -> None:
     meta.check_tied(model, stored, Path("model"))
     change_weights(**{"model.embed_tokens.weight": None})  # under the other name only
     describe("model")
+
+
+@pytest.mark.skipif("hrm_text" not in CONFIG_MAPPING, reason="a newer version of transformers")
+def test_weights_that_transformers_splits_have_a_remedy() -> None:
+    config = AutoConfig.for_model("hrm_text", **SIZES, **LAYERS, num_key_value_heads=2, head_dim=8)
+    write(config=config)
+    remedy = r"load them with transformers and `save_pretrained\(copy, save_original_format=False\)`"
+    with pytest.raises(StageError, match=remedy):
+        check_headers()
+    AutoModelForCausalLM.from_pretrained("model").save_pretrained("model", save_original_format=False)
+    check_headers()
 
 
 def test_experts_that_are_stored_one_by_one_are_the_parts_of_a_parameter() -> None:

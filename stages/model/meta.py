@@ -298,6 +298,10 @@ def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> di
                     f"set tie_word_embeddings: true in the {CONFIG} of a copy, if the output shares the weights of the "
                     "embedding"
                 ]
+            # transformers may split what is stored, of which no parameter is found here.
+            converts = any(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model))
+            if unexpected and converts and all([*parts] == [name] for name, parts in stored_as(model).items()):
+                remedies += ["load them with transformers and `save_pretrained(copy, save_original_format=False)`"]
             remedies += ["fetch all safetensors files of this revision again"]
         if unexpected:  # the same would be fetched again
             remedies += ["delete the extra tensors in a copy of the files, if the model needs none of them"]
