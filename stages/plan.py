@@ -1,6 +1,6 @@
 """Estimate what a training needs, before you book a GPU, and show what the model will be fed.
 
-Reads    data/model.json, data/tokenizer.json, data/pack.json, data/tokens/, the config of the model, names in tasks/
+Reads    data/model.json, data/tokenizer.json, data/pack.json, data/tokens/, the config of the model, names in evals/
 Writes   outputs/plan.json: steps, memory of each rank, disk
          outputs/rows.txt: the first rows of the training as text
 Example  dvc exp run -S plan.num_ranks=8 -S plan.gpu_memory_gb=80 plan

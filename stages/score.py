@@ -1,10 +1,10 @@
 """Ask the finished model the questions of `tasks`, and the initial model the same ones.
 
-Reads    outputs/<experiment_name>/model/, tasks/, data/model.json, the weights of the initial model, and the documents
+Reads    outputs/<experiment_name>/model/, evals/, data/model.json, the weights of the initial model, and the documents
          that were trained on: data/corpus/, data/duplicates/, data/pack.json
 Writes   outputs/tasks.json, outputs/scores.json: how well both answer; a number for each task
          outputs/answers.jsonl: each question, and what both have answered
-Example  dvc exp run -S 'tasks=[tasks/sums.yaml]' score
+Example  dvc exp run -S 'tasks=[evals/sums.yaml]' score
          python -m stages.score --fetch arc_easy: the data of public tasks, from the Hub
 """
 
@@ -41,7 +41,7 @@ class ScoreParams:
     experiment_name: ExperimentName
     """Name of the directory under outputs/."""
     tasks: list[str]
-    """What is asked: names of lm-evaluation-harness, or files in tasks/."""
+    """What is asked: names of lm-evaluation-harness, or files in evals/."""
     task_limit: PositiveInt | None
     """How many questions of each task are asked. null: all."""
     task_chat: bool

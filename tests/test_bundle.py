@@ -443,7 +443,7 @@ def test_make_repro_passes_on_the_other_side(tmp_path: Path) -> None:
         serve(hub, tmp_path / "hub", "allenai/ai2_arc", ["ARC-Easy"], ("train", "validation", "test"), ARC)
         settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
         Project(near).run("python", "-m", "stages.score", "--fetch", "arc_easy", **settings)
-    dvc("add", "tasks/public/allenai--ai2_arc", cwd=near)
+    dvc("add", "evals/public/allenai--ai2_arc", cwd=near)
     git("add", ".", cwd=near)
     git("commit", "--quiet", "--message", "First", cwd=near)
     build = Path(sys.prefix, ".setup").read_text().split()[1]

@@ -89,7 +89,7 @@ def test_a_project_that_can_train_has_no_errors(ready: Project) -> None:
     for expected in ("params.yaml is valid", "is complete in models/nano", "DVC can read the project", "cache.type is"):
         assert expected in found
     ready.set(tasks=["none"])
-    assert "tasks: 'none' is neither in tasks/ nor fetched" in diagnose()
+    assert "tasks: 'none' is neither in evals/ nor fetched" in diagnose()
     ready.set(max_shard_size="5 potatoes", tasks=[])  # which consolidate would refuse, after the training
     assert "max_shard_size is '5 potatoes'" in diagnose()
     ready.set(max_shard_size="5GB", deduplicate="all")

@@ -134,10 +134,10 @@ def test_the_guide_to_scores_says_what_to_write_and_to_run(reproduced: Project, 
         settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
         for kind, block in re.findall(r"^```(yaml|console)\n(.*?)^```", guide, re.MULTILINE | re.DOTALL):
             if block.startswith("task: sums"):
-                (reproduced / "tasks/short.yaml").write_text(block.replace("task: sums", "task: short"))
+                (reproduced / "evals/short.yaml").write_text(block.replace("task: sums", "task: short"))
             elif kind == "yaml":
                 values = {**yaml.safe_load(block), "num_epochs": 1}
-                values["tasks"].append("tasks/short.yaml")
+                values["tasks"].append("evals/short.yaml")
                 reproduced.set(**values)
             else:
                 for command in re.findall(r"^\$ (.*)", block, re.MULTILINE):
@@ -146,5 +146,5 @@ def test_the_guide_to_scores_says_what_to_write_and_to_run(reproduced: Project, 
         assert re.search(rf"^ +0\.\d+  {name} exact_match +60 questions, 0\.0000 before training", printed, re.M), (
             printed
         )
-    assert reproduced.json("tasks/public/manifest.json")["tasks"].keys() > {"arc_easy", "mmlu"}
-    assert (reproduced / "tasks/public/cais--mmlu.dvc").is_file()
+    assert reproduced.json("evals/public/manifest.json")["tasks"].keys() > {"arc_easy", "mmlu"}
+    assert (reproduced / "evals/public/cais--mmlu.dvc").is_file()

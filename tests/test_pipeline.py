@@ -87,10 +87,10 @@ def test_dvc_edits_params_yaml_and_leaves_the_rest_as_it_is(tmp_path: Path) -> N
 
 def test_git_ignores_data_own_models_and_bundles_and_no_file_of_dvc() -> None:
     ignored = ["data/raw/file.txt", "data/raw_stage2/file.txt", "models/mine/model.safetensors", "bundle/x",
-               "bundle-2/x", "bundle.0123abcd.tmp/x", "wheels/x.whl", "tasks/public/a--b/x.parquet"]  # fmt: skip
+               "bundle-2/x", "bundle.0123abcd.tmp/x", "wheels/x.whl", "evals/public/a--b/x.parquet"]  # fmt: skip
     tracked = ["data/raw.dvc", "data/raw_stage2.dvc", "models/mine.dvc", "models/tiny-llama/config.json",
-               "models/templates/a.jinja", "models/make_tiny_llama.py", "tasks/public/a--b.dvc",
-               "tasks/public/manifest.json"]  # fmt: skip
+               "models/templates/a.jinja", "models/make_tiny_llama.py", "evals/public/a--b.dvc",
+               "evals/public/manifest.json"]  # fmt: skip
     found = subprocess.run(["git", "check-ignore", *ignored, *tracked], cwd=REPO, text=True, stdout=-1, check=True)
     assert found.stdout.split() == ignored
 
@@ -100,7 +100,7 @@ def test_what_was_added_to_dvc_is_found_again(tmp_path: Path) -> None:
     for name in (".gitignore", ".dvcignore", ".dvc/config", "data/.gitignore"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPO / name, tmp_path / name)
-    files = [tmp_path / path / "file" for path in ("models/mine", "data/raw", "tasks/public/a--b")]
+    files = [tmp_path / path / "file" for path in ("models/mine", "data/raw", "evals/public/a--b")]
     for file in files:
         file.parent.mkdir(parents=True)
         file.write_text("content")
@@ -221,6 +221,8 @@ def test_dvc_watches_the_leaves_that_a_stage_reads_and_params_yaml_has_no_others
         assert set(declared.get("meta", {}).get("runtime", [])) == runtime, stage
         used |= watched | {f"runtime.{name}" for name in runtime}
     assert set(flatten(yaml.safe_load((REPO / "params.yaml").read_text()))) == used
+    paths = {path for declared in PIPELINE["stages"].values() for path in declared["deps"]}
+    assert not paths & used, "`dvc exp show` takes a file for the parameter of its name"
 
 
 @pytest.mark.parametrize("stage", [*STAGES, "launch", "checkpoints", "doctor"])
@@ -358,7 +360,7 @@ def test_an_edit_of_the_page_measures_no_model(reproduced: Project) -> None:
 def test_another_task_trains_nothing(reproduced: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(reproduced.path)
     reproduced.set(tasks=["sums"])
-    (reproduced / "tasks/more.jsonl").write_text("{}")
+    (reproduced / "evals/more.jsonl").write_text("{}")
     assert Repo().status().keys() == {"plan", "score"}
 
 

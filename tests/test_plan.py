@@ -327,7 +327,7 @@ def test_the_plan_says_what_is_trained_and_held_out(
 def test_what_a_later_stage_would_refuse_is_refused(planned: Callable[..., str], here: Project) -> None:
     for changes, message in (
         ({"plan": {"num_ranks": 2}, "batch_size": 3}, "of batch_size 3 x 2 ranks: use total_batch_size 6 or 12"),
-        ({"batch_size": 2, "tasks": ["tasks/none.yaml"]}, "^tasks: tasks/none.yaml is no file below tasks/ that ends"),
+        ({"batch_size": 2, "tasks": ["evals/none.yaml"]}, "^tasks: evals/none.yaml is no file below evals/ that ends"),
         (
             {"tasks": [], "extend_from": "0123456789abcdef"},
             "run 0123456789abcdef cannot be extended:\nthere is no fini",

@@ -41,14 +41,14 @@ from tests.network import CAN_UNSHARE, IN_A_NAMESPACE
 from tests.project import REPO, Project, flip_bit, make_nano, save_weights
 from tests.ranks import Ranks
 
-PARAMS = ScoreParams(experiment_name="exp", tasks=["tasks/mc.yaml"], task_limit=None, task_chat=False)
+PARAMS = ScoreParams(experiment_name="exp", tasks=["evals/mc.yaml"], task_limit=None, task_chat=False)
 RUNTIME = ScoreRuntime(num_workers=1, nproc_per_node=1, reuse_gib=1, timeout_minutes=5)
 ROWS = [
     {"q": f"Question {number}: which word follows {'and so on ' * (number % 5)}?", "c": ["the", f"a {number}", "of it"],
      "a": number % 3, "text": f"The file of number {number} says it {number * 3} times. " * (number + 1)}
     for number in range(20)
 ]  # fmt: skip
-BASE = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "tasks/rows.jsonl"}}, "test_split": "test"}
+BASE = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "evals/rows.jsonl"}}, "test_split": "test"}
 TASKS: dict[str, dict[str, Any]] = {
     "mc": {
         "output_type": "multiple_choice", "doc_to_text": "{{q}}", "doc_to_choice": "c", "doc_to_target": "a",
@@ -102,11 +102,11 @@ def made(tmp_path_factory: pytest.TempPathFactory, lm_eval_packages: Path) -> Pr
         publish.write_text(TOKENIZER, load_tokenizer(Path("models/nano")).content)
         train_on(["A document to train on."] * 9)
         change_weights(model)
-        (project / "tasks").mkdir()
+        (project / "evals").mkdir()
         write_rows(ROWS)
         for name in TASKS:
             write_task(name)
-    project.set(experiment_name="exp", tasks=[f"tasks/{name}.yaml" for name in TASKS])
+    project.set(experiment_name="exp", tasks=[f"evals/{name}.yaml" for name in TASKS])
     return project
 
 
@@ -133,11 +133,11 @@ def change_weights(model: Path, factor: float = 1.5) -> None:
 
 
 def write_rows(rows: list[dict[str, Any]]) -> None:
-    Path("tasks/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("evals/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_task(name: str, **changes: Any) -> None:
-    Path(f"tasks/{name}.yaml").write_text(yaml.safe_dump({"task": name, **BASE, **TASKS[name], **changes}))
+    Path(f"evals/{name}.yaml").write_text(yaml.safe_dump({"task": name, **BASE, **TASKS[name], **changes}))
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def measure(request: Request, _: int | None = None) -> Measurements:
 
 def ask(*names: str, **changes: Any) -> Scores:
     """Run the stage in this process."""
-    tasks = [f"tasks/{name}.yaml" for name in names]
+    tasks = [f"evals/{name}.yaml" for name in names]
     print(score.score(dataclasses.replace(PARAMS, tasks=tasks, **changes), RUNTIME, measure))
     return Scores.read(outputs.TASKS)
 
@@ -197,7 +197,7 @@ def of_ranks(ranks: Ranks, free_bytes: int = 2**40) -> Callable[[Request, int | 
     return measure
 
 
-ALL = dataclasses.replace(PARAMS, tasks=[f"tasks/{name}.yaml" for name in TASKS])
+ALL = dataclasses.replace(PARAMS, tasks=[f"evals/{name}.yaml" for name in TASKS])
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def test_another_number_of_ranks_writes_the_same_bytes(project: Project, lm_eval
 
 def test_the_command_asks_no_nameserver_and_listens_on_loopback_alone(project: Project) -> None:
     """In a network namespace that has no way out."""
-    project.set(tasks=["tasks/mc.yaml"], task_limit=2, runtime={"nproc_per_node": 1})
+    project.set(tasks=["evals/mc.yaml"], task_limit=2, runtime={"nproc_per_node": 1})
     output = project.run(*(IN_A_NAMESPACE if CAN_UNSHARE else ()), "python", "-m", "stages.score")
     assert "  mc acc  " in output
     if CAN_UNSHARE:
@@ -280,7 +280,7 @@ def test_a_sharded_model_gives_the_answers_of_a_whole_one(project: Project, lm_e
 
 def test_one_answer_that_changes_changes_the_number(project: Project, lm_eval: None) -> None:
     """Although the file has the same name, size and time."""
-    file = Path("tasks/rows.jsonl")
+    file = Path("evals/rows.jsonl")
     (before,) = ask("mc", task_limit=1).tasks
     (row,) = answers("mc")
     best = int(np.argmax(row["answer"]))
@@ -311,16 +311,16 @@ def test_what_was_measured_of_the_initial_model_is_used_again(
     assert len(answers("mc")) == 2
     write_task("mc", num_fewshot=1)
     assert num_reused("mc", "qa", task_limit=2) == 0
-    Path("tasks/utils.py").write_text("x = 1\n")
+    Path("evals/utils.py").write_text("x = 1\n")
     assert num_reused("qa", task_limit=2) == 0
 
 
 def test_a_group_is_shown_or_what_is_in_it_and_an_edit_of_it_is_noticed(project: Project, lm_eval: None) -> None:
     def ask_group(**config: Any) -> list[tuple[str, str, int, int]]:
-        Path("tasks/top.yaml").write_text(yaml.safe_dump({"group": "top", **config}))
+        Path("evals/top.yaml").write_text(yaml.safe_dump({"group": "top", **config}))
         return [(each.task, each.metric, each.questions, each.too_short) for each in ask("top", task_limit=3).tasks]
 
-    Path("tasks/other.yaml").write_text(yaml.safe_dump({"task": "other", **BASE, **TASKS["mc"], "num_fewshot": 0}))
+    Path("evals/other.yaml").write_text(yaml.safe_dump({"task": "other", **BASE, **TASKS["mc"], "num_fewshot": 0}))
     mean = {"aggregate_metric_list": [{"metric": "acc"}]}
     inner = {"group": "inner", "task": ["mc", "other"], **mean}
     of_others = ask_group(task=["qa", inner])
@@ -371,9 +371,9 @@ def test_the_chance_is_what_guessing_gives(
     project: Project, lm_eval: None, changes: dict[str, Any], code: str, chance: float | None
 ) -> None:
     write_rows([row | {"right": [0, 2]} for row in ROWS])
-    Path("tasks/utils.py").write_text("def compare(row, answers):\n    return {'acc': 0.5} if row['a'] else {}\n")
+    Path("evals/utils.py").write_text("def compare(row, answers):\n    return {'acc': 0.5} if row['a'] else {}\n")
     write_task("mc", num_fewshot=0, **changes)
-    with Path("tasks/mc.yaml").open("a") as file:
+    with Path("evals/mc.yaml").open("a") as file:
         file.write(code)
     (found,) = ask("mc", task_limit=3).tasks
     assert found.chance == (chance and pytest.approx(chance, rel=1e-5))
@@ -409,28 +409,28 @@ def bad_rows(number: int, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("spoil", "name", "message"),
     [
-        (lambda: None, "mcc", r"tasks/mcc.yaml is no file below tasks/ .*did you mean tasks/mc.yaml"),
-        (lambda: Path("tasks/x.yaml").write_text("task: [1\nq: 2"), "mc", r"tasks/x.yaml is no valid YAML.*line 2"),
-        (lambda: Path("tasks/x.yaml").write_text("a: 1"), "x", "tasks/x.yaml has no name: add a line .* `task: x`"),
+        (lambda: None, "mcc", r"evals/mcc.yaml is no file below evals/ .*did you mean evals/mc.yaml"),
+        (lambda: Path("evals/x.yaml").write_text("task: [1\nq: 2"), "mc", r"evals/x.yaml is no valid YAML.*line 2"),
+        (lambda: Path("evals/x.yaml").write_text("a: 1"), "x", "evals/x.yaml has no name: add a line .* `task: x`"),
         (lambda: write_task("mc", doc_to_text="{{question}}"), "mc", "'question' is undefined: .* columns are a, c, q"),
         (lambda: write_task("mc", doc_to_text="question"), "mc", "mc: doc_to_text: question is no column: .* a, c, q"),
-        (lambda: write_task("mc", dataset_kwargs={"data_files": ["a.jsonl"]}), "mc", "a.jsonl is not below tasks/"),
-        (lambda: write_task("mc", dataset_kwargs={"data_files": "tasks/a.jsonl"}), "mc", "a.jsonl, .*, is missing"),
+        (lambda: write_task("mc", dataset_kwargs={"data_files": ["a.jsonl"]}), "mc", "a.jsonl is not below evals/"),
+        (lambda: write_task("mc", dataset_kwargs={"data_files": "evals/a.jsonl"}), "mc", "a.jsonl, .*, is missing"),
         (lambda: write_task("qa", metric_list=[OF_EVALUATE]), "qa", "qa uses bleurt, which is no metric of lm-eval"),
         (lambda: write_task("mc", unsafe_code=True), "mc", "mc runs code that the model writes"),
         (lambda: write_task("mc", dataset_path="org/name"), "mc", r"set org/name \(default .*\) is not in .*--fetch"),
-        (lambda: bad_rows(4, a=None), "mc", "mc: tasks/rows.jsonl, row 5: a is missing or empty: correct or remove it"),
+        (lambda: bad_rows(4, a=None), "mc", "mc: evals/rows.jsonl, row 5: a is missing or empty: correct or remove it"),
         (lambda: bad_rows(4, a=3), "mc", r"row 5: the answer 3 is none of the choices \['the', 'a 4', 'of it'\]"),
         (lambda: bad_rows(4, a=-1), "mc", "row 5: the answer -1 is none of the choices"),
         (lambda: bad_rows(4, c=["the", "", "of"]), "mc", "row 5: c is missing or empty"),
         (lambda: bad_rows(6, c=[" "]), "qa", "row 7: c is missing or empty"),
         (lambda: bad_rows(6, text=None), "ppl", "row 7: text is missing or empty"),
         (lambda: write_task("qa", doc_to_target="{{c[0] if a else ''}}"), "qa", "row 1: the answer is empty"),
-        (lambda: Path("tasks/rows.jsonl").write_text('{"q": 1'), "mc", "rows.jsonl cannot be read: .*JSON"),
-        (lambda: shutil.copy("tasks/mc.yaml", "tasks/x.yaml"), "mc x", "mc is in tasks/mc.yaml and tasks/x.yaml"),
+        (lambda: Path("evals/rows.jsonl").write_text('{"q": 1'), "mc", "rows.jsonl cannot be read: .*JSON"),
+        (lambda: shutil.copy("evals/mc.yaml", "evals/x.yaml"), "mc x", "mc is in evals/mc.yaml and evals/x.yaml"),
         (lambda: change_weights(Path("outputs/exp/model"), math.nan), "mc", "the model gives NaN"),
         (lambda: write_task("mc", fewshot_split=None), "mc", "mc: .* own answer: .* `test_split: test` and `fewshot_"),
-        (lambda: write_task("mc", num_fewshot=12), "mc", r"requests of tasks/mc.yaml are longer than the 128 tokens"),
+        (lambda: write_task("mc", num_fewshot=12), "mc", r"requests of evals/mc.yaml are longer than the 128 tokens"),
         (lambda: write_task("qa", generation_kwargs={"max_gen_toks": 120}), "qa", "requests of .* longer"),
     ],
 )  # fmt: skip
@@ -494,7 +494,7 @@ socket.getaddrinfo = getaddrinfo
 """
 
 
-ARC = Path("tasks/public/allenai--ai2_arc/ARC-Easy/test-00000-of-00001.parquet")
+ARC = Path("evals/public/allenai--ai2_arc/ARC-Easy/test-00000-of-00001.parquet")
 TWICE = f"""
 from pathlib import Path
 from stages import score
@@ -519,8 +519,8 @@ def test_a_public_task_is_fetched_and_then_asked_from_its_files_alone(
 ) -> None:
     """One that was removed is fetched again."""
     output = fetch(project, hub, "arc_easy", program=("-c", TWICE))
-    assert "fetching allenai/ai2_arc at fedcba987654: 8 files" in output and "dvc add tasks/public/*--*" in output
-    directory, manifest = Path("tasks/public/allenai--ai2_arc"), project.json("tasks/public/manifest.json")
+    assert "fetching allenai/ai2_arc at fedcba987654: 8 files" in output and "dvc add evals/public/*--*" in output
+    directory, manifest = Path("evals/public/allenai--ai2_arc"), project.json("evals/public/manifest.json")
     found = manifest["datasets"]["allenai/ai2_arc"]
     assert (manifest["tasks"], found["commit"]) == ({"arc_easy": ["allenai/ai2_arc"]}, COMMIT)
     assert found["configs"]["ARC-Easy"]["test"] == ["ARC-Easy/test-00000-of-00001.parquet"]
@@ -537,13 +537,13 @@ def test_a_public_task_is_fetched_and_then_asked_from_its_files_alone(
         score.score(tasks, RUNTIME, measure)
     copy.unlink()
     flip_bit(ARC, 900)
-    with pytest.raises(StageError, match=r"ARC-Easy/test-00000-of-00001.parquet is damaged .*: `dvc pull tasks/public"):
+    with pytest.raises(StageError, match=r"ARC-Easy/test-00000-of-00001.parquet is damaged .*: `dvc pull evals/public"):
         score.score(tasks, RUNTIME, measure)
     (directory / "LICENSE").unlink()
     with pytest.raises(StageError, match="LICENSE is missing"):
-        public.check(["arc_easy", "tasks/mc.yaml"])
-    Path("tasks/public/manifest.json").write_text(json.dumps(manifest | {"datasets": {}}))
-    with pytest.raises(StageError, match="'arc_easy' is neither in tasks/ nor fetched"):
+        public.check(["arc_easy", "evals/mc.yaml"])
+    Path("evals/public/manifest.json").write_text(json.dumps(manifest | {"datasets": {}}))
+    with pytest.raises(StageError, match="'arc_easy' is neither in evals/ nor fetched"):
         public.check(["arc_easy"])
 
 
@@ -555,7 +555,7 @@ def test_what_is_not_as_the_hub_lists_it_or_needs_more_than_data_sets_is_not_fet
     for name, message in (
         ("humaneval", "humaneval needs the package evaluate, which would fetch more than data, or run what the model"),
         ("arc_esy", "'arc_esy' is neither a task of lm-eval nor a file (did you mean arc_easy"),
-        ("tasks/mc.yaml", "tasks/mc.yaml asks the network for 192.0.2.1"),
+        ("evals/mc.yaml", "evals/mc.yaml asks the network for 192.0.2.1"),
     ):
         assert f"error: tasks: {message}" in fetch(project, hub, name, status=2)
     assert [request for request in hub.requests if "datasets" in request.path] == []
@@ -569,8 +569,8 @@ def test_what_is_not_as_the_hub_lists_it_or_needs_more_than_data_sets_is_not_fet
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, r"'group' is neither in tasks/ nor fetched: correct it, or run `python -m stages.score --fetch group`"),
-        ({"group": "group", "task": ["mc", "qq"]}, r"'qq' is neither in tasks/ nor fetched \(did you mean qa\?\)"),
+        ({}, r"'group' is neither in evals/ nor fetched: correct it, or run `python -m stages.score --fetch group`"),
+        ({"group": "group", "task": ["mc", "qq"]}, r"'qq' is neither in evals/ nor fetched \(did you mean qa\?\)"),
         ({"group": "group", "task": [{"task": "boolq", "num_fewshot": 1}]}, "'boolq' is neither"),
         ({"group": "group", "task": ["mc", {"task": "own", **BASE}]}, None),
         ({"group": "group", "task": [{"task": "own", **BASE, "dataset_kwargs": {"data_files": "x"}}]}, "x is not b"),
@@ -580,11 +580,11 @@ def test_what_is_not_as_the_hub_lists_it_or_needs_more_than_data_sets_is_not_fet
         ({"task": "group", "include": "mc.yaml", "dataset_path": "a/b"}, r"data set a/b \(default .*\) is not in"),
         ({"task": "x", "tag": "group"}, None),
         ({"group": "group", "task": ["group", 3]}, "tasks: group is not valid: AttributeError"),
-        (["group"], "tasks/group.yaml is no valid YAML of a task: ValueError: it has no keys"),
+        (["group"], "evals/group.yaml is no valid YAML of a task: ValueError: it has no keys"),
     ],
 )
 def test_names_are_checked_without_lm_eval(project: Project, config: Any, message: str | None) -> None:
-    Path("tasks/group.yaml").write_text(yaml.safe_dump(config))
+    Path("evals/group.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(StageError, match=message) if message else nullcontext():
         public.check(["group"])
 
@@ -605,11 +605,11 @@ def test_public_tasks_are_asked_in_a_namespace_without_a_network(project: Projec
 
 
 def write_code_that_asks_the_network() -> None:
-    Path("tasks/utils.py").write_text(
+    Path("evals/utils.py").write_text(
         "import socket\ndef rows(found):\n    try:\n        socket.create_connection(('192.0.2.1', 80), 1)\n"
         "    except OSError:\n        pass\n    return found\n"
     )
-    with Path("tasks/mc.yaml").open("a") as file:
+    with Path("evals/mc.yaml").open("a") as file:
         file.write("process_docs: !function utils.rows\n")
 
 
@@ -627,7 +627,7 @@ def test_a_connection_to_another_machine_is_refused_and_named(project: Project, 
     found = sorted(Path(f"refused-{number}").read_text() for number in range(2))
     assert found == [
         "2",
-        "tasks: tasks/mc.yaml asks the network for 192.0.2.1, and score uses files alone: leave it out",
+        "tasks: evals/mc.yaml asks the network for 192.0.2.1, and score uses files alone: leave it out",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Fetch the data of public tasks into tasks/public/, on a machine with internet access.
+"""Fetch the data of public tasks into evals/public/, on a machine with internet access.
 
 lm-eval loads the tasks as when they are asked, in this process, and each data set that it asks for is fetched at a
 commit. Nothing else is: metrics and code that a task would fetch are refused here, too.

@@ -1,6 +1,6 @@
 """What `tasks` may name: files of yours, and tasks of lm-evaluation-harness that were fetched. Nothing is looked up.
 
-tasks/public/manifest.json maps what tasks give to `load_dataset` to files in tasks/public/ORG--NAME/. `--fetch` of
+evals/public/manifest.json maps what tasks give to `load_dataset` to files in evals/public/ORG--NAME/. `--fetch` of
 stages.score writes both (stages/scoring/fetch.py); git tracks the manifest, DVC the files.
 """
 
@@ -18,8 +18,8 @@ from stages.base import publish
 from stages.base.errors import StageError, explained
 from stages.base.files import FileEntry, JsonFile, RelativePath, check_files
 
-TASKS = Path("tasks")
-PUBLIC = TASKS / "public"
+EVALS = Path("evals")
+PUBLIC = EVALS / "public"
 FETCH = "run `python -m stages.score --fetch {}` on a machine with internet access"
 _BUILDERS = ("arrow", "csv", "json", "pandas", "parquet", "text")
 """Of `datasets`: they read files of this machine."""
@@ -38,7 +38,7 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Manifest(JsonFile):
-    """Content of tasks/public/manifest.json."""
+    """Content of evals/public/manifest.json."""
 
     STAGE: ClassVar[str] = "score"
     PATH: ClassVar[Path] = PUBLIC / "manifest.json"
@@ -101,13 +101,13 @@ def local_files(dataset: str, options: dict[str, Any]) -> list[str]:
     """The files and directories that a task loads; none: its data set is one of the Hub.
 
     Raises:
-        StageError: one is missing, or not in tasks/.
+        StageError: one is missing, or not in evals/.
     """
     given = [options.get("data_files"), options.get("data_dir")]
     files = [*_flat(given)] if dataset in _BUILDERS else [dataset] * Path(dataset).is_dir()
     for file in files:
-        if TASKS not in Path(os.path.normpath(file)).parents:
-            raise StageError(f"{file} is not below {TASKS}/, where DVC notices its changes: move it there")
+        if EVALS not in Path(os.path.normpath(file)).parents:
+            raise StageError(f"{file} is not below {EVALS}/, where DVC notices its changes: move it there")
         if not glob.glob(file):
             raise StageError(f"{file}, which a task names, is missing: put it there, or correct the name")
     return files
@@ -133,7 +133,7 @@ def check(entries: list[str]) -> None:
     Raises:
         StageError: one is neither a file of yours nor fetched, its YAML is not valid, or it has no data.
     """
-    files = [path for path in sorted(TASKS.rglob("*.yaml")) if PUBLIC not in path.parents] if entries else []
+    files = [path for path in sorted(EVALS.rglob("*.yaml")) if PUBLIC not in path.parents] if entries else []
     configs = {str(path): read(path) for path in files}
     kinds = [(config.get(kind), config) for config in configs.values() for kind in ("task", "group")]
     own = {name: config for name, config in kinds if isinstance(name, str)}
@@ -145,12 +145,12 @@ def check(entries: list[str]) -> None:
     for entry in waiting:
         path = os.path.normpath(entry)
         if is_file(entry) and path not in configs:
-            raise StageError(f"tasks: {entry} is no file below {TASKS}/ that ends in .yaml{nearest(entry, configs)}")
+            raise StageError(f"tasks: {entry} is no file below {EVALS}/ that ends in .yaml{nearest(entry, configs)}")
         config = configs[path] if is_file(entry) else own.get(entry, {})
         if not config and entry not in known:
             remedy = f"correct it, or {FETCH.format(entry)}"
             others = nearest(entry, {*own, *known})
-            raise StageError(f"tasks: {entry!r} is neither in {TASKS}/ nor fetched{others}: {remedy}")
+            raise StageError(f"tasks: {entry!r} is neither in {EVALS}/ nor fetched{others}: {remedy}")
         if is_file(entry) and not {"task", "group"} & {*config}:
             raise StageError(f"tasks: {entry} has no name: add a line such as `task: {Path(entry).stem}`")
         for dataset in () if config else manifest.tasks.get(entry, ()):

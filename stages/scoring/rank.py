@@ -1,6 +1,6 @@
 """Ask a finished model the questions of tasks: one rank of it. `python -m stages.score` starts the ranks.
 
-Reads    the models, tasks/, and the request of `score`
+Reads    the models, evals/, and the request of `score`
 Writes   the measurements, for `score`
 Example  python -m stages.scoring.rank
 """

@@ -18,7 +18,7 @@ from stages.base import publish
 from stages.base.errors import StageError, explained, one_line
 from stages.ranks.torch_errors import is_of_ranks
 from stages.scoring import network, public
-from stages.scoring.public import TASKS
+from stages.scoring.public import EVALS
 
 Fetch = Callable[[str, str | None, dict[str, Any]], None]
 """Fetches a data set: its name, that of its config, and what else a task gives to `load_dataset`."""
@@ -47,7 +47,7 @@ def load(entries: list[str], cache: Path, fetch: Fetch | None = None) -> dict[st
     """Load and check the entries of `tasks`.
 
     Args:
-        entries: Names of lm-eval, or files in tasks/, which `public.check` has accepted.
+        entries: Names of lm-eval, or files in evals/, which `public.check` has accepted.
         cache: An empty directory. A cache that stays takes a file of the same path and time for the same file.
         fetch: Fetches data that are not here; None: they are refused.
 
@@ -56,7 +56,7 @@ def load(entries: list[str], cache: Path, fetch: Fetch | None = None) -> dict[st
     """
     lm_eval.api.task.datasets = local = _LocalDatasets(cache, fetch)
     # The tasks of lm-eval itself are 13,000 files.
-    manager = TaskManager(include_path=str(TASKS), include_defaults=not all(map(public.is_file, entries)))
+    manager = TaskManager(include_path=str(EVALS), include_defaults=not all(map(public.is_file, entries)))
     loaded: dict[str, Loaded] = {}
     for entry in entries:
         if not public.is_file(entry) and entry not in manager.task_index:
@@ -114,7 +114,7 @@ class _LocalDatasets:
         return getattr(datasets, name)
 
     def load_dataset(self, path: str, name: str | None = None, **options: Any) -> Any:
-        """As in `datasets`; a name of the Hub is a directory in tasks/public/."""
+        """As in `datasets`; a name of the Hub is a directory in evals/public/."""
         chosen = public.data_options(options)
         files = public.local_files(path, chosen)
         source = path if files else str(self._find(path, name, chosen, options))
@@ -142,7 +142,7 @@ def digest(content: dict[str, Any]) -> str:
     And the configs of the groups that they are in.
     """
     total = hashlib.sha256()
-    for path in sorted(TASKS.rglob("*.py")):
+    for path in sorted(EVALS.rglob("*.py")):
         total.update(publish.sha256_file(path).encode())
     for name, group in sorted(content["groups"].items()):
         total.update(_canonical([name, group.to_dict(), group.child_names]))
