@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -798,9 +799,11 @@ def test_the_card_of_a_model_of_conversations_shows_the_chat_template() -> None:
 
 def test_the_card_names_the_base_model_on_the_hub() -> None:
     lineage = make_lineage()
-    local = replace(lineage.model, name="/home/ann/tiny")
-    assert "/home" not in readme(replace(lineage, model=local))
+    local = replace(lineage, model=replace(lineage.model, name="/home/ann/tiny"))
     source = replace(lineage.model, name="owner/base", commit="c" * 40)
+    adapter = partial(card.adapter_readme, architecture="", terms=ModelLicense({}, "", {}), losses=None, problem=None)
+    assert "/home" not in readme(local) + adapter(local)
+    assert f'.from_pretrained("owner/base", revision="{source.commit}")' in adapter(replace(lineage, model=source))
     for is_random, expected in ((False, ("owner/base", "finetune")), (True, (None, None))):
         text = readme(replace(lineage, model=source), is_random=is_random, license="mit", language="en")
         data = card_of(text).data

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerFast
 
@@ -223,6 +224,13 @@ def test_a_reader_that_stops_is_no_error(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_model_that_cannot_be_loaded_is_one_message(damaged: str, model: Path, text_of: Command) -> None:
     (model / damaged).write_text("{}")
     with pytest.raises(StageError, match="outputs/exp/model cannot be loaded: "):
+        text_of("a")
+
+
+def test_weights_that_are_pickles_are_not_read(model: Path, text_of: Command) -> None:
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(StageError, match=r"outputs/exp/model cannot be loaded: .*safetensors"):
         text_of("a")
 
 

@@ -141,6 +141,7 @@ def test_18_19_20_a_failed_save_ends_the_training_and_damages_no_checkpoint(
         assert statuses == [REFUSED, REFUSED], output
         assert re.search(message, output) and "Traceback" not in output, output
         assert published(project) == names(10)
+        assert not [*project.checkpoints().glob("*.tmp")]  # which may be what fills the disk
     ranks.run(project)
     assert result(project) == reference
 

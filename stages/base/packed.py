@@ -62,7 +62,7 @@ class ConversationMetrics:
     """Of the conversations for training, or of those for validation."""
 
     conversations: int
-    """In the rows; the parts of one that is split count each."""
+    """In the rows."""
     tokens: int
     """Of the conversations."""
     trained_tokens: int
@@ -70,7 +70,7 @@ class ConversationMetrics:
     padding_tokens: int
     """That fill up rows."""
     refused: dict[str, int]
-    """Conversations, or parts of one, that give no tokens, by reason."""
+    """Conversations that give no tokens, by reason."""
     first_refused: list[RefusedConversation]
     terminators: list[int]
     """Ids of the special tokens that end trained turns, the most frequent first."""

@@ -228,10 +228,14 @@ class Saver:
                 if dist.get_rank() == 0:
                     self._report(f"{directory.name} is not saved yet: {error}; trying again in {pause:.0f} s")
                 time.sleep(pause)
+            except StageError:
+                if dist.get_rank() == 0:  # no other one writes any longer
+                    shutil.rmtree(_temporary(directory), ignore_errors=True)  # the disk may be full of it
+                raise
         self._publish_once(directory, tensors, small)
 
     def _publish_once(self, directory: Path, tensors: _Tensors, small: _Small) -> None:
-        temporary = directory.with_name(directory.name + retention.TEMPORARY)
+        temporary = _temporary(directory)
 
         def prepare() -> bool:
             self._confirm_lock()
@@ -344,6 +348,11 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {name: optimizer.state[param] for name, param in model.named_parameters() if param in optimizer.state}
 
 
+def _temporary(directory: Path) -> Path:
+    """Where a checkpoint is until it is published."""
+    return directory.with_name(directory.name + retention.TEMPORARY)
+
+
 def _entries(checkpoint: Path, paths: Iterable[Path], goes_on: Callable[[], None]) -> dict[str, FileEntry]:
     return {str(path.relative_to(checkpoint)): FileEntry.of(path, goes_on) for path in paths if path.is_file()}
 
@@ -355,7 +364,7 @@ def _save_error(directory: Path, error: CheckpointException) -> StageError:
         problem = as_stage_error(cause)
     else:  # after a failed write, torch's zip writer may only complain about a wrong position in the file
         problem = StageError(f"{directory}: {cause} (is the disk full, or a limit of the file size reached?)")
-    return type(problem)(f"rank {rank} could not save a checkpoint; the one before it is still valid: {problem}")
+    return type(problem)(f"rank {rank} could not save a checkpoint; earlier ones are still valid: {problem}")
 
 
 def _pauses(seconds: float) -> Iterator[float]:

@@ -28,7 +28,9 @@ def load(directory: Path, dtype: torch.dtype | None = None) -> tuple["PreTrained
     logging.disable_progress_bar()  # it would be printed without a terminal too
     device, own = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", torch.float32)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, dtype=dtype or own)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            directory, local_files_only=True, use_safetensors=True, dtype=dtype or own
+        )
         tokenizer = load_tokenizer(directory)
     except (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError) as error:  # on files of any content
         raise StageError(f"{directory} cannot be loaded: {one_line(error)}") from None

@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCardData
 
 from stages.export.evaluation import perplexity
-from stages.export.lineage import Lineage
+from stages.export.lineage import InitialModel, Lineage
 from stages.model.license import ModelLicense
 
 
@@ -67,12 +67,13 @@ def adapter_readme(
     lineage: Lineage, architecture: str, terms: ModelLicense, losses: Losses | None, problem: str | None
 ) -> str:
     """The card of the adapters alone, and of PEFT's `problem` with them; the other arguments are those of `readme`."""
-    name, rank = lineage.params["experiment_name"], _rank(lineage)
+    name, rank, model = lineage.params["experiment_name"], _rank(lineage), lineage.model
+    base = f'"{_name(model)}"' + (f', revision="{model.commit}"' if model.commit else "")
     use = f"""from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 name = "{name}"  # the directory of this file, or its id on the Hub
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{lineage.model.name}"), name)
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}), name)
 tokenizer = AutoTokenizer.from_pretrained(name)"""
     intro = (
         f"Low-rank adapters (LoRA) of rank {rank} for {architecture}, trained for {lineage.step} steps beside the "
@@ -175,13 +176,15 @@ def _metadata(
     )
 
 
+def _name(model: InitialModel) -> str:
+    """Without where a directory was on this machine, which tells a reader of the card nothing."""
+    path = PurePath(model.name)
+    return path.name if path.is_absolute() else model.name
+
+
 def _initial_model(lineage: Lineage) -> str:
     model = lineage.model
-    path = PurePath(model.name)
-    # Where it was on this machine tells a reader of the card nothing.
-    text = f"`{path.name if path.is_absolute() else model.name}`" + (
-        f" at commit `{model.commit}`" if model.commit else ""
-    )
+    text = f"`{_name(model)}`" + (f" at commit `{model.commit}`" if model.commit else "")
     return text + (f", the result of run `{model.lineage.run_id}`" if model.lineage else "")
 
 
