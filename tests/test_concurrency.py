@@ -137,7 +137,7 @@ def test_trap_28_two_runs_of_each_stage_give_the_results_of_one(reproduced: Proj
     reproduced.set(runtime={"num_workers": 2})
     command = ["launch"] if stage == "train" else [stage]
     expected = outputs_of(reproduced, stage)
-    for _ in range(20):
+    for _ in range(5):
         if stage != "consolidate":
             forget(reproduced)
         results = run_two(reproduced, *command)
