@@ -181,11 +181,13 @@ class Session:
         command = [*PYTEST, "-p", "benchmarks.gpu.outcomes", "--capture=sys", *names]
         if importlib.util.find_spec("xdist"):
             command += ["-n", "3"]  # more wait for each other: without MPS a GPU runs one process at a time
+        # PYTEST_ADDOPTS may have other options, and what pytest-xdist sets is for a test that calls this.
+        variables = {name: value for name, value in environment().items() if not name.startswith("PYTEST_")}
         seconds, unfinished = 60 * self.args.minutes * TESTS_SHARE, set[str]()
         start = self.log.stat().st_size
         with (
             self.log.open("a") as log,
-            started(command, REPO, environment(), stdout=subprocess.PIPE, stderr=log, text=True) as child,
+            started(command, REPO, variables, stdout=subprocess.PIPE, stderr=log, text=True) as child,
             killed_after(child, seconds),
         ):
             for line in child.stdout or ():
