@@ -233,8 +233,8 @@ def test_a_queue_of_four_with_two_workers_of_which_one_is_killed(sweep: Project)
     assert abs(first[0] - second[0]) > 0.01
     assert table(sweep)[0] == ["Experiment", "State", *COLUMNS, "batch_size", "lr"]
     assert git_bytes(sweep) - before < 1_000_000
-    assert [path.name for path in (sweep / ".dvc/tmp/exps").glob("tmp*")] == []
     wait_for(lambda: not workers(sweep))
+    assert [path.name for path in (sweep / ".dvc/tmp/exps").glob("tmp*")] == []
 
 
 @pytest.mark.timeout(900)
