@@ -47,11 +47,14 @@ UNIT = re.compile(r"(.*), (?:in|as) (.*)")
 """At the end of a sentence."""
 HEAD = """# Parameters
 
-`make parameters` writes this page from `params.yaml`, `dvc.yaml` and the docstrings of the code.
+Edit `params.yaml`, and run `dvc repro`. `dvc exp run -S batch_size=4` edits it, too.
+[training.md](training.md) explains the larger choices.
 
-A changed parameter runs the stages in the last column again, then those after them whose inputs have changed.
+A changed parameter runs the stages in the last column again, then those after them
+[whose inputs have changed](reruns.md).
 Parameters of `runtime` change no result, so no stage runs again.
-`dvc exp run -S batch_size=4` changes one for one run. `docs/training.md` explains the larger choices.
+
+`make parameters` writes this page from `params.yaml`, `dvc.yaml` and the docstrings of the code.
 """
 
 

@@ -16,7 +16,7 @@ locked() { scripts/locked.sh "requirements-$build.lock" "$@"; }
 
 fail() {
     echo "setup: requirements-$build.lock cannot be installed: the error above names what is missing;" \
-        'see CONTRIBUTING.md, "Setting up"' >&2
+        'see CONTRIBUTING.md, "Set up"' >&2
     exit 1
 }
 
@@ -51,5 +51,5 @@ for build in "${fits[@]}"; do
     echo "setup: installed the $build build of torch, from requirements-$build.lock"
     exit
 done
-echo 'setup: neither build of torch could be installed; see CONTRIBUTING.md, "Setting up"' >&2
+echo 'setup: neither build of torch could be installed; see CONTRIBUTING.md, "Set up"' >&2
 exit 1

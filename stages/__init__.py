@@ -1,1 +1,1 @@
-"""The stages of the pipeline: each module here is one DVC stage and runs alone, `python -m stages.<name>`."""
+"""The stages of the pipeline, and commands beside them: each module here runs alone, `python -m stages.<name>`."""

@@ -1,6 +1,7 @@
 """Turn the sharded checkpoint of a training into a Hugging Face model directory.
 
-Reads    outputs/<experiment_name>/run.json, the checkpoint that it points to, and the records in data/
+Reads    outputs/<experiment_name>/run.json, the checkpoint that it points to, the records in data/, and the files
+         of the initial model: config and tokenizer, with `lora_r` also the weights
 Writes   outputs/<experiment_name>/model/: config, tokenizer, safetensors, README.md, lineage.json
          outputs/<experiment_name>/adapter/: with `lora_r`, the adapters as PEFT stores them; else empty
 Example  python -m stages.consolidate --checkpoint CHECKPOINT --output DIR

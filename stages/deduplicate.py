@@ -47,7 +47,7 @@ class DeduplicateParams:
     deduplicate: Literal["exact", "near"] | None
     """Which documents are skipped. exact: those that are equal to another one. near: also similar ones. null: none."""
     dedup_threshold: Annotated[float, Field(ge=0.5, lt=1)]
-    """Jaccard similarity above which two documents are similar, of the sets of five consecutive words."""
+    """Jaccard similarity from which on two documents are similar, of the sets of five consecutive words."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Measure what the finished model has learned, on held-out rows.
 
-Reads    outputs/<experiment_name>/model/, outputs/history.tsv, data/tokens/validation, data/pack.json, data/model.json
+Reads    outputs/<experiment_name>/model/, outputs/history.tsv, data/tokens/validation, data/pack.json, data/model.json,
+         and for samples the weights of the initial model
 Writes   outputs/evaluation.json: losses before training, after it, and of the exported weights; samples of text
          outputs/metrics.json: the loss of the exported weights, for `dvc exp show`
 Example  dvc exp run -S eval_samples=5 evaluate

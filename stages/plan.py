@@ -3,7 +3,7 @@
 Reads    data/model.json, data/tokenizer.json, data/pack.json, data/tokens/, the config of the model, names in evals/
 Writes   outputs/plan.json: steps, memory of each rank, disk
          outputs/rows.txt: the first rows of the training as text
-Example  dvc exp run -S plan.num_ranks=8 -S plan.gpu_memory_gb=80 plan
+Example  dvc exp run -S plan.num_ranks=8 -S plan.gpu_memory_gb=79 plan
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ class Cluster:
     num_ranks: PositiveInt
     """How many ranks train, on all machines."""
     gpu_memory_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None
-    """Memory of each GPU, in GiB. null: no limit. An H100 has 80. Settings that need more are refused."""
+    """Memory of each GPU, in GiB. null: no limit. An H100 of 80 GB has 79. Settings that need more are refused."""
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,15 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading() -> None:
     assert broken == []
 
 
+def test_every_heading_that_a_message_names_is_there() -> None:
+    scripts = [path for name in ("scripts", "slurm", "stages") for path in (REPO / name).rglob("*") if path.is_file()]
+    texts = [path.read_text() for path in scripts if path.suffix in (".py", ".sh", ".sbatch")]
+    named = [found for text in texts for found in re.findall(r'see ([\w/]+\.md), "([^"]+)"', text)]
+    assert named
+    for page, heading in named:
+        assert re.search(rf"^#+ {re.escape(heading)}$", (REPO / page).read_text(), re.MULTILINE), (page, heading)
+
+
 def _headings(page: Path) -> set[str]:
     """As GitHub makes anchors of them."""
     titles = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S), re.MULTILINE)
