@@ -7,12 +7,12 @@ Example  python -m stages.lineage verify [DIR]
          python -m stages.lineage segments [--step 150]
 
 Each line is `equal`, `different`, or `missing` with the place where it would be. The exit status is 0 if nothing
-differs; what is missing does not count, because a model directory may be all that there is. The directory itself must
-have exactly the files that lineage.json lists.
+differs. What is missing does not count: a model directory may be all that there is. The directory itself must have
+exactly the files that lineage.json lists.
 
-`segments` trains parts of the run in params.yaml again, each from one of its checkpoints to the next, and compares
-weights, optimizer state, history, and all else that the next step needs, bit for bit. Where other bits may come from
-other hardware the line is `unknown`, which does not count as a difference either.
+`segments` trains parts of the run in params.yaml again, each from one of its checkpoints to the next. It compares, bit
+for bit, all that the next step needs, such as weights and optimizer state, and the history. Where other bits may come
+from other hardware or packages, the line is `unknown`, which does not count as a difference either.
 """
 
 import dataclasses

@@ -3,8 +3,8 @@ r"""YAML: all string values at any depth, in the order of the file; under a rule
 libyaml's events are read, not objects: so tags run no code and an impossible date is not an error. Without a rule,
 aliases and merge keys repeat nothing. Plain scalars are typed by the core schema of YAML 1.2 (section 10.3.2).
 
-`extract` reads 17.5 MB/s in a process this way, 69 % of what libyaml's events allow; a standard parser, which builds
-objects, reaches 0.8 (docs/benchmarks.md).
+`extract` reads 15.4 MB/s in a process this way; a standard parser, which builds objects, reaches 0.6
+(docs/benchmarks.md).
 
 libyaml reads these documents in another way than YAML 1.2 demands. `↵` is a line end. A test reads this table.
 

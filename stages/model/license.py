@@ -1,7 +1,7 @@
 """The license of the initial model, `data/license.json`, which the models that are made from it carry on.
 
 It is not in data/model.json, because it decides no weight: after a license was added or corrected, nothing is trained
-again, and only `consolidate` and `evaluate` run.
+again, and only `consolidate` and the stages after it run.
 """
 
 import re
