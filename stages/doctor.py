@@ -25,7 +25,7 @@ if not (3, 10) <= sys.version_info[:2] <= (3, 14):
     sys.exit(1)
 
 from stages.base import command
-from stages.checks.findings import Found, collect
+from stages.checks.findings import Found, collect, error
 
 
 def main() -> None:
@@ -47,6 +47,11 @@ def main() -> None:
 
 def find(num_nodes: int) -> Found[None]:
     """The findings of all checks, which `num_nodes` nodes make at the same time."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as problem:  # as where all disks are full, which the checks below say
+        yield error(f"TMPDIR: {problem.strerror}", "free some space there, or `export TMPDIR=DIR` with one that has it")
+        tempfile.tempdir = "."  # or torch could not be imported
     # Here, so that a package that cannot be imported is a line, and not a traceback.
     from stages.base import outputs
     from stages.checkpointing.layout import checkpoint_root

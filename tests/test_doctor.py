@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from dvc.config import Config
 
 from stages import doctor
@@ -22,7 +23,7 @@ from stages.base.params_file import load_params
 from stages.checks import dvc_settings, findings, launch, machine
 from stages.checks.findings import Found
 from stages.launching.runtime import TrainRuntime
-from tests.project import REPO, Project, run_here
+from tests.project import REPO, Project, run_here, run_python
 
 pytestmark = pytest.mark.filterwarnings("ignore:_NoneStep:DeprecationWarning")  # of what DVC uses
 
@@ -107,6 +108,18 @@ def test_a_file_in_the_place_of_a_directory_is_an_error(ready: Project, names: t
     found = diagnose()
     for name in names:
         assert f"{ready / name} is not a directory, and stages make one there: move it away" in found
+
+
+def test_no_temporary_directory_is_a_line_beside_those_of_other_checks() -> None:
+    """As where the disk is full: Python tries to write into each that it knows. torch needs one to be imported."""
+    code = """
+import runpy, tempfile
+tempfile._candidate_tempdir_list = lambda: ["/none"]
+runpy.run_module("stages.doctor", run_name="__main__")
+"""
+    output = run_python(code).stdout
+    assert "error    TMPDIR: No usable temporary directory found in ['/none']: free some space there" in output
+    assert f"ok       torch {torch.__version__}" in output
 
 
 def test_packages_that_are_missing_are_lines_and_not_the_end(tmp_path: Path) -> None:
