@@ -114,11 +114,12 @@ run() {
     if [[ -n $stopped || $status == 75 ]] ||
         grep -Eq 'exited with 75|^error: node .* was lost' <(tail -c +$((printed + 1)) /dev/stderr); then
         continue_later
+        exit 75 # try again, as the training; DVC has made 255 of it
     fi
     exit "$status"
 }
 
-# Have Slurm start the job again. Exits with 75 (try again), for a Slurm whose RequeueExit lists it.
+# Have Slurm start the job again, unless it may not.
 continue_later() {
     # The launcher of a login node that was interrupted asks for a save, and for no other start.
     if scontrol show job "$SLURM_JOB_ID" 2> /dev/null | grep -q 'Requeue=0'; then return 0; fi
@@ -130,5 +131,4 @@ continue_later() {
     trap '' TERM USR1 # Slurm signals what is left of the last start, scontrol too, before scontrol has its answer
     # incomplete: a job that was cancelled does not come back, and one that was requeued needs nothing more.
     scontrol requeue incomplete "$SLURM_JOB_ID" || echo "error: it cannot: submit it again to continue" >&2
-    exit 75
 }

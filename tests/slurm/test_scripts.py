@@ -90,15 +90,16 @@ NO_RESTART = "MAX_RESTARTS is 0: submit it again to continue"
 @pytest.mark.parametrize(
     ("command", "variables", "state", "restarts", "expected"),
     [
-        (SIGNAL, {}, "COMPLETED", "1", "(?s)saved.*later start"),
-        (["scontrol", "requeue"], {}, "COMPLETED", "1", "(?s)saved.*later start"),
-        (SIGNAL, {"STATUS": "0"}, "COMPLETED", "0", "saved"),  # it finished in spite of the signal
-        (SIGNAL, {"MAX_RESTARTS": "0"}, "FAILED", "0", NO_RESTART),
-        (["scancel"], {}, "CANCELLED", "0", "saved"),
-        ([], {"ERROR": LOST}, "COMPLETED", "1", LOST),
-        ([], {"ERROR": "rank 1 crashed"}, "FAILED", "0", "rank 1 crashed"),
+        (SIGNAL, {}, "COMPLETED 0:0", "1", "(?s)saved.*later start"),
+        (["scontrol", "requeue"], {}, "COMPLETED 0:0", "1", "(?s)saved.*later start"),
+        (SIGNAL, {"STATUS": "0"}, "COMPLETED 0:0", "0", "saved"),  # it finished in spite of the signal
+        (SIGNAL, {"MAX_RESTARTS": "0"}, "FAILED 75:0", "0", NO_RESTART),
+        (SIGNAL, {"SBATCH_NO_REQUEUE": "1"}, "FAILED 75:0", "0", "saved"),
+        (["scancel"], {}, "CANCELLED 75:0", "0", "saved"),
+        ([], {"ERROR": LOST}, "COMPLETED 0:0", "1", LOST),
+        ([], {"ERROR": "rank 1 crashed"}, "FAILED 255:0", "0", "rank 1 crashed"),
     ],
-    ids=["signal", "requeue", "signal at the end", "no restarts", "cancel", "lost node", "crash"],
+    ids=["signal", "requeue", "signal at the end", "no restarts", "no requeue", "cancel", "lost node", "crash"],
 )
 def test_a_job_that_is_interrupted_saves_and_starts_again_where_that_helps(
     script: Script, command: list[str], variables: dict[str, str], state: str, restarts: str, expected: str
@@ -107,8 +108,8 @@ def test_a_job_that_is_interrupted_saves_and_starts_again_where_that_helps(
     if command:
         script.wait_for_start()
         script.cluster.run([*command, job])
-    *ended, log = script.end()
-    assert ended == [state, restarts], log
+    ended, starts, log = script.end()
+    assert (f"{ended} {script.cluster.job(job)['ExitCode']}", starts) == (state, restarts), log
     assert re.search(expected, log), log
 
 
