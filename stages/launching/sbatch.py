@@ -51,7 +51,8 @@ def run_job(run: Run, runtime: TrainRuntime) -> int:
     name = f"train-{run.run_id}"
     nodes = [f"--nodes={runtime.num_nodes}"] if runtime.num_nodes else []
     # The last ones count: without this environment the job would train what is in params.yaml when it starts.
-    own = [*nodes, f"--job-name={name}", f"--output={log}", "--export=ALL", str(_SCRIPT)]
+    output = str(log).replace("%", "%%")  # to Slurm, %u is the user
+    own = [*nodes, f"--job-name={name}", f"--output={output}", "--export=ALL", str(_SCRIPT)]
     command = ["sbatch", "--wait", "--dependency=singleton", *shlex.split(runtime.sbatch_args or ""), *own]
     position = log.stat().st_size
     try:

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+from pathlib import Path
 
 import psutil
 import pytest
@@ -79,11 +80,12 @@ def test_the_job_of_a_second_launch_waits_for_that_of_one_that_was_killed(
 
 
 @pytest.mark.slow
-def test_an_error_of_the_job_is_that_of_the_launch(cluster: Cluster, reproduced: Project) -> None:
-    reproduced.set(seed=1)
+def test_an_error_of_the_job_is_that_of_the_launch(cluster: Cluster, reproduced: Project, tmp_path: Path) -> None:
+    project = reproduced.copy(tmp_path / "100%u of it")  # for Slurm, %u is the user
+    project.set(seed=1)
     variables = VARIABLES | {"SLURM_CONF": str(cluster.conf)}
-    output = reproduced.run(*LAUNCH, status=2, **variables, MAX_RESTARTS="-1")
+    output = project.run(*LAUNCH, status=2, **variables, MAX_RESTARTS="-1")
     assert "error: this job was started again 0 times" in output
     wrong = variables | {"PIPELINE_RUNTIME": "{launcher: sbatch, sbatch_args: --partition=none}"}
-    output = reproduced.run(*LAUNCH, status=1, **wrong)
+    output = project.run(*LAUNCH, status=1, **wrong)
     assert "sbatch: error: invalid partition specified: none" in output
