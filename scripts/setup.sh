@@ -27,7 +27,7 @@ is_current() { [[ ${present:-} == "$1" && $installed == "$(digest "$1")" ]]; }
 # has installed it. The CPU build stays on a GPU node where the CUDA build was not available.
 if is_current cuda || { is_current cpu && [[ ${fits[0]} == cpu || $wanted == cuda ]]; }; then exit; fi
 
-[[ -x $python ]] || "${PYTHON:-python3}" -m venv .venv
+$python -m pip --version &> /dev/null || "${PYTHON:-python3}" -m venv .venv # also where it was begun and has no pip
 rm -f "$stamp"
 for build in "${fits[@]}"; do
     if is_current "$build"; then # the build that fits better could not be installed, so nothing was replaced

@@ -147,6 +147,7 @@ PYTHON = """#!/usr/bin/env bash
 # Replaces the python of the virtual environment: logs which packages of which lock are to be installed, and fails for
 # those in REFUSED.
 [[ $* != *scripts.install_encoder ]] || { echo encoder >> log && exit; }
+[[ $* != "-m pip --version" ]] || { [[ -e .venv/bin/pip ]]; exit; }
 [[ $* == *" --require-hashes "* ]] || exit 9
 packages=$(sed -n 's/^\\(\\S*==\\S*\\).*/\\1/p' "${!#}" | paste -sd ' ')
 echo "$packages" >> log
@@ -169,6 +170,7 @@ def run_setup(tmp_path):
         "scripts/setup.sh": script.replace(device_file, f"{tmp_path}/nvidia0"),
         "scripts/locked.sh": (REPO / "scripts/locked.sh").read_text(),
         ".venv/bin/python": PYTHON,
+        ".venv/bin/pip": "",
         "bin/nvidia-smi": '#!/bin/sh\n[ "$GPU" = 1 ]\n',
     }
     for path, content in executables.items():
@@ -231,6 +233,15 @@ def test_setup_installs_the_build_that_fits_or_the_other_one_and_keeps_it(run_se
         found = run_setup(gpu=gpu, refused=refused)
         assert found[:2] == (status, installed)
         assert found[2].startswith(last) and bool(last) == bool(found[2])
+
+
+def test_setup_finishes_an_environment_without_pip(run_setup, tmp_path):
+    """As it is after Ctrl-C while it is made, and on a Debian that lacked python3-venv."""
+    (tmp_path / ".venv/bin/pip").unlink()
+    (tmp_path / "bin/python3").write_text("#!/bin/sh\n[ \"$*\" = '-m venv .venv' ] && touch .venv/bin/pip\n")
+    (tmp_path / "bin/python3").chmod(0o755)
+    assert run_setup(gpu=0) == (0, CPU, "")
+    assert (tmp_path / ".venv/bin/pip").exists()
 
 
 def test_setup_detects_a_gpu_by_its_device_file(run_setup, tmp_path):
