@@ -211,7 +211,7 @@ def install(bundle: Path, target: Path) -> None:
     """Verify the bundle, then bring it into the target. Nothing there is changed before all of it is verified."""
     print(f"verifying {bundle}", flush=True)
     sums = verify(bundle)
-    check_machine()
+    check_machine(target)
     update_repository(bundle, target)
     for path in sorted(path for path in sums if path.startswith(HUB + "/")):
         final = target / CACHE / path[len(HUB) + 1 :]
@@ -257,13 +257,17 @@ def verify(bundle: Path) -> "dict[str, str]":
     return sums
 
 
-def check_machine() -> None:
-    """Refuse a Python or a machine for which the bundle has no packages."""
+def check_machine(target: Path) -> None:
+    """Refuse a Python, here or in the target, or a machine for which the bundle has no packages."""
     wanted, here = ABOUT["python"], "{}.{}".format(*sys.version_info[:2])
     if here != wanted:
         found = shutil.which("python" + wanted)
         remedy = "run it with " + found if found else f"install it, or `make bundle ARGS='--python {here}'`"
         raise Refused(f"the bundle is for Python {wanted}, and {sys.executable} is Python {here}: {remedy}")
+    settings = target / ".venv/pyvenv.cfg"
+    found = re.search(r"(?m)^version(?:_info)? *= *(\d+\.\d+)", settings.read_text()) if settings.is_file() else None
+    if found and found[1] != wanted:
+        raise Refused(f"the bundle is for Python {wanted}, and {target / '.venv'} has Python {found[1]}: delete .venv")
     machine = platform.machine()
     if machine != ABOUT["machine"]:
         remedy = f"bundle with --platform manylinux_2_28_{machine}"

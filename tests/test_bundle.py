@@ -279,6 +279,16 @@ def test_another_machine_is_refused(made_once: Path, tmp_path: Path, key: str, v
     refused(made_once, tmp_path / "target", message, **{key: value})
 
 
+def test_an_environment_of_another_python_is_refused(made_once: Path, tmp_path: Path) -> None:
+    """`make setup` keeps an environment, and would install packages of this Python into it."""
+    target = tmp_path / "target"
+    unbundle(made_once, target)
+    write({".venv/pyvenv.cfg": "home = /usr/bin\nversion = 3.9.1\n"}, target)
+    refused(made_once, target, rf"for Python {PYTHON}, and .*/\.venv has Python 3\.9: delete \.venv$")
+    write({".venv/pyvenv.cfg": f"home = /usr/bin\nversion_info = {PYTHON}.1\n"}, target)  # as uv writes it
+    unbundle(made_once, target)
+
+
 def test_own_files_and_commits_of_the_target_stay(project: Path, made: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     write({"mine.txt": "mine"}, target)
