@@ -42,7 +42,7 @@ trap finish EXIT
 start_dask() {
     ((SLURM_JOB_NUM_NODES > 1)) || return 0
     if ! python -c 'import distributed' 2> /dev/null; then
-        echo "Dask is not installed (pip install '.[dask]'): the data stages use this node only" >&2
+        echo "Dask is not installed (make setup): the data stages use this node only" >&2
         return 0
     fi
     local file=$PWD/.dvc/tmp/dask-$SLURM_JOB_ID.json interface=()
