@@ -55,6 +55,8 @@ def make() -> None:
     try:
         if args.to.exists():
             raise Refused(f"--to is {args.to}, which exists: delete it, or name another directory")
+        if not re.fullmatch(r"3\.\d+", args.python):  # with which unbundle.py compares its own
+            raise Refused(f"--python is {args.python!r}: give it as 3.12, without more")
         found = re.fullmatch(r"manylinux_2_(\d+)_(\w+)", args.platform)
         if not found:
             raise Refused(f"--platform is {args.platform!r}: give it as manylinux_2_28_x86_64, glibc and processor")
@@ -265,9 +267,9 @@ def check_machine(target: Path) -> None:
         remedy = "run it with " + found if found else f"install it, or `make bundle ARGS='--python {here}'`"
         raise Refused(f"the bundle is for Python {wanted}, and {sys.executable} is Python {here}: {remedy}")
     settings = target / ".venv/pyvenv.cfg"
-    found = re.search(r"(?m)^version(?:_info)? *= *(\d+\.\d+)", settings.read_text()) if settings.is_file() else None
-    if found and found[1] != wanted:
-        raise Refused(f"the bundle is for Python {wanted}, and {target / '.venv'} has Python {found[1]}: delete .venv")
+    there = re.search(r"(?m)^version(?:_info)? *= *(\d+\.\d+)", settings.read_text()) if settings.is_file() else None
+    if there and there[1] != wanted:
+        raise Refused(f"the bundle is for Python {wanted}, and {target / '.venv'} has Python {there[1]}: delete .venv")
     machine = platform.machine()
     if machine != ABOUT["machine"]:
         remedy = f"bundle with --platform manylinux_2_28_{machine}"

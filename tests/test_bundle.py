@@ -421,6 +421,8 @@ def test_what_cannot_be_carried_is_refused_by_name(project: Path) -> None:
     Path("new.txt").unlink()
     with pytest.raises(StageError, match="--platform is 'win32': give it as manylinux_2_28_x86_64"):
         make("--platform", "win32")
+    with pytest.raises(StageError, match=r"--python is '3\.12\.1': give it as 3\.12, without more"):
+        make("--python", "3.12.1")
     git("rm", "--quiet", "data/raw.dvc")
     commit()
     with pytest.raises(StageError, match=r"DVC does not track data/raw: `dvc add data/raw`, and commit data/raw\.dvc"):
