@@ -628,6 +628,8 @@ NO_MODEL = "does not describe a causal language model that transformers"
         ({"text_config": {"auto_map": {}}}, r"asks for code of its own \(auto_map\)"),
         ({"attn_implementation": "somebody/kernel"}, "asks for a kernel of the Hub .*'somebody/kernel'"),
         ({"text_config": {"_attn_implementation": "flash_attention_2"}}, "asks for a package .*'flash_attention_2'"),
+        ({"experts_implementation": "deepgemm"}, "asks for a kernel of the Hub .*'deepgemm'"),
+        ({"text_config": {"experts_implementation": {"": "sonicmoe"}}}, "asks for a kernel of the Hub .*'sonicmoe'"),
         ({"return_dict": False}, "return_dict is false"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "the weights are quantized"),
         ({"quantization_config": {}}, "the weights are quantized"),

@@ -13,6 +13,8 @@ from stages.model.files import CONFIG, TOKENIZER_CONFIG
 _LIMITS = {re.compile(r"(^|_)(layers?|blocks|depth)$"): 1_000, re.compile(r"(^|_)(labels|classes)$"): 1_000_000}
 """The largest numbers of what transformers makes one by one, by the names of their keys. A layer takes it up to ten
 milliseconds; the deepest language models have about 130."""
+_NOT_HERE = "/|flash|deepgemm|sonicmoe"
+"""Of the names of attention functions and experts: those that transformers does not contain."""
 
 
 def check(directory: Path) -> None:
@@ -45,9 +47,9 @@ def _check(path: Path, config: dict[str, Any]) -> None:
             )
         if key == "return_dict" and value is False:
             raise StageError(f"{path}: return_dict is false: no stage reads the tuple of results: remove it in a copy")
-        if key.endswith("attn_implementation") and re.search("/|flash", str(value)):
+        if key.endswith(("attn_implementation", "experts_implementation")) and re.search(_NOT_HERE, str(value)):
             kind, why = "a package for attention", "without which it cannot be loaded"
-            if "/" in str(value):
+            if "flash" not in str(value) or "/" in str(value):
                 kind, why = "a kernel of the Hub", "which is never run"
             raise StageError(f"{path} asks for {kind} ({key}: {value!r}), {why}: remove `{key}` in a copy")
         limit = next((limit for pattern, limit in _LIMITS.items() if pattern.search(key)), None)
