@@ -250,6 +250,17 @@ def test_a_model_whose_values_decide_is_seen_as_it_computes() -> None:
             assert loss_sum(model, batch) > 0
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_a_config_has_no_states_of_all_layers_kept(name: str) -> None:
+    """They would be in memory until the loss is there."""
+    model = make_model(tiny(name, output_hidden_states=True, output_attentions=True, attn_implementation="eager"))
+    batch = make_batch(torch.randint(1, 64, (2, 16)), eos_token_id=0, document_mask=False)
+    kept: list[Any] = []
+    model.register_forward_hook(lambda module, args, output: kept.extend([output.hidden_states, output.attentions]))
+    loss_sum(model, batch)
+    assert kept == [None, None]
+
+
 class Sizes(TorchDispatchMode):
     """The number of elements of the largest tensor that an operation returns, by dtype."""
 

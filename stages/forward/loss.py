@@ -209,8 +209,8 @@ def _forward(model: nn.Module, batch: dict[str, Tensor]) -> Any:
         else:
             inputs = {name: rows.view(1, -1) for name, rows in inputs.items()}
         inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": length, "max_length_k": length}
-    # No cache of keys and values: nothing is generated, and it would keep those of every layer alive.
-    return model(**inputs, use_cache=False)
+    # Nothing of every layer, which a config may ask for: no keys and values, as nothing is generated, and no states.
+    return model(**inputs, use_cache=False, output_hidden_states=False, output_attentions=False)
 
 
 def summed_loss(
