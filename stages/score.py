@@ -65,7 +65,8 @@ def main() -> None:
     parser = command.parser(__doc__)
     parser.add_argument("--fetch", nargs="+", metavar="TASK", help="only fetch the data of tasks of lm-eval")
     if entries := parser.parse_args().fetch:
-        fetch(entries, packages.ensure_installed())
+        with publish.lock(public.PUBLIC):  # another one reads the manifest before its downloads, and writes it after
+            fetch(entries, packages.ensure_installed())
         return
     params, runtime = load_params(ScoreParams), load_params(ScoreRuntime, "runtime")
     with publish.lock(outputs.TASKS):

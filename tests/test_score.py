@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -587,6 +587,21 @@ def test_names_are_checked_without_lm_eval(project: Project, config: Any, messag
     Path("evals/group.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(StageError, match=message) if message else nullcontext():
         public.check(["group"])
+
+
+def test_a_second_fetch_waits_before_it_reads_the_manifest(
+    empty_project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would write what the first one has added out of it."""
+
+    def wait(target: Path) -> NoReturn:
+        raise InterruptedError(target)
+
+    monkeypatch.setattr(publish, "lock", wait)
+    monkeypatch.setattr(sys, "argv", ["score", "--fetch", "arc_easy"])
+    with pytest.raises(InterruptedError, match=r"^evals/public$"):
+        score.main()
+    assert not [*empty_project.iterdir()]
 
 
 @pytest.mark.slow
