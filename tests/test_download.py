@@ -466,6 +466,13 @@ def test_tensors_are_found_under_the_names_of_older_checkpoints() -> None:
     assert meta.dropped(model, stored, found) == []
 
 
+def test_a_parameter_that_is_stored_under_an_old_name_too_is_refused() -> None:
+    write()
+    change_weights(**{"norm.weight": torch.zeros(16)})
+    with pytest.raises(StageError, match=r"'model.norm.weight' in .* and 'norm.weight' in .* are both model.norm.weigh"):
+        check_headers()
+
+
 def test_weights_that_transformers_drops_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     config = Glm4MoeConfig(
         **SIZES, **{**LAYERS, "num_hidden_layers": 1}, num_key_value_heads=1, head_dim=8, moe_intermediate_size=16,

@@ -256,7 +256,8 @@ def check_headers(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> di
         or drops the prefix of the base model, and joins experts that are stored one by one.
 
     Raises:
-        StageError: a tensor is missing, not expected, or has another shape or a dtype that cannot be trained.
+        StageError: a tensor is missing, not expected, or there twice, or has another shape or a dtype that cannot be
+            trained.
     """
     tensors = model.state_dict()  # with tied names, but without buffers that are not persistent
     tied = tied_weights(model)
@@ -367,16 +368,26 @@ def _is_equal(directory: Path, first: StoredTensor, second: StoredTensor) -> boo
 
 
 def _renamed(model: PreTrainedModel, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The stored tensors under the names that transformers gives them on loading; those that it joins keep theirs."""
+    """The stored tensors under the names that transformers gives them on loading; those that it joins keep theirs.
+
+    Raises:
+        StageError: two would be the same part of the model.
+    """
     transforms: list[Any] = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     tensors = model.state_dict()
-    renamed = {}
+    renamed: dict[str, StoredTensor] = {}
     for key, tensor in stored.items():
         name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, tensors)
-        # A name that the model has needs no renaming.
-        renamed[key if key in tensors or converter is not None else name] = tensor
+        if key in tensors or converter is not None:  # a name that the model has needs no renaming
+            name = key
+        if name in tensors and name in renamed:
+            raise StageError(
+                f"{renamed[name].key!r} in {renamed[name].file} and {key!r} in {tensor.file} are both {name} of the "
+                "model: delete one of them in a copy of the files"
+            )
+        renamed[name] = tensor
     return renamed
 
 
