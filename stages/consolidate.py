@@ -411,7 +411,8 @@ def _add_ends(directory: Path, reference: "PreTrainedModel", tokens: list[int]) 
     from transformers import GenerationConfig
 
     path = directory / GENERATION_CONFIG
-    stated = publish.read_json(path if path.is_file() else directory / CONFIG).get("eos_token_id")
+    config = publish.read_json(path if path.is_file() else directory / CONFIG)
+    stated = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
     if not path.is_file():  # that of the class, whose own EOS may be any token of this tokenizer
         GenerationConfig.from_model_config(reference.config).save_pretrained(directory)
     known = stated if isinstance(stated, list) else [] if stated is None else [stated]

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,7 +31,15 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata as stored
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeConfig, Lfm2MoeConfig, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Glm4MoeConfig,
+    Lfm2MoeConfig,
+    LlamaConfig,
+    LlavaConfig,
+    PretrainedConfig,
+)
 
 from stages import consolidate, download
 from stages.base import publish
@@ -711,6 +720,14 @@ def test_generated_text_ends_where_documents_and_turns_have_ended(
         loaded = AutoModelForCausalLM.from_pretrained(TARGET, local_files_only=True)
         assert loaded.generation_config.eos_token_id == expected
         write_conversations({"default": "new"})
+
+
+def test_a_text_config_says_where_generated_text_ends_too(tmp_path: Path) -> None:
+    config = LlavaConfig(text_config=LlamaConfig(eos_token_id=7))
+    config.save_pretrained(tmp_path)
+    reference: Any = SimpleNamespace(config=config)
+    consolidate._add_ends(tmp_path, reference, [0])
+    assert publish.read_json(tmp_path / "generation_config.json")["eos_token_id"] == [7, 0]
 
 
 def write_conversations(templates: dict[str, str]) -> None:
