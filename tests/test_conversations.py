@@ -112,6 +112,22 @@ def test_exactly_what_the_assistant_wrote_is_trained(name: str, contents: list[s
     assert all(token & ID_MASK not in special - ids for token in encoded.tokens.tolist() if token & TRAINED)
 
 
+def test_two_marks_in_one_turn_are_not_those_of_two_turns() -> None:
+    """As many places as turns, and none in the first."""
+    template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.thinking %}"
+        "{% generation %}{{ message.thinking }}<|im_end|>{% endgeneration %}"
+        "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+        "{% else %}{{ message.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    )
+    content = turns("one", "first", "two", "second")
+    content["messages"][3]["thinking"] = "why"
+    assert trained(encode(template, content)) == ["why<|im_end|>second<|im_end|>"]
+    for index in (1, 3):
+        messages = [{**each, "train": number != index} for number, each in enumerate(content["messages"])]
+        assert "marks other places than one for each turn" in refusal(template, {"messages": messages})
+
+
 def test_a_conversation_is_a_document_that_stays_whole() -> None:
     encoded = encode(CHATML, turns("Hi", "Hello"))
     first, *rest = encoded.tokens.tolist()
@@ -404,6 +420,8 @@ def test_the_date_is_always_the_same() -> None:
     for name, date in (("llama3", "26 Jul 2024"), ("gpt-oss", "2024-07-26")):
         encoded = encode(FAMILIES[name].template, turns("Hi", "Hello"))
         assert date in text_of(encoded)
+    everything = CHATML + "{{ strftime_now('%A, %a, %-d %B %Y, day %j, %-I %p, %F') }}<|im_end|>"
+    assert "Friday, Fri, 26 July 2024, day 208, 12 AM, 2024-07-26" in text_of(encode(everything, turns("Hi", "Hello")))
 
 
 def test_content_in_parts_is_found() -> None:

@@ -11,6 +11,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
@@ -38,20 +39,11 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _THOUGHTS = re.compile(r"(\s*<think>)(.*?)(</think>)(.*)", re.DOTALL)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # A date that is always the same: with that of today, a conversation would give other tokens tomorrow.
-_DATE = {
-    "%d": "26",
-    "%b": "Jul",
-    "%B": "July",
-    "%m": "07",
-    "%Y": "2024",
-    "%y": "24",
-    "%H": "00",
-    "%M": "00",
-    "%S": "00",
-}
+_DATE = datetime(2024, 7, 26)
+_CODES = ["%" + pad + letter for letter in "aAbBdeFHIjmMpSTyY" for pad in ("", "-")]
 _STRFTIME_NOW = (
     "{% macro strftime_now(format) %}{{ format"
-    + "".join(f"|replace({code!r}, {value!r})" for code, value in _DATE.items())
+    + "".join(f"|replace({code!r}, {_DATE.strftime(code)!r})" for code in _CODES)
     + " }}{% endmacro %}\n"  # the environment drops this line end, and none that the template begins with
 )
 

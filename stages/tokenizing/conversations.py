@@ -130,7 +130,7 @@ class ConversationEncoder:
         elif not generated:
             raise Refused("the chat template rewrites contents, so which tokens are theirs is not known")
         if generated:
-            chosen = _chosen(generated, messages, wanted)
+            chosen = _chosen(rendering, wanted)
             spans = [Span(renamed.index(start), renamed.index(end)) for start, end in chosen]
         else:
             spans = [*self._spans(renamed, rendering.leaves, wanted, conversation.tools)]
@@ -310,11 +310,20 @@ def _check_leaves(pieces: list[Piece], leaves: list[Leaf], wanted: set[int]) -> 
         raise Refused("the chat template puts the turns of the assistant into another order")
 
 
-def _chosen(generated: list[Span], messages: list[dict[str, Any]], wanted: set[int]) -> list[Span]:
+def _chosen(rendering: Rendering, wanted: set[int]) -> list[Span]:
     """Of the spans that the template says the assistant wrote, those of the messages that are trained."""
+    messages, generated = rendering.conversation.messages, rendering.generated
     assistants = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(generated) == len(assistants):
-        return [span for span, index in zip(generated, assistants, strict=True) if index in wanted]
     if wanted == {*assistants}:
         return generated
-    raise Refused(f"the chat template marks {len(generated)} places for {len(assistants)} turns of the assistant")
+    if len(generated) != len(assistants):
+        raise Refused(f"the chat template marks {len(generated)} places for {len(assistants)} turns of the assistant")
+    turns = [*zip(generated, assistants, strict=True)]
+    start = 0
+    for piece in rendering.pieces or ():
+        message = None if piece.leaf is None else rendering.leaves[piece.leaf].message
+        inside = next((index for span, index in turns if span.start <= start < span.end), message)
+        if message in assistants and inside != message:
+            raise Refused("the chat template marks other places than one for each turn of the assistant")
+        start += len(piece.text)
+    return [span for span, index in turns if index in wanted]
