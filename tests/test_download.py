@@ -469,7 +469,7 @@ def test_tensors_are_found_under_the_names_of_older_checkpoints() -> None:
 def test_a_parameter_that_is_stored_under_an_old_name_too_is_refused() -> None:
     write()
     change_weights(**{"norm.weight": torch.zeros(16)})
-    with pytest.raises(StageError, match=r"'model.norm.weight' in .* and 'norm.weight' in .* are both model.norm.weigh"):
+    with pytest.raises(StageError, match=r"'model.norm.weight' in .* and 'norm.weight' in .* are both model.norm"):
         check_headers()
 
 
