@@ -60,9 +60,12 @@ def main() -> None:
         parser.error("--system is the beginning of a conversation: give --chat, too")
     directory = args.model or outputs.directory(load_params(GenerateParams).experiment_name) / "model"
     if (directory / adapters.CONFIG).is_file():
+        # Where `consolidate` writes both, with --output and without.
+        beside = (directory.parent / name for name in (directory.name.removesuffix("-adapter"), "model"))
+        found = [f"; it is {path}" for path in beside if (path / CONFIG).is_file()]
         raise StageError(
-            f"{directory} has adapters (LoRA), and no model: give the directory of the model that they are merged "
-            f"into; in this pipeline it is {directory.parent / 'model'}"
+            f"{directory} has adapters (LoRA), and no model: give the directory of the model that they are merged into"
+            + "".join(found[:1])
         )
     if not (directory / CONFIG).is_file():
         remedy = f"give that of a model; {outputs.RESTORE}" if args.model else "run `dvc repro`, or give --model DIR"

@@ -247,6 +247,9 @@ def test_code_of_the_model_is_not_run_whatever_is_answered(model: Path, text_of:
 def test_what_is_wrong_is_one_message(monkeypatch: pytest.MonkeyPatch, text_of: Command) -> None:
     Path("outputs/exp/adapter").mkdir()
     Path("outputs/exp/adapter/adapter_config.json").write_text("{}")
+    for name in ("exp-150-adapter", "mine"):
+        shutil.copytree("outputs/exp/adapter", name)
+    shutil.copytree("outputs/exp/model", "exp-150")
     for arguments, stdin, message in (
         (["a", "--model", "none"], None, r"none is not a model directory: give that .* `dvc get \. outputs"),
         (
@@ -254,6 +257,8 @@ def test_what_is_wrong_is_one_message(monkeypatch: pytest.MonkeyPatch, text_of: 
             None,
             "has adapters .LoRA., and no model: .* it is outputs/exp/model$",
         ),
+        (["a", "--model", "exp-150-adapter"], None, "has adapters .LoRA., and no model: .* it is exp-150$"),
+        (["a", "--model", "mine"], None, "has adapters .LoRA., and no model: .* that they are merged into$"),
         ([""], None, "the prompt has no token"),
         (["a \udce9"], None, "the prompt is not UTF-8 at position 2: convert it"),
         ([], b"a \xe9", "the prompt is not UTF-8 at position 2: convert it"),
