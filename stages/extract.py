@@ -296,7 +296,8 @@ def extract(params: ExtractParams, runtime: ExtractRuntime, limits: Limits = LIM
             "document, or of CSV the file"
         )
         if found := find_conversations(params, summary):
-            print(f"warning: {found[0]} has conversations, whose strings are separate documents: set {found[1]}")
+            remedy = f"add to records: {found[1]}" if params.records else f"set records: [{found[1]}]"
+            print(f"warning: {found[0]} has conversations, whose strings are separate documents: {remedy}")
     if silent := sorted(find_silent(results) - rejected_names):
         print(
             f"warning: {len(silent)} files have no text, and nothing in them was rejected, such as {silent[0]}: "
@@ -347,9 +348,9 @@ def raw_paths(summary: splits.Summary) -> Iterator[str]:
 
 
 def find_conversations(params: ExtractParams, summary: splits.Summary) -> tuple[str, str] | None:
-    """A file of JSON Lines without a rule that begins with a conversation, and the line for params.yaml.
+    """A file of JSON Lines without a rule that begins with a conversation, and the rule for those beside it.
 
-    Of the first files alone: there may be a million.
+    Of the first files alone: there may be a million. The rule is for one directory, as others may have documents.
     """
     lines = (path for path in raw_paths(summary) if path.endswith((".jsonl", ".ndjson")))
     for path in islice((path for path in lines if not rules.find(params.records, path)), NUM_PRINTED):
@@ -357,8 +358,11 @@ def find_conversations(params: ExtractParams, summary: splits.Summary) -> tuple[
             record = json.loads(raw.readline(1 << 20))
             for name, value in record.items() if isinstance(record, dict) else ():
                 first = value[0] if value and isinstance(value, list) else None
-                if isinstance(first, dict) and ({"role", "content"} <= first.keys() or "from" in first):
-                    return path, f'records: [{{files: "**/*{Path(path).suffix}", messages: $.{name}}}]'
+                for keys, more in ({"role", "content"}, ""), ({"from", "value"}, ", role: from, content: value"):
+                    if isinstance(first, dict) and keys <= first.keys():
+                        directory, *below = Path(path).parts
+                        files = f"{directory}/**/*" * bool(below) or "*"
+                        return path, f'{{files: "{files}{Path(path).suffix}", messages: $.{name}{more}}}'
     return None
 
 
@@ -526,9 +530,13 @@ def preview(file: Path, params: ExtractParams) -> str:
     path = os.path.relpath(file if file.exists() else Path(params.raw_dir, file), params.raw_dir)
     if not Path(params.raw_dir, path).exists():
         raise StageError(f"there is no {file}, here or below {params.raw_dir}")
-    if path.startswith("..") or not Path(params.raw_dir, path).is_file() or not suffixes.find(path):
+    if path.startswith("..") or not Path(params.raw_dir, path).is_file():
+        raise StageError(f"{file} is not a file below {params.raw_dir}: name one, such as {params.raw_dir}/a.jsonl")
+    if not suffixes.find(path):
+        compressed = " or ".join(suffixes.COMPRESSIONS)
         raise StageError(
-            f"{file} is no raw file below {params.raw_dir} that is read: name one, such as {params.raw_dir}/a.jsonl"
+            f"{file} is not read: its name ends in none of {', '.join(suffixes.FORMATS)} "
+            f"(and {compressed}, but not after {', '.join(suffixes.TABLES)}): rename it if it has this format"
         )
     found = rules.find(params.records, path)
     with tempfile.TemporaryDirectory() as directory:
@@ -545,6 +553,7 @@ def preview(file: Path, params: ExtractParams) -> str:
         [
             f"{printable(path)}: " + (f"records.{found[0]}" if found else "no rule: each string is a document"),
             *_skipped(printable(path)),
+            *[f"it is not UTF-8: read as {params.fallback_encoding} (fallback_encoding)"] * bool(result.fallback),
             *shown,
             f"{result.counts.strings} rows"
             + ", as it has no text" * bool(result.silent)

@@ -283,13 +283,24 @@ def test_files_without_a_rule_are_told_once(capsys: pytest.CaptureFixture[str]) 
         extract_raw(num_splits=2)
         output = capsys.readouterr().out
         assert "note: 3 files have no rule (docs/formats.md): each of their strings is" in output
-        line = 'records: [{files: "**/*.jsonl", messages: $.messages}]'
-        assert f"warning: a.jsonl has conversations, whose strings are separate documents: set {line}" in output
+        line = 'set records: [{files: "*.jsonl", messages: $.messages}]'
+        assert f"warning: a.jsonl has conversations, whose strings are separate documents: {line}\n" in output
     put({"a.jsonl": jsonl({"messages": [1], "tables": [{"role": "b"}]})})
     extract_raw(num_splits=2)
     assert "has conversations" not in capsys.readouterr().out
     extract_raw(num_splits=2, records=[{"files": "?.yaml", "text": "$"}, {"files": "*"}])
     assert "have no rule" not in capsys.readouterr().out
+
+
+def test_the_rule_in_the_warning_about_conversations_reads_them(capsys: pytest.CaptureFixture[str]) -> None:
+    # Of its directory alone: a rule for all .jsonl would leave out the documents of the other one.
+    put({"web/a.jsonl": jsonl({"body": "a"}), "chat/new/b.jsonl": jsonl({"conversations": SHAREGPT})})
+    text = {"files": "web/*", "text": "$.body"}
+    metrics = extract_raw(records=[text])
+    assert metrics["strings"] == 1 + 2 * len(SHAREGPT)
+    [rule] = re.findall(r"add to records: (.*)", capsys.readouterr().out)
+    [count, other] = extract_raw(records=[text, yaml.safe_load(rule)])["rules"]
+    assert (count["documents"], other["conversations"], other["left_out"]) == (1, 1, {})
 
 
 def test_null_switches_a_default_of_a_rule_off() -> None:
@@ -698,15 +709,25 @@ def test_the_preview_shows_what_the_rules_make_of_a_file() -> None:
         assert show("e.jsonl").endswith("0 rows\ne.jsonl: invalid JSON at line 1: the document does not end")
     assert show("f.json", min_chars=4).endswith("0 rows, of 4 characters or more")
     assert show("g.json").endswith("0 rows, as it has no text")
+    put({"i": "i"})
     put({"h\n\udcff.txt": "h"})
     assert show("h\n\udcff.txt").startswith("h\\n\\xff.txt: no rule")
     for name, problem in (
         ("nothing.jsonl", "there is no nothing.jsonl"),
-        ("data", "data is no raw file below data/raw"),
+        ("data", "data is not a file below data/raw: name one, such as data/raw/a.jsonl"),
+        ("i", r"i is not read: its name ends in none of .txt, .md, .*, .feather \(and .gz"),
     ):
         with pytest.raises(StageError, match=problem):
             show(name)
     assert not CORPUS.exists()
+
+
+def test_the_preview_says_in_which_encoding_a_file_was_read() -> None:
+    put({"a.txt": "é".encode("cp1252")})
+    assert show("a.txt", fallback_encoding="cp1252").split("\n")[1:3] == [
+        "it is not UTF-8: read as cp1252 (fallback_encoding)",
+        "--- 1: a document",
+    ]
 
 
 def test_the_preview_says_that_organize_skips_a_file() -> None:
