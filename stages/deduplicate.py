@@ -153,7 +153,7 @@ def deduplicate(params: DeduplicateParams, runtime: DeduplicateRuntime) -> str:
     return table(
         (found.documents - num_dropped, "documents", f"kept of {found.documents:,}"),
         (num_dropped, "dropped", f"{found.equal:,} equal, {found.similar:,} similar"),
-        (f"{num_reused} of {len(corpus.shards)}", "splits reused", ""),
+        (f"{num_reused} of {sum(shard.rows > 0 for shard in corpus.shards)}", "splits reused", ""),
     )
 
 
@@ -240,7 +240,7 @@ class RowReader:
 def find(
     params: DeduplicateParams, runtime: DeduplicateRuntime, corpus: Dataset, directory: Path
 ) -> tuple[Dropped, int]:
-    """What is dropped, and how many splits the store had signatures of."""
+    """What is dropped, and of how many splits with documents the store had signatures."""
     store = reuse.Store(reuse.root(), int)
     is_near = params.deduplicate == "near"
     code_digest = code.digest_with_packages("stages.duplicates.signatures")
@@ -262,8 +262,8 @@ def find(
             closing(workers.ordered_map(signatures.sign, tasks, runtime, num_bytes=sum(sizes))) as signed,
         ):
             num_reused = 0
-            for size, is_reused in zip(sizes, signed, strict=True):
-                num_reused += is_reused
+            for shard, size, is_reused in zip(corpus.shards, sizes, signed, strict=True):
+                num_reused += is_reused and shard.rows > 0  # those without rows are all equal
                 bar.update(size)
         splits = [signatures.read(task.target) for task in tasks]
         for shard, split in zip(corpus.shards, splits, strict=True):
