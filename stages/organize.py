@@ -201,11 +201,12 @@ def check_sources(root: Path, sources: Sequence[str]) -> None:
         StageError: one is no directory in the directory of the raw files, or is there twice.
     """
     wrong = [name for name in sources if not (is_inside(name) and (root / name).is_dir())]
-    if wrong or len({*sources}) < len(sources):
+    twice = [name for name in sources if sources.count(name) > 1]
+    if wrong or twice:
         directories = sorted(path.name for path in root.iterdir() if path.is_dir())
         raise StageError(
-            f"sources is {sources}: name each directory in {root} once, with / between directories and none at the "
-            f"end; there are {', '.join(map(printable, directories)) or 'none'}"
+            f"sources has {(wrong or twice)[0]!r}: name each directory in {root} once, with / between directories and "
+            f"none at the end; there are {', '.join(map(printable, directories)) or 'none'}"
         )
 
 

@@ -108,8 +108,11 @@ def test_a_source_that_is_none_is_refused() -> None:
     Path("data/raw/empty").mkdir()
     Path("data/raw/link").symlink_to("/tmp")
     for sources, message in (
-        (["web", "cod"], "name each directory in data/raw once, .* there are code, empty, link, web"),
-        (["web", "web"], "name each directory"),
+        (
+            ["web", "cod"],
+            "sources has 'cod': name each directory in data/raw once, .* there are code, empty, link, web",
+        ),
+        (["web", "web"], "sources has 'web': name each directory"),
         (["../raw/web"], "name each directory"),
         (["web/"], "name each directory"),
         (["web", "empty"], r"empty has no file that is read \(it is empty\)"),
