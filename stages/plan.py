@@ -478,6 +478,7 @@ def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None, exp
         StageError: the training would be refused.
     """
     model, train = ModelManifest.read(), PackedTokens.read(TRAIN)
+    check_model_stays(params, model)
     params.check_context_parallel(model, train.seq_length, runtime.nproc_per_node)
     check_num_ranks(params, num_ranks)
     plan = estimate(params, model, train, PackedTokens.read(VALIDATION), export_dtype)
@@ -485,6 +486,20 @@ def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None, exp
     decide(run, how_to_resume(runtime), find(run))  # the launch would refuse what this refuses
     check_disk(params, runtime, plan)
     return plan
+
+
+def check_model_stays(params: TrainParams, model: ModelManifest) -> None:
+    """Check that the initial model is not what this experiment has exported. The stages after the export read it, too.
+
+    Raises:
+        StageError: it is.
+    """
+    exported = outputs.directory(params.experiment_name) / "model"
+    if model.directory().resolve() == exported.resolve():
+        raise StageError(
+            f"model_name is {model.model_name!r}: DVC deletes it before consolidate writes the model of "
+            f"experiment_name {params.experiment_name!r}: choose another experiment_name"
+        )
 
 
 def check_num_ranks(params: TrainParams, num_ranks: int | None) -> None:

@@ -340,6 +340,15 @@ def test_what_a_later_stage_would_refuse_is_refused(planned: Callable[..., str],
         planned(extend_from=None)
 
 
+def test_a_model_that_the_export_would_delete_is_refused(planned: Callable[..., str], here: Project) -> None:
+    link = here / "outputs/test/model"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to((here / "models/nano").resolve())  # either may be a link
+    with pytest.raises(StageError, match="'models/nano': DVC deletes it before consolidate writes the model of experi"):
+        planned()
+    planned(experiment_name="second")
+
+
 @pytest.mark.parametrize(
     ("runtime", "params", "needs", "expected"),
     [
