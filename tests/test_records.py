@@ -549,19 +549,30 @@ LEFT_OUT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": "$.m"}, '{"m": [{"from": "a"}]}', "a message without a string 'role'"),
     ({"messages": "$.m"}, '{"m": [{"role": "a", "content": 3}]}', "a 'content' that is neither a string nor a list"),
     ({"messages": "$.m"}, '{"m": [{"role": "a", "role": "b", "content": "c"}]}', "a key occurs twice in a message"),
-    ({"messages": "$.m"}, '{"m": [{"role": "a", "x": [{"y": 1, "y": 2}]}]}', "a key occurs twice in a message"),
+    ({"messages": "$.m"}, '{"m": [{"role": "a", "content": [{"y": 1, "y": 2}]}]}', "a key occurs twice in a message"),
     ({"messages": "$.m"}, '{"m": [{"role": "a"}], "m": [{"role": "b"}]}', "no list of messages at $.m"),
-    ({"messages": "$.m", "tools": "$.t"}, '{"m": [{"role": "a"}], "t": "x"}', "no list of tools at $.t"),
+    ({"messages": "$.m"}, '{"m": [{"role": "a", "text": "b"}]}', "no message has a 'content'"),
+    ({"messages": "$.m", "role": "from"}, '{"m": [{"from": "gpt", "value": "b"}]}', "no message has a 'content'"),
+    ({"messages": "$.m", "tools": "$.t"}, '{"m": [{"role": "a", "content": "b"}], "t": "x"}',
+     "no list of tools at $.t"),
     ({"prompt": "$.p", "completion": "$.c"}, '{"p": "a"}', "no string at $.c"),
     ({"prompt": "$.p", "completion": "$.c"}, '{"p": "a", "c": ""}', "no string at $.c"),
-    ({"prompt": "$.p", "completion": "$.c"}, '{"p": "a", "c": [{"role": "b"}]}',
+    ({"prompt": "$.p", "completion": "$.c"}, '{"p": "a", "c": [{"role": "b", "content": "d"}]}',
      "a string and a list of messages as prompt and completion"),
     ({"messages": [{"role": "user", "content": "$.q"}]}, '{"a": "b"}', "no string at $.q"),
     ({"format": "alpaca"}, '{"instruction": "a", "output": " "}', "no string at $.output"),
     ({"format": "alpaca"}, '{"instruction": "a", "output": "b", "history": [["c"]]}',
      "no list of pairs of a question and an answer at $.history"),
 ]  # fmt: skip
-GOOD = {"messages": CHAT, "m": CHAT, "p": "a", "c": "b", "q": "Q", "instruction": "a", "output": "b"}
+GOOD = {
+    "messages": CHAT,
+    "m": [{**message, "from": "gpt"} for message in CHAT],
+    "p": "a",
+    "c": "b",
+    "q": "Q",
+    "instruction": "a",
+    "output": "b",
+}
 """A record of which each of these rules makes a row."""
 
 

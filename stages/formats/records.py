@@ -35,6 +35,8 @@ ROLES = {
 """What data calls a role, in any letter case, and what templates do. Another name stays as it is."""
 
 _OBJECTS = {dict, paths.Pairs}
+_SAYING = {"content", "tool_calls", "function_call", "reasoning_content", "thinking", "reasoning"}
+"""Keys of a message that templates read. If no message has one, `content` of the rule is probably misspelt."""
 _TOO_SHORT = "fewer characters than min_chars"
 _NUM_ROLES = 5  # unknown ones that are named, of a split
 _NUM_KEYS, _MAX_KEY = 20, 100  # of a record that are named, and characters of each
@@ -276,7 +278,10 @@ def _side_maker(side: Side, name: str, rule: Rule, roles: _Roles) -> Callable[[A
             values = [_from_json(values[0])]
         messages = values[0] if len(values) == 1 and type(values[0]) is list else values
         if messages and _OBJECTS.issuperset(map(type, messages)):
-            return [_rename(message, rule.role, rule.content, roles) for message in messages]
+            renamed = [_rename(message, rule.role, rule.content, roles) for message in messages]
+            if all(_SAYING.isdisjoint(message) for message in renamed):
+                raise LeftOut(f"no message has a {rule.content!r}", messages[0])
+            return renamed
         if name == "messages":
             raise LeftOut(f"no list of messages at {side}")
         text = _join(values)
