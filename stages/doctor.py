@@ -11,6 +11,7 @@ another machine is opened.
 
 import os
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -56,9 +57,7 @@ def find(num_nodes: int) -> Found[None]:
     from stages.checkpointing.layout import checkpoint_root
     from stages.checks import dvc_settings, launch, machine
 
-    directories = {"data": Path("data"), "outputs": outputs.OUTPUTS}
-    if temporary := (yield from machine.find_temporary()):
-        directories["TMPDIR"] = temporary
+    directories = {"data": Path("data"), "outputs": outputs.OUTPUTS, "TMPDIR": Path(tempfile.gettempdir())}
     config = (yield from machine.check_user()) and (yield from collect(dvc_settings.read()))
     if config:
         yield from collect(dvc_settings.check_cache(config))

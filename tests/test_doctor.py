@@ -2,14 +2,12 @@
 
 import ast
 import dataclasses
-import errno
 import fcntl
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -222,16 +220,6 @@ def test_a_user_that_the_system_does_not_know(ready: Project, monkeypatch: pytes
         assert found.startswith(f"error    DVC cannot start: {expected}"), found
         assert "`export HOME=/tmp/home USER=me`" in found
         assert "a check failed" not in found
-
-
-def test_without_a_temporary_directory_all_else_is_checked(ready: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> str:
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
-
-    before = oks(lambda: doctor.find(1)).count("\n")
-    monkeypatch.setattr(tempfile, "gettempdir", refuse)
-    assert oks(lambda: doctor.find(1)).count("\n") >= before - 2  # its locks, and its disk if it is another one
-    assert "found in ['/tmp']: free some space, or `export TMPDIR=DIR`" in diagnose()
 
 
 def test_container_recipes_set_what_dvc_and_matplotlib_need() -> None:

@@ -6,7 +6,6 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -43,16 +42,6 @@ def check_user() -> Found[bool]:
         "`export HOME=/tmp/home USER=me`, with a directory that you can write to",
     )
     return False
-
-
-def find_temporary() -> Found[Path | None]:
-    """The directory of temporary files; None: there is none."""
-    try:
-        return Path(tempfile.gettempdir())
-    except FileNotFoundError as problem:
-        remedy = "free some space, or `export TMPDIR=DIR` with a directory that you can write to"
-        yield error(str(problem.strerror), remedy)
-        return None
 
 
 def check_shared_memory(path: Path = Path("/dev/shm"), wanted: int = _GIB) -> Found[None]:
