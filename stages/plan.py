@@ -167,9 +167,10 @@ def main() -> None:
         plan = dataclasses.replace(
             plan, decayed_parameters=_num_decayed(params, model), num_ranks=num_ranks, peak=peak, peaks=peaks or None
         )
+        print(table(*_summary(params, runtime, plan, model, step)))
+        check_disk(params, runtime, plan)  # after the numbers, for those who will train on another machine
         plan.write(outputs.PLAN)
         publish.write_text(outputs.ROWS, rows)
-    print(table(*_summary(params, runtime, plan, model, step)))
 
 
 class Memory(NamedTuple):
@@ -484,7 +485,6 @@ def check(params: TrainParams, runtime: TrainRuntime, num_ranks: int | None, exp
     plan = estimate(params, model, train, PackedTokens.read(VALIDATION), export_dtype)
     run = describe(params)
     decide(run, how_to_resume(runtime), find(run))  # the launch would refuse what this refuses
-    check_disk(params, runtime, plan)
     return plan
 
 

@@ -381,6 +381,16 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(
     plan.check_disk(given, saved, plan_of)
 
 
+def test_who_asks_about_memory_may_train_on_another_disk(
+    planned: Callable[..., str], here: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=1))
+    with pytest.raises(StageError, match="No space left on device"):
+        planned(plan={"num_ranks": 1, "gpu_memory_gb": 8})
+    assert "1.000  GiB" in capsys.readouterr().out
+    assert not (here / "outputs/plan.json").exists()
+
+
 LINE = f"  {'-' * 8}"
 
 
