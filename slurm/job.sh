@@ -45,7 +45,13 @@ start_dask() {
         echo "Dask is not installed (make setup): the data stages use this node only" >&2
         return 0
     fi
-    local file=$PWD/.dvc/tmp/dask-$SLURM_JOB_ID.json interface=()
+    local file=$PWD/.dvc/tmp/dask-$SLURM_JOB_ID.json interface=() runtime
+    runtime=$(file=$file python -c "import os, yaml
+given = yaml.safe_load(os.environ.get('PIPELINE_RUNTIME') or '{}')
+print(yaml.safe_dump({'dask_scheduler': os.environ['file'], **given}))" 2> /dev/null) ||
+        fail "PIPELINE_RUNTIME is $PIPELINE_RUNTIME: it must contain values of the section \`runtime\`, \
+such as {nproc_per_node: 4}"
+    export PIPELINE_RUNTIME=$runtime
     rm -f "$file" # of the last start of this job
     [[ -z ${DASK_INTERFACE:-} ]] || interface=(--interface "$DASK_INTERFACE")
     dask scheduler --port 0 --scheduler-file "$file" --no-dashboard "${interface[@]}" 9>&- &
@@ -54,10 +60,6 @@ start_dask() {
     srun --overlap --nodes="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task="$cpus" \
         dask worker --scheduler-file "$file" --no-dashboard "${interface[@]}" --nworkers "$cpus" --nthreads 1 \
         --memory-limit 0 --local-directory "${TMPDIR:-/tmp}" 9>&- &
-    PIPELINE_RUNTIME=$(file=$file python -c "import os, yaml
-given = yaml.safe_load(os.environ.get('PIPELINE_RUNTIME') or '{}')
-print(yaml.safe_dump({'dask_scheduler': os.environ['file'], **given}))")
-    export PIPELINE_RUNTIME
 }
 
 # Ask the stage that DVC runs to stop, and the next one if it had just ended. DVC itself would not pass a signal on.

@@ -161,6 +161,13 @@ def test_a_job_on_two_nodes_has_a_dask_cluster_on_both_beside_the_training(scrip
     assert [path.name for path in (script.directory / ".dvc/tmp").iterdir()] == ["job.lock"]
 
 
+def test_a_runtime_that_is_none_is_one_message(script: Script) -> None:
+    script.submit("--nodes=2", "slurm/data.sbatch", PIPELINE_RUNTIME="{ranks", PATH=f"{BIN}:/usr/bin:/bin")
+    state, _, log = script.end()
+    expected = r"error: PIPELINE_RUNTIME is \{ranks: it must contain values of the section `runtime`, such as .*\n"
+    assert state == "FAILED" and re.fullmatch(expected, log), log
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_guide_are_accepted(script: Script) -> None:
     commands = re.findall(r"^\$ .*?sbatch (.*slurm/\w+\.sbatch.*?)\)?$", CLUSTER_DOCS.read_text(), re.MULTILINE)
