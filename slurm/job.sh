@@ -1,15 +1,16 @@
 # What the batch scripts of this directory share. They source it in the root of the project, where sbatch was called.
 # shellcheck shell=bash
 
-[[ ! -d .venv ]] || export PATH=$PWD/.venv/bin:$PATH
-export HF_HUB_OFFLINE=1 # compute nodes often have no network: models are in HF_HOME, and nothing tries to update them
-cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
-mkdir -p .dvc/tmp
-
 fail() {
     echo "error: $1" >&2
     exit 2
 }
+
+[[ -n ${SLURM_JOB_ID:-} ]] || fail "this is no job of Slurm: sbatch $0"
+[[ ! -d .venv ]] || export PATH=$PWD/.venv/bin:$PATH
+export HF_HUB_OFFLINE=1 # compute nodes often have no network: models are in HF_HOME, and nothing tries to update them
+cpus=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
+mkdir -p .dvc/tmp
 
 command -v pgrep > /dev/null || fail "pgrep is missing (package procps): without it no signal reaches the training"
 

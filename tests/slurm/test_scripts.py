@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -159,6 +160,11 @@ def test_a_job_on_two_nodes_has_a_dask_cluster_on_both_beside_the_training(scrip
     assert "dask: n1 n1 n2 n2 1 1 1 1 1\n" in log
     assert log.count("training\n") == 2
     assert [path.name for path in (script.directory / ".dvc/tmp").iterdir()] == ["job.lock"]
+
+
+def test_a_script_that_is_not_submitted_says_so(script: Script) -> None:
+    done = subprocess.run(["bash", "slurm/train.sbatch"], cwd=script.directory, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: this is no job of Slurm: sbatch slurm/train.sbatch\n")
 
 
 def test_a_runtime_that_is_none_is_one_message(script: Script) -> None:
