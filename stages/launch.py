@@ -50,8 +50,9 @@ def main() -> None:
         decision = decide(run, how_to_resume(runtime), find(run))
         print_line(f"{decision.action}: {decision.reason}")
         return
-    is_submitted = sbatch.submits(runtime)
+    is_submitted, before = sbatch.submits(runtime), None
     if is_submitted and decide(run, how_to_resume(runtime), find(run)).action != "finished":
+        before = _time_of(last)  # with resume=never, there may be that of an earlier job
         _exit_unless_finished(sbatch.run_job(run, runtime))
     # Also around the outs: another launcher, with resume=never, could delete the checkpoint that they are written from.
     with writer_lock(run.directory, print_line) as set_status:
@@ -59,8 +60,8 @@ def main() -> None:
             _exit_unless_finished(_train(run, runtime, set_status))
         refuse_changed_files(run, runtime)
         refresh([last])  # the ranks may have written it on another node
-        if not last.exists():  # sbatch reports no error of a job that was cancelled while it was pending
-            raise StageError(f"the job has ended, but {last} is missing: if it was cancelled, launch it again")
+        if _time_of(last) == before:  # sbatch reports no error of a job that was cancelled while it was pending
+            raise StageError(f"the job has ended, but has not written {last}: if it was cancelled, launch it again")
         metrics, exported = write_outs(run, last)
     best = "" if exported == last else f", whose best checkpoint is {exported.name}"
     print(table((metrics.steps, "steps", f"{metrics.tokens:,} tokens; run {run.run_id}{best}"), *loss_rows(metrics)))
@@ -69,6 +70,11 @@ def main() -> None:
 def _exit_unless_finished(status: int) -> None:
     if status:
         sys.exit(status)
+
+
+def _time_of(checkpoint: Path) -> int | None:
+    """When it was written; None: it is not there."""
+    return checkpoint.stat().st_mtime_ns if checkpoint.exists() else None
 
 
 def loss_rows(metrics: TrainMetrics) -> list[Row]:

@@ -66,13 +66,17 @@ def test_what_was_edited_during_a_training_is_not_recorded_as_its_input(here: Pr
 
 
 def test_a_job_that_was_cancelled_before_it_started_has_not_trained(
-    here: Project, monkeypatch: pytest.MonkeyPatch
+    finished: Given, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here.set(runtime={"launcher": "sbatch"})
+    """With `resume: never` there may be the checkpoint of a job before."""
+    project, _ = finished
+    monkeypatch.chdir(project.path)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setattr(launch.sbatch, "run_job", lambda run, runtime: 0)
-    output = run_here("launch", status=2)
-    assert re.fullmatch(r"error: the job has ended, but \S+/step-00000012 is missing: if .*\n", output)
+    for seed, resume in ((0, "never"), (1, "auto")):
+        project.set(seed=seed, runtime={"launcher": "sbatch", "resume": resume})
+        output = run_here("launch", status=2)
+        assert re.fullmatch(r"error: the job has ended, but has not written \S+/step-00000012: if .*\n", output)
 
 
 STARTING = """
