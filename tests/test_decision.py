@@ -83,6 +83,7 @@ CASES = [
     Case("other lr", "start", "the learning rate of step 1 is", [], {"lr": 0.5}, others=(10,)),
     Case("other seed", "start", "params.seed: 0 there, 7 here", [], {"seed": 7}, others=(10,)),
     Case("other rows", "start", "data.train: 't' there, 't2' here", [], {"train": "t2"}, others=(10,)),
+    Case("other rows, finished", "start", "data.train: 't' there, 't2' here", [], {"train": "t2"}, others=FINISHED),
     Case("other model", "start", "model: 'm' there, 'm2' here", [], {"model": "m2"}, others=(10,)),
     Case("a schedule that is none", "start", "its schedule is none (lr: ", [], theirs={"lr": "high"}, others=(10,)),
     Case("never adopts", "start", "is never", [], {"batch_size": 4}, others=(10,), resume="never"),

@@ -221,6 +221,11 @@ def _why_not_adopt(run: Run, resume: Resume, path: Path, manifest: CheckpointMan
         return "export_from is best"
     if found.is_copy:
         return "this is a copy of the project, for an experiment"
+    # The router loss of a mixture of experts is computed once per forward pass, so it depends on the rows of one, and
+    # with attention `padded`, which `auto` may choose, on its documents.
+    changing = {"batch_size", "attention"} if found.has_router_loss else set()
+    if lines := _obstacles(manifest.identity, run.identity, (_NEUTRAL | _SCHEDULE) - changing):
+        return ", ".join(lines)
     # Of all its checkpoints: the last one but one of a finished run is not that of an unfinished one.
     is_finished = any(other.is_finished for name, other in found.others.items() if name.parent == path.parent)
     if is_finished and manifest.total_steps >= run.total_steps:
@@ -228,11 +233,6 @@ def _why_not_adopt(run: Run, resume: Resume, path: Path, manifest: CheckpointMan
         return f"its run has finished, with {what}, and is not shorter"
     if manifest.step >= run.total_steps:
         return f"it is at step {manifest.step}, and this run has {run.total_steps}"
-    # The router loss of a mixture of experts is computed once per forward pass, so it depends on the rows of one, and
-    # with attention `padded`, which `auto` may choose, on its documents.
-    changing = {"batch_size", "attention"} if found.has_router_loss else set()
-    if lines := _obstacles(manifest.identity, run.identity, (_NEUTRAL | _SCHEDULE) - changing):
-        return ", ".join(lines)
     # The rates, not the parameters of the schedule: with `wsd`, runs of different lengths share the stable phase.
     # Exact equality is right, as the same function computed both.
     try:
