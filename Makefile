@@ -20,11 +20,12 @@ ifeq ($(filter --allow-missing,$(ARGS)),)
 endif
 	.venv/bin/dvc repro $(ARGS)
 
-# DVC compares the beginnings of the names; what is kept wins over what is dropped. `.*/`, `models` and `evals` are files.
+# DVC compares the beginnings of the names; what is kept wins over what is dropped. `.*/`, `.*\.lock`, `models` and
+# `evals` are files.
 KEEP ?= validation_loss|steps|tokens|memory
 show: ## Show the experiments in a table; KEEP='tokens|memory': other metrics; ARGS=-A: those of older commits too
 	@.venv/bin/dvc exp show --only-changed --keep '$(KEEP)' $(if $(findstring loss,$(KEEP)),--sort-by validation_loss) \
-		--drop '.*/|models$$|evals$$|Created|Executor|.*loss|steps|tokens|memory|perplexity|bits' $(ARGS)
+		--drop '.*/|.*\.lock|models$$|evals$$|Created|Executor|.*loss|steps|tokens|memory|perplexity|bits' $(ARGS)
 
 # Without `setup`: it reports what is not set up.
 doctor: ## Check this machine before a job: GPUs, disks and locks, the model cache, DVC, Slurm

@@ -42,6 +42,7 @@ def test_the_table_has_the_columns_that_matter_and_those_that_vary(reproduced: P
     values = {"steps": 12, "tokens_per_s": 100.0, "memory_peak_gib": 0.5}
     (reproduced / "outputs/cost.json").write_text(json.dumps(values))
     (reproduced / "outputs/metrics.json").write_text(json.dumps({"validation_loss": 7.0}))
+    (reproduced / "requirements-score.lock").write_text("# newer\n")  # is no column
     reproduced.run("dvc", "exp", "save", "--name", "lr-1")
     (reproduced / ".venv").symlink_to(Path(sys.prefix))
     header, *_, experiment = table(reproduced)
