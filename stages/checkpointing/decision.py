@@ -36,8 +36,9 @@ _NEUTRAL = {
     *("eval_batch_size", "eval_freq", "eval_rows"),
     *("activation_checkpointing", "attention", "compile", "context_parallel", "deterministic", "fsdp", "loss"),
 }
-"""Parameters that may differ between two runs which compute the same weights, up to rounding, at every step that both
-of them do. Those of the schedule may differ too: the learning rates themselves are compared, step by step."""
+"""Parameters that may differ between two runs which compute the same weights, up to rounding and the masks of
+dropout, at every step that both of them do. Those of the schedule may differ too: the learning rates themselves are
+compared, step by step."""
 
 Resume = Literal["auto", "never", "own"]
 """`runtime.resume`; `own`: it is `never`, and this is a restart, whose checkpoints must not be deleted."""
@@ -200,7 +201,7 @@ def begin(run: Run, resume: Resume) -> Decision:
 def _why_not_adopt(run: Run, resume: Resume, path: Path, manifest: CheckpointManifest, found: Found) -> str | None:
     """Why `run` may not continue from a checkpoint of another run; None: it may.
 
-    It may where it would have reached these very weights itself, up to rounding:
+    It may where it would have reached these very weights itself, up to rounding and the masks of dropout:
 
     - the same training rows and the same model to start from;
     - the same parameters, but for those that cannot change the weights (`_NEUTRAL`);
