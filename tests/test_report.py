@@ -289,6 +289,13 @@ def test_names_may_be_long_and_may_have_any_character(monkeypatch: pytest.Monkey
         assert axes.bbox.width > whole.width / 3 and axes.bbox.height > whole.height / 3
 
 
+def test_a_legend_has_names_that_begin_with_an_underscore_and_names_in_any_letters() -> None:
+    for name, is_text in (("_web", False), ("新闻", True)):
+        rows: list[history.Row] = [{"step": 1.0, history.of_source(name): 1.0, history.of_source("b"): 2.0}]
+        svg, _ = pictures.draw(pictures.of_sources([name, "b"]), rows) or ("", "")
+        assert re.search(rf"<!-- \W?{name} -->" if not is_text else rf">{name}</text>", svg)
+
+
 def test_however_long_the_training_was_the_page_is_small_and_has_each_peak() -> None:
     values = np.sin(np.arange(100_000.0))
     values[54_321], values[60_000] = 9.0, -9.0

@@ -5,6 +5,7 @@ with a limited number of points, among them every peak.
 """
 
 import io
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -13,6 +14,8 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.font_manager import findfont, get_font
+from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
@@ -228,9 +231,14 @@ def draw_tasks(scores: list[TaskScore]) -> tuple[str, str] | None:
 
 
 def _svg(figure: Figure) -> str:
-    file = io.StringIO()
-    # Not the time of day, nor the version of matplotlib.
-    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    file, font = io.StringIO(), get_font(findfont(_STYLE["font.family"]))
+    text = "".join(each.get_text() for each in figure.findobj(Text))
+    # What the font lacks, as Chinese, has no path: a browser writes such a picture with fonts of its own.
+    has_glyphs = all(font.get_char_index(ord(character)) for character in text if character.isprintable())
+    with mpl.rc_context({} if has_glyphs else {"svg.fonttype": "none"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        # Not the time of day, nor the version of matplotlib.
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return file.getvalue()
 
 
@@ -247,7 +255,8 @@ def series(rows: list[Row], curve: Curve) -> tuple[NDArray[np.float64], NDArray[
 
 
 def _label(name: str) -> str:
-    """A name so short that it leaves room for what it names."""
+    """A name so short that it leaves room for what it names, and that a legend shows."""
+    name = name if not name.startswith("_") else f"\u200b{name}"  # which begins what matplotlib does not show
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 2]}…{name[-_LONGEST // 2 + 1 :]}"
 
 
