@@ -97,8 +97,9 @@ def read(path: Path) -> list[Row]:
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file, delimiter="\t"))
-        if rows and "step" not in rows[0]:
+            reader = csv.DictReader(file, delimiter="\t")
+            rows = list(reader)
+        if "step" not in (reader.fieldnames or ()):
             raise ValueError
         return [{name: float(cell) if cell else None for name, cell in row.items()} for row in rows]
     except FileNotFoundError:
