@@ -224,6 +224,20 @@ def test_a_copy_that_fails_for_an_asynchronous_save_is_a_clear_error(
         save_thrice(tmp_path, asynchronous=True)
 
 
+def test_a_save_that_has_lost_its_lock_deletes_nothing(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """Another training may write there."""
+
+    def confirm() -> None:
+        raise StageError("the lock is lost")
+
+    model, theirs = torch.nn.Linear(3, 2), tmp_path / "step-00000001.tmp"
+    theirs.mkdir()
+    one = open_saver(False, confirm_lock=confirm)
+    with pytest.raises(StageError, match="the lock is lost"):
+        one.save(tmp_path / theirs.stem, model, trained(model, 3), train_state(), {}, checkpoint_manifest())
+    assert theirs.is_dir()
+
+
 def test_a_save_that_fails_while_the_training_fails_is_reported(mesh: DeviceMesh, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = tmp_path / "file" / step_name(1)

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -229,8 +230,10 @@ class Saver:
                     self._report(f"{directory.name} is not saved yet: {error}; trying again in {pause:.0f} s")
                 time.sleep(pause)
             except StageError:
-                if dist.get_rank() == 0:  # no other one writes any longer
-                    shutil.rmtree(_temporary(directory), ignore_errors=True)  # the disk may be full of it
+                with suppress(StageError):  # without the lock, another training may write there
+                    if dist.get_rank() == 0:  # no other rank writes any longer
+                        self._confirm_lock()
+                        shutil.rmtree(_temporary(directory), ignore_errors=True)  # the disk may be full of it
                 raise
         self._publish_once(directory, tensors, small)
 
