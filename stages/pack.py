@@ -194,7 +194,10 @@ class PackedRows(NamedTuple):
                 padding_tokens=self.num_padding,
                 refused=counts.refused,
                 first_refused=counts.first_refused,
-                terminators=sorted(counts.terminators, key=lambda token: (-counts.terminators[token], token)),
+                terminators=sorted(
+                    counts.terminators.keys() - counts.inner.keys(),
+                    key=lambda token: (-counts.terminators[token], token),
+                ),
                 strings=dict(sorted(counts.strings.items())),
                 left_out=dict(sorted(counts.left_out.items())),
             ),

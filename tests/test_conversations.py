@@ -204,6 +204,8 @@ def test_thoughts_may_have_a_key_of_their_own(key: str) -> None:
     assert trained(encoded) == ["<think>\nhm\n</think>\n\none<|im_end|>"]
     encoded = encode(FAMILIES["gpt-oss"].template, content)
     assert trained(encoded) == ["hm<|end|><|start|>assistant<|channel|>final<|message|>one<|return|>"]
+    assert encoded.terminators == {TOKENIZER.token_to_id("<|return|>")}
+    assert encoded.inner >= {TOKENIZER.token_to_id("<|end|>")}
     assert "leaves out the reasoning" in refusal(CHATML, content)
 
 

@@ -685,6 +685,22 @@ def test_what_gives_no_tokens_is_counted_and_listed(capsys: pytest.CaptureFixtur
     assert re.search(note, capsys.readouterr().out)
 
 
+def test_a_token_within_turns_ends_no_generated_text() -> None:
+    """As `<|end|>` of gpt-oss, which ends earlier turns, and the reasoning of the last one."""
+    make_chat_model(
+        "{% for message in messages %}<|im_start|>{{ message.role }}:{% if message.thinking and loop.last %}"
+        "{{ message.thinking }}<|im_end|><|im_start|>{% endif %}{{ message.content }}"
+        "{{ '<|endoftext|>' if loop.last else '<|im_end|>' }}{% endfor %}"
+    )
+    earlier = chat("a", "b", "c", "d")
+    reasons = {"messages": [*earlier["messages"][:-1], {"role": "assistant", "content": "d", "thinking": "hm"}]}
+    end, last = (Tokenizer.from_file("model/tokenizer.json").token_to_id(name) for name in ("<|im_end|>", SPELLING))
+    make_corpus([[earlier], [earlier]])
+    assert {*run(seq_length=64)["train"]["conversations"]["terminators"]} == {end, last}
+    make_corpus([[earlier, reasons], [earlier]])
+    assert run(seq_length=64)["train"]["conversations"]["terminators"] == [last]
+
+
 def test_what_the_chat_template_leaves_out_is_refused_above_a_share(capsys: pytest.CaptureFixture[str]) -> None:
     make_chat_model(CHATML.replace("in messages %}", "in messages if message.role != 'system' %}"))
     with_system = chat("a", "b")

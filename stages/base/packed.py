@@ -73,7 +73,7 @@ class ConversationMetrics:
     """Conversations that give no tokens, by reason."""
     first_refused: list[RefusedConversation]
     terminators: list[int]
-    """Ids of the special tokens that end trained turns, the most frequent first."""
+    """Ids of the special tokens that end trained turns, and are nowhere within one, the most frequent first."""
     strings: dict[str, int] = field(default_factory=dict)
     """Of the conversations in the rows, by where they are: `system`, `assistant reasoning`, `tools`, ..."""
     left_out: dict[str, int] = field(default_factory=dict)

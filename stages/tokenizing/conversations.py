@@ -48,6 +48,8 @@ class Encoded(NamedTuple):
     """(n,): ids with the bits `START`, `TRAINED` and `WHOLE`."""
     terminators: frozenset[int]
     """The ids of the special tokens that end its trained turns."""
+    inner: frozenset[int]
+    """Those that are within such turns, as `<|end|>` of gpt-oss after reasoning: the model continues after them."""
     strings: dict[str, int]
     """How many strings it has, by where they are: `system`, `assistant reasoning`, `tools`, ..."""
     left_out: dict[str, int]
@@ -248,8 +250,11 @@ class ConversationEncoder:
             raise Refused("nothing of it is trained")
         ids |= np.where(is_trained, TRAINED, 0).astype(np.uint32)
         ids[0] |= START | WHOLE
-        last = [names[-1] for span in spans if (names := self._renamed.findall(text, *span))]
-        return Encoded(ids, frozenset(self._ids[name] for name in last), strings, left_out)
+        turns = [[self._ids[name] for name in self._renamed.findall(text, *span)] for span in spans]
+        terminators = frozenset(tokens[-1] for tokens in turns if tokens)
+        # With `all`, a span is no turn, but all of them.
+        inner = frozenset(token for tokens in turns for token in tokens[:-1] if self._chat.train_on != "all")
+        return Encoded(ids, terminators, inner, strings, left_out)
 
     def _encoded(self, text: str) -> Encoding:
         """Encode a rendering: it has the special tokens of the template, and no others."""

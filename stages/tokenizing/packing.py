@@ -170,6 +170,8 @@ class Counts:
     """Those of them that the chat template does not write."""
     terminators: dict[int, int] = field(default_factory=dict)
     """The tokens that end trained turns, and how many conversations have each."""
+    inner: dict[int, int] = field(default_factory=dict)
+    """Special tokens within such turns, and how many conversations have each."""
     held_out: str = ""
     """Digests of documents that are held out by their content, in hexadecimal."""
 
@@ -282,6 +284,7 @@ def _conversations(conversations: Iterable[str], spec: TokenizerSpec) -> Iterato
             strings=encoded.strings,
             left_out=encoded.left_out,
             terminators=dict.fromkeys(sorted(encoded.terminators), 1),
+            inner=dict.fromkeys(sorted(encoded.inner), 1),
         )
         yield encoded.tokens, counts
 
